@@ -1,0 +1,40 @@
+"""Levels: how often a value has to be computed, read off its index set.
+
+A value that depends on nothing but sizes and params is computed once a launch; one over b and h once a head;
+over i once a row; over j once a column; over both once a pair. The emitter places every subexpression at its
+level, and the gradient of a captured value is reduced over the loops outside its level before it is stored.
+"""
+
+from enum import Enum
+
+from flashgen.ir.expr import Expr, index_set
+
+
+class Level(Enum):
+    """The loop in which a value changes."""
+
+    LAUNCH = "launch"
+    HEAD = "head"
+    ROW = "row"
+    COLUMN = "column"
+    PAIR = "pair"
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether neighbouring rows, which share a vector, see different values."""
+        return self in (Level.ROW, Level.PAIR)
+
+
+def level_of_indices(indices: frozenset[str]) -> Level:
+    """The level of a value with this index set."""
+    row, column = "i" in indices, "j" in indices
+    if row and column:
+        return Level.PAIR
+    if row or column:
+        return Level.ROW if row else Level.COLUMN
+    return Level.HEAD if indices else Level.LAUNCH
+
+
+def level_of(expr: Expr) -> Level:
+    """The level of an expression."""
+    return level_of_indices(index_set(expr))

@@ -1,0 +1,184 @@
+"""Stage 2, analyse: one spec at one head dimension, rewritten into the few functions that a kernel needs.
+
+In: an ``AttentionSpec`` and a ``HeadDim``. Out: a ``Variant``: the score as a function of ``dot`` and ``sqdist``, one
+boolean that says which pairs are kept, the weights in canonical form, and every derivative that the backward pass
+uses. Nothing here knows about tiles or targets.
+
+With e = score(dot, sqdist) and dP the gradient that reaches a weight, the backward pass computes for each pair
+
+    softmax      P = exp(e - lse)        dE = P (dP - delta)
+    normalize    P = w(e) / Z            dE = w'(e) (dP - delta) / Z
+    pointwise    P = w(e)                dE = w'(e) dP
+
+    d(dot) = dE ∂e/∂dot,   with delta = rowsum(dO ∘ O) - d(lse)
+
+as in Algorithm 4 of the FlashAttention paper, there for softmax alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashgen.analysis.bounds import IndexProof, prove_indices
+from flashgen.analysis.differentiate import derivative
+from flashgen.analysis.levels import Level, level_of_indices
+from flashgen.analysis.simplify import canonical_weights, simplify, split_masked_score
+from flashgen.ir.build import apply
+from flashgen.ir.expr import (
+    Expr,
+    Load,
+    Symbol,
+    SymbolKind,
+    index,
+    index_set,
+    literal,
+    score_input,
+    size,
+    substitute,
+    walk,
+)
+from flashgen.ir.spec import AttentionSpec, HeadDim, Normalize, Pointwise, Softmax, Weights
+from flashgen.ir.types import ScalarType
+
+DOT = score_input("dot")
+SQDIST = score_input("sqdist")
+S = score_input("s")
+
+_Rule = Callable[[Expr], Expr]
+
+
+@dataclass(frozen=True)
+class CapturedGradient:
+    """One read of a value that receives a gradient, and its derivatives (None: does not occur there).
+
+    The read contributes Σ dE ∂score/∂read + dW ∂weight/∂read over pairs, and Σ d(sink) ∂sink/∂read over rows.
+    ``level`` is the level of the element that is read: pair sums are reduced that far before they are stored.
+    """
+
+    read: Load | Symbol
+    from_score: Expr | None
+    from_weight: Expr | None
+    from_sink: Expr | None
+
+    @property
+    def name(self) -> str:
+        """The tensor or param."""
+        return self.read.tensor if isinstance(self.read, Load) else self.read.name
+
+    @property
+    def level(self) -> Level:
+        """How far pair sums are reduced before they are stored."""
+        indices = self.read.indices if isinstance(self.read, Load) else ()
+        return level_of_indices(frozenset[str]().union(*(index_set(each) for each in indices)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel computes for one head dimension; every ``D`` and ``Dv`` is a literal.
+
+    ``score`` is over dot, sqdist, indices, sizes, params and loads. ``keep`` is the conjunction of mask, layout and the
+    conditions found in the score; a pair has weight 0 where it is false. ``score_by_dot`` is the whole derivative by
+    dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is not used.
+    ``weight_by_score`` is None for softmax. ``proofs`` say how each load is kept inside its tensor.
+    """
+
+    spec: AttentionSpec
+    head_dim: HeadDim
+    score: Expr
+    keep: Expr
+    weights: Weights
+    score_by_dot: Expr
+    score_by_sqdist: Expr | None
+    weight_by_score: Expr | None
+    gradients: tuple[CapturedGradient, ...]
+    proofs: tuple[IndexProof, ...] = field(repr=False)
+
+    @property
+    def uses_sqdist(self) -> bool:
+        """Whether the kernel has to form ‖q - k‖²."""
+        return self.score_by_sqdist is not None
+
+    @property
+    def keep_everything(self) -> bool:
+        """Whether no pair is ever masked."""
+        return self.keep == literal(True)
+
+    @property
+    def has_row_state(self) -> bool:
+        """Whether rows carry a denominator: everything but pointwise weights."""
+        return not isinstance(self.weights, Pointwise)
+
+
+def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
+    """Rewrite the spec for one head dimension."""
+
+    def specialise(expr: Expr) -> Expr:
+        sizes: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
+        return substitute(expr, sizes)
+
+    score = substitute(specialise(spec.score), {S: apply("mul", apply("to_float", specialise(spec.scale)), DOT)})
+    score, score_keep = split_masked_score(simplify(apply("to_float", score)))
+    weights, score = canonical_weights(_map_weights(spec.weights, specialise), score)
+    weights = _map_weights(weights, simplify)
+    score = simplify(score)
+    keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
+
+    by_sqdist = derivative(score, SQDIST) if SQDIST in set(walk(score)) else None
+    by_dot = derivative(score, DOT)
+    if by_sqdist is not None:
+        by_dot = simplify(apply("sub", by_dot, apply("mul", literal(2.0), by_sqdist)))
+    weight = weights.weight if isinstance(weights, Pointwise | Normalize) else None
+    return Variant(
+        spec=spec,
+        head_dim=head_dim,
+        score=score,
+        keep=keep,
+        weights=weights,
+        score_by_dot=by_dot,
+        score_by_sqdist=by_sqdist,
+        weight_by_score=None if weight is None else derivative(weight, S),
+        gradients=_captured_gradients(spec, score, weights),
+        proofs=prove_indices(spec, head_dim),
+    )
+
+
+def _map_weights(weights: Weights, rule: _Rule) -> Weights:
+    match weights:
+        case Softmax(sink):
+            return Softmax(None if sink is None else rule(apply("to_float", sink)))
+        case Pointwise(weight):
+            return Pointwise(rule(apply("to_float", weight)))
+        case Normalize(weight):
+            return Normalize(rule(apply("to_float", weight)))
+
+
+def _layout_keep(spec: AttentionSpec, specialise: _Rule) -> Expr:
+    """The layout as a condition on pairs: I = i // block, J = j // block."""
+    if spec.layout is None:
+        return literal(True)
+    blocks: dict[Expr, Expr] = {}
+    for block_name, index_name in (("I", "i"), ("J", "j")):
+        block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
+        blocks[block] = apply("floordiv", index(index_name), literal(spec.layout.block))
+    return substitute(specialise(spec.layout.keep), blocks)
+
+
+def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> tuple[CapturedGradient, ...]:
+    """Every distinct read of a grad tensor or param, in the order of first appearance."""
+    weight = weights.weight if isinstance(weights, Pointwise | Normalize) else None
+    sink = weights.sink if isinstance(weights, Softmax) else None
+    differentiable = {tensor.name for tensor in spec.tensors if tensor.grad}
+    differentiable |= {param.name for param in spec.params if param.grad}
+    gradients = []
+    for read in walk(*(root for root in (score, weight, sink) if root is not None)):
+        match read:
+            case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in differentiable:
+                parts = [None if root is None else _nonzero(derivative(root, read)) for root in (score, weight, sink)]
+                if any(part is not None for part in parts):
+                    gradients.append(CapturedGradient(read, *parts))
+    return tuple(gradients)
+
+
+def _nonzero(expr: Expr) -> Expr | None:
+    return None if expr == literal(0.0) else expr

@@ -1,0 +1,293 @@
+"""Stage 4, emit for CPUs: the templates of ``templates/cpu`` filled with what one variant contributes.
+
+In: a ``Variant`` and a ``Plan``. Out: a ``KernelSource``. The context below is all that a template sees.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from flashgen.analysis.levels import Level
+from flashgen.analysis.simplify import simplify
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.environment import environment, templates_folder
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.emit.placement import Hooks, Placement
+from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Load, literal
+from flashgen.ir.spec import Normalize, Pointwise, Softmax
+from flashgen.ir.text import text
+from flashgen.plan.arguments import Field, argument_fields, dimension_field, gradient_field
+from flashgen.plan.plan import Plan
+from flashgen.version import __version__
+
+LOG2_E = math.log2(math.e)
+
+
+class _AddHook(Protocol):
+    """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
+
+    def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
+
+
+_PRIMITIVES = ("flush.h", "vector.h", "convert.h", "vector_math.h", "ranges.h", "captured.h", "tile_product.h")
+_C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A captured gradient as the backward template sees it."""
+
+    level: str
+    target: str  # the member of Arguments and of Task that receives it
+    value: str  # the variable that holds one pair's contribution
+    sum: str  # the member of Scratch that holds partial sums
+    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
+    sink_code: str | None  # ∂sink/∂read
+    offset: str  # of the element, as arguments of fg::add or fg::add_rows
+    comment: str
+
+    @property
+    def sink_only(self) -> bool:
+        return self.pair_code is None
+
+
+@dataclass(frozen=True)
+class _Declaration:
+    declaration: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
+
+    name: str
+    symbol: str
+    version: str
+    digest: str
+    spec_lines: tuple[str, ...]
+    formula: str
+    head_dim: object
+    plan: Plan
+    primitives: tuple[str, ...]
+    arguments: tuple[_Declaration, ...]
+    hooks: object
+    function_inputs: dict[str, str]
+    keep_range: RangeCode
+    weights: str
+    sqdist: bool
+    dropout: bool
+    sink: str | None
+    gradients: tuple[_Gradient, ...]
+    row_gradients: tuple[_Gradient, ...]
+    captured: tuple[str, ...]
+    captured_elements: dict[str, str]
+    captured_owned: dict[str, bool]
+
+
+def emit_cpu(variant: Variant, plan: Plan, digest: str) -> KernelSource:
+    """The C++ source of one head dimension; ``digest`` identifies the spec in the header."""
+    spec, head_dim = variant.spec, variant.head_dim
+    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
+    context = _context(variant, plan, digest, symbol)
+    rendered = environment().get_template("cpu/kernel.cpp.jinja").render(_shallow(context))
+    return KernelSource(
+        name=f"{symbol}_cpu",
+        target="cpu",
+        symbol=symbol,
+        head_dim=head_dim,
+        text=_tidy(rendered),
+        defines=plan.defines,
+    )
+
+
+def _shallow(context: _Context) -> dict[str, object]:
+    return {name: getattr(context, name) for name in context.__dataclass_fields__}
+
+
+def _context(variant: Variant, plan: Plan, digest: str, symbol: str) -> _Context:
+    spec = variant.spec
+    placement = Placement({(proof.load, proof.axis): proof.guard for proof in variant.proofs})
+    pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
+    inputs: dict[str, str] = {}
+
+    def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
+        placement.function(name, expr, comment)
+        inputs[name] = declared
+
+    match variant.weights:
+        case Softmax(sink):
+            kind = "softmax"
+            hook("score", _base_2(variant.score), comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+            sink_code = None if sink is None else placement.value("sink", _base_2(sink), Level.ROW)
+        case Pointwise(weight) | Normalize(weight):
+            kind = "pointwise" if isinstance(variant.weights, Pointwise) else "normalize"
+            sink_code = None
+            hook("score", variant.score, comment=f"The score: {text(variant.score)}")
+            hook("weight", weight, ", fg::VecF s")
+            assert variant.weight_by_score is not None
+            hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
+    hook("keep", variant.keep, "", f"Kept pairs: {text(variant.keep)}")
+    hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
+    if variant.score_by_sqdist is not None:
+        hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    gradients = tuple(
+        _gradient(gradient, label, placement, hook)
+        for gradient, label in zip(variant.gradients, _labels(variant.gradients), strict=True)
+    )
+    keep_range = range_code(variant.keep, placement)
+    captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
+    return _Context(
+        name=spec.name,
+        symbol=symbol,
+        version=__version__,
+        digest=digest,
+        spec_lines=_spec_lines(variant),
+        formula=_formula(variant),
+        head_dim=variant.head_dim,
+        plan=plan,
+        primitives=_primitives(dropout=spec.dropout is not None),
+        arguments=tuple(_declaration(field) for field in argument_fields(spec)),
+        hooks=_by_name(placement.hooks()),
+        function_inputs=inputs,
+        keep_range=keep_range,
+        weights=kind,
+        sqdist=variant.uses_sqdist,
+        dropout=spec.dropout is not None,
+        sink=sink_code,
+        gradients=gradients,
+        row_gradients=tuple(each for each in gradients if each.sink_code or each.level == "row"),
+        captured=captured,
+        captured_elements={gradient_field(name): code for name, code in _elements(variant).items()},
+        captured_owned={gradient_field(name): _owned_by_head(variant, name) for name in _elements(variant)},
+    )
+
+
+@dataclass(frozen=True)
+class _TemplateHooks:
+    members: dict[str, object]
+    functions: dict[str, object]
+
+
+def _by_name(hooks: Hooks) -> _TemplateHooks:
+    return _TemplateHooks(
+        {level.value: members for level, members in hooks.members.items()}, dict(hooks.functions)
+    )
+
+
+def _base_2(expr: Expr) -> Expr:
+    return simplify(apply("mul", literal(LOG2_E), expr))
+
+
+def _labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:
+    """A name for each read: the tensor's, numbered from its second read on."""
+    seen: Counter[str] = Counter()
+    labels = []
+    for gradient in gradients:
+        seen[gradient.name] += 1
+        labels.append(gradient.name if seen[gradient.name] == 1 else f"{gradient.name}_{seen[gradient.name]}")
+    return tuple(labels)
+
+
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: _AddHook) -> _Gradient:
+    parts = []
+    if gradient.from_score is not None:
+        name = f"score_by_{label}"
+        hook(name, gradient.from_score, comment=f"∂score/∂{text(gradient.read)}")
+        parts.append(f"d_score * {name}(INPUTS)")
+    if gradient.from_weight is not None:
+        name = f"weight_by_{label}"
+        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(gradient.read)}")
+        parts.append(f"d_weight * {name}(a, u, x, r, c, safe)")
+    sink_code = None
+    if gradient.from_sink is not None:
+        sink_code = placement.value(f"sink_by_{label}", gradient.from_sink, Level.ROW)
+    if isinstance(gradient.read, Load):
+        offset = placement.gradient_offset(gradient.read, gradient.level)
+    else:
+        offset = "0"
+    return _Gradient(
+        level=gradient.level.value,
+        target=gradient_field(gradient.name),
+        value=f"d_{label}",
+        sum=f"sum_{label}",
+        pair_code=" + ".join(parts) or None,
+        sink_code=sink_code,
+        offset=offset,
+        comment=f"∂L/∂{text(gradient.read)}",
+    )
+
+
+def _elements(variant: Variant) -> dict[str, str]:
+    """The number of elements of each captured value with a gradient, as code."""
+    found: dict[str, str] = {}
+    for gradient in variant.gradients:
+        if isinstance(gradient.read, Load):
+            axes = range(len(gradient.read.indices))
+            found[gradient.name] = " * ".join(f"a.{dimension_field(gradient.name, axis)}" for axis in axes) or "1"
+        else:
+            found[gradient.name] = "int64_t(1)"
+    return found
+
+
+def _owned_by_head(variant: Variant, name: str) -> bool:
+    """Whether each element is read under one (b, key/value head) only, so that tasks of other heads never meet there."""
+    reads = [gradient.read for gradient in variant.gradients if gradient.name == name]
+    return all(
+        isinstance(read, Load)
+        and any(text(each) == "b" for each in read.indices)
+        and any(text(each) in ("h", "hkv") for each in read.indices)
+        for read in reads
+    )
+
+
+def _spec_lines(variant: Variant) -> tuple[str, ...]:
+    spec = variant.spec
+    body = tuple(f"    {statement.text}" for statement in spec.statements)
+    overrides = tuple(f"    # const {name} = {value}" for name, value in spec.constants)
+    return (f"attention {spec.name} {{", *body, "}", *(("# constants in force:", *overrides) if overrides else ()))
+
+
+def _formula(variant: Variant) -> str:
+    match variant.weights:
+        case Softmax(None):
+            return "P = exp(S) / Σ exp(S)"
+        case Softmax(sink):
+            return f"P = exp(S) / (exp({text(sink) if sink else ''}) + Σ exp(S))"
+        case Pointwise(weight):
+            return f"P = {text(weight)}"
+        case Normalize(weight):
+            return f"P = w / Σ w, w = {text(weight)}"
+
+
+def _declaration(field: Field) -> _Declaration:
+    match field.kind:
+        case "const pointer":
+            return _Declaration(f"const {field.element}* {field.name}", field.comment)
+        case "pointer":
+            return _Declaration(f"{field.element}* {field.name}", field.comment)
+        case kind:
+            return _Declaration(f"{_C_TYPES[kind]} {field.name}", field.comment)
+
+
+def _primitives(*, dropout: bool) -> tuple[str, ...]:
+    """The primitive layer as text to paste: its own includes are already there, in order."""
+    names = (*_PRIMITIVES, *(("philox.h",) if dropout else ()))
+    folder = templates_folder() / "cpu" / "primitives"
+    return tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
+
+
+def _without_includes(header: str) -> str:
+    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)
+
+
+def _tidy(rendered: str) -> str:
+    """No trailing blanks, no runs of empty lines, one newline at the end."""
+    lines = "\n".join(line.rstrip() for line in rendered.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"

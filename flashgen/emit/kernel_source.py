@@ -1,0 +1,22 @@
+"""KernelSource: one generated source file, ready for a compiler."""
+
+from dataclasses import dataclass
+
+from flashgen.ir.spec import HeadDim
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """Self-contained text. ``symbol`` prefixes its exported functions; ``defines`` are the plan's macros."""
+
+    name: str
+    target: str
+    symbol: str
+    head_dim: HeadDim
+    text: str
+    defines: tuple[tuple[str, str], ...]
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file in a generated package."""
+        return f"{self.name}.cpp"

@@ -1,0 +1,217 @@
+"""Stage 4a: place every subexpression of the hooks at its level and print it as C++.
+
+In: named expressions (the hooks of a template) and how each load is kept inside its tensor. Out: ``Hooks``: the values
+computed once a launch, head, row vector and column, as members of structs named ``u``, ``x``, ``r`` and ``c``, and one
+straight-line function for each hook, evaluated per pair. No arithmetic is left to the template.
+
+At row and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``); elsewhere it is
+a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator prints the same
+way at every level.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flashgen.analysis.bounds import Guard
+from flashgen.analysis.levels import Level, level_of
+from flashgen.emit.spelling import c_identifier, c_literal, c_operator
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind
+from flashgen.ir.text import text
+from flashgen.ir.types import ScalarType
+from flashgen.plan.arguments import dimension_field, param_field, stride_field, tensor_field
+
+_STRUCTS = {Level.LAUNCH: "u", Level.HEAD: "x", Level.ROW: "r", Level.COLUMN: "c"}
+_SCALARS = {ScalarType.FLOAT: "float", ScalarType.INT: "int", ScalarType.BOOL: "bool"}
+_VECTORS = {ScalarType.FLOAT: "fg::VecF", ScalarType.INT: "fg::VecI", ScalarType.BOOL: "fg::VecB"}
+_INDEX_MEMBERS = {"b": "x.b", "h": "x.h", "hkv": "x.hkv", "i": "r.i", "j": "c.j"}
+_BELOW = {
+    Level.LAUNCH: (),
+    Level.HEAD: (Level.LAUNCH,),
+    Level.ROW: (Level.LAUNCH, Level.HEAD),
+    Level.COLUMN: (Level.LAUNCH, Level.HEAD),
+    Level.PAIR: (Level.LAUNCH, Level.HEAD, Level.ROW, Level.COLUMN),
+}
+_LONGEST_LINE = 100
+
+
+@dataclass(frozen=True)
+class Member:
+    """A value computed once at its level and kept in that level's struct."""
+
+    name: str
+    c_type: str
+    code: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """The body of one hook: straight-line code that ends in ``result``."""
+
+    name: str
+    c_type: str
+    lines: tuple[str, ...]
+    result: str
+    comment: str
+    level: Level
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Everything that the spec contributes to one template."""
+
+    members: Mapping[Level, tuple[Member, ...]]
+    functions: Mapping[str, Function]
+
+    def has(self, name: str) -> bool:
+        """Whether the template was given this hook."""
+        return name in self.functions
+
+
+class Placement:
+    """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``."""
+
+    def __init__(self, guards: Mapping[tuple[Load, int], Guard]) -> None:
+        self._guards = guards
+        self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
+        self._functions: dict[str, Function] = {}
+
+    def hooks(self) -> Hooks:
+        """What has been placed so far."""
+        members = {level: tuple(found.values()) for level, found in self._members.items()}
+        return Hooks(members, dict(self._functions))
+
+    def function(self, name: str, expr: Expr, comment: str = "") -> None:
+        """A hook evaluated per pair; the result is a vector whatever the level of the expression."""
+        lines, result = self._body(expr, Level.PAIR)
+        if not level_of(expr).is_vector or isinstance(expr, Literal):
+            result = f"fg::broadcast({result})"
+        self._functions[name] = Function(
+            name, _VECTORS[expr.type], lines, result, comment or text(expr), level_of(expr)
+        )
+
+    def value(self, name: str, expr: Expr, level: Level) -> str:
+        """The expression placed as a member of ``level``'s struct (or a lower one's); returns its spelling."""
+        own = level_of(expr)
+        if isinstance(expr, Literal | Symbol):
+            return self._operand(expr, level, {})
+        return self._member(expr, own, name)
+
+    def gradient_offset(self, load: Load, at: Level) -> str:
+        """Where an element lies in a contiguous buffer of the tensor's shape, as arguments of ``fg::add_rows``.
+
+        The scalar part, then (vector index, stride) for each index that depends on the row.
+        """
+        rank = len(load.indices)
+        strides = tuple(
+            " * ".join(f"a.{dimension_field(load.tensor, later)}" for later in range(axis + 1, rank)) or "1"
+            for axis in range(rank)
+        )
+        scalar, vectors = self._offsets(load, at, {}, strides)
+        return ", ".join((f"int64_t({scalar})", *(part for pair in vectors for part in pair)))
+
+    # -- one function ------------------------------------------------------------------------------------------
+
+    def _body(self, expr: Expr, at: Level) -> tuple[tuple[str, ...], str]:
+        """Straight-line code of ``expr`` at level ``at``: a name for what is used twice or grows long."""
+        uses = Counter(child for node in self._own_nodes(expr, at) for child in node.children)
+        named: dict[Expr, str] = {}
+        lines: list[str] = []
+        for node in self._own_nodes(expr, at):
+            if isinstance(node, Literal | Symbol) or node == expr:
+                continue
+            code = self._code(node, at, named)
+            if uses[node] > 1 or len(code) > _LONGEST_LINE // 2:
+                named[node] = f"t{len(named)}"
+                lines.append(f"const auto {named[node]} = {code};")
+        return tuple(lines), self._operand(expr, at, named)
+
+    def _own_nodes(self, root: Expr, at: Level) -> Iterable[Expr]:
+        """The distinct nodes that have to be computed at ``at``, children first."""
+        seen: dict[Expr, None] = {}
+
+        def visit(node: Expr) -> None:
+            if node in seen or (level_of(node) in _BELOW[at] and not isinstance(node, Literal | Symbol)):
+                return
+            for child in node.children:
+                visit(child)
+            seen[node] = None
+
+        visit(root)
+        return seen
+
+    def _operand(self, node: Expr, at: Level, named: Mapping[Expr, str]) -> str:
+        """How code at level ``at`` refers to a node."""
+        if node in named:
+            return named[node]
+        match node:
+            case Literal(value=value):
+                return c_literal(value)
+            case Symbol(kind=SymbolKind.INDEX, name=name):
+                return _INDEX_MEMBERS[name]
+            case Symbol(kind=SymbolKind.SIZE, name=name):
+                return f"u.{name}"
+            case Symbol(kind=SymbolKind.PARAM, name=name):
+                return f"a.{param_field(name)}"
+            case Symbol(name=name):
+                return name
+        own = level_of(node)
+        return self._member(node, own) if own in _BELOW[at] else self._code(node, at, named)
+
+    def _code(self, node: Expr, at: Level, named: Mapping[Expr, str]) -> str:
+        """The operation of one node over its operands."""
+        match node:
+            case Load():
+                return self._load(node, at, named)
+            case Apply(op=op, args=args):
+                return c_operator(op, tuple(self._operand(argument, at, named) for argument in args))
+        raise AssertionError(f"{type(node).__name__} is an operand, not an operation")
+
+    # -- members -----------------------------------------------------------------------------------------------
+
+    def _member(self, node: Expr, level: Level, name: str | None = None) -> str:
+        found = self._members[level]
+        if node not in found:
+            lines, result = self._body(node, level)
+            code = f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result
+            c_type = (_VECTORS if level.is_vector else _SCALARS)[node.type]
+            # The name is chosen after the operands have taken theirs.
+            found[node] = Member(self._free_name(found, node, level, name), c_type, code, text(node))
+        return f"{_STRUCTS[level]}.{found[node].name}"
+
+    @staticmethod
+    def _free_name(found: Mapping[Expr, Member], node: Expr, level: Level, wanted: str | None) -> str:
+        taken = {member.name for member in found.values()}
+        base = c_identifier(wanted or (node.tensor if isinstance(node, Load) else f"{level.value}_value"))
+        candidates = (base if n == 1 else f"{base}_{n}" for n in range(1, len(taken) + 2))
+        return next(candidate for candidate in candidates if candidate not in taken)
+
+    # -- captured tensors --------------------------------------------------------------------------------------
+
+    def _offsets(
+        self, load: Load, at: Level, named: Mapping[Expr, str], strides: tuple[str, ...]
+    ) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """The scalar part of an element's offset, and (index, stride) where the index is a vector."""
+        scalars: list[str] = []
+        vectors: list[tuple[str, str]] = []
+        for axis, (each, stride) in enumerate(zip(load.indices, strides, strict=True)):
+            code = self._operand(each, at, named)
+            if self._guards.get((load, axis), Guard.CLAMPED) in (Guard.GUARDED, Guard.CLAMPED):
+                code = f"fg::clamp_index({code}, a.{dimension_field(load.tensor, axis)})"
+            if level_of(each).is_vector:
+                vectors.append((code, f"int64_t({stride})" if stride == "1" else stride))
+            elif code != "0":
+                scalars.append(f"int64_t({code}) * {stride}" if stride != "1" else f"int64_t({code})")
+        return " + ".join(scalars) or "0", tuple(vectors)
+
+    def _load(self, load: Load, at: Level, named: Mapping[Expr, str]) -> str:
+        base = f"a.{tensor_field(load.tensor)}"
+        strides = tuple(f"a.{stride_field(load.tensor, axis)}" for axis in range(len(load.indices)))
+        offset, vectors = self._offsets(load, at, named, strides)
+        if not vectors:
+            return f"fg::element({base}, {offset})"
+        address = base if offset == "0" else f"{base} + {offset}"
+        return f"fg::rows({address}, {', '.join(f'{code}, {stride}' for code, stride in vectors)})"

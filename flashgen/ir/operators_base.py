@@ -1,0 +1,294 @@
+"""What a row of the operator table is, and the parts that rows are made of: typing rules and derivative formulas.
+
+Stage: IR. In: nothing. Out: ``Operator``, ``TypingError``, ``ArrayNamespace`` for the ``operators_*`` modules.
+Does NOT know any operator; the rows are in the family modules, the table in ``operators.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flashgen.ir.expr import Apply, Expr, literal
+from flashgen.ir.interval import FloatRange, Range
+from flashgen.ir.types import ScalarType
+
+BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+MASK32 = 0xFFFFFFFF
+
+
+class TypingError(Exception):
+    """A user's expression that has no type. ``argument`` is the operand at fault, where one is."""
+
+    def __init__(self, message: str, *, argument: int | None = None, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.argument = argument
+        self.hint = hint
+
+
+class ArrayNamespace(Protocol):
+    """All that ``Operator.meaning`` asks of an array library.
+
+    Arrays are bool, int (held in 64 bits, always inside the 32-bit range) or float (the namespace's working
+    precision); 0-dimensional for scalars. Besides the names below they support ``+ - * / & | ^ << >> < <= > >= == !=``
+    and unary ``-`` with broadcasting, and mixing with Python scalars without changing the type.
+    Gradients of torch's own functions are the conventions of the language, so a torch namespace forwards to them.
+    """
+
+    def is_float(self, x: Any) -> bool: ...
+    def to_float(self, x: Any) -> Any:
+        """Bool or int to the working precision; floats unchanged."""
+
+    def to_int(self, x: Any) -> Any:
+        """Bool, or a float inside ±2**31 that is no NaN, to 64-bit int, truncating; ints unchanged."""
+
+    def where(self, c: Any, x: Any, y: Any) -> Any: ...
+    def isnan(self, x: Any) -> Any: ...
+    def logical_not(self, x: Any) -> Any: ...
+    def minimum(self, x: Any, y: Any) -> Any:
+        """Int or float; NaN wins."""
+
+    def maximum(self, x: Any, y: Any) -> Any: ...
+    def clamp(self, x: Any, lo: Any, hi: Any) -> Any:
+        """min(max(x, lo), hi); int or float; NaN wins."""
+
+    def floor_divide(self, x: Any, y: Any) -> Any:
+        """Int (y is never 0) or float, as Python's; float by 0 is x / 0."""
+
+    def remainder(self, x: Any, y: Any) -> Any:
+        """Int (y is never 0) or float, as Python's; float by 0 is NaN."""
+
+    def abs(self, x: Any) -> Any: ...
+    def pow(self, x: Any, y: Any) -> Any: ...
+    def floor(self, x: Any) -> Any: ...
+    def ceil(self, x: Any) -> Any: ...
+    def round(self, x: Any) -> Any:
+        """Half to even."""
+
+    def exp(self, x: Any) -> Any: ...
+    def exp2(self, x: Any) -> Any: ...
+    def log(self, x: Any) -> Any: ...
+    def log2(self, x: Any) -> Any: ...
+    def log1p(self, x: Any) -> Any: ...
+    def sqrt(self, x: Any) -> Any: ...
+    def rsqrt(self, x: Any) -> Any: ...
+    def tanh(self, x: Any) -> Any: ...
+    def sigmoid(self, x: Any) -> Any: ...
+    def erf(self, x: Any) -> Any: ...
+    def sin(self, x: Any) -> Any: ...
+    def cos(self, x: Any) -> Any: ...
+
+
+def wrap(x: Any) -> Any:
+    """A 64-bit int array to the 32-bit range, modulo 2**32."""
+    return ((x + 2**31) & MASK32) - 2**31
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The types that the operands are promoted to, and the type of the result."""
+
+    arguments: tuple[ScalarType, ...]
+    result: ScalarType
+
+
+TypingRule = Callable[[str, tuple[ScalarType, ...]], Signature]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Where tests sample an operator: one (low, high) an argument; bools and ints round the ends."""
+
+    floats: tuple[tuple[float, float], ...] = ()
+    ints: tuple[tuple[int, int], ...] = ()
+
+
+def smooth(*_args: float) -> float:
+    return float("inf")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row of the table.
+
+    ``arity`` -1 takes one or more. ``spelling`` is the language's, for messages. ``typing(spelling, types)`` raises
+    ``TypingError``. ``meaning(xp, *args)`` is the value over arrays (see ``ArrayNamespace``); differentiable.
+    ``derivative(args, k)`` is ∂/∂args[k] as an expression, None where the result is never a float; asked only of
+    float arguments. ``interval(*ranges)`` is a range that holds the value on every backend in float32.
+    ``c`` is an infix or prefix operator, or a function in namespace ``fg``; ``interval_c`` a function in
+    ``fg::ranges``. ``kink(*args)`` is the distance to the nearest point without a derivative, for tests.
+    """
+
+    name: str
+    arity: int
+    spelling: str
+    typing: TypingRule
+    meaning: Callable[..., Any]
+    derivative: Callable[[tuple[Expr, ...], int], Expr] | None
+    interval: Callable[..., Range]
+    c: str
+    interval_c: str
+    samples: Samples
+    kink: Callable[..., float] = smooth
+
+    @property
+    def is_infix(self) -> bool:
+        """Whether ``c`` is an operator sign and no function name."""
+        return not (self.c[0].isalpha() or self.c[0] == "_")
+
+    def signature(self, types: tuple[ScalarType, ...]) -> Signature:
+        """The promoted operand types and the result type; raises ``TypingError``."""
+        if self.arity >= 0 and len(types) != self.arity:
+            raise TypingError(f"'{self.spelling}' takes {_count(self.arity)}, {len(types)} given")
+        if not types:
+            raise TypingError(f"'{self.spelling}' takes at least 1 argument, none given")
+        return self.typing(self.spelling, types)
+
+
+def _count(n: int) -> str:
+    return f"{n} argument" if n == 1 else f"{n} arguments"
+
+
+# Typing rules ---------------------------------------------------------------------------------------------------------
+
+
+def _refuse(spelling: str, wanted: str, types: tuple[ScalarType, ...], k: int, hint: str) -> TypingError:
+    place = "" if len(types) == 1 else f" as operand {k + 1}"
+    return TypingError(f"'{spelling}' takes {wanted}, not {_noun(types[k])}{place}", argument=k, hint=hint)
+
+
+def _noun(scalar: ScalarType) -> str:
+    return {BOOL: "a bool", INT: "an int", FLOAT: "a float"}[scalar]
+
+
+def _numbers(spelling: str, types: tuple[ScalarType, ...]) -> ScalarType:
+    """The common type of numbers: float if one of them is."""
+    for k, scalar in enumerate(types):
+        if scalar is BOOL:
+            raise _refuse(spelling, "numbers", types, k, "write int(…) to count a condition as 0 or 1")
+    return FLOAT if FLOAT in types else INT
+
+
+def numeric(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """int… → int; with a float among them all promote to float."""
+    common = _numbers(spelling, types)
+    return Signature((common,) * len(types), common)
+
+
+def real(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """Numbers → float."""
+    _numbers(spelling, types)
+    return Signature((FLOAT,) * len(types), FLOAT)
+
+
+def integer(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """int… → int."""
+    for k, scalar in enumerate(types):
+        if scalar is not INT:
+            raise _refuse(spelling, "ints", types, k, "write int(…)")
+    return Signature(types, INT)
+
+
+def comparison(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """Numbers, promoted → bool."""
+    return Signature((_numbers(spelling, types),) * len(types), BOOL)
+
+
+def equality(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """Two bools, or numbers, promoted → bool."""
+    if types == (BOOL, BOOL):
+        return Signature(types, BOOL)
+    if BOOL in types:
+        raise TypingError(
+            f"'{spelling}' cannot compare {_noun(types[0])} with {_noun(types[1])}",
+            argument=types.index(BOOL),
+            hint="write int(…) to count a condition as 0 or 1",
+        )
+    return comparison(spelling, types)
+
+
+def logical(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """bool… → bool."""
+    for k, scalar in enumerate(types):
+        if scalar is not BOOL:
+            raise _refuse(spelling, "conditions", types, k, "compare it: '… != 0'")
+    return Signature(types, BOOL)
+
+
+def bitwise(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """Ints → int, bools → bool."""
+    if all(scalar is BOOL for scalar in types):
+        return Signature(types, BOOL)
+    for k, scalar in enumerate(types):
+        if scalar is not INT:
+            raise _refuse(spelling, "two ints or two bools", types, k, "")
+    return Signature(types, INT)
+
+
+def selection(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    """bool, T, T → T, numbers promoted."""
+    if types[0] is not BOOL:
+        raise TypingError(
+            f"the condition of '{spelling}' must be a bool, not {_noun(types[0])}",
+            argument=0,
+            hint="compare it: '… != 0'",
+        )
+    if types[1:] == (BOOL, BOOL):
+        return Signature(types, BOOL)
+    if BOOL in types[1:]:
+        raise TypingError(
+            f"the branches of '{spelling}' are {_noun(types[1])} and {_noun(types[2])}",
+            argument=1 + types[1:].index(BOOL),
+            hint="write int(…) to count a condition as 0 or 1",
+        )
+    common = _numbers(spelling, types[1:])
+    return Signature((BOOL, common, common), common)
+
+
+def conversion(result: ScalarType) -> TypingRule:
+    """Any type → ``result``."""
+
+    def rule(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+        return Signature(types, result)
+
+    return rule
+
+
+def either(on_ints: Callable[..., Range], on_floats: Callable[..., Range]) -> Callable[..., Range]:
+    """The range rule of an operator that is typed by ``numeric``."""
+
+    def rule(*args: Range) -> Range:
+        return on_floats(*args) if isinstance(args[0], FloatRange) else on_ints(*args)
+
+    return rule
+
+
+# Formulas: float nodes, written without the table ---------------------------------------------------------------------
+
+ONE = literal(1.0)
+ZERO = literal(0.0)
+HALF = literal(0.5)
+
+
+def real_node(op: str, *args: Expr | float) -> Expr:
+    """A float node over float arguments."""
+    return Apply(FLOAT, op=op, args=tuple(as_expr(a) for a in args))
+
+
+def bool_node(op: str, *args: Expr | float) -> Expr:
+    """A comparison of floats, or logic."""
+    return Apply(BOOL, op=op, args=tuple(as_expr(a) for a in args))
+
+
+def as_expr(x: Expr | float) -> Expr:
+    """A Python float as a literal."""
+    return x if isinstance(x, Expr) else literal(float(x))
+
+
+def flat(args: tuple[Expr, ...], k: int) -> Expr:
+    """∂/∂x = 0: step functions."""
+    return ZERO

@@ -1,0 +1,108 @@
+"""NumPy as an ``ArrayNamespace``: folds constants, and states in tests what an operator means.
+
+Stage: IR. In: NumPy arrays or scalars. Out: the same. Does NOT know operators or expressions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+@dataclass(frozen=True)
+class NumpyNamespace:
+    """NumPy in one working precision. Callers silence warnings with ``np.errstate``."""
+
+    dtype: Any = np.float64
+
+    def is_float(self, x: Any) -> bool:
+        return bool(np.issubdtype(np.asarray(x).dtype, np.floating))
+
+    def to_float(self, x: Any) -> Any:
+        return np.asarray(x).astype(self.dtype)
+
+    def to_int(self, x: Any) -> Any:
+        return np.asarray(x).astype(np.int64)
+
+    def where(self, c: Any, x: Any, y: Any) -> Any:
+        return np.where(c, x, y)
+
+    def isnan(self, x: Any) -> Any:
+        return np.isnan(x)
+
+    def logical_not(self, x: Any) -> Any:
+        return np.logical_not(x)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        return np.minimum(x, y)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return np.maximum(x, y)
+
+    def clamp(self, x: Any, lo: Any, hi: Any) -> Any:
+        return np.minimum(np.maximum(x, lo), hi)
+
+    def floor_divide(self, x: Any, y: Any) -> Any:
+        return np.floor_divide(x, y)
+
+    def remainder(self, x: Any, y: Any) -> Any:
+        return np.remainder(x, y)
+
+    def abs(self, x: Any) -> Any:
+        return np.abs(x)
+
+    def pow(self, x: Any, y: Any) -> Any:
+        return np.power(x, y)
+
+    def floor(self, x: Any) -> Any:
+        return np.floor(x)
+
+    def ceil(self, x: Any) -> Any:
+        return np.ceil(x)
+
+    def round(self, x: Any) -> Any:
+        return np.rint(x)
+
+    def exp(self, x: Any) -> Any:
+        return np.exp(x)
+
+    def exp2(self, x: Any) -> Any:
+        return np.exp2(x)
+
+    def log(self, x: Any) -> Any:
+        return np.log(x)
+
+    def log2(self, x: Any) -> Any:
+        return np.log2(x)
+
+    def log1p(self, x: Any) -> Any:
+        return np.log1p(x)
+
+    def sqrt(self, x: Any) -> Any:
+        return np.sqrt(x)
+
+    def rsqrt(self, x: Any) -> Any:
+        return 1 / np.sqrt(x)
+
+    def tanh(self, x: Any) -> Any:
+        return np.tanh(x)
+
+    def sigmoid(self, x: Any) -> Any:
+        return 1 / (1 + np.exp(-x))
+
+    def erf(self, x: Any) -> Any:
+        return np.asarray(_erf(x)).astype(self.dtype)
+
+    def sin(self, x: Any) -> Any:
+        return np.sin(x)
+
+    def cos(self, x: Any) -> Any:
+        return np.cos(x)
+
+
+NUMPY = NumpyNamespace()

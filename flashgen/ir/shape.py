@@ -1,0 +1,35 @@
+"""Shape: the run-time sizes of one call, for planning, verifying and timing; read from and written as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Batch, query heads, key/value heads, query length, key length."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read ``B,H,Hkv,Nq,Nk``; a ``ValueError`` says what is wrong."""
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ValueError(f"'{text}' is not five integers B,H,Hkv,Nq,Nk") from None
+        if len(numbers) != 5:
+            raise ValueError(f"'{text}' has {len(numbers)} numbers; five are expected: B,H,Hkv,Nq,Nk")
+        if min(numbers) < 0 or min(numbers[1:3]) < 1:
+            raise ValueError(f"'{text}' has a size that is too small: heads start at 1, the others at 0")
+        shape = cls(*numbers)
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"H = {shape.heads} is not a multiple of Hkv = {shape.kv_heads}")
+        return shape
+
+    def __str__(self) -> str:
+        return f"{self.batch},{self.heads},{self.kv_heads},{self.q_len},{self.kv_len}"

@@ -1,0 +1,127 @@
+"""AttentionSpec: what one ``attention`` block means, typed and checked, free of any decision about how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashgen.diagnostics.span import Source, Span
+from flashgen.ir.expr import Expr
+from flashgen.ir.types import ElementType, ScalarType
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """Head dimensions of queries and keys (``qk``) and of values (``v``)."""
+
+    qk: int
+    v: int
+
+    def __str__(self) -> str:
+        return str(self.qk) if self.qk == self.v else f"{self.qk}/{self.v}"
+
+
+@dataclass(frozen=True)
+class Param:
+    """A run-time scalar argument. ``default`` ranges over sizes, constants and earlier params; None: required."""
+
+    name: str
+    type: ScalarType
+    default: Expr | None
+    grad: bool
+    span: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class CapturedTensor:
+    """A run-time tensor argument; ``shape`` holds int expressions over sizes and constants."""
+
+    name: str
+    element: ElementType
+    shape: tuple[Expr, ...]
+    grad: bool
+    span: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Block sparsity: ``keep`` is boolean over I, J (and b, h, tensors); block (I, J) covers i // block, j // block."""
+
+    block: int
+    keep: Expr
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """P = exp(s) / (exp(sink) + Σ exp(s)); ``sink`` ranges over b, h, i, or is absent."""
+
+    sink: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """P = weight, an expression of ``s``; no row state."""
+
+    weight: Expr
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """P = weight / Σ weight, weight ≥ 0."""
+
+    weight: Expr
+
+
+Weights = Softmax | Pointwise | Normalize
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Planner decisions that the spec pins; None leaves the planner free. Never changes a result."""
+
+    Br: int | None = None
+    Bc: int | None = None
+    warps: int | None = None
+    stages: int | None = None
+    backward_Br: int | None = None
+    backward_Bc: int | None = None
+    backward_warps: int | None = None
+    backward_stages: int | None = None
+    span: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement as the user wrote it, for comments in generated code."""
+
+    keyword: str
+    text: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention variant.
+
+    ``scale`` is τ (over sizes, constants and params). ``score`` ranges over ``s`` (= τ · dot), ``dot``, ``sqdist``,
+    indices, sizes, params and loads; ``mask`` over indices, sizes, params and loads; both have every ``let``,
+    ``const`` and ``def`` expanded. ``dtypes`` None means every one that the target supports.
+    ``constants`` are the values in force, overrides applied, in the order of declaration.
+    ``sources`` are the spec file and its imports, for diagnostics and packaging; the first is the file itself.
+    """
+
+    name: str
+    head_dims: tuple[HeadDim, ...]
+    dtypes: tuple[ElementType, ...] | None
+    constants: tuple[tuple[str, bool | int | float], ...]
+    params: tuple[Param, ...]
+    tensors: tuple[CapturedTensor, ...]
+    scale: Expr
+    score: Expr
+    mask: Expr
+    layout: Layout | None
+    weights: Weights
+    dropout: Expr | None
+    schedule: Schedule
+    statements: tuple[Statement, ...] = field(compare=False)
+    sources: tuple[Source, ...] = field(compare=False)
+    span: Span | None = field(default=None, compare=False)

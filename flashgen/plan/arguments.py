@@ -1,0 +1,107 @@
+"""The argument struct of a kernel: one ordered list of fields that the emitter prints and the runtime fills.
+
+In: an ``AttentionSpec``. Out: the fields of ``struct Arguments``, the same for every pass, head dimension and
+element type of that spec. Pointers that a pass does not use are null. Names that come from the spec carry a prefix
+(``tensor_slope``, ``param_bias``, ``grad_slope``), so that a user's name never meets a field's or a C++ keyword;
+build them with the functions below.
+"""
+
+from dataclasses import dataclass
+from typing import Literal as OneOf
+
+from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.types import ScalarType
+
+FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member of ``struct Arguments``; ``element`` is the C type behind a pointer."""
+
+    name: str
+    kind: FieldKind
+    comment: str = ""
+    element: str = "void"
+
+
+def tensor_field(name: str) -> str:
+    """The pointer to a captured tensor."""
+    return f"tensor_{name}"
+
+
+def stride_field(name: str, axis: int) -> str:
+    """A captured tensor's stride, in elements."""
+    return f"tensor_{name}_stride_{axis}"
+
+
+def dimension_field(name: str, axis: int) -> str:
+    """A captured tensor's dimension."""
+    return f"tensor_{name}_dim_{axis}"
+
+
+def param_field(name: str) -> str:
+    """The value of a param."""
+    return f"param_{name}"
+
+
+def gradient_field(name: str) -> str:
+    """The float32 buffer that receives the gradient of a tensor or param."""
+    return f"grad_{name}"
+
+
+def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """Every field of the struct, in order. Strides and dimensions count elements."""
+    fields = [
+        Field("q", "const pointer", "[B, H, Nq, D]"),
+        Field("k", "const pointer", "[B, Hkv, Nk, D]"),
+        Field("v", "const pointer", "[B, Hkv, Nk, Dv]"),
+        Field("o", "pointer", "[B, H, Nq, Dv], contiguous"),
+        Field("lse", "pointer", "[B, H, Nq], contiguous; null for pointwise weights", "float"),
+        Field("d_o", "const pointer", "[B, H, Nq, Dv]"),
+        Field("d_lse", "const pointer", "[B, H, Nq], contiguous; null where lse was not used", "float"),
+        Field("dq", "pointer", "contiguous, like q"),
+        Field("dk", "pointer", "contiguous, like k"),
+        Field("dv", "pointer", "contiguous, like v"),
+        Field("workspace", "pointer", "as many bytes as the _workspace function says"),
+    ]
+    for tensor in ("q", "k", "v", "d_o"):
+        fields += [Field(f"{tensor}_stride_{axis}", "i64") for axis in ("b", "h", "n")]
+    fields += [
+        Field("element", "i32", "of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16"),
+        Field("threads", "i32"),
+        Field("deterministic", "i32", "1: every gradient is bitwise repeatable"),
+        Field("dropout_threshold", "u32", "a pair is kept where its random word is not below this"),
+        Field("dropout_scale", "f32", "1 / (1 - p)"),
+        Field("seed", "u64"),
+    ]
+    fields += [Field(name, "i64", "of this shard") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len")]
+    fields += [Field(f"{name}_start", "i64", "of this shard in the whole") for name in ("b", "h", "q", "kv")]
+    fields += [Field(f"{name}_total", "i64", "of the whole") for name in ("b", "h", "q", "kv")]
+    for tensor in spec.tensors:
+        fields += _tensor_fields(tensor)
+    for param in spec.params:
+        fields.append(Field(param_field(param.name), "f32" if param.type is ScalarType.FLOAT else "i32", "param"))
+        if param.grad:
+            fields.append(Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float"))
+    return tuple(fields)
+
+
+def _tensor_fields(tensor: CapturedTensor) -> list[Field]:
+    name = tensor.name
+    rank = len(tensor.shape)
+    element = {
+        "f32": "float",
+        "f16": "fg::f16",
+        "bf16": "fg::bf16",
+        "i32": "int32_t",
+        "i64": "int64_t",
+        "bool": "bool",
+    }[tensor.element.value]
+    fields = [Field(tensor_field(name), "const pointer", f"captured tensor, {tensor.element}", element)]
+    fields += [Field(stride_field(name, axis), "i64") for axis in range(rank)]
+    fields += [Field(dimension_field(name, axis), "i64") for axis in range(rank)]
+    if tensor.grad:
+        comment = "contiguous, zero at the start; null where not needed"
+        fields.append(Field(gradient_field(name), "pointer", comment, "float"))
+    return fields

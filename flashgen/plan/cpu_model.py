@@ -1,0 +1,58 @@
+"""What the CPU templates keep in cache, byte for byte, and what a tile costs beside its matrix products.
+
+In: a variant, a tile, the vector width. Out: bytes and an estimate. The buffers are those of
+``templates/cpu/forward.h.jinja`` and ``backward.h.jinja``; a test compares with the size of their ``Scratch``.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import Variant
+
+KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h
+FLOAT = 4
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
+def forward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+    """Bytes that the loop over key tiles touches: Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
+    D, Dp, Dvp = _padded(variant, lanes)
+    ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
+    floats = D * ld + bc * Dp + bc * Dvp + bc * ld + Dvp * ld + 3 * Br
+    return FLOAT * floats
+
+
+def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+    """Bytes that the loop over key tiles touches.
+
+    Q, Qᵀ, dO, dOᵀ, K, V, Sᵀ (then Pᵀ), dPᵀ (then dSᵀ), dQᵀ, the tile's rows of dK and dV, the row state, and the
+    partial sums of captured gradients.
+    """
+    D, Dp, Dvp = _padded(variant, lanes)
+    ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
+    floats = Br * Dp + D * ld + Br * Dvp + variant.head_dim.v * ld + bc * (Dp + Dvp) + 2 * bc * ld + Dp * ld
+    floats += bc * (Dp + Dvp) + 2 * Br
+    for gradient in variant.gradients:
+        floats += {Level.ROW: Br, Level.COLUMN: Bc * lanes}.get(gradient.level, 0)
+    return FLOAT * floats
+
+
+def overhead(variant: Variant, Br: int, Bc: int) -> float:
+    """Work beside the products, as a fraction of theirs.
+
+    A key tile is copied once for Br rows; Oᵀ is read, rescaled and written once for Bc keys; and a tile on the border
+    of the mask computes about half its pairs for nothing, which counts for more the larger the tile.
+    """
+    copied = 6.0 / Br
+    rescaled = 3.0 / Bc
+    border = 0.0 if variant.keep_everything else (Br + Bc) / 8192
+    return copied + rescaled + border
+
+
+def _padded(variant: Variant, lanes: int) -> tuple[int, int, int]:
+    D, Dv = variant.head_dim.qk, variant.head_dim.v
+    return D, round_up(D, lanes), round_up(Dv, lanes)

@@ -1,0 +1,135 @@
+"""Stage 3, plan: choose B_r and B_c of both passes for one device, and say why.
+
+In: a ``Variant`` and a ``Device``. Out: a ``Plan`` with its reasons and what it rejected. The paper (Algorithm 1) sets
+B_c = ⌈M / 4d⌉ from the SRAM size M; here every buffer that the templates keep is counted, and among the tiles that fit
+the one with the least work beside the matrix products is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic, SpecError
+from flashgen.plan.cpu_model import backward_working_set, forward_working_set, overhead
+from flashgen.plan.devices import Device
+from flashgen.plan.plan import Plan, Rejection, Tiles
+
+# A tile shares its cache with the next rows of K and V on their way in, and with the stack.
+USABLE_SRAM = 0.75
+ROWS = (16, 32, 48, 64, 96, 128, 192, 256)
+COLUMNS = (16, 32, 64, 96, 128, 192, 256)
+# Query rows come in whole vectors, of 16 lanes at most, so that one tile works on every machine.
+ROW_MULTIPLE = 16
+MOST_ROWS_OR_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class _Pass:
+    name: str
+    Br: int | None
+    Bc: int | None
+    working_set: Callable[[Variant, int, int, int], int]
+
+
+def plan(variant: Variant, device: Device) -> Plan:
+    """The tiles for ``variant`` on ``device``; ``SpecError`` where the spec pins tiles that cannot work."""
+    _check_schedule(variant)
+    schedule = variant.spec.schedule
+    passes = (
+        _Pass("forward", schedule.Br, schedule.Bc, forward_working_set),
+        _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_working_set),
+    )
+    tiles: list[Tiles] = []
+    reasons: list[str] = [
+        f"M = {device.sram_bytes // 1024} KiB of L2 a core on '{device.name}' ({device.source}); "
+        f"a tile may use {USABLE_SRAM:.0%} of it"
+    ]
+    rejected: list[Rejection] = []
+    for each in passes:
+        chosen, why, lost = _choose(variant, device, each)
+        tiles.append(chosen)
+        reasons += why
+        rejected += lost
+    return Plan(
+        spec_name=variant.spec.name,
+        head_dim=str(variant.head_dim),
+        device=device.name,
+        sram_bytes=device.sram_bytes,
+        forward=tiles[0],
+        backward=tiles[1],
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+    )
+
+
+def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, list[str], list[Rejection]]:
+    budget = int(USABLE_SRAM * device.sram_bytes)
+    rows, columns = _candidates(variant, each)
+    fitting: list[tuple[float, Tiles]] = []
+    rejected: list[Rejection] = []
+    smallest: Tiles | None = None
+    for Br in rows:
+        for Bc in columns:
+            tile = Tiles(Br, Bc, each.working_set(variant, Br, Bc, device.lanes))
+            if smallest is None or tile.sram_bytes < smallest.sram_bytes:
+                smallest = tile
+            if tile.sram_bytes <= budget:
+                fitting.append((overhead(variant, Br, Bc), tile))
+            else:
+                reason = f"needs {tile.sram_bytes // 1024} KiB, {budget // 1024} KiB are usable"
+                rejected.append(Rejection(each.name, Br, Bc, reason))
+    assert smallest is not None, "there is always a candidate"
+    if not fitting:
+        # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
+        why = f"{each.name}: no tile fits; {_describe(smallest)} spills least from L2"
+        return smallest, [why], rejected
+    fitting.sort(key=lambda found: (found[0], found[1].sram_bytes))
+    cost, chosen = fitting[0]
+    pins = "".join(f", {axis} pinned by the schedule" for axis, pin in (("B_r", each.Br), ("B_c", each.Bc)) if pin)
+    why = [f"{each.name}: {_describe(chosen)}: {cost:.1%} of work beside the products, the least of {len(fitting)} that fit{pins}"]
+    for other_cost, other in fitting[1:4]:
+        rejected.append(Rejection(each.name, other.Br, other.Bc, f"{other_cost:.1%} of work beside the products"))
+    return chosen, why, rejected
+
+
+def _describe(tile: Tiles) -> str:
+    return f"B_r × B_c = {tile.Br} × {tile.Bc} ({tile.sram_bytes / 1024:.0f} KiB)"
+
+
+def _candidates(variant: Variant, each: _Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tile sizes to consider: what the schedule pins, else whole vectors of rows that go with the layout's blocks."""
+    block = variant.spec.layout.block if variant.spec.layout else None
+    return (
+        (each.Br,) if each.Br else _dividing(ROWS, block, ROW_MULTIPLE),
+        (each.Bc,) if each.Bc else _dividing(COLUMNS, block, 1),
+    )
+
+
+def _dividing(sizes: tuple[int, ...], block: int | None, multiple: int) -> tuple[int, ...]:
+    """Sizes that divide the block, so that a tile is all in or all out; else multiples of it; else all."""
+    if block is None:
+        return sizes
+    inside = {size for size in (*sizes, block) if block % size == 0 and size % multiple == 0 and size <= max(sizes)}
+    around = {size for size in sizes if size % block == 0}
+    return tuple(sorted(inside)) or tuple(sorted(around)) or sizes
+
+
+def _check_schedule(variant: Variant) -> None:
+    """Refuse pins that no template can work with, and those that mean nothing on a CPU."""
+    schedule = variant.spec.schedule
+    problems: list[str] = []
+    for name in ("Br", "backward_Br"):
+        value = getattr(schedule, name)
+        if value is not None and (value % ROW_MULTIPLE or not ROW_MULTIPLE <= value <= MOST_ROWS_OR_COLUMNS):
+            problems.append(f"'{name} = {value}': query rows are lanes; write a multiple of {ROW_MULTIPLE} up to {MOST_ROWS_OR_COLUMNS}")
+    for name in ("Bc", "backward_Bc"):
+        value = getattr(schedule, name)
+        if value is not None and not 1 <= value <= MOST_ROWS_OR_COLUMNS:
+            problems.append(f"'{name} = {value}': write 1 to {MOST_ROWS_OR_COLUMNS} keys")
+    if problems:
+        diagnostics = tuple(
+            Diagnostic("E403", f"the schedule cannot work on a CPU: {problem}", schedule.span) for problem in problems
+        )
+        raise SpecError(diagnostics, variant.spec.sources)

@@ -1,0 +1,63 @@
+// Layer 3 of the CPU primitives: elements of captured tensors, read and added to.
+//
+// Contract: addresses are in bounds; where the compiler could not prove it, the index went through clamp_index. "Rows" is
+// a vector of W neighbouring query rows, each with its own element; what does not depend on the row is already part
+// of the base address.
+#pragma once
+#include "convert.h"
+#include "vector.h"
+#include "vector_math.h"
+
+namespace fg {
+
+// The nearest valid index of a dimension.
+template <class T> FG_INLINE T clamp_index(T index, int64_t dimension) {
+  return clamp(index, int32_t(0), static_cast<int32_t>(dimension - 1));
+}
+
+// Sums of index * stride, lane by lane, for any number of (index, stride) pairs.
+FG_INLINE void add_offsets(int64_t (&)[W]) {}
+template <class... Rest>
+FG_INLINE void add_offsets(int64_t (&offset)[W], VecI index, int64_t stride, Rest... rest) {
+  for (int l = 0; l < W; ++l) offset[l] += index[l] * stride;
+  add_offsets(offset, rest...);
+}
+
+// Whether lane l of the index is index[0] + l, so that the rows lie side by side where the stride is 1.
+FG_INLINE bool consecutive(VecI index) { return all(eq(index, index[0] + iota())); }
+
+// The elements base[Σ index * stride], one a row.
+template <class T, class... Rest> FG_INLINE auto rows(const T* base, VecI index, int64_t stride, Rest... rest) {
+  if (sizeof...(rest) == 0 && stride == 1 && consecutive(index)) return load_elements(base + index[0]);
+  int64_t offset[W] = {};
+  add_offsets(offset, index, stride, rest...);
+  T gathered[W];
+  for (int l = 0; l < W; ++l) gathered[l] = base[offset[l]];
+  return load_elements(gathered);
+}
+
+// A float32 gradient buffer that is one task's own (plain additions) or shared between tasks (atomic ones).
+struct Gradient {
+  float* base;  // null where nobody asked for it
+  bool shared;
+};
+
+FG_INLINE void add(Gradient gradient, int64_t offset, float value) {
+  float* p = gradient.base + offset;
+  if (!gradient.shared) {
+    *p += value;
+    return;
+  }
+#pragma omp atomic
+  *p += value;
+}
+
+// Adds one value a row; only the first n rows count.
+template <class... Rest>
+FG_INLINE void add_rows(Gradient gradient, int n, VecF value, int64_t offset0, Rest... indices) {
+  int64_t offset[W] = {};
+  add_offsets(offset, indices...);
+  for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);
+}
+
+}  // namespace fg

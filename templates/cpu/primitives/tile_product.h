@@ -1,0 +1,162 @@
+// Layer 3 of the CPU primitives: the one matrix product of the backend, and the transposing copy that packs for it.
+//
+// Contract: C[m][n] (+)= sum_k A(m, k) B[k][n] in float32, with A(m, k) = a[m * a_row + k * a_col] read as broadcast
+// scalars, so that A may be transposed for nothing. Rows of B and C are whole vectors; M is a multiple of row_multiple.
+// Tiles are small (32..256 each way), in L1 or L2; there is no packing and no blocking for memory here.
+// The accumulators of a block of 6 rows by block_vectors vectors stay in registers over all of k: with the vectors of
+// B's row and one broadcast of A they just fit.
+#pragma once
+#include "vector.h"
+
+namespace fg {
+
+// How C enters.
+enum class Begin {
+  zero,        // C = AB
+  accumulate,  // C += AB
+  rescale,     // C = C diag(column_scale) + AB, the rescaling of the online softmax
+};
+
+constexpr int row_multiple = 4;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int block_vectors = 4;  // 6 * 4 accumulators + 4 + 1 of 32 registers
+#else
+constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
+#endif
+
+// The operands at one block, strides in floats.
+struct ProductOperands {
+  int K;
+  const float* a;
+  int64_t a_row, a_col;
+  const float* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  Begin begin;
+  const float* column_scale;
+};
+
+// One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
+template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
+  static_assert(R * V + V + 1 <= 32, "the accumulators must fit the registers");
+  VecF sum[R][V] = {};
+  const float *a = p.a, *b = p.b;
+  const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
+  for (int k = p.K; k > 0; --k) {
+    VecF row[V];
+    for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
+    for (int m = 0; m < R; ++m) {
+      const VecF factor = broadcast(a[m * a_row]);
+      for (int v = 0; v < V; ++v) sum[m][v] += factor * row[v];
+    }
+    a += a_col;
+    b += ldb;
+  }
+  for (int v = 0; v < V; ++v) {
+    float* c = p.c + v * W;
+    if (p.begin == Begin::zero) {
+      for (int m = 0; m < R; ++m) store(c + m * p.ldc, sum[m][v]);
+    } else if (p.begin == Begin::accumulate) {
+      for (int m = 0; m < R; ++m) store(c + m * p.ldc, load(c + m * p.ldc) + sum[m][v]);
+    } else {
+      const VecF scale = load(p.column_scale + v * W);
+      for (int m = 0; m < R; ++m) store(c + m * p.ldc, load(c + m * p.ldc) * scale + sum[m][v]);
+    }
+  }
+}
+
+// All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
+template <int V> inline void product_panel(int M, ProductOperands p) {
+  for (int left = M; left > 0;) {
+    const int rows = left == 8 || left < 6 ? 4 : 6;
+    if (rows == 6)
+      product_block<6, V>(p);
+    else
+      product_block<4, V>(p);
+    p.a += rows * p.a_row;
+    p.c += rows * p.ldc;
+    left -= rows;
+  }
+}
+
+// The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
+// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N.
+inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
+                         int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
+                         const float* column_scale = nullptr) {
+  for (int v = 0; v < vectors;) {
+    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W};
+    const int left = vectors - v;
+    if (block_vectors == 4 && left >= 4) {
+      product_panel<block_vectors>(M, p);
+      v += 4;
+    } else if (left >= 2) {
+      product_panel<2>(M, p);
+      v += 2;
+    } else {
+      product_panel<1>(M, p);
+      v += 1;
+    }
+  }
+}
+
+// ---- transposing copy --------------------------------------------------------------------------------------------
+
+// The lower (upper) halves of a and b, interleaved lane by lane.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+FG_INLINE VecF interleave_low(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX__)
+  return FG_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return FG_SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+FG_INLINE VecF interleave_high(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return FG_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX__)
+  return FG_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return FG_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+#undef FG_SHUFFLE
+
+// Transposes the W x W matrix of x: log2(W) rounds, each interleaving row i with row i + W/2.
+FG_INLINE void transpose_lanes(VecF x[W]) {
+  for (int round = 1; round < W; round *= 2) {
+    VecF y[W];
+    for (int i = 0; i < W / 2; ++i) {
+      y[2 * i] = interleave_low(x[i], x[i + W / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + W / 2]);
+    }
+    for (int i = 0; i < W; ++i) x[i] = y[i];
+  }
+}
+
+// dst[c][r] = src[r][c] for any rows and cols; leading dimensions in floats. Touches nothing else.
+inline void transpose_to(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
+  for (int r = 0; r < rows; r += W)
+    for (int c = 0; c < cols; c += W) {
+      const float* from = src + r * lds + c;
+      float* to = dst + c * ldd + r;
+      VecF x[W];
+      if (r + W <= rows && c + W <= cols) {
+        for (int i = 0; i < W; ++i) x[i] = load(from + i * lds);
+        transpose_lanes(x);
+        for (int i = 0; i < W; ++i) store(to + i * ldd, x[i]);
+      } else {
+        for (int i = 0; i < W && c + i < cols; ++i)
+          for (int j = 0; j < W && r + j < rows; ++j) to[i * ldd + j] = from[j * lds + i];
+      }
+    }
+}
+
+}  // namespace fg
