@@ -32,7 +32,7 @@ def derivative(expr: Expr, wrt: Expr) -> Expr:
         if not isinstance(node, Apply) or node.type is not ScalarType.FLOAT:
             return _ZERO
         rule = OPERATORS[node.op].derivative
-        total = _ZERO
+        total: Expr = _ZERO
         for k, arg in enumerate(node.args):
             inner = visit(arg) if arg.type is ScalarType.FLOAT else _ZERO
             if rule is not None and inner != _ZERO:

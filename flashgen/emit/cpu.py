@@ -18,6 +18,7 @@ from flashgen.emit.environment import environment, templates_folder
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.text import spec_lines
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, literal
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
@@ -113,7 +114,7 @@ def _shallow(context: _Context) -> dict[str, object]:
 
 def _context(variant: Variant, plan: Plan, digest: str, symbol: str) -> _Context:
     spec = variant.spec
-    placement = Placement({(proof.load, proof.axis): proof.guard for proof in variant.proofs})
+    placement = Placement(variant.proofs)
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
     inputs: dict[str, str] = {}
 
@@ -148,7 +149,7 @@ def _context(variant: Variant, plan: Plan, digest: str, symbol: str) -> _Context
         symbol=symbol,
         version=__version__,
         digest=digest,
-        spec_lines=_spec_lines(variant),
+        spec_lines=spec_lines(spec),
         formula=_formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
@@ -176,9 +177,7 @@ class _TemplateHooks:
 
 
 def _by_name(hooks: Hooks) -> _TemplateHooks:
-    return _TemplateHooks(
-        {level.value: members for level, members in hooks.members.items()}, dict(hooks.functions)
-    )
+    return _TemplateHooks({level.value: members for level, members in hooks.members.items()}, dict(hooks.functions))
 
 
 def _base_2(expr: Expr) -> Expr:
@@ -208,10 +207,8 @@ def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook
     sink_code = None
     if gradient.from_sink is not None:
         sink_code = placement.value(f"sink_by_{label}", gradient.from_sink, Level.ROW)
-    if isinstance(gradient.read, Load):
-        offset = placement.gradient_offset(gradient.read, gradient.level)
-    else:
-        offset = "0"
+    read = gradient.read
+    offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
     return _Gradient(
         level=gradient.level.value,
         target=gradient_field(gradient.name),
@@ -237,7 +234,7 @@ def _elements(variant: Variant) -> dict[str, str]:
 
 
 def _owned_by_head(variant: Variant, name: str) -> bool:
-    """Whether each element is read under one (b, key/value head) only, so that tasks of other heads never meet there."""
+    """Whether each element is read under one (b, key/value head) only: tasks of other heads never meet there."""
     reads = [gradient.read for gradient in variant.gradients if gradient.name == name]
     return all(
         isinstance(read, Load)
@@ -245,13 +242,6 @@ def _owned_by_head(variant: Variant, name: str) -> bool:
         and any(text(each) in ("h", "hkv") for each in read.indices)
         for read in reads
     )
-
-
-def _spec_lines(variant: Variant) -> tuple[str, ...]:
-    spec = variant.spec
-    body = tuple(f"    {statement.text}" for statement in spec.statements)
-    overrides = tuple(f"    # const {name} = {value}" for name, value in spec.constants)
-    return (f"attention {spec.name} {{", *body, "}", *(("# constants in force:", *overrides) if overrides else ()))
 
 
 def _formula(variant: Variant) -> str:

@@ -1,6 +1,6 @@
 """Stage 4a: place every subexpression of the hooks at its level and print it as C++.
 
-In: named expressions (the hooks of a template) and how each load is kept inside its tensor. Out: ``Hooks``: the values
+In: named expressions (the hooks of a template) and how each load is kept inside its tensor. Out: ``Hooks``: values
 computed once a launch, head, row vector and column, as members of structs named ``u``, ``x``, ``r`` and ``c``, and one
 straight-line function for each hook, evaluated per pair. No arithmetic is left to the template.
 
@@ -12,10 +12,10 @@ way at every level.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.analysis.bounds import Guard
+from flashgen.analysis.bounds import IndexProof, clamped_dimensions
 from flashgen.analysis.levels import Level, level_of
 from flashgen.emit.spelling import c_identifier, c_literal, c_operator
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind
@@ -74,8 +74,8 @@ class Hooks:
 class Placement:
     """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``."""
 
-    def __init__(self, guards: Mapping[tuple[Load, int], Guard]) -> None:
-        self._guards = guards
+    def __init__(self, proofs: Sequence[IndexProof]) -> None:
+        self._proofs = proofs
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
 
@@ -197,9 +197,10 @@ class Placement:
         """The scalar part of an element's offset, and (index, stride) where the index is a vector."""
         scalars: list[str] = []
         vectors: list[tuple[str, str]] = []
+        clamped = clamped_dimensions(load, self._proofs)
         for axis, (each, stride) in enumerate(zip(load.indices, strides, strict=True)):
             code = self._operand(each, at, named)
-            if self._guards.get((load, axis), Guard.CLAMPED) in (Guard.GUARDED, Guard.CLAMPED):
+            if clamped[axis]:
                 code = f"fg::clamp_index({code}, a.{dimension_field(load.tensor, axis)})"
             if level_of(each).is_vector:
                 vectors.append((code, f"int64_t({stride})" if stride == "1" else stride))

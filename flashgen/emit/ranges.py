@@ -7,12 +7,13 @@ depend on i or j is a point; an element of a captured tensor that does may be an
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_range
-from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, walk
+from flashgen.ir.expr import Apply, Expr, Load, Symbol, walk
 from flashgen.ir.types import ScalarType
 
 _ANYTHING = {
@@ -32,14 +33,13 @@ class RangeCode:
 
 def range_code(keep: Expr, placement: Placement) -> RangeCode:
     """The range of ``keep`` over a tile; values of a launch or head become members through ``placement``."""
-    uses = Counter(child for node in walk(keep) for child in node.children)
     named: dict[Expr, str] = {}
     lines: list[str] = []
 
     def spell(node: Expr) -> str:
         if node in named:
             return named[node]
-        if level_of(node) in (Level.LAUNCH, Level.HEAD):
+        if _is_point(node):
             return f"fg::ranges::point({placement.value('bound', node, Level.HEAD)})"
         match node:
             case Symbol(name="i" | "j" as name):
@@ -48,20 +48,25 @@ def range_code(keep: Expr, placement: Placement) -> RangeCode:
                 return _ANYTHING[node.type]
             case Apply(op=op, args=args):
                 return c_range(op, tuple(spell(argument) for argument in args))
-        raise AssertionError(f"no range of {node}")
+        raise AssertionError(f"no range of {type(node).__name__}")
 
-    def visit(node: Expr) -> None:
-        """Names, children first, for what is used twice and for the operands of a long conjunction."""
-        if node in named or level_of(node) in (Level.LAUNCH, Level.HEAD):
-            return
-        if isinstance(node, Apply):
-            for argument in node.args:
-                visit(argument)
-            if uses[node] > 1 or (node.op not in ("and", "or", "not") and node.type is ScalarType.BOOL and node != keep):
-                code = spell(node)
-                named[node] = f"t{len(named)}"
-                lines.append(f"const auto {named[node]} = {code};")
-
-    if not isinstance(keep, Literal):
-        visit(keep)
+    for node in _worth_a_name(keep):
+        # Spelled before it is named: the name stands for this code.
+        code = spell(node)
+        named[node] = f"t{len(named)}"
+        lines.append(f"const auto {named[node]} = {code};")
     return RangeCode(tuple(lines), spell(keep))
+
+
+def _is_point(node: Expr) -> bool:
+    return level_of(node) in (Level.LAUNCH, Level.HEAD)
+
+
+def _worth_a_name(keep: Expr) -> Iterator[Expr]:
+    """Children first: what is used twice, and each condition that logic joins."""
+    uses = Counter(child for node in walk(keep) for child in node.children)
+    for node in walk(keep):
+        if isinstance(node, Apply) and not _is_point(node) and node != keep:
+            is_condition = node.type is ScalarType.BOOL and node.op not in ("and", "or", "not")
+            if is_condition or uses[node] > 1:
+                yield node

@@ -8,14 +8,15 @@ from flashgen.ir.operators import OPERATORS
 # A name with members, perhaps a call whose arguments hold no further parentheses.
 _ATOM = re.compile(r"[\w.:]+(\([^()]*\))?|\([^()]*\)")
 
-_RESERVED = frozenset(
-    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
-    const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false float
-    for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private
-    protected public register reinterpret_cast return short signed sizeof static static_assert static_cast struct
-    switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
-    volatile wchar_t while xor xor_eq b h hkv i j qq kk B H Hkv Nq Nk fg""".split()
-)
+_RESERVED_WORDS = """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
+    const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
+    float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq
+    private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast
+    struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual
+    void volatile wchar_t while xor xor_eq b h hkv i j qq kk B H Hkv Nq Nk fg
+"""
+_RESERVED = frozenset(_RESERVED_WORDS.split())
 
 
 def c_identifier(name: str) -> str:

@@ -56,7 +56,8 @@ class Expr:
         return ()
 
     def with_children(self, children: tuple[Expr, ...]) -> Expr:
-        """This node over other children (same number, same types)."""
+        """The same node over other children (same number, same types)."""
+        assert not children, "a leaf has no children"
         return self
 
     def __hash__(self) -> int:

@@ -65,8 +65,8 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         Field("dv", "pointer", "contiguous, like v"),
         Field("workspace", "pointer", "as many bytes as the _workspace function says"),
     ]
-    for tensor in ("q", "k", "v", "d_o"):
-        fields += [Field(f"{tensor}_stride_{axis}", "i64") for axis in ("b", "h", "n")]
+    for name in ("q", "k", "v", "d_o"):
+        fields += [Field(f"{name}_stride_{axis}", "i64") for axis in ("b", "h", "n")]
     fields += [
         Field("element", "i32", "of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16"),
         Field("threads", "i32"),
@@ -83,7 +83,9 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     for param in spec.params:
         fields.append(Field(param_field(param.name), "f32" if param.type is ScalarType.FLOAT else "i32", "param"))
         if param.grad:
-            fields.append(Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float"))
+            fields.append(
+                Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float")
+            )
     return tuple(fields)
 
 

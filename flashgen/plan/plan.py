@@ -56,7 +56,9 @@ class Plan:
         lines = [f"{self.spec_name}, head dimension {self.head_dim}, on '{self.device}'"]
         for name, tile in (("forward", self.forward), ("backward", self.backward)):
             share = tile.sram_bytes / self.sram_bytes
-            lines.append(f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M")
+            lines.append(
+                f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
+            )
         lines.append("why")
         lines += [f"  {reason}" for reason in self.reasons]
         for pass_name in ("forward", "backward"):

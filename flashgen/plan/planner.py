@@ -42,15 +42,13 @@ def plan(variant: Variant, device: Device) -> Plan:
         _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_working_set),
     )
     tiles: list[Tiles] = []
-    reasons: list[str] = [
-        f"M = {device.sram_bytes // 1024} KiB of L2 a core on '{device.name}' ({device.source}); "
-        f"a tile may use {USABLE_SRAM:.0%} of it"
-    ]
+    memory = f"M = {device.sram_bytes // 1024} KiB of L2 a core on '{device.name}' ({device.source})"
+    reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
     rejected: list[Rejection] = []
     for each in passes:
         chosen, why, lost = _choose(variant, device, each)
         tiles.append(chosen)
-        reasons += why
+        reasons.append(why)
         rejected += lost
     return Plan(
         spec_name=variant.spec.name,
@@ -64,7 +62,7 @@ def plan(variant: Variant, device: Device) -> Plan:
     )
 
 
-def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, list[str], list[Rejection]]:
+def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, list[Rejection]]:
     budget = int(USABLE_SRAM * device.sram_bytes)
     rows, columns = _candidates(variant, each)
     fitting: list[tuple[float, Tiles]] = []
@@ -84,11 +82,12 @@ def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, list[
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
         why = f"{each.name}: no tile fits; {_describe(smallest)} spills least from L2"
-        return smallest, [why], rejected
+        return smallest, why, rejected
     fitting.sort(key=lambda found: (found[0], found[1].sram_bytes))
     cost, chosen = fitting[0]
     pins = "".join(f", {axis} pinned by the schedule" for axis, pin in (("B_r", each.Br), ("B_c", each.Bc)) if pin)
-    why = [f"{each.name}: {_describe(chosen)}: {cost:.1%} of work beside the products, the least of {len(fitting)} that fit{pins}"]
+    least = f"{cost:.1%} of work beside the products, the least of {len(fitting)} that fit{pins}"
+    why = f"{each.name}: {_describe(chosen)}: {least}"
     for other_cost, other in fitting[1:4]:
         rejected.append(Rejection(each.name, other.Br, other.Bc, f"{other_cost:.1%} of work beside the products"))
     return chosen, why, rejected
@@ -117,13 +116,14 @@ def _dividing(sizes: tuple[int, ...], block: int | None, multiple: int) -> tuple
 
 
 def _check_schedule(variant: Variant) -> None:
-    """Refuse pins that no template can work with, and those that mean nothing on a CPU."""
+    """Refuse pins that no template can work with."""
     schedule = variant.spec.schedule
     problems: list[str] = []
     for name in ("Br", "backward_Br"):
         value = getattr(schedule, name)
         if value is not None and (value % ROW_MULTIPLE or not ROW_MULTIPLE <= value <= MOST_ROWS_OR_COLUMNS):
-            problems.append(f"'{name} = {value}': query rows are lanes; write a multiple of {ROW_MULTIPLE} up to {MOST_ROWS_OR_COLUMNS}")
+            legal = f"a multiple of {ROW_MULTIPLE} up to {MOST_ROWS_OR_COLUMNS}"
+            problems.append(f"'{name} = {value}': query rows are vector lanes; write {legal}")
     for name in ("Bc", "backward_Bc"):
         value = getattr(schedule, name)
         if value is not None and not 1 <= value <= MOST_ROWS_OR_COLUMNS:
@@ -133,3 +133,16 @@ def _check_schedule(variant: Variant) -> None:
             Diagnostic("E403", f"the schedule cannot work on a CPU: {problem}", schedule.span) for problem in problems
         )
         raise SpecError(diagnostics, variant.spec.sources)
+
+
+def schedule_warnings(variant: Variant) -> tuple[Diagnostic, ...]:
+    """A warning for each pin that a CPU kernel has no use for."""
+    schedule = variant.spec.schedule
+    names = ("warps", "stages", "backward_warps", "backward_stages")
+    return tuple(
+        Diagnostic(
+            "W503", f"'{name}' has no effect on a CPU, whose kernels have no {name.split('_')[-1]}", schedule.span
+        )
+        for name in names
+        if getattr(schedule, name) is not None
+    )

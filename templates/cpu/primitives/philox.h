@@ -30,7 +30,8 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
     return PhiloxWords<C0>{{c0, c1, c2, c3}};
   } else {
     constexpr uint64_t word = 0xffffffffu;
-    const auto a = c0 * uint64_t{0xD2511F53}, b = c2 * uint64_t{0xCD9E8D57};
+    const auto a = c0 * uint64_t{0xD2511F53};
+    const auto b = c2 * uint64_t{0xCD9E8D57};
     return philox<rounds - 1>((b >> 32) ^ c1 ^ uint64_t{key.low}, b & word, (a >> 32) ^ c3 ^ uint64_t{key.high}, a & word,
                               PhiloxKey{key.low + 0x9E3779B9u, key.high + 0xBB67AE85u});
   }

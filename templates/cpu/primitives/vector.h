@@ -187,10 +187,10 @@ struct FoldSum {
   template <class T> FG_INLINE T operator()(T a, T b) const { return a + b; }
 };
 struct FoldMax {  // a != a: NaN propagates
-  template <class T> FG_INLINE T operator()(T a, T b) const { return (a > b) | (a != a) ? a : b; }
+  template <class T> FG_INLINE T operator()(T a, T b) const { return ((a > b) | (a != a)) ? a : b; }
 };
 struct FoldMin {
-  template <class T> FG_INLINE T operator()(T a, T b) const { return (a < b) | (a != a) ? a : b; }
+  template <class T> FG_INLINE T operator()(T a, T b) const { return ((a < b) | (a != a)) ? a : b; }
 };
 struct FoldOr {
   template <class T> FG_INLINE T operator()(T a, T b) const { return a | b; }

@@ -385,13 +385,13 @@ FG_INLINE VecF sigmoid(VecF x) {
 }
 FG_INLINE VecF silu(VecF x) { return x * sigmoid(x); }
 
-// Near 0 an odd polynomial; elsewhere (1 - e) / (1 + e) with e = e^(-2|x|), where e is so small that a plain product
-// serves as its exponent.
+// Near 0 an odd polynomial; elsewhere (1 - e) / (1 + e) with e = e^(-2|x|), so small that its exponent needs no more
+// than a rounded product.
 FG_INLINE VecF tanh(VecF x) {
   const VecF a = abs(x), z = x * x;
-  const VecF near = x + x * z * polynomial(z, -0x1.5554d6p-2f, 0x1.10e9f2p-3f, -0x1.b28b66p-5f, 0x1.1a77a8p-6f);
+  const VecF near = a + a * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f, -0x1.99565ep-8f);
   const VecF e = exp2_bounded(a * (-2 * log2_e));
-  return select(lt(a, 0.5f), near, copy_sign((1.0f - e) / (1.0f + e), x));
+  return copy_sign(select(lt(a, 0.55f), near, (1.0f - e) / (1.0f + e)), x);
 }
 
 // log(1 + e^x)
@@ -406,20 +406,22 @@ FG_INLINE VecF erf(VecF x) {
   const VecF b = select(gt(a, 4.0f), 4.0f, a);
   const VecF exponent = b * polynomial(b, 0x1.a0d7fap+0f, 0x1.d5292ep-1f, 0x1.39e426p-3f, -0x1.18d4f0p-5f, 0x1.586218p-8f,
                                        -0x1.e84e60p-12f, 0x1.0fce0ap-16f);
-  return select(lt(a, 0.96f), near, copy_sign(1.0f - exp2_bounded(-exponent), x) + (x - x) * 0.0f);
+  return select(lt(a, 0.96f), near, copy_sign(1.0f - exp2_bounded(-exponent), x));
 }
 
 // x Phi(x). The tail Phi(-a) = exp(-a^2/2) M(a), with (a + 4) M(a) a polynomial of (a - 4) / (a + 4), keeps its relative
-// accuracy; the square is split so that the exponential sees it exactly.
+// accuracy; the square is split so that the exponential sees it exactly. Near 0, Phi is 1/2 and an odd polynomial.
 FG_INLINE VecF gelu(VecF x) {
   const VecF a = select(gt(abs(x), 14.5f), 14.5f, abs(x));
   const VecF high = from_bits(bits(a) & ~0xfff);
   const VecF e = exp_sum(-0.5f * high * high, -0.5f * (a - high) * (a + high));
   const VecF u = 1.0f / (a + 4.0f);
-  const VecF tail = e * u * polynomial((a - 4.0f) * u, 0x1.82b4bcp-1f, -0x1.373e3cp-1f, 0x1.8c6d84p-2f, -0x1.7dfed8p-3f,
-                                       0x1.eedacep-5f, -0x1.edddfap-8f, -0x1.ce2a88p-9f, 0x1.9ed742p-10f,
-                                       0x1.a4afaep-13f, -0x1.073846p-13f);
-  return x * select(lt(x, 0.0f), tail, 1.0f - tail);
+  const VecF m = u * polynomial((a - 4.0f) * u, 0x1.82b4bcp-1f, -0x1.373e3cp-1f, 0x1.8c6d84p-2f, -0x1.7dfed8p-3f,
+                                0x1.eedacep-5f, -0x1.edddfap-8f, -0x1.ce2a88p-9f, 0x1.9ed742p-10f, 0x1.a4afaep-13f,
+                                -0x1.073846p-13f);
+  const VecF tail = copy_sign(a * m * e, x);  // a m first: e alone may be subnormal
+  const VecF near = x * (0.5f + x * polynomial(x * x, 0x1.988452p-2f, -0x1.10573cp-4f, 0x1.466432p-7f, -0x1.25efc6p-10f));
+  return select(lt(a, 0.5f), near, select(lt(x, 0.0f), tail, x - tail));
 }
 
 FG_SCALAR_BY_VECTOR(exp2_bounded)

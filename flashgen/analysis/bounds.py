@@ -1,0 +1,247 @@
+"""Decides for every index of every captured tensor how a kernel stays inside: proved, checked at call time, or clamped.
+
+Stage: analyse. In: an ``AttentionSpec`` and a ``HeadDim``. Out: one ``IndexProof`` for each index of each load, as kernels
+see the load (sizes D and Dv literal, block coordinates written as i // block, simplified). The decision, in this order:
+
+    BARE       inside for all sizes
+    GUARDED    inside wherever the branch that reads it is taken and the mask keeps the pair; elsewhere the value is
+               not used, and the kernel clamps without a word
+    OUTSIDE    outside for all sizes: an error
+    CALL_TIME  the range is driven by sizes, and for some sizes it is inside: the op checks when it is called
+    CLAMPED    none of these: the kernel clamps, and a warning says so
+
+``bounds`` (the range of an expression) is in ``ranging.py``. Does NOT evaluate tiles (``tiles.py``) and does NOT speak to
+users (``index_checks.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+
+from flashgen.analysis.identities import negation
+from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
+from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts, bounds
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, literal, size, substitute, walk
+from flashgen.ir.interval import IntRange, Range
+from flashgen.ir.spec import AttentionSpec, HeadDim, Softmax
+from flashgen.ir.types import ScalarType
+
+__all__ = ["Conditions", "IndexProof", "IndexStatus", "bounds", "clamped_dimensions", "prove_indices"]
+
+_NOT_BY_SIZES = 2**20  # a range inside ± this, over all sizes, does not come from the sizes
+_MAX_CONTEXTS = 8  # sets of conditions kept apart for one load; beyond, what they share
+_MAX_SAMPLES = 300
+
+Context = frozenset[Expr]  # conditions that hold together
+
+
+class IndexStatus(Enum):
+    """How an index is kept inside its dimension."""
+
+    BARE = "bare"
+    GUARDED = "guarded"
+    CALL_TIME = "call time"
+    CLAMPED = "clamped"
+    OUTSIDE = "outside"
+
+
+@dataclass(frozen=True)
+class IndexProof:
+    """One index of one load. ``contexts`` are the conditions under which the value is used, one set a place.
+
+    ``found`` is the range over all sizes where the value is used. ``guarded`` says that the proof, at call time or
+    before, leans on the conditions, so that the kernel must clamp what is read where they do not hold.
+    """
+
+    load: Load
+    dimension: int
+    extent: Expr
+    status: IndexStatus
+    guarded: bool
+    contexts: tuple[Context, ...]
+    found: IntRange
+
+    @property
+    def position(self) -> Expr:
+        """The index expression."""
+        return self.load.indices[self.dimension]
+
+    @property
+    def clamp(self) -> bool:
+        """Whether the kernel clamps this index."""
+        return self.guarded or self.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
+
+
+def clamped_dimensions(load: Load, proofs: Iterable[IndexProof]) -> tuple[bool, ...]:
+    """For each index of a load in a kernel, whether it is clamped; a load without proofs is clamped throughout."""
+    known = {proof.dimension: proof.clamp for proof in proofs if proof.load == load}
+    return tuple(known.get(dimension, True) for dimension in range(len(load.indices)))
+
+
+def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, ...]:
+    """A proof for each index of each distinct load of the spec, in the order of reading."""
+    rewrite = _rewriting(spec, head_dim)
+    contexts: dict[Load, set[Context]] = {}
+    for root, condition in _roots(spec):
+        for load, found in _contexts(rewrite(root), frozenset({rewrite(condition)})).items():
+            contexts.setdefault(load, set()).update(found)
+    shapes = {tensor.name: tuple(rewrite(extent) for extent in tensor.shape) for tensor in spec.tensors}
+    constants = [value for _, value in spec.constants if isinstance(value, int)]
+    return tuple(
+        _prove(load, dimension, extent, _fewest(contexts[load]), constants)
+        for load in contexts
+        for dimension, extent in enumerate(shapes[load.tensor])
+    )
+
+
+def _rewriting(spec: AttentionSpec, head_dim: HeadDim) -> Callable[[Expr], Expr]:
+    """From the spec's expressions to the kernel's."""
+    values: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
+    if spec.layout is not None:
+        for block_name, index_name in (("I", "i"), ("J", "j")):
+            block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
+            values[block] = apply("floordiv", index(index_name), literal(spec.layout.block))
+    return lambda expr: simplify(substitute(expr, values))
+
+
+def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:
+    """(expression, the condition under which its value is used)."""
+    keep = spec.mask
+    yield spec.mask, literal(True)
+    if spec.layout is not None:
+        keep = apply("and", spec.layout.keep, spec.mask)
+        yield spec.layout.keep, literal(True)
+    yield spec.score, keep
+    if not isinstance(spec.weights, Softmax):
+        yield spec.weights.weight, keep
+    elif spec.weights.sink is not None:
+        yield spec.weights.sink, literal(True)
+
+
+# Where loads stand ----------------------------------------------------------------------------------------------------
+
+
+def _contexts(root: Expr, outside: Context) -> dict[Load, set[Context]]:
+    """Every load below ``root`` with the sets of conditions under which it is used."""
+    contexts: dict[Expr, set[Context]] = {root: {outside}}
+    loads: dict[Load, set[Context]] = {}
+    for node in reversed(tuple(walk(root))):  # parents before children
+        held = _fewest(contexts[node])
+        if isinstance(node, Load):
+            loads[node] = set(held)
+        for k, child in enumerate(node.children):
+            implied = _implied(node, k)
+            contexts.setdefault(child, set()).update(context | implied for context in held)
+    return dict(reversed(loads.items()))
+
+
+def _implied(node: Expr, k: int) -> Context:
+    """What holds where argument k of the node counts."""
+    match node, k:
+        case Apply(op="where", args=(c, _, _)), 1:
+            return frozenset({c})
+        case Apply(op="where", args=(c, _, _)), 2:
+            return frozenset({negation(c)})
+        case Apply(op="and", args=(x, _)), 1:
+            return frozenset({x})
+        case Apply(op="or", args=(x, _)), 1:
+            return frozenset({negation(x)})
+    return frozenset()
+
+
+def _fewest(contexts: set[Context]) -> tuple[Context, ...]:
+    """The contexts that say least: a proof under these is a proof under all."""
+    kept = [context for context in contexts if not any(other < context for other in contexts)]
+    if len(kept) > _MAX_CONTEXTS:
+        kept = [frozenset.intersection(*kept)]
+    return tuple(sorted(kept, key=lambda context: sorted(map(hash, context))))
+
+
+# The decision ---------------------------------------------------------------------------------------------------------
+
+
+class Conditions:
+    """The facts of each context, over one set of sizes; contexts that cannot hold are left out."""
+
+    def __init__(self, contexts: tuple[Context, ...], ranges: Mapping[Expr, Range]) -> None:
+        self.evaluator = Evaluator(ranges)
+        self.facts = tuple(facts for context in contexts if (facts := self._facts(context)) is not None)
+
+    def _facts(self, context: Context) -> Facts | None:
+        facts: Facts | None = NO_FACTS
+        for condition in sorted(context, key=lambda c: c.size):
+            facts = None if facts is None else self.evaluator.assume(facts, condition)
+        return facts
+
+    def range(self, expr: Expr) -> IntRange:
+        """The hull over the contexts."""
+        found = [self.evaluator.range(expr, facts) for facts in self.facts or (NO_FACTS,)]
+        ends = [r for r in found if isinstance(r, IntRange)]
+        return IntRange(min(r.lo for r in ends), max(r.hi for r in ends))
+
+    def surely_inside(self, position: Expr, extent: Expr) -> bool:
+        """Whether 0 ≤ position < extent in every context, by ranges."""
+        return all(
+            _inside(self.evaluator.range(position, facts), self.evaluator.range(extent, facts)) for facts in self.facts
+        )
+
+
+def _inside(position: Range, extent: Range) -> bool:
+    assert isinstance(position, IntRange)
+    assert isinstance(extent, IntRange)
+    return position.lo >= 0 and position.hi < extent.lo
+
+
+def _prove(
+    load: Load, dimension: int, extent: Expr, contexts: tuple[Context, ...], constants: list[int]
+) -> IndexProof:
+    position = load.indices[dimension]
+    everywhere = (frozenset[Expr](),)
+    conditions = Conditions(contexts, symbol_ranges(None))
+    prover = Prover(conditions.evaluator)
+    found = conditions.range(position)
+
+    def proof(status: IndexStatus, *, guarded: bool = False) -> IndexProof:
+        return IndexProof(load, dimension, extent, status, guarded, contexts, found)
+
+    if prover.inside(position, extent):
+        return proof(IndexStatus.BARE)
+    if all(prover.inside(position, extent, facts) for facts in conditions.facts):
+        return proof(IndexStatus.GUARDED, guarded=True)
+    if all(prover.outside(position, extent, facts) for facts in conditions.facts):
+        return proof(IndexStatus.OUTSIDE)
+    driven_by_sizes = not isinstance(extent, Literal) or max(-found.lo, found.hi) > _NOT_BY_SIZES
+    if driven_by_sizes:
+        for sizes in _samples(position, extent, contexts, constants):
+            if Conditions(everywhere, symbol_ranges(sizes)).surely_inside(position, extent):
+                return proof(IndexStatus.CALL_TIME)
+        for sizes in _samples(position, extent, contexts, constants):
+            if Conditions(contexts, symbol_ranges(sizes)).surely_inside(position, extent):
+                return proof(IndexStatus.CALL_TIME, guarded=True)
+    return proof(IndexStatus.CLAMPED)
+
+
+def _samples(
+    position: Expr, extent: Expr, contexts: tuple[Context, ...], constants: list[int]
+) -> Iterator[Mapping[str, int]]:
+    """Sizes to try: small ones, the constants in sight, their squares and multiples. Lengths are at least 2."""
+    conditions = [condition for context in contexts for condition in context]
+    nodes = list(walk(position, extent))
+    seen = {abs(int(n.value)) for n in nodes if isinstance(n, Literal) and n.type is ScalarType.INT}
+    seen |= {abs(value) for value in constants}
+    interesting = sorted(value for value in seen if 1 <= value <= 2**15)[:6]
+    values = {2, 3, 8, 64, 1024} | set(interesting) | {2 * v for v in interesting} | {v * v for v in interesting}
+    values |= {v * w for v, w in product(interesting[:3], repeat=2)}
+    used = {n.name for n in walk(position, extent, *conditions) if isinstance(n, Symbol)}
+    free = [name for name, of in SIZE_OF.items() if {name, of} & used]
+    for count, chosen in enumerate(product(sorted(v for v in values if 2 <= v < SIZE_LIMIT), repeat=min(len(free), 2))):
+        if count >= _MAX_SAMPLES:
+            return
+        # With more than two sizes in play the others follow the first.
+        extents = {SIZE_OF[name]: chosen[min(k, len(chosen) - 1)] for k, name in enumerate(free)}
+        yield {name: extents.get(name, 2) for name in SIZE_OF.values()}

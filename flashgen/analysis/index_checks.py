@@ -1,0 +1,183 @@
+"""Speaks about index proofs: warnings and errors when a spec is checked, refusals when an op is called.
+
+Stage: analyse (``index_diagnostics``) and call time (``check_index``). In: index proofs. Out: diagnostics, or a sentence.
+A call is refused only where an index surely leaves its dimension, or where boxes as small as the search allows do not
+show that it stays inside. Does NOT prove anything over all sizes (``bounds.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashgen.analysis.bounds import Conditions, IndexProof, IndexStatus
+from flashgen.analysis.prover import SIZE_OF, symbol_ranges
+from flashgen.diagnostics.diagnostic import Diagnostic
+from flashgen.diagnostics.span import Source, Span
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, index, walk
+from flashgen.ir.interval import IntRange, Range
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.text import text
+
+_UNBOUNDED = 2**28  # an end beyond this comes from unknown sizes or values, and says nothing to a reader
+_MAX_BOXES = 2000
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+# When a spec is checked -----------------------------------------------------------------------------------------------
+
+
+def index_diagnostics(spec: AttentionSpec, proofs: Iterable[IndexProof]) -> tuple[Diagnostic, ...]:
+    """A warning for each clamped index, an error for each that is outside."""
+    return tuple(
+        _diagnostic(spec, proof)
+        for proof in proofs
+        if proof.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
+    )
+
+
+def _diagnostic(spec: AttentionSpec, proof: IndexProof) -> Diagnostic:
+    written = _written(proof, spec.sources)
+    label = f"{_range_text(proof.found)}, the dimension has {_entries(proof.extent)}"
+    notes = _definition(written.text, spec, proof.load.span)
+    tensor = proof.load.tensor
+    if proof.status is IndexStatus.OUTSIDE:
+        return Diagnostic("E211", f"index is outside '{tensor}'", written.span, label, notes)
+    message = f"index may fall outside '{tensor}'; the load is clamped"
+    hint = f"if no pair that the mask keeps can reach it, write {_clamped(written.text, proof)} and the warning goes"
+    return Diagnostic("W501", message, written.span, label, notes, (hint,))
+
+
+def _range_text(found: IntRange) -> str:
+    low, high = found.lo > -_UNBOUNDED, found.hi < _UNBOUNDED
+    if low and high:
+        return f"is {found.lo}" if found.is_point else f"is in [{found.lo}, {found.hi}]"
+    if low:
+        return f"is at least {found.lo}"
+    return f"is at most {found.hi}" if high else "has no known bounds"
+
+
+def _entries(extent: Expr) -> str:
+    if isinstance(extent, Literal):
+        return "1 entry" if extent.value == 1 else f"{extent.value} entries"
+    return f"{text(extent)} entries"
+
+
+def _clamped(written: str, proof: IndexProof) -> str:
+    extent = proof.extent
+    last = str(int(extent.value) - 1) if isinstance(extent, Literal) else f"{text(extent)} - 1"
+    if proof.found.lo >= 0:
+        return f"min({written}, {last})"
+    inside = isinstance(extent, Literal) and proof.found.hi < extent.value
+    return f"max({written}, 0)" if inside else f"clamp({written}, 0, {last})"
+
+
+def _definition(written: str, spec: AttentionSpec, use: Span | None) -> tuple[str, ...]:
+    """Where the ``let`` behind an index that is one name stands."""
+    for statement in spec.statements:
+        name = re.match(r"(?:let\s+)?([A-Za-z_]\w*)\s*=", statement.text)
+        if statement.keyword == "let" and name is not None and name[1] == written:
+            file = "" if use is None or use.file == statement.span.file else f" of {statement.span.file}"
+            return (f"'{written}' is defined at line {statement.span.line}{file}",)
+    return ()
+
+
+# The index as the user wrote it ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Written:
+    text: str
+    span: Span | None
+
+
+def _written(proof: IndexProof, sources: Sequence[Source]) -> _Written:
+    """The index in the source, where the load stands there with its brackets; else the index written anew."""
+    span = proof.load.span
+    parts = [] if span is None else _parts(proof.load, span, sources)
+    if len(parts) == len(proof.load.indices):
+        return parts[proof.dimension]
+    return _Written(text(proof.position), proof.position.span if span is None else span)
+
+
+def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
+    """The indices between the brackets of ``t[…, …]`` at ``span``, if that is what stands there, on one line."""
+    source = next((each for each in sources if each.name == span.file), None)
+    if source is None or span.line != span.end_line:
+        return []
+    line = source.text.split("\n")[span.line - 1]
+    code = line[span.column - 1 : span.end_column - 1]
+    opening = re.match(rf"{re.escape(load.tensor)}\s*\[", code)
+    if opening is None or not code.endswith("]"):
+        return []
+    parts, depth, start = [], 0, opening.end()
+    for at in range(start, len(code)):
+        depth += (code[at] in "([") - (code[at] in ")]" and at < len(code) - 1)
+        if (code[at] == "," and depth == 0) or at == len(code) - 1:
+            parts.append(_part(code[start:at], start, span))
+            start = at + 1
+    return parts
+
+
+def _part(code: str, start: int, span: Span) -> _Written:
+    lead = len(code) - len(code.lstrip())
+    stripped = code.strip()
+    column = span.column + start + lead
+    return _Written(stripped, Span(span.file, span.line, column, span.line, column + len(stripped)))
+
+
+# When an op is called -------------------------------------------------------------------------------------------------
+
+
+def check_index(proof: IndexProof, sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with an index that is checked at call time, for these sizes (B H Hkv Nq Nk); None: nothing is."""
+    if proof.status is not IndexStatus.CALL_TIME or min(sizes[name] for name in SIZE_OF.values()) == 0:
+        return None
+    contexts = proof.contexts if proof.guarded else (frozenset[Expr](),)
+    nodes = set(walk(proof.position, proof.extent, *(condition for context in contexts for condition in context)))
+    free = [name for name in SIZE_OF if index(name) in nodes]
+    whole = symbol_ranges(sizes)
+    boxes: list[dict[Expr, IntRange]] = [{index(name): _int(whole[index(name)]) for name in free}]
+    for _ in range(_MAX_BOXES):
+        if not boxes:
+            return None
+        box = boxes.pop()
+        conditions = Conditions(contexts, {**whole, **box})
+        if conditions.surely_inside(proof.position, proof.extent):
+            continue
+        halves = _halves(box)
+        if not halves:
+            return _refusal(proof, sizes, conditions, box)
+        boxes += halves
+    return _refusal(proof, sizes, Conditions(contexts, whole), {})
+
+
+def _int(found: Range) -> IntRange:
+    assert isinstance(found, IntRange)
+    return found
+
+
+def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
+    """The box cut in two along its longest side; nothing where it is a point."""
+    longest = max(box, key=lambda symbol: box[symbol].hi - box[symbol].lo, default=None)
+    if longest is None or box[longest].is_point:
+        return []
+    lo, hi = box[longest].lo, box[longest].hi
+    middle = (lo + hi) // 2
+    return [{**box, longest: IntRange(lo, middle)}, {**box, longest: IntRange(middle + 1, hi)}]
+
+
+def _refusal(
+    proof: IndexProof, sizes: Mapping[str, int], conditions: Conditions, box: Mapping[Expr, IntRange]
+) -> str:
+    found, extent = conditions.range(proof.position), conditions.range(proof.extent)
+    names = [node.name for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)]
+    kinds = {node.name: node.kind for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)}
+    involved = dict.fromkeys(name if kinds[name] is SymbolKind.SIZE else SIZE_OF.get(name, name) for name in names)
+    at = [f"{name} = {box[index(name)].lo}" for name in names if index(name) in box]
+    facts = at + [f"{name} = {sizes[name]}" for name in involved if name in sizes]
+    return (
+        f"index '{text(proof.position)}' of tensor '{proof.load.tensor}' {_range_text(found)}, but dimension "
+        f"{proof.dimension} of it has {extent.lo} entries ({', '.join(facts)})"
+    )

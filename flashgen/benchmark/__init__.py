@@ -1,0 +1,1 @@
+"""Times of an operator beside its peers, measured in the same run."""

@@ -1,0 +1,105 @@
+"""What an operator is timed against: PyTorch's own ways to compute the same attention.
+
+In: an ``AttentionSpec`` and the sizes of a call. Out: a function of q, k, v and the captured arguments, or
+``Inexpressible`` with the reason why a peer cannot compute this spec.
+
+    dense   the formula composed of PyTorch's operators, every Nq × Nk matrix formed
+    sdpa    torch.nn.functional.scaled_dot_product_attention: with is_causal where that is all, else with a mask or
+            bias of size Nq × Nk, which is made once, outside the time, in the peer's favour
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.analysis.differentiate import derivative
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Symbol, SymbolKind, index, literal, score_input, substitute, walk
+from flashgen.ir.spec import AttentionSpec, Softmax
+from flashgen.reference.dense import param_values
+from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.reference.shard import Shard
+from flashgen.verification.inputs import Inputs
+from flashgen.verification.verify import dense
+
+Arguments = Mapping[str, Any]
+Peer = Callable[[Tensor, Tensor, Tensor, Arguments], Tensor]
+
+CAUSAL = apply("le", index("j"), index("i"))
+
+
+class Inexpressible(Exception):  # noqa: N818 - reads as what it says
+    """A peer cannot compute this spec; the message says why."""
+
+
+def dense_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
+    """PyTorch's operators one after the other, in the tensors' dtype."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:
+        return dense(spec, q, k, v, named, inputs.q.dtype)[0]
+
+    return run
+
+
+def sdpa_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
+    """``scaled_dot_product_attention``, for softmax over s plus a function of positions."""
+    _check_expressible(spec)
+    shard = Shard(inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2], inputs.k.shape[2])
+    evaluate = _position_evaluator(spec, inputs, shard)
+    scale = float(evaluate(spec.scale))
+    bias = simplify(substitute(apply("to_float", spec.score), {score_input("s"): literal(0.0)}))
+    keeps_all = spec.mask == literal(True) and spec.layout is None
+    is_causal = spec.mask == CAUSAL and spec.layout is None and shard.q_len == shard.kv_len
+    additive: Tensor | None = None
+    if bias != literal(0.0):
+        additive = evaluate(bias).expand(shard.batch, shard.heads, shard.q_len, shard.kv_len).to(inputs.q.dtype)
+        is_causal = False
+    if not keeps_all and not is_causal:
+        keep = evaluate(spec.mask) if spec.layout is None else evaluate(spec.mask) & evaluate(spec.layout.keep)
+        additive = keep if additive is None else torch.where(keep, additive, -torch.inf)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:  # noqa: ARG001 - the bias holds them
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=additive, is_causal=is_causal, scale=scale, enable_gqa=shard.group > 1
+        )
+
+    return run
+
+
+PEERS: Mapping[str, Callable[[AttentionSpec, Inputs], Peer]] = MappingProxyType(
+    {"sdpa": sdpa_peer, "dense": dense_peer}
+)
+
+
+def _check_expressible(spec: AttentionSpec) -> None:
+    if not isinstance(spec.weights, Softmax) or spec.weights.sink is not None:
+        raise Inexpressible("its weights are a plain softmax")
+    if spec.dropout is not None:
+        raise Inexpressible("its dropout draws other decisions")
+    symbols = {node.name for node in walk(spec.score) if isinstance(node, Symbol) and node.kind is SymbolKind.SCORE}
+    if not symbols <= {"s"} or simplify(derivative(apply("to_float", spec.score), score_input("s"))) != literal(1.0):
+        raise Inexpressible("its score is s plus a function of positions")
+    if any(tensor.grad for tensor in spec.tensors) or any(param.grad for param in spec.params):
+        raise Inexpressible("its bias is one matrix, and takes no gradient back to what it was made from")
+
+
+def _position_evaluator(spec: AttentionSpec, inputs: Inputs, shard: Shard) -> Evaluator:
+    """Evaluates what depends on positions, sizes, params and captured tensors."""
+    sizes = shard.sizes(inputs.q.shape[-1], inputs.v.shape[-1])
+    symbols: dict[str, Tensor] = {name: torch.tensor(value) for name, value in sizes.items()}
+    for axis, (name, length) in enumerate(
+        zip("bhij", (shard.batch, shard.heads, shard.q_len, shard.kv_len), strict=True)
+    ):
+        symbols[name] = torch.arange(length).view([length if axis == place else 1 for place in range(4)])
+    symbols["hkv"] = symbols["h"] // shard.group
+    if spec.layout is not None:
+        symbols |= {"I": symbols["i"] // spec.layout.block, "J": symbols["j"] // spec.layout.block}
+    params = param_values(spec, {name: float(value) for name, value in inputs.params.items()}, sizes)
+    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in params.items()}
+    return Evaluator(symbols, values, inputs.captured, torch.float32, Guard())

@@ -1,0 +1,70 @@
+"""Paired timing: all candidates take turns within each round, so that a slow moment of the machine hits all of them.
+
+In: named functions without arguments. Out: ``Times`` for each, with the ratio to the first taken round by round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """One candidate: seconds a call, and how many times longer it took than the first candidate."""
+
+    name: str
+    seconds: Spread
+    ratio: Spread
+    rounds: int
+
+
+def paired_times(
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int = 15, budget: float = 30.0
+) -> tuple[Times, ...]:
+    """Time the candidates against the first of them.
+
+    Each is called twice to warm up, then once a round, in an order that rotates. Rounds stop early when
+    ``budget`` seconds are spent, but not before the third.
+    """
+    names = list(candidates)
+    for name in names:
+        candidates[name]()
+        candidates[name]()
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    stop = time.perf_counter() + budget
+    for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() > stop:
+            break
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            begin = time.perf_counter()
+            candidates[name]()
+            samples[name].append(time.perf_counter() - begin)
+    first = samples[names[0]]
+    return tuple(
+        Times(
+            name=name,
+            seconds=spread(samples[name]),
+            ratio=spread([own / base for own, base in zip(samples[name], first, strict=True)]),
+            rounds=len(first),
+        )
+        for name in names
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median and the quartiles of at least two values."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)

@@ -1,0 +1,134 @@
+"""``flashgen bench``: times against peers, taken in the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.console import note, plain_table, print_json, print_table, progress
+from flashgen.cli.operators import loaded_operators
+from flashgen.cli.options import (
+    Constant,
+    backend_option,
+    json_option,
+    name_option,
+    read_name,
+    read_names,
+    set_option,
+    shape_option,
+    spec_argument,
+)
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+
+if TYPE_CHECKING:
+    from flashgen.benchmark.bench import Comparison
+    from flashgen.benchmark.timing import Spread
+
+PEER_NAMES = ("sdpa", "dense")
+
+
+@click.command(short_help="Time against PyTorch in the same run.")
+@spec_argument
+@click.option(
+    "--vs",
+    "peers",
+    type=read_names("peer", lambda: PEER_NAMES),
+    default=PEER_NAMES,
+    show_default=",".join(PEER_NAMES),
+    metavar="NAME,...",
+    help="Whom to compare with.",
+)
+@click.option(
+    "--dtype",
+    type=read_name("dtype", lambda: ("f32", "bf16", "f16")),
+    default=None,
+    metavar="NAME",
+    help="f32, bf16 or f16; default: the first of the spec.",
+)
+@name_option
+@backend_option
+@shape_option
+@set_option
+@json_option
+def bench(
+    file: Path,
+    peers: tuple[str, ...],
+    dtype: str | None,
+    name: str | None,
+    backend: str | None,
+    shape: Shape | None,
+    constants: tuple[tuple[str, Constant], ...],
+    as_json: bool,
+) -> None:
+    """Time a spec forward, and forward with backward, beside its peers.
+
+    All take turns in every round; ratios are taken within a round, and shown as the median with the quartiles.
+    """
+    from flashgen.benchmark.bench import bench as compare
+
+    everything: dict[str, list[Comparison]] = {}
+    for op in loaded_operators(file, name, backend, constants):
+        steps = compare(op, shape=shape, dtype=ElementType(dtype) if dtype else None, peers=peers)
+        everything[op.spec.name] = list(progress(steps, f"timing {op.spec.name}"))
+    if as_json:
+        print_json({name: [_as_dict(entry) for entry in entries] for name, entries in everything.items()})
+        return
+    for title, comparisons in everything.items():
+        _print(title, comparisons)
+        for peer, reason in dict.fromkeys(pair for entry in comparisons for pair in entry.absent):
+            note(f"{peer} cannot compute '{title}': {reason}")
+
+
+def _print(title: str, comparisons: Iterable[Comparison]) -> None:
+    columns = [
+        "head_dim",
+        "dtype",
+        "B,H,Hkv,Nq,Nk",
+        "pass",
+        "who",
+        "ms",
+        "quartiles",
+        "× flashgen",
+        "quartiles",
+        "rounds",
+    ]
+    table = plain_table(title, columns, left=["dtype", "pass", "who"])
+    for entry in comparisons:
+        place = (str(entry.head_dim), str(entry.dtype), str(entry.shape), _pass_name(entry))
+        for times in entry.times:
+            table.add_row(
+                *place,
+                times.name,
+                f"{times.seconds.median * 1e3:.2f}",
+                _quartiles(times.seconds, 1e3),
+                f"{times.ratio.median:.2f}",
+                _quartiles(times.ratio, 1.0),
+                str(times.rounds),
+            )
+            place = ("", "", "", "")
+        table.add_section()
+    print_table(table)
+
+
+def _quartiles(spread: Spread, factor: float) -> str:
+    return f"{spread.low * factor:.2f}–{spread.high * factor:.2f}"
+
+
+def _pass_name(entry: Comparison) -> str:
+    return "forward+backward" if entry.backward else "forward"
+
+
+def _as_dict(entry: Comparison) -> dict[str, object]:
+    return {
+        "head_dim": str(entry.head_dim),
+        "dtype": str(entry.dtype),
+        "shape": dataclasses.astuple(entry.shape),
+        "pass": _pass_name(entry),
+        "times": [dataclasses.asdict(times) for times in entry.times],
+        "absent": dict(entry.absent),
+    }

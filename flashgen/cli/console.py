@@ -1,0 +1,95 @@
+"""What the commands print with: tables and JSON on stdout, messages and diagnostics on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import click
+
+from flashgen.diagnostics import Diagnostic, Source, nearest, quoted_list, render
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Item = TypeVar("Item")
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say what went wrong on stderr and leave with this exit code."""
+    click.echo(f"error: {message}", err=True)
+    sys.exit(code)
+
+
+def note(message: str) -> None:
+    """Tell a person something that is not a result."""
+    click.echo(message, err=True)
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?``, or nothing."""
+    close = nearest(word, known, limit=3)
+    return f" Did you mean {quoted_list(close)}?" if close else ""
+
+
+def show_diagnostics(diagnostics: Sequence[Diagnostic], sources: Sequence[Source], *, err: bool = True) -> None:
+    """Print diagnostics with carets, in colour where a terminal reads."""
+    if diagnostics:
+        stream = sys.stderr if err else sys.stdout
+        color = stream.isatty() and not os.environ.get("NO_COLOR")
+        click.echo(render(diagnostics, sources, color=color).rstrip("\n"), err=err)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout. Infinite and undefined numbers become null."""
+    click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout; as wide as it needs to be where no terminal limits it."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(table)
+
+
+def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ()) -> Table:
+    """An empty table in the style of every command; numbers stand right, the columns in ``left`` stand left."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    on_the_left = set(left)
+    for column in columns:
+        table.add_column(column, justify="left" if column in on_the_left else "right", no_wrap=True)
+    return table
+
+
+def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
+    """The steps, counted on stderr while they are taken; silent where no terminal reads."""
+    if not sys.stderr.isatty():
+        yield from steps
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        for number, step in enumerate(steps, start=1):
+            status.update(f"{what}: {number} done")
+            yield step
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

@@ -1,0 +1,33 @@
+"""The operators of a spec file, loaded one by one for the commands that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.console import near_matches
+from flashgen.cli.options import Constant
+
+if TYPE_CHECKING:
+    from flashgen.runtime.op import AttentionOp
+
+
+def loaded_operators(
+    file: Path, name: str | None, backend: str | None, constants: tuple[tuple[str, Constant], ...]
+) -> Iterator[AttentionOp]:
+    """Every attention of the file, or the one of this name, built and imported."""
+    from flashgen.pipeline import check_file, load
+
+    names = [spec.name for spec in check_file(file, dict(constants)).specs]
+    if name is not None and name not in names:
+        raise click.BadParameter(
+            f"'{file}' holds no attention '{name}'.{near_matches(name, names)}", param_hint="'--name'"
+        )
+    for chosen in names if name is None else [name]:
+        try:
+            yield load(file, name=chosen, const=dict(constants), backend=backend)
+        except ValueError as error:  # a backend that this machine lacks
+            raise click.UsageError(str(error)) from error

@@ -1,0 +1,16 @@
+"""Words about a spec for headers and docstrings of generated files."""
+
+from flashgen.ir.spec import AttentionSpec
+
+
+def spec_lines(spec: AttentionSpec) -> tuple[str, ...]:
+    """The attention block, one statement a line, with the constants in force where they were overridden."""
+    body = tuple(f"    {statement.text}" for statement in spec.statements)
+    constants = tuple(f"constants in force: {name} = {value}" for name, value in spec.constants)
+    return (f"attention {spec.name} {{", *body, "}", *constants)
+
+
+def pascal_case(name: str) -> str:
+    """``gemma2_local`` as ``Gemma2Local``; a class name that differs from the name itself."""
+    joined = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    return joined if joined and joined != name else f"{joined}Op"

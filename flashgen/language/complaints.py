@@ -1,0 +1,213 @@
+"""Syntax errors in words: what was found, what could stand there, and what the writer probably meant.
+
+In: the token or the character, and what the parser knows of its surroundings. Out: a diagnostic, and how to go on.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+from flashgen.diagnostics import Diagnostic, Span, nearest
+from flashgen.language import words
+from flashgen.language.expected import description, expectation, statement_ended
+from flashgen.language.tree import Word
+
+_MALFORMED_NUMBER = re.compile(r"\.?[0-9][\w.]*")
+_UNREADABLE = re.compile(r"[^\x00-\x7f]+|.", re.DOTALL)
+
+_CHARACTER_HINTS = {
+    "!": "write 'not'",
+    "~": "write 'not'",
+    "?": "write 'a if condition else b'",
+    "@": "products of matrices are not written out; 's' is τ · (q_i · k_j)",
+    "'": "only imports have text in quotes, and those are double",
+    "`": "names stand without quotes",
+    ";": "statements need no separator",
+    "\\": "a line needs no continuation sign",
+    "$": "names stand without a sign",
+    "≤": "write '<='",
+    "≥": "write '>='",
+    "≠": "write '!='",
+    "−": "write '-'",
+    "–": "write '-'",
+    "×": "write '*'",
+    "·": "write '*'",
+    "÷": "write '/'",
+    "∞": "write 'inf'",
+    "π": "write 'pi'",
+    "∧": "write 'and'",
+    "∨": "write 'or'",
+    "¬": "write 'not'",
+    "“": "write '\"'",
+    "”": "write '\"'",
+    "√": "write 'sqrt(…)'",
+    "²": "write '** 2'",
+    "τ": "the scale is stated by 'scale'; 's' has it already",
+}
+
+
+@dataclass(frozen=True)
+class CharacterComplaint:
+    """``length`` characters are to be passed over; where ``harmless``, the statement can be read on."""
+
+    diagnostic: Diagnostic
+    length: int
+    harmless: bool
+
+
+@dataclass(frozen=True)
+class TokenComplaint:
+    """``use_as_name``: read the reserved word as a name. ``new_statement``: the token was to start a statement."""
+
+    diagnostic: Diagnostic
+    use_as_name: bool = False
+    new_statement: bool = False
+
+
+def complain_about_character(text: str, position: int, here: Span) -> CharacterComplaint:
+    """For text that forms no token."""
+    number = _MALFORMED_NUMBER.match(text, position)
+    if number:
+        found = number.group()
+        return CharacterComplaint(_malformed_number(found, _across(here, len(found))), len(found), harmless=False)
+    character = text[position]
+    if character == '"':
+        line = text[position:].split("\n", 1)[0]
+        diagnostic = Diagnostic(
+            "E004",
+            "text in quotes does not end on its line",
+            _across(here, len(line)),
+            hints=("close it with '\"'",),
+        )
+        return CharacterComplaint(diagnostic, len(line), harmless=False)
+    found_run = _UNREADABLE.match(text, position)
+    run = found_run.group() if found_run else character
+    if run.isspace() or unicodedata.category(character) == "Cf":
+        length = len(run) if run.isspace() else 1
+        name = unicodedata.name(character, f"U+{ord(character):04X}").lower()
+        diagnostic = Diagnostic(
+            "E004", f"the character '{name}' cannot stand here", _across(here, length), hints=("write a plain space",)
+        )
+        return CharacterComplaint(diagnostic, length, harmless=True)
+    shown = run if len(run) <= 20 else run[:19] + "…"
+    hint = _CHARACTER_HINTS.get(character)
+    if hint is None and character.isalpha():
+        hint = "names are made of the letters a to z and A to Z, digits and '_'"
+    message = f"unexpected character{'s' if len(run) > 1 else ''} '{shown}'"
+    diagnostic = Diagnostic("E004", message, _across(here, len(run)), hints=(hint,) if hint else ())
+    return CharacterComplaint(diagnostic, len(run), harmless=character == ";")
+
+
+def _malformed_number(found: str, span: Span) -> Diagnostic:
+    shown = found if len(found) <= 40 else found[:39] + "…"
+    letter = re.match(r"[0-9][0-9_]*([A-Za-z]\w*)$", found)
+    hints: tuple[str, ...] = ()
+    if letter and not found.startswith(("0x", "0X", "0b", "0B", "0o", "0O")) and letter[1] not in ("e", "E"):
+        hints = (f"write '{found[: letter.start(1)]} * {letter[1]}' for a product",)
+    return Diagnostic("E005", f"'{shown}' is not a number", span, hints=hints)
+
+
+def _across(start: Span, length: int) -> Span:
+    return replace(start, end_column=start.column + length)
+
+
+def complain_about_token(
+    token: Word,
+    accepted: Set[str],
+    last: Word | None,
+    statement: Sequence[Word],
+    opened: Sequence[Word],
+    block: Word | None,
+) -> TokenComplaint:
+    """For a token that the grammar does not admit."""
+    text = str(token)
+    if "NAME" in accepted and token.type in words.RESERVED_TERMINALS and _declares(last):
+        message = f"'{text}' is a word of the language and cannot be used as a name"
+        hints = (f"choose another name, for example '{text}_'",)
+        return TokenComplaint(Diagnostic("E106", message, token.span, hints=hints), use_as_name=True)
+    if block is None and token.type in words.STATEMENT_TERMINALS and accepted >= words.TOP_LEVEL_TERMINALS:
+        message = f"the statement '{text}' stands outside an 'attention' block"
+        return TokenComplaint(
+            Diagnostic("E013", message, token.span, hints=("write 'attention NAME { … }' around it",))
+        )
+    if token.type == "NAME" and statement_ended(accepted):
+        unknown = _unknown_statement(token, accepted, last, block)
+        if unknown is not None:
+            return TokenComplaint(unknown, new_statement=True)
+    expected = expectation(accepted, statement[0] if statement else None, last)
+    after = f" after '{last}'" if last is not None and "NUMBER" in accepted else ""
+    message = f"expected {expected}{after}, found {description(token)}"
+    brackets = opened[1:] if block is not None else opened
+    notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
+    left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
+    diagnostic = Diagnostic(
+        "E007" if left_open else "E006", message, token.span, notes=notes, hints=_hints(token, accepted, last)
+    )
+    return TokenComplaint(diagnostic)
+
+
+def not_closed(block: Word, token: Word) -> Diagnostic:
+    """For an attention block without its closing brace."""
+    notes = (f"attention '{block}' is opened at {_place(block, token)}",)
+    return Diagnostic(
+        "E007", f"expected '}}' to close attention '{block}', found {description(token)}", token.span, notes=notes
+    )
+
+
+def _declares(last: Word | None) -> bool:
+    return last is not None and last.type in words.DECLARING_TERMINALS
+
+
+def _ends_statement(token: Word) -> bool:
+    return token.type in words.STATEMENT_TERMINALS | words.TOP_LEVEL_TERMINALS | {"RBRACE", "$END"}
+
+
+def _place(word: Word, seen_from: Word) -> str:
+    if word.span.line == seen_from.span.line:
+        return f"column {word.span.column} of this line"
+    return f"line {word.span.line}, column {word.span.column}"
+
+
+def _unknown_statement(token: Word, accepted: Set[str], last: Word | None, block: Word | None) -> Diagnostic | None:
+    """A name where a statement could start: a misspelt word, or an operator left out?"""
+    text = str(token)
+    new_line = last is None or last.span.end_line < token.span.line or last.type in ("LBRACE", "RBRACE")
+    known = words.STATEMENTS if block is not None else words.TOP_LEVEL
+    close = nearest(text, known)
+    if not new_line and not close:
+        return None
+    if block is None:
+        message = f"expected 'attention', 'def' or 'import', found '{text}'"
+        return Diagnostic("E006", message, token.span, hints=tuple(f"did you mean '{word}'?" for word in close))
+    if "PLUS" in accepted and last is not None and not close:
+        # `score s` and on the next line a bare name: more likely an unknown statement than a missing operator.
+        hints: tuple[str, ...] = (f"the statements are {', '.join(words.STATEMENTS)}",)
+    else:
+        hints = tuple(f"did you mean '{word}'?" for word in close) or (
+            f"the statements are {', '.join(words.STATEMENTS)}",
+        )
+    return Diagnostic("E103", f"unknown statement '{text}'", token.span, hints=hints)
+
+
+def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...]:
+    """What the writer may have meant, judged by two neighbouring tokens."""
+    pair = (last.type if last is not None else "", token.type)
+    adjacent = last is not None and last.span.end_line == token.span.line and last.span.end_column == token.span.column
+    if adjacent and pair == ("AMPERSAND", "AMPERSAND"):
+        return ("write 'and'",)
+    if adjacent and pair == ("PIPE", "PIPE"):
+        return ("write 'or'",)
+    if pair == ("TIMES", "TIMES") or pair[1] == "PLUS":
+        return ("there is no unary '+'",) if pair[1] == "PLUS" else ()
+    if token.type == "ASSIGN" and "PLUS" in accepted:
+        return ("write '==' to compare",)
+    if pair == ("ELSE", "IF") or (pair[1] == "COLON" and pair[0] != "NAME"):
+        return ("a condition is written 'a if condition else b'",)
+    if pair[1] == "LBRACE" and pair[0] == "ATTENTION":
+        return ("give the attention a name: 'attention NAME { … }'",)
+    if pair[1] == "COMMA" and (statement_ended(accepted) or {"RBRACE", "NAME"} <= accepted):
+        return ("statements and schedule entries need no separator",)
+    return ()

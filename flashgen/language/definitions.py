@@ -1,0 +1,182 @@
+"""Stage 1b, definitions: the ``def``s of one file, checked on their own, as a ``Scope``.
+
+In: the syntax tree of a file and the definitions that it imports. Out: the scope that the file's text is read in.
+Names and calls inside a body are checked here, once; types only where a definition is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from flashgen.diagnostics import Source
+from flashgen.language import names, syntax
+from flashgen.language.functions import FUNCTIONS, arity
+from flashgen.language.library import Macro, Scope
+from flashgen.language.report import Report
+from flashgen.language.suggest import arguments_given, suggestion
+
+
+def define(
+    items: Iterable[syntax.Item],
+    source: Source,
+    known: Mapping[str, Macro],
+    report: Report,
+    *,
+    standard: bool = False,
+) -> Scope:
+    """The scope of a file: ``known`` (prelude and imports) and the file's own definitions."""
+    macros = dict(known)
+    scope = Scope(macros)
+    own: dict[str, Macro] = {}
+    lost = {item.name.text for item in items if isinstance(item, syntax.Broken) and item.name is not None}
+    for item in items:
+        if isinstance(item, syntax.Definition) and _may_define(item, macros, own, report):
+            parameters = None if item.parameters is None else tuple(name.text for name in item.parameters)
+            macro = Macro(item.name.text, parameters, item.body, item.name.span, scope, source, standard)
+            own[macro.name] = macros[macro.name] = macro
+    if standard:
+        return scope
+    for macro in own.values():
+        if not _body_is_sound(macro, scope, lost, report):
+            macros[macro.name] = replace(macro, sound=False)
+    _check_recursion(own, macros, report)
+    return scope
+
+
+def _may_define(item: syntax.Definition, macros: Mapping[str, Macro], own: Mapping[str, Macro], report: Report) -> bool:
+    name = item.name.text
+    if name in names.BUILTINS or name in FUNCTIONS or name in names.WEIGHT_FORMS:
+        kind = "function" if name in FUNCTIONS else "form of weights" if name in names.WEIGHT_FORMS else "name"
+        report.add("E105", f"'{name}' is a built-in {kind} and cannot be defined again", item.name.span)
+        return False
+    if name in own:
+        report.add("E104", f"'{name}' is defined twice", item.name.span, notes=(_defined_at(own[name]),))
+        return False
+    if name in macros and macros[name].standard:
+        hint = f"choose another name; the prelude's reads: {name}{_parameters(macros[name])}"
+        report.add("E105", f"'{name}' is a name of the prelude and cannot be redefined", item.name.span, hints=(hint,))
+        return False
+    if name in macros:
+        notes = (_defined_at(macros[name]),)
+        report.add("E104", f"'{name}' is already defined by an import", item.name.span, notes=notes)
+        return False
+    seen: set[str] = set()
+    for parameter in item.parameters or ():
+        if parameter.text in seen:
+            report.add("E104", f"the parameter '{parameter.text}' occurs twice", parameter.span)
+        seen.add(parameter.text)
+    return True
+
+
+def _defined_at(macro: Macro) -> str:
+    return f"'{macro.name}' is defined at {macro.span}"
+
+
+def _parameters(macro: Macro) -> str:
+    return "" if macro.parameters is None else f"({', '.join(macro.parameters)})"
+
+
+def expressions_below(root: syntax.Expression) -> Iterator[syntax.Expression]:
+    """Every expression inside ``root`` and itself, in reading order, without recursion."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(reversed(node.children))
+
+
+def _body_is_sound(macro: Macro, scope: Scope, lost: set[str], report: Report) -> bool:
+    """Check the names and calls of a body; False where something was reported or cannot be judged."""
+    parameters = set(macro.parameters or ())
+    callees: set[int] = set()
+    sound = True
+    for node in expressions_below(macro.body):
+        if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
+            callees.add(id(node.callee))
+            sound &= node.callee.name in lost or _call_is_sound(node, node.callee, parameters, scope, report)
+        elif isinstance(node, syntax.Reference) and id(node) not in callees:
+            sound &= node.name not in lost and _name_is_sound(node, parameters, scope, report)
+    return sound
+
+
+def _call_is_sound(
+    call: syntax.Call, callee: syntax.Reference, parameters: set[str], scope: Scope, report: Report
+) -> bool:
+    name = callee.name
+    macro = scope.function(name)
+    if macro is not None and macro.parameters is not None:
+        low, high = len(macro.parameters), len(macro.parameters)
+    elif name in FUNCTIONS:
+        low, most = arity(name)
+        high = most if most is not None else len(call.arguments)
+    elif name in parameters or name in names.WEIGHT_FORMS or name in names.BUILTINS or scope.value(name):
+        return True  # reported where it is used
+    else:
+        known = (*FUNCTIONS, *scope.function_names())
+        report.add("E102", f"unknown function '{name}'", callee.span, hints=suggestion(name, known))
+        return False
+    if low <= len(call.arguments) <= max(low, high):
+        return True
+    message, hints = arguments_given(name, low, high, len(call.arguments), macro)
+    report.add("E202", message, call.span, hints=hints)
+    return False
+
+
+def _name_is_sound(node: syntax.Reference, parameters: set[str], scope: Scope, report: Report) -> bool:
+    name = node.name
+    if name in parameters or name in names.BUILTINS or name in scope.macros or name in FUNCTIONS:
+        return True
+    if name in names.WEIGHT_FORMS:
+        return True
+    known = (*parameters, *names.BUILTINS, *scope.value_names(), "true", "false")
+    hints = suggestion(name, known) or (f"a 'def' sees its parameters only; pass '{name}' as one",)
+    report.add("E101", f"unknown name '{name}'", node.span, hints=hints)
+    return False
+
+
+def _check_recursion(own: Mapping[str, Macro], macros: dict[str, Macro], report: Report) -> None:
+    """Report the circles among definitions; depth first, each definition once."""
+    done: set[str] = set()
+    for start in own:
+        path: list[str] = []
+        pending: list[Iterator[str]] = [iter((start,))]
+        while pending:
+            name = next(pending[-1], None)
+            if name is None:
+                pending.pop()
+                if path:
+                    done.add(path.pop())
+            elif name in path:
+                _report_circle(path[path.index(name) :], macros, report)
+            elif name in own and name not in done:
+                path.append(name)
+                pending.append(iter(_used(own[name])))
+
+
+def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) -> None:
+    macro = macros[circle[0]]
+    notes = (" → ".join(f"'{name}'" for name in (*circle, circle[0])),) if len(circle) > 1 else ()
+    hints = ("definitions are written out where they are used, so none can use itself",)
+    report.add("E307", f"'{macro.name}' is defined by itself", macro.span, notes=notes, hints=hints)
+    macros[macro.name] = replace(macro, sound=False)
+
+
+def _used(macro: Macro) -> list[str]:
+    """The names that a body uses, other than its parameters; a callee is never a parameter."""
+    parameters = set(macro.parameters or ())
+    callees: set[int] = set()
+    used: dict[str, None] = {}
+    for node in expressions_below(macro.body):
+        if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
+            callees.add(id(node.callee))
+            used[node.callee.name] = None
+        elif isinstance(node, syntax.Reference) and id(node) not in callees and node.name not in parameters:
+            used[node.name] = None
+    return list(used)
+
+
+def exported(scope: Scope, items: Iterable[syntax.Item]) -> dict[str, Macro]:
+    """The definitions that stand in a file itself, for the files that import it."""
+    own = {item.name.text for item in items if isinstance(item, syntax.Definition)}
+    return {name: macro for name, macro in scope.macros.items() if name in own and not macro.standard}

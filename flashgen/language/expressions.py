@@ -1,0 +1,400 @@
+"""Stage 1c, expressions: from syntax to typed IR.
+
+In: an expression, the names that it sees and the place where it stands. Out: its IR node with every ``let``, ``const``
+and ``def`` written out, or None with the reasons reported. One mistake never hides another: what cannot be resolved
+becomes None and the rest goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flashgen.diagnostics import Span, nearest
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
+from flashgen.ir.types import ScalarType
+from flashgen.language import names, syntax
+from flashgen.language.constants import ConstantError, number
+from flashgen.language.frames import BlockNames, Bound, Captured, Frame, Meaning
+from flashgen.language.functions import FUNCTIONS, INFIX, arity
+from flashgen.language.library import Macro, Scope
+from flashgen.language.names import Place
+from flashgen.language.nodes import Nodes, TooLargeError
+from flashgen.language.report import Report
+from flashgen.language.suggest import arguments_given, suggestion
+
+# Levels of syntax, definitions written out: what Python's stack must hold.
+_MAX_LEVELS = 160
+
+
+class Expressions:
+    """Resolves the expressions of one statement."""
+
+    def __init__(self, place: Place, scope: Scope, block: BlockNames, report: Report) -> None:
+        self.where = place
+        self.frame = Frame(scope)
+        self.block = block
+        self.report = report
+        self.nodes = Nodes(report)
+        self.level = 0
+        self.rules: Mapping[type[syntax.Expression], Callable[[syntax.Expression], Expr | None]] = {
+            syntax.Reference: self._reference,
+            syntax.Number: self._number,
+            syntax.Boolean: self._boolean,
+            syntax.Group: self._group,
+            syntax.Unary: self._unary,
+            syntax.Binary: self._binary,
+            syntax.Compare: self._compare,
+            syntax.Conditional: self._conditional,
+            syntax.Index: self._index,
+            syntax.Call: self._call,
+            syntax.Named: self._named,
+        }
+
+    def resolved(self, node: syntax.Expression) -> Expr | None:
+        """The expression as a whole: typed, folded, within the IR's limits."""
+        try:
+            return self.nodes.settled(self._resolve(node))
+        except TooLargeError:
+            return None
+
+    def constant(self, node: syntax.Expression) -> Expr | None:
+        """As ``resolved``, where only the value counts and is checked by the caller."""
+        try:
+            return self._resolve(node)
+        except TooLargeError:
+            return None
+
+    def _resolve(self, node: syntax.Expression) -> Expr | None:
+        self.level += 1
+        if self.level > _MAX_LEVELS:
+            self.nodes.too_large(self.frame.place(node.span), f"is nested more than {_MAX_LEVELS} levels deep")
+        try:
+            return self.rules[type(node)](node)
+        finally:
+            self.level -= 1
+
+    def _error(
+        self, code: str, message: str, span: Span, hints: tuple[str, ...] = (), notes: tuple[str, ...] = ()
+    ) -> None:
+        place = self.frame.place(span)
+        self.report.add(code, message, place, notes=(*notes, *self.frame.notes()), hints=hints)
+
+    def _apply(self, op: str, operands: list[Expr | None], span: Span, spans: list[Span]) -> Expr | None:
+        places = [self.frame.place(each) for each in spans]
+        return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes())
+
+    # --- leaves
+
+    def _number(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Number)
+        try:
+            return literal(number(node.text), self.frame.place(node.span))
+        except ConstantError as error:
+            self._error(error.code, error.message, node.span)
+            return None
+
+    def _boolean(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Boolean)
+        return literal(node.value, self.frame.place(node.span))
+
+    def _group(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Group)
+        return self._resolve(node.inner)
+
+    def _named(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Named)
+        self._error("E202", f"a named argument '{node.name.text}' cannot stand here", node.span)
+        return None
+
+    # --- names
+
+    def _reference(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Reference)
+        value = self._bound(node)
+        if isinstance(value, Captured):
+            commas = ", ".join("…" for _ in range(value.rank))
+            message = f"'{node.name}' is a tensor and stands for a value only with its indices"
+            self._error("E204", message, node.span, (f"write {node.name}[{commas}]",))
+            return None
+        return value
+
+    def _bound(self, node: syntax.Reference) -> Bound:
+        """What a name stands for, tensors included."""
+        name, span = node.name, node.span
+        if name in self.frame.parameters:
+            return self.frame.parameters[name]
+        if self.frame.macro is None:
+            meaning = self.block.find(name, span)
+            if meaning is not None:
+                return meaning.value if self._admitted(name, meaning, span) else None
+        if name in names.BUILTINS:
+            return self._builtin(name, span)
+        macro = self.frame.scope.value(name)
+        if macro is not None:
+            return self._expanded(macro, (), span)
+        self._unknown_name(node)
+        return None
+
+    def _builtin(self, name: str, span: Span) -> Expr | None:
+        value = names.builtin(name, self.frame.place(span))
+        if isinstance(value, Symbol):
+            objection = self.where.objection(name, value.kind)
+            if objection is not None:
+                self._refuse(*objection, span)
+                return None
+        return value
+
+    def _admitted(self, name: str, meaning: Meaning, span: Span) -> bool:
+        """Whether the place admits the run-time values behind a name of the block; reported where not."""
+        for used, kind in meaning.uses:
+            objection = self.where.objection(used, kind)
+            if objection is None:
+                continue
+            message, fact = objection
+            if used == name:
+                self._refuse(message, fact, span)
+            else:
+                self._refuse(f"'{name}' cannot be used in {self.where.title}", f"'{name}' uses '{used}'; {fact}", span)
+            return False
+        return True
+
+    def _refuse(self, message: str, fact: str, span: Span) -> None:
+        hints: tuple[str, ...] = (self.where.instead,) if self.where.instead else ()
+        self._error(self.where.code, message, span, hints, (fact,))
+
+    def _unknown_name(self, node: syntax.Reference) -> None:
+        name, scope = node.name, self.frame.scope
+        if name in names.WEIGHT_FORMS:
+            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", node.span)
+            return
+        macro = scope.function(name)
+        if macro is not None or name in FUNCTIONS:
+            form = macro.head if macro is not None else f"{name}(…)"
+            message = f"'{name}' is a function and stands for a value only with its arguments"
+            self._error("E204", message, node.span, (f"write {form}",))
+            return
+        known = (*self.frame.parameters, *self.block.names(), *names.BUILTINS, *scope.value_names(), "true", "false")
+        hints = suggestion(name, known)
+        if not hints and nearest(name, (*FUNCTIONS, *scope.function_names())):
+            hints = suggestion(name, (*FUNCTIONS, *scope.function_names()))
+        self._error("E101", f"unknown name '{name}'", node.span, hints or _FOREIGN_NAMES.get(name, ()))
+
+    # --- operators
+
+    def _unary(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Unary)
+        op = "neg" if node.operator == "-" else "not"
+        return self._apply(op, [self._resolve(node.operand)], node.span, [node.operand.span])
+
+    def _binary(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Binary)
+        left = self._resolve(node.left)
+        spans = [node.left.span, node.right.span]
+        if node.operator in ("and", "or") and isinstance(left, Literal) and left.value is (node.operator == "or"):
+            right = self._not_taken(node.right)
+            if right is None or right.type is ScalarType.BOOL:
+                return left
+        else:
+            right = self._resolve(node.right)
+        return self._apply(INFIX[node.operator], [left, right], node.span, spans)
+
+    def _compare(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Compare)
+        operands = [self._resolve(operand) for operand in node.operands]
+        whole: Expr | None = None
+        for place, sign in enumerate(node.operators):
+            left, right = node.operands[place].span, node.operands[place + 1].span
+            pair = self._apply(INFIX[sign], operands[place : place + 2], left.to(right), [left, right])
+            if place == 0:
+                whole = pair
+            else:
+                whole = self._apply("and", [whole, pair], node.span, [])
+        return whole
+
+    def _conditional(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Conditional)
+        return self._choice(node.condition, node.yes, node.no, node.span)
+
+    def _choice(
+        self, condition: syntax.Expression, yes: syntax.Expression, no: syntax.Expression, span: Span
+    ) -> Expr | None:
+        """``yes if condition else no``; of a constant condition only the branch that is taken has to have a value."""
+        chosen = self._resolve(condition)
+        spans = [condition.span, yes.span, no.span]
+        if not isinstance(chosen, Literal) or chosen.type is not ScalarType.BOOL:
+            return self._apply("where", [chosen, self._resolve(yes), self._resolve(no)], span, spans)
+        taken = self._resolve(yes if chosen.value else no)
+        other = self._not_taken(no if chosen.value else yes)
+        if taken is None or other is None:
+            return taken
+        branches = [taken, other] if chosen.value else [other, taken]
+        both = self._apply("where", [chosen, *branches], span, spans)
+        return None if both is None else self.nodes.converted(taken, both.type, self.frame.place(span))
+
+    def _not_taken(self, node: syntax.Expression) -> Expr | None:
+        """An expression that a constant condition leaves out: checked, but it need not have a value."""
+        outer, quiet = self.report, Report()
+        self.report = self.nodes.report = quiet
+        try:
+            value = self._resolve(node)
+        finally:
+            self.report = self.nodes.report = outer
+        for diagnostic in quiet.diagnostics:
+            if diagnostic.code not in ("E205", "E206", "E207"):
+                self.report.put(diagnostic)
+        return value
+
+    # --- tensors
+
+    def _index(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Index)
+        indices = [self._resolve(each) for each in node.indices]
+        if not isinstance(node.base, syntax.Reference):
+            hints = ("all indices stand in one bracket: t[h, i]",) if isinstance(node.base, syntax.Index) else ()
+            self._error("E204", "only a tensor can be indexed", node.base.span, hints)
+            return None
+        name = node.base.name
+        if self._names_a_function_only(name, node.base.span):
+            self._error("E204", f"'{name}' is a function, not a tensor", node.base.span, (f"write {name}(…)",))
+            return None
+        tensor = self._bound(node.base)
+        if tensor is None:
+            return None
+        if not isinstance(tensor, Captured):
+            self._error("E204", f"'{name}' is no tensor and cannot be indexed", node.base.span)
+            return None
+        return self._load(tensor, indices, node)
+
+    def _names_a_function_only(self, name: str, span: Span) -> bool:
+        if name not in FUNCTIONS and self.frame.scope.function(name) is None:
+            return False
+        if name in self.frame.parameters:
+            return False
+        return self.frame.macro is not None or self.block.find(name, span) is None
+
+    def _load(self, tensor: Captured, indices: list[Expr | None], node: syntax.Index) -> Expr | None:
+        if len(indices) != tensor.rank:
+            wanted = f"{tensor.rank} dimension{'s' if tensor.rank > 1 else ''}"
+            given = f"{len(indices)} {'index is' if len(indices) == 1 else 'indices are'} given"
+            notes = (f"'{tensor.name}' is declared at line {tensor.span.line}",)
+            self._error("E203", f"'{tensor.name}' has {wanted}, {given}", node.span, notes=notes)
+            return None
+        fine: list[Expr] = []
+        for value, written in zip(indices, node.indices, strict=True):
+            if value is None:
+                continue
+            if value.type is not ScalarType.INT:
+                hint = "'//' divides to an int" if _divides(written) else "write int(…)"
+                message = f"an index of '{tensor.name}' must be an int, not a {value.type}"
+                self._error("E201", message, written.span, (hint,))
+            elif self.nodes.settled(value) is not None:
+                fine.append(value)
+        if len(fine) < tensor.rank:
+            return None
+        place = self.frame.place(node.span)
+        load = Load(tensor.element.scalar, tensor=tensor.name, indices=tuple(fine), span=place)
+        self.nodes.step(place)
+        self.nodes.within_limits(load, place)
+        return load
+
+    # --- calls
+
+    def _call(self, node: syntax.Expression) -> Expr | None:
+        assert isinstance(node, syntax.Call)
+        if not isinstance(node.callee, syntax.Reference):
+            self._error("E204", "only a function can be called", node.callee.span)
+            return None
+        name = node.callee.name
+        macro = self.frame.scope.function(name)
+        if macro is not None:
+            return self._expanded(macro, node.arguments, node.span)
+        if name in FUNCTIONS:
+            return self._function(name, node)
+        self._unknown_function(name, node)
+        return None
+
+    def _function(self, name: str, node: syntax.Call) -> Expr | None:
+        low, high = arity(name)
+        arguments = node.arguments
+        if any(isinstance(argument, syntax.Named) for argument in arguments):
+            self._no_named_arguments(name, arguments)
+            return None
+        if not low <= len(arguments) <= (high if high is not None else len(arguments)):
+            message, hints = arguments_given(name, low, high, len(arguments), None)
+            self._error("E202", message, node.span, hints)
+            return None
+        if name == "where":
+            return self._choice(arguments[0], arguments[1], arguments[2], node.span)
+        values = [self._resolve(argument) for argument in arguments]
+        spans = [argument.span for argument in arguments]
+        if name in ("min", "max"):
+            whole = values[0]
+            for value, span in zip(values[1:], spans[1:], strict=True):
+                whole = self._apply(name, [whole, value], node.span, [spans[0], span])
+            return whole
+        return self._apply(FUNCTIONS[name], values, node.span, spans)
+
+    def _no_named_arguments(self, name: str, arguments: tuple[syntax.Expression, ...]) -> None:
+        for argument in arguments:
+            if isinstance(argument, syntax.Named):
+                self._error("E202", f"'{name}' takes its arguments by their order, not by name", argument.span)
+
+    def _expanded(self, macro: Macro, arguments: tuple[syntax.Expression, ...], span: Span) -> Expr | None:
+        """A definition written out over its arguments, each of which is evaluated once."""
+        parameters = macro.parameters or ()
+        if any(isinstance(argument, syntax.Named) for argument in arguments):
+            self._no_named_arguments(macro.name, arguments)
+            return None
+        if len(arguments) != len(parameters):
+            count = len(parameters)
+            message, hints = arguments_given(macro.name, count, count, len(arguments), macro)
+            self._error("E202", message, span, hints)
+            return None
+        bound = {name: self._argument(each) for name, each in zip(parameters, arguments, strict=True)}
+        if not macro.sound:
+            return None
+        self.nodes.step(self.frame.place(span))
+        outer = self.frame
+        self.frame = Frame(macro.scope, bound, macro, span, outer)
+        try:
+            return self._resolve(macro.body)
+        finally:
+            self.frame = outer
+
+    def _argument(self, node: syntax.Expression) -> Bound:
+        while isinstance(node, syntax.Group):
+            node = node.inner
+        return self._bound(node) if isinstance(node, syntax.Reference) else self._resolve(node)
+
+    def _unknown_function(self, name: str, node: syntax.Call) -> None:
+        scope, span = self.frame.scope, node.callee.span
+        if name in names.WEIGHT_FORMS:
+            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", span)
+            return
+        meaning = self.block.find(name, span) if self.frame.macro is None else None
+        value = self.frame.parameters.get(name, meaning.value if meaning is not None else None)
+        if isinstance(value, Captured):
+            self._error("E204", f"'{name}' is a tensor, not a function", span, (f"write {name}[…]",))
+        elif name in self.frame.parameters or meaning is not None or name in names.BUILTINS:
+            self._error("E204", f"'{name}' is a value, not a function", span, ("a product is written with '*'",))
+        elif scope.value(name):
+            self._error("E202", f"'{name}' takes no arguments", node.span, (f"write '{name}' without parentheses",))
+        else:
+            known = (*FUNCTIONS, *scope.function_names())
+            self._error("E102", f"unknown function '{name}'", span, suggestion(name, known))
+
+
+def _divides(node: syntax.Expression) -> bool:
+    while isinstance(node, syntax.Group):
+        node = node.inner
+    return isinstance(node, syntax.Binary) and node.operator == "/"
+
+
+_FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "q": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
+    "k": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
+    "v": ("the values enter after the weights; no expression sees them",),
+    "N": ("the lengths are 'Nq' and 'Nk'",),
+    "None": ("leave the statement out",),
+    "tau": ("'scale' states τ; 's' has it already",),
+}

@@ -1,0 +1,161 @@
+"""Stage 1b, imports: a file with everything that it imports, as one scope and a list of sources.
+
+An import brings the definitions that stand in the imported file itself; its attention blocks and its own imports
+stay there. Paths are relative to the importing file.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+from flashgen.diagnostics import Diagnostic, Source, SpecError
+from flashgen.language import syntax
+from flashgen.language.definitions import define, exported
+from flashgen.language.library import Macro, Scope
+from flashgen.language.parser import Parsed, parse
+from flashgen.language.report import Report
+from flashgen.language.suggest import suggestion
+from flashgen.language.text import accepted, read_source
+
+PRELUDE = "prelude.attn"
+MAX_IMPORTS = 50
+
+
+class Reader(Protocol):
+    """Where imported files come from."""
+
+    def read(self, name: str, written: str) -> Source:
+        """The file of that name, ``written`` as in the import; raises ``SpecError``."""
+
+    def known(self) -> tuple[str, ...]:
+        """Names that could be meant, for suggestions."""
+
+
+class Disk:
+    """Files on the disk."""
+
+    def read(self, name: str, written: str) -> Source:  # noqa: ARG002  the written form is for given texts
+        """Read the file."""
+        return read_source(Path(name), name)
+
+    def known(self) -> tuple[str, ...]:
+        """The disk is not searched."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Given:
+    """Texts by name, under the full name or as the import writes it."""
+
+    texts: Mapping[str, str]
+
+    def read(self, name: str, written: str) -> Source:
+        """Look the text up."""
+        text = self.texts.get(name, self.texts.get(written))
+        if text is None:
+            raise SpecError((Diagnostic("E001", "the file does not exist", None),))
+        return accepted(text, name)
+
+    def known(self) -> tuple[str, ...]:
+        """All names."""
+        return tuple(self.texts)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A file with its scope; ``complete`` is False where its text could not be read to the end."""
+
+    file: syntax.File
+    scope: Scope
+    sources: tuple[Source, ...]
+    complete: bool
+
+
+@dataclass
+class _Loader:
+    """Follows imports; each file is read once."""
+
+    reader: Reader
+    report: Report
+    standard: Mapping[str, Macro]
+    sources: list[Source] = field(default_factory=list)
+    exports: dict[str, dict[str, Macro]] = field(default_factory=dict)
+    chain: list[str] = field(default_factory=list)
+
+    def load(self, source: Source) -> tuple[Parsed, Scope]:
+        """Parse a file and all that it imports."""
+        self.sources.append(source)
+        self.chain.append(source.name)
+        parsed = parse(source)
+        for diagnostic in parsed.diagnostics:
+            self.report.put(diagnostic)
+        known = dict(self.standard)
+        for item in parsed.file.items:
+            if isinstance(item, syntax.Import):
+                self._bring_in(item, self._imported(item, source), known)
+        scope = define(parsed.file.items, source, known, self.report)
+        self.exports[source.name] = exported(scope, parsed.file.items)
+        self.chain.pop()
+        return parsed, scope
+
+    def _imported(self, item: syntax.Import, importer: Source) -> dict[str, Macro]:
+        """The definitions of an imported file; none where it could not be read."""
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(importer.name), item.path))
+        if name in self.chain:
+            circle = " → ".join(f"'{step}'" for step in (*self.chain[self.chain.index(name) :], name))
+            self.report.add("E012", f"'{item.path}' imports this file again", item.path_span, notes=(circle,))
+            return {}
+        if name in self.exports:
+            return self.exports[name]
+        if len(self.sources) > MAX_IMPORTS:
+            message = f"there are more than {MAX_IMPORTS} imported files"
+            self.report.add("E011", message, item.path_span)
+            return {}
+        try:
+            source = self.reader.read(name, item.path)
+        except SpecError as error:
+            self._unreadable(item, name, error)
+            return {}
+        self.load(source)
+        return self.exports[name]
+
+    def _unreadable(self, item: syntax.Import, name: str, error: SpecError) -> None:
+        reason = error.diagnostics[0]
+        if reason.code == "E001":
+            message = f"cannot import '{item.path}': {reason.message}"
+            hints = reason.hints or suggestion(name, self.reader.known())
+        else:
+            message = f"cannot import '{item.path}': {reason.message} ({reason.span})"
+            hints = reason.hints
+        notes = (f"it was looked for at '{name}'",) if name != item.path else ()
+        self.report.add("E011", message, item.path_span, notes=notes, hints=hints)
+
+    def _bring_in(self, item: syntax.Import, macros: Mapping[str, Macro], known: dict[str, Macro]) -> None:
+        for name, macro in macros.items():
+            if name in known and known[name] is not macro:
+                notes = (f"'{name}' is defined at {known[name].span} and at {macro.span}",)
+                message = f"the import brings '{name}', which another import has defined"
+                self.report.add("E104", message, item.path_span, notes=notes)
+            known.setdefault(name, macro)
+
+
+def standard_definitions(report: Report) -> Mapping[str, Macro]:
+    """The prelude's definitions."""
+    text = files("flashgen.language").joinpath(PRELUDE).read_text(encoding="utf-8")
+    source = Source(f"flashgen/language/{PRELUDE}", text)
+    parsed = parse(source)
+    for diagnostic in parsed.diagnostics:
+        report.put(diagnostic)
+    return define(parsed.file.items, source, {}, report, standard=True).macros
+
+
+def load_library(source: Source, reader: Reader, report: Report) -> Library:
+    """The file with everything that it sees."""
+    loader = _Loader(reader, report, standard_definitions(report))
+    parsed, scope = loader.load(source)
+    return Library(parsed.file, scope, tuple(loader.sources), parsed.complete)

@@ -1,0 +1,112 @@
+"""The names that the language itself gives meaning to, and the places where each may stand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flashgen.diagnostics import Span
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal
+from flashgen.ir.types import ScalarType
+
+INDICES = ("b", "h", "i", "j", "hkv")
+BLOCKS = ("I", "J")
+SIZES = ("B", "H", "Hkv", "Nq", "Nk", "D", "Dv")
+SCORES = ("s", "dot", "sqdist")
+CONSTANTS = {"inf": math.inf, "pi": math.pi}
+WEIGHT_FORMS = ("softmax", "normalize")
+
+_KINDS = {
+    **dict.fromkeys(INDICES, SymbolKind.INDEX),
+    **dict.fromkeys(BLOCKS, SymbolKind.BLOCK),
+    **dict.fromkeys(SIZES, SymbolKind.SIZE),
+    **dict.fromkeys(SCORES, SymbolKind.SCORE),
+}
+BUILTINS = frozenset((*_KINDS, *CONSTANTS))
+
+_MEANING = {
+    "b": "the batch index",
+    "h": "the query head",
+    "i": "the query position",
+    "j": "the key position",
+    "hkv": "the key/value head of 'h'",
+    "I": "the block row",
+    "J": "the block column",
+    "s": "the score so far",
+    "dot": "q_i · k_j",
+    "sqdist": "‖q_i − k_j‖²",
+}
+_HOME = {
+    **dict.fromkeys(INDICES, "'score', 'mask' and 'weights'"),
+    "b": "'score', 'mask', 'layout' and 'weights'",
+    "h": "'score', 'mask', 'layout' and 'weights'",
+    "hkv": "'score', 'mask', 'layout' and 'weights'",
+    **dict.fromkeys(BLOCKS, "'layout' only"),
+    "s": "'score' and 'weights' only",
+    "dot": "'score' only",
+    "sqdist": "'score' only",
+}
+
+
+def builtin(name: str, span: Span | None) -> Expr:
+    """The node of a built-in name."""
+    if name in CONSTANTS:
+        return literal(CONSTANTS[name], span)
+    kind = _KINDS[name]
+    scalar = ScalarType.FLOAT if kind is SymbolKind.SCORE else ScalarType.INT
+    return Symbol(scalar, name=name, kind=kind, span=span)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a spec where an expression stands, and which run-time values it may use there."""
+
+    title: str  # as in "cannot be used in 'mask'"
+    symbols: frozenset[str]
+    params: bool
+    tensors: bool
+    instead: str = ""  # a hint for what to do with a value that cannot be used here
+    code: str = "E108"
+
+    def objection(self, name: str, kind: SymbolKind | None) -> tuple[str, str] | None:
+        """Why a name (``kind`` None: a tensor) cannot stand here, with the fact behind it; None where it can."""
+        if kind is None:
+            allowed = self.tensors
+        elif kind is SymbolKind.PARAM:
+            allowed = self.params
+        else:
+            allowed = name in self.symbols
+        if allowed:
+            return None
+        return f"'{name}' cannot be used in {self.title}", _fact(name, kind)
+
+
+def _fact(name: str, kind: SymbolKind | None) -> str:
+    if kind is None:
+        return f"'{name}' is a tensor, which is known when the op is called"
+    if kind is SymbolKind.PARAM:
+        return f"'{name}' is a param, which is known when the op is called"
+    if kind is SymbolKind.SIZE:
+        late = "known for each head dimension" if name in ("D", "Dv") else "known when the op is called"
+        return f"'{name}' is a size, {late}"
+    return f"'{name}' is {_MEANING[name]}; it stands in {_HOME[name]}"
+
+
+_SIZES = frozenset(SIZES)
+_PAIR = _SIZES | {"b", "h", "i", "j", "hkv"}
+
+SCORE = Place("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
+MASK = Place("'mask'", _PAIR, params=True, tensors=True)
+LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True)
+WEIGHTS = Place("'weights'", _PAIR | {"s"}, params=True, tensors=True)
+SINK = Place("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
+SCALE = Place("'scale'", _SIZES, params=True, tensors=False, instead="a factor that varies belongs into 'score'")
+DROPOUT = Place("'dropout'", frozenset(), params=True, tensors=False, instead="use a constant or a 'param'")
+SHAPE = Place("a shape", _SIZES, params=False, tensors=False, instead="shapes are made of sizes and constants")
+DEFAULT = Place("the default of a param", _SIZES, params=True, tensors=False)
+LET = Place("'let'", _PAIR | frozenset(SCORES) | frozenset(BLOCKS), params=True, tensors=True)
+
+
+def compile_time(title: str, instead: str = "") -> Place:
+    """A place that takes constants only."""
+    return Place(title, frozenset(), params=False, tensors=False, instead=instead, code="E209")

@@ -1,0 +1,176 @@
+"""Stage 1f, resolve: one ``attention`` block to its ``AttentionSpec``.
+
+In: the syntax of the block and the scope of its file. Out: the spec, or None where anything was wrong; every mistake
+of the block is in the report.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flashgen.diagnostics import Source, Span
+from flashgen.ir.expr import Expr, literal, score_input
+from flashgen.ir.spec import (
+    AttentionSpec,
+    CapturedTensor,
+    HeadDim,
+    Layout,
+    Param,
+    Schedule,
+    Softmax,
+    Statement,
+    Weights,
+)
+from flashgen.ir.types import ElementType
+from flashgen.language import statements, syntax
+from flashgen.language.block import Block
+from flashgen.language.checks import warn
+from flashgen.language.constants import Value
+from flashgen.language.library import Scope
+from flashgen.language.report import Report
+from flashgen.language.text import excerpt
+
+_REPEATABLE = frozenset({"const", "param", "tensor", "let"})
+
+
+@dataclass
+class _Parts:
+    """What the statements have given so far; None: not stated, or wrong."""
+
+    head_dims: tuple[HeadDim, ...] | None = None
+    dtypes: tuple[ElementType, ...] | None = None
+    params: list[Param] = field(default_factory=list)
+    tensors: list[CapturedTensor] = field(default_factory=list)
+    scale: Expr | None = None
+    score: Expr | None = None
+    mask: Expr | None = None
+    layout: Layout | None = None
+    weights: Weights | None = None
+    dropout: Expr | None = None
+    schedule: Schedule | None = None
+
+
+def resolve(
+    tree: syntax.Attention, scope: Scope, sources: tuple[Source, ...], overrides: Mapping[str, Value], report: Report
+) -> AttentionSpec | None:
+    """The meaning of one block; ``sources[0]`` is the file that it stands in."""
+    local = Report()
+    block = Block(tree, scope, overrides, local)
+    parts = _Parts()
+    try:
+        _check_name(tree, local)
+        _check_occurrences(tree, local)
+        for position, statement in enumerate(tree.statements):
+            block.position = position
+            _read(block, statement, parts)
+        constants = tuple(block.constants())
+        broken = any(isinstance(statement, syntax.Broken) for statement in tree.statements)
+        if local.has_errors or broken:
+            return None
+        spec = _spec(tree, parts, constants, sources)
+        warn(spec, block, tree)
+    finally:
+        for diagnostic in local.diagnostics:
+            report.put(diagnostic)
+    return spec
+
+
+def _check_name(tree: syntax.Attention, report: Report) -> None:
+    if keyword.iskeyword(tree.name.text):
+        message = f"'{tree.name.text}' is a word of Python and cannot name an attention, which becomes a module"
+        report.add("E111", message, tree.name.span, hints=(f"choose another name, for example '{tree.name.text}_'",))
+
+
+def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
+    first: dict[str, Span] = {}
+    for statement in tree.statements:
+        word = keyword_span(statement)
+        if statement.keyword in first and statement.keyword not in _REPEATABLE:
+            notes = (f"the first stands at line {first[statement.keyword].line}",)
+            report.add("E302", f"the statement '{statement.keyword}' occurs twice", word, notes=notes)
+        first.setdefault(statement.keyword, word)
+    if "head_dim" not in first:
+        message = f"attention '{tree.name.text}' does not state its head dimensions"
+        report.add("E301", message, tree.name.span, hints=("add a line such as 'head_dim 64, 128'",))
+
+
+def keyword_span(statement: syntax.Statement) -> Span:
+    """The word that starts a statement."""
+    span = statement.span
+    return Span(span.file, span.line, span.column, span.line, span.column + len(statement.keyword))
+
+
+def _read(block: Block, statement: syntax.Statement, parts: _Parts) -> None:
+    """Resolve one statement into its part."""
+    match statement:
+        case syntax.Let():
+            block.define_let(statement)
+        case syntax.Param():
+            param = statements.param(block, statement)
+            if param is not None:
+                parts.params.append(param)
+        case syntax.Tensor():
+            tensor = statements.tensor(block, statement)
+            if tensor is not None:
+                parts.tensors.append(tensor)
+        case syntax.HeadDims():
+            parts.head_dims = statements.head_dims(block, statement)
+        case syntax.Dtypes():
+            parts.dtypes = statements.dtypes(block, statement)
+        case syntax.Layout():
+            parts.layout = statements.layout(block, statement)
+        case syntax.Schedule():
+            parts.schedule = statements.schedule(block, statement)
+        case syntax.Single():
+            _read_single(block, statement, parts)
+        case _:
+            pass  # constants are worked out when asked for; broken statements have been reported
+
+
+def _read_single(block: Block, statement: syntax.Single, parts: _Parts) -> None:
+    match statement.keyword:
+        case "scale":
+            parts.scale = statements.scale(block, statement)
+        case "score":
+            parts.score = statements.score(block, statement)
+        case "mask":
+            parts.mask = statements.mask(block, statement)
+        case "weights":
+            parts.weights = statements.weights(block, statement)
+        case "dropout":
+            parts.dropout = statements.dropout(block, statement)
+        case word:
+            raise AssertionError(f"no rule for the statement {word}")
+
+
+def _spec(
+    tree: syntax.Attention,
+    parts: _Parts,
+    constants: tuple[tuple[str, Value], ...],
+    sources: tuple[Source, ...],
+) -> AttentionSpec:
+    assert parts.head_dims is not None
+    written = tuple(
+        Statement(statement.keyword, excerpt(sources[0], statement.span), statement.span)
+        for statement in tree.statements
+    )
+    return AttentionSpec(
+        name=tree.name.text,
+        head_dims=parts.head_dims,
+        dtypes=parts.dtypes,
+        constants=constants,
+        params=tuple(parts.params),
+        tensors=tuple(parts.tensors),
+        scale=parts.scale or statements.default_scale(),
+        score=parts.score or score_input("s"),
+        mask=parts.mask or literal(True),
+        layout=parts.layout,
+        weights=parts.weights or Softmax(),
+        dropout=parts.dropout,
+        schedule=parts.schedule or Schedule(),
+        statements=written,
+        sources=sources,
+        span=tree.name.span,
+    )

@@ -1,0 +1,332 @@
+"""Stage 1e, statements: each statement of a block to its part of the ``AttentionSpec``.
+
+In: the syntax of a statement and the block that it stands in. Out: the part, or None with the reasons reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flashgen.diagnostics import Span
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Literal, Symbol, literal, size
+from flashgen.ir.spec import (
+    CapturedTensor,
+    HeadDim,
+    Layout,
+    Normalize,
+    Param,
+    Pointwise,
+    Schedule,
+    Softmax,
+    Weights,
+)
+from flashgen.ir.types import ElementType, ScalarType
+from flashgen.language import names, syntax
+from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
+from flashgen.language.names import Place
+from flashgen.language.suggest import suggestion
+
+MAX_HEAD_DIM = 512
+DTYPES = ("f16", "bf16", "f32")
+SCHEDULE_ENTRIES = tuple(name for name in Schedule.__dataclass_fields__ if name != "span")
+
+_INT_ONLY = (ScalarType.INT,)
+
+
+def typed(
+    block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()
+) -> Expr | None:
+    """An expression of the wanted type; an int stands for a float."""
+    expressions = block.expressions(place)
+    value = expressions.resolved(node)
+    if value is None:
+        return None
+    fitting = expressions.nodes.converted(value, wanted, node.span)
+    if fitting is None:
+        article = "an" if value.type is ScalarType.INT else "a"
+        noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
+        message = f"{place.title} must be {noun}, not {article} {value.type}"
+        block.report.add("E208", message, node.span, hints=tuple(hints))
+    return fitting
+
+
+def integer_constant(block: Block, node: syntax.Expression, title: str) -> int | None:
+    """A constant int, for places that need one at compile time."""
+    value = typed(block, node, names.compile_time(title, "use numbers and 'const' only"), ScalarType.INT)
+    return int(value.value) if isinstance(value, Literal) else None
+
+
+# --- head_dim, dtype
+
+
+def head_dims(block: Block, statement: syntax.HeadDims) -> tuple[HeadDim, ...] | None:
+    """``head_dim 64, 192/128``."""
+    found: list[HeadDim] = []
+    sound = True
+    for node in statement.values:
+        slash = isinstance(node, syntax.Binary) and node.operator == "/"
+        parts = (node.left, node.right) if isinstance(node, syntax.Binary) and slash else (node,)
+        values = [_head_dim(block, part) for part in parts]
+        whole = [value for value in values if value is not None]
+        if len(whole) < len(values):
+            sound = False
+            continue
+        pair = HeadDim(whole[0], whole[-1])
+        if pair in found:
+            block.report.add("E304", f"the head dimension '{pair}' is named twice", node.span)
+            sound = False
+        found.append(pair)
+    return tuple(found) if sound else None
+
+
+def _head_dim(block: Block, node: syntax.Expression) -> int | None:
+    value = integer_constant(block, node, "a head dimension")
+    if value is None or 1 <= value <= MAX_HEAD_DIM:
+        return value
+    message = f"a head dimension must be from 1 to {MAX_HEAD_DIM}, not {value}"
+    block.report.add("E303", message, node.span)
+    return None
+
+
+def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | None:
+    """``dtype f16, bf16``."""
+    found: list[ElementType] = []
+    sound = True
+    for name in statement.names:
+        if name.text not in DTYPES:
+            _bad_type(block, name, "q, k, v and o", DTYPES)
+            sound = False
+        elif ElementType(name.text) in found:
+            block.report.add("E304", f"'{name.text}' is named twice", name.span)
+            sound = False
+        else:
+            found.append(ElementType(name.text))
+    return tuple(found) if sound else None
+
+
+_OTHER_SPELLINGS = {
+    "float": "f32",
+    "float32": "f32",
+    "fp32": "f32",
+    "half": "f16",
+    "float16": "f16",
+    "fp16": "f16",
+    "bfloat16": "bf16",
+    "int": "i32",
+    "int32": "i32",
+    "long": "i64",
+    "int64": "i64",
+    "boolean": "bool",
+}
+
+
+def _bad_type(block: Block, name: syntax.Name, what: str, allowed: Sequence[str]) -> None:
+    """Report a type that does not exist, or not for this."""
+    known = name.text in ELEMENT_TYPES
+    message = f"'{name.text}' is no element type of {what}" if known else f"unknown element type '{name.text}'"
+    meant = _OTHER_SPELLINGS.get(name.text)
+    hints = (f"did you mean '{meant}'?",) if meant in allowed else suggestion(name.text, allowed)
+    block.report.add("E110", message, name.span, notes=(f"the types of {what} are {', '.join(allowed)}",), hints=hints)
+
+
+# --- const, param, tensor
+
+
+def param(block: Block, statement: syntax.Param) -> Param | None:
+    """``param NAME: f32 = EXPR grad``."""
+    scalar = PARAM_TYPES.get(statement.type.text)
+    if scalar is None:
+        _bad_type(block, statement.type, "a param", tuple(PARAM_TYPES))
+        return None
+    if statement.grad is not None and scalar is not ScalarType.FLOAT:
+        message = f"the param '{statement.name.text}' is an int and has no gradient"
+        block.report.add("E306", message, statement.grad, hints=("make it f32, or leave 'grad' out",))
+        return None
+    default = None
+    if statement.default is not None:
+        hints = ("write int(…)",) if scalar is ScalarType.INT else ()
+        default = typed(block, statement.default, names.DEFAULT, scalar, hints)
+        if default is None:
+            return None
+    return Param(statement.name.text, scalar, default, statement.grad is not None, statement.span)
+
+
+def tensor(block: Block, statement: syntax.Tensor) -> CapturedTensor | None:
+    """``tensor NAME: f32[H, Nk] grad``."""
+    name = statement.name.text
+    element = ELEMENT_TYPES.get(statement.element.text)
+    if element is None:
+        _bad_type(block, statement.element, "a tensor", tuple(ELEMENT_TYPES))
+    if element is not None and statement.grad is not None and not element.is_floating:
+        message = f"the tensor '{name}' holds {element} and has no gradient"
+        block.report.add("E306", message, statement.grad, hints=("leave 'grad' out",))
+        element = None
+    if not statement.shape:
+        hints = (f"a single number is a 'param': param {name}: f32",)
+        block.report.add("E210", f"the tensor '{name}' has no dimensions", statement.span, hints=hints)
+        return None
+    shape = [_dimension(block, name, node) for node in statement.shape]
+    whole = tuple(dimension for dimension in shape if dimension is not None)
+    if element is None or len(whole) < len(shape):
+        return None
+    return CapturedTensor(name, element, whole, statement.grad is not None, statement.span)
+
+
+def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
+    value = block.expressions(names.SHAPE).resolved(node)
+    if value is None:
+        return None
+    if value.type is not ScalarType.INT:
+        hints = ("'//' divides to an int",) if value.type is ScalarType.FLOAT else ()
+        block.report.add("E210", f"a dimension of '{name}' must be an int, not a {value.type}", node.span, hints=hints)
+        return None
+    if isinstance(value, Literal) and value.value < 1:
+        block.report.add("E210", f"a dimension of '{name}' must be at least 1, not {value.value}", node.span)
+        return None
+    return value
+
+
+# --- scale, score, mask, layout, dropout
+
+
+def default_scale() -> Expr:
+    """``1/sqrt(D)``."""
+    return apply("div", literal(1.0), apply("sqrt", size("D")))
+
+
+def scale(block: Block, statement: syntax.Single) -> Expr | None:
+    """``scale EXPR``."""
+    return typed(block, statement.value, names.SCALE, ScalarType.FLOAT)
+
+
+def score(block: Block, statement: syntax.Single) -> Expr | None:
+    """``score EXPR``."""
+    hints = ("a condition belongs into 'mask'",)
+    return typed(block, statement.value, names.SCORE, ScalarType.FLOAT, hints)
+
+
+def mask(block: Block, statement: syntax.Single) -> Expr | None:
+    """``mask EXPR``."""
+    hints = ("compare it, as in '… != 0'; a bias that is added belongs into 'score'",)
+    return typed(block, statement.value, names.MASK, ScalarType.BOOL, hints)
+
+
+def layout(block: Block, statement: syntax.Layout) -> Layout | None:
+    """``layout block 64: EXPR``."""
+    side = integer_constant(block, statement.block, "the block size of a layout")
+    if side is not None and side < 1:
+        block.report.add("E309", f"the block size of a layout must be at least 1, not {side}", statement.block.span)
+        side = None
+    keep = typed(block, statement.value, names.LAYOUT, ScalarType.BOOL, ("compare it, as in '… != 0'",))
+    return None if side is None or keep is None else Layout(side, keep)
+
+
+def dropout(block: Block, statement: syntax.Single) -> Expr | None:
+    """``dropout EXPR``."""
+    node = statement.value
+    value = typed(block, node, names.DROPOUT, ScalarType.FLOAT)
+    if value is None:
+        return None
+    if isinstance(value, Literal):
+        return value if _is_probability(block, value, node.span) else None
+    if not isinstance(value, Symbol):
+        message = "a dropout probability must be a constant or a single float param"
+        block.report.add("E305", message, node.span, hints=("work it out where the op is called",))
+        return None
+    declared = block.declarations[value.name].statement
+    assert isinstance(declared, syntax.Param)
+    if declared.grad is not None:
+        message = f"no gradient reaches the dropout probability '{value.name}'"
+        block.report.add("E306", message, declared.grad, hints=("leave 'grad' out",))
+        return None
+    return value
+
+
+def _is_probability(block: Block, value: Literal, span: Span) -> bool:
+    if 0 <= value.value < 1:
+        return True
+    message = f"a dropout probability must be at least 0 and less than 1, not {value.value:g}"
+    block.report.add("E305", message, span)
+    return False
+
+
+# --- weights
+
+
+def weights(block: Block, statement: syntax.Single) -> Weights | None:
+    """``weights softmax``, ``weights softmax(sink = E)``, ``weights normalize(E)``, ``weights E``."""
+    node = statement.value
+    if isinstance(node, syntax.Reference) and node.name == "softmax":
+        return Softmax()
+    if isinstance(node, syntax.Reference) and node.name == "normalize":
+        message = "'normalize' needs the weight that it divides by its sum"
+        block.report.add("E310", message, node.span, hints=("write normalize(exp(s))",))
+        return None
+    if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
+        if node.callee.name == "softmax":
+            return _softmax(block, node)
+        if node.callee.name == "normalize":
+            return _normalize(block, node)
+    weight = typed(block, node, names.WEIGHTS, ScalarType.FLOAT, ("write float(…) for 0 and 1",))
+    return None if weight is None else Pointwise(weight)
+
+
+def _softmax(block: Block, node: syntax.Call) -> Weights | None:
+    sinks = [argument for argument in node.arguments if isinstance(argument, syntax.Named)]
+    for argument in node.arguments:
+        if not isinstance(argument, syntax.Named):
+            message = "'softmax' takes nothing but a sink; the score is stated by 'score'"
+            block.report.add("E310", message, argument.span, hints=("write softmax(sink = …)",))
+            return None
+        if argument.name.text != "sink":
+            hints = suggestion(argument.name.text, ("sink",))
+            message = f"'softmax' has no argument '{argument.name.text}', only 'sink'"
+            block.report.add("E310", message, argument.name.span, hints=hints)
+            return None
+    if not sinks:
+        block.report.add("E310", "'softmax' without a sink has no parentheses", node.span, hints=("write 'softmax'",))
+        return None
+    if len(sinks) > 1:
+        block.report.add("E310", "'sink' is given twice", sinks[1].span)
+        return None
+    sink = typed(block, sinks[0].value, names.SINK, ScalarType.FLOAT)
+    return None if sink is None else Softmax(sink)
+
+
+def _normalize(block: Block, node: syntax.Call) -> Weights | None:
+    if len(node.arguments) != 1 or isinstance(node.arguments[0], syntax.Named):
+        hints = ("write normalize(exp(s))",)
+        block.report.add("E310", "'normalize' takes one weight, by its place", node.span, hints=hints)
+        return None
+    place = replace(names.WEIGHTS, title="a weight")
+    weight = typed(block, node.arguments[0], place, ScalarType.FLOAT, ("write float(…) for 0 and 1",))
+    return None if weight is None else Normalize(weight)
+
+
+# --- schedule
+
+
+def schedule(block: Block, statement: syntax.Schedule) -> Schedule | None:
+    """``schedule { Br = 128 … }``."""
+    values: dict[str, int] = {}
+    sound = True
+    for entry in statement.entries:
+        name = entry.name.text
+        if name not in SCHEDULE_ENTRIES:
+            hints = suggestion(name, SCHEDULE_ENTRIES) or (f"the entries are {', '.join(SCHEDULE_ENTRIES)}",)
+            block.report.add("E401", f"unknown schedule entry '{name}'", entry.name.span, hints=hints)
+            sound = False
+        elif name in values:
+            block.report.add("E302", f"the schedule entry '{name}' occurs twice", entry.name.span)
+            sound = False
+        value = integer_constant(block, entry.value, "a schedule entry")
+        if value is not None and value < 1:
+            block.report.add("E402", f"'{name}' must be at least 1, not {value}", entry.value.span)
+            value = None
+        if value is None:
+            sound = False
+        else:
+            values[name] = value
+    return Schedule(**values, span=statement.span) if sound else None

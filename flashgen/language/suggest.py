@@ -1,0 +1,26 @@
+"""Sentences that several stages of the front end share: suggestions, and counts of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flashgen.diagnostics import nearest
+from flashgen.language.library import Macro
+
+
+def suggestion(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """``did you mean …?`` as a tuple of hints; empty where nothing is close."""
+    return tuple(f"did you mean '{candidate}'?" for candidate in nearest(name, known))
+
+
+def arguments_given(
+    name: str, low: int, high: int | None, given: int, macro: Macro | None
+) -> tuple[str, tuple[str, ...]]:
+    """The message and the hints for a call with the wrong number of arguments."""
+    if high == low:
+        wanted = "no arguments" if low == 0 else f"{low} argument{'s' if low > 1 else ''}"
+    else:
+        wanted = f"at least {low} argument{'s' if low > 1 else ''}"
+    parameters = macro.parameters if macro is not None else None
+    hints = (f"write {name}({', '.join(parameters)})",) if parameters else ()
+    return f"'{name}' takes {wanted}, {given or 'none'} given", hints

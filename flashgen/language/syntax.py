@@ -1,0 +1,296 @@
+"""The syntax tree of a `.attn` file: what stands in the text, with its place, before any name means anything.
+
+Made by ``parser``, read by the resolver. An expression carries its depth, so that nothing downstream has to recurse
+to find out whether it may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashgen.diagnostics import Span
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name where it is introduced or chosen from a list: a declared name, a type, a schedule entry."""
+
+    text: str
+    span: Span
+
+
+# --- expressions
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Base of all expressions."""
+
+    span: Span
+    depth: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", 1 + max((child.depth for child in self.children), default=0))
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        """The expressions directly inside this one."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Reference(Expression):
+    """A name that is used."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Number(Expression):
+    """A number as written; its value is worked out by ``constants``."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Boolean(Expression):
+    """``true`` or ``false``."""
+
+    value: bool
+
+
+@dataclass(frozen=True)
+class Group(Expression):
+    """An expression in parentheses."""
+
+    inner: Expression
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.inner,)
+
+
+@dataclass(frozen=True)
+class Unary(Expression):
+    """``-x`` or ``not x``."""
+
+    operator: str
+    operand: Expression
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.operand,)
+
+
+@dataclass(frozen=True)
+class Binary(Expression):
+    """Two operands and an operator between them, ``and`` and ``or`` included."""
+
+    operator: str
+    left: Expression
+    right: Expression
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True)
+class Compare(Expression):
+    """A comparison, possibly chained: one operator fewer than operands."""
+
+    operands: tuple[Expression, ...]
+    operators: tuple[str, ...]
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return self.operands
+
+
+@dataclass(frozen=True)
+class Conditional(Expression):
+    """``yes if condition else no``."""
+
+    yes: Expression
+    condition: Expression
+    no: Expression
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.yes, self.condition, self.no)
+
+
+@dataclass(frozen=True)
+class Index(Expression):
+    """``base[indices]``."""
+
+    base: Expression
+    indices: tuple[Expression, ...]
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.base, *self.indices)
+
+
+@dataclass(frozen=True)
+class Named(Expression):
+    """``name = value`` among the arguments of a call or the indices of a tensor."""
+
+    name: Name
+    value: Expression
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.value,)
+
+
+@dataclass(frozen=True)
+class Call(Expression):
+    """``callee(arguments)``."""
+
+    callee: Expression
+    arguments: tuple[Expression, ...]
+
+    @property
+    def children(self) -> tuple[Expression, ...]:
+        return (self.callee, *self.arguments)
+
+
+# --- statements of an attention block
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Base of all statements; ``keyword`` is the word that starts it."""
+
+    span: Span
+    keyword: str
+
+
+@dataclass(frozen=True)
+class HeadDims(Statement):
+    """``head_dim 64, 192/128``."""
+
+    values: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class Dtypes(Statement):
+    """``dtype f16, bf16``."""
+
+    names: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Const(Statement):
+    """``const NAME = EXPR``."""
+
+    name: Name
+    value: Expression
+
+
+@dataclass(frozen=True)
+class Param(Statement):
+    """``param NAME: TYPE = EXPR grad``."""
+
+    name: Name
+    type: Name
+    default: Expression | None
+    grad: Span | None
+
+
+@dataclass(frozen=True)
+class Tensor(Statement):
+    """``tensor NAME: TYPE[SHAPE] grad``."""
+
+    name: Name
+    element: Name
+    shape: tuple[Expression, ...]
+    grad: Span | None
+
+
+@dataclass(frozen=True)
+class Let(Statement):
+    """``let NAME = EXPR``."""
+
+    name: Name
+    value: Expression
+
+
+@dataclass(frozen=True)
+class Layout(Statement):
+    """``layout block SIZE: EXPR``."""
+
+    block: Expression
+    value: Expression
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``NAME = EXPR`` in a schedule."""
+
+    name: Name
+    value: Expression
+    span: Span
+
+
+@dataclass(frozen=True)
+class Schedule(Statement):
+    """``schedule { entries }``."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Single(Statement):
+    """A word and one expression: ``scale``, ``score``, ``mask``, ``weights``, ``dropout``."""
+
+    value: Expression
+
+
+@dataclass(frozen=True)
+class Broken(Statement):
+    """A statement that did not parse. It has been reported; ``name`` is what it would have declared, if anything."""
+
+    name: Name | None
+
+
+# --- a file
+
+
+@dataclass(frozen=True)
+class Import:
+    """``import "path"``; ``path_span`` covers the quotes."""
+
+    path: str
+    path_span: Span
+    span: Span
+
+
+@dataclass(frozen=True)
+class Definition:
+    """``def NAME(parameters) = body``; ``parameters`` is None where there are no parentheses."""
+
+    name: Name
+    parameters: tuple[Name, ...] | None
+    body: Expression
+    span: Span
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``attention NAME { statements }``."""
+
+    name: Name
+    statements: tuple[Statement, ...]
+    span: Span
+
+
+Item = Import | Definition | Attention | Broken
+
+
+@dataclass(frozen=True)
+class File:
+    """All that a file holds, in its order."""
+
+    items: tuple[Item, ...]

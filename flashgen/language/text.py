@@ -1,0 +1,80 @@
+"""Stage 0, text: bytes from the disk to a ``Source``, and stretches of it back to one line.
+
+In: a path or bytes. Out: text with plain newlines and no byte order mark, or the diagnostic that says why not.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
+
+MAX_BYTES = 1 << 20
+
+_COMMENT = re.compile(r"#[^\n]*")
+
+
+def read_source(path: Path, name: str) -> Source:
+    """The text of a file under the given name; raises ``SpecError``."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise _refused("E001", name, "the file does not exist") from None
+    except IsADirectoryError:
+        raise _refused("E001", name, "this is a directory, not a file", f"name a file: {name}/….attn") from None
+    except PermissionError:
+        raise _refused("E001", name, "the file may not be read") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _refused("E001", name, f"the file cannot be read: {reason.lower()}") from None
+    return decoded(data, name)
+
+
+def decoded(data: bytes, name: str) -> Source:
+    """Bytes as a source text; raises ``SpecError``."""
+    if len(data) > MAX_BYTES:
+        raise _too_large(name)
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _refused("E003", name, "the file is UTF-16, not UTF-8", "save it as UTF-8")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8")
+        message = f"the byte 0x{data[error.start]:02x} is not UTF-8"
+        raise _refused("E003", name, message, "save the file as UTF-8", before) from None
+    return accepted(text, name)
+
+
+def accepted(text: str, name: str) -> Source:
+    """A text as a source, newlines made plain; raises ``SpecError``."""
+    if len(text) > MAX_BYTES:
+        raise _too_large(name)
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    zero = plain.find("\0")
+    if zero >= 0:
+        raise _refused("E003", name, "the text holds a zero byte, so it is no spec", "", plain[:zero])
+    return Source(name, plain)
+
+
+def _too_large(name: str) -> SpecError:
+    return _refused("E002", name, f"the text is larger than {MAX_BYTES // 1024} KiB", "a spec is a page long")
+
+
+def _refused(code: str, name: str, message: str, hint: str = "", before: str = "") -> SpecError:
+    """The error at the place that ``before`` leads up to."""
+    line = before.count("\n") + 1
+    column = len(before) - (before.rfind("\n") + 1) + 1
+    span = Span(name, line, column, line, column + 1)
+    return SpecError((Diagnostic(code, message, span, hints=(hint,) if hint else ()),))
+
+
+def excerpt(source: Source, span: Span) -> str:
+    """What stands at a span, without comments and on one line."""
+    lines = source.text.split("\n")[span.line - 1 : span.end_line]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][: span.end_column - 1]
+    lines[0] = lines[0][span.column - 1 :]
+    return " ".join(_COMMENT.sub("", "\n".join(lines)).split())

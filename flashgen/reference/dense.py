@@ -1,0 +1,212 @@
+"""Dense attention straight from the IR: the judge of every backend.
+
+In: an ``AttentionSpec`` and tensors of any floating type. Out: ``o`` and ``lse``, differentiable by
+autograd. Every matrix of the formula is formed, [B, H, Nq, Nk] each; nothing is rearranged, tiled or
+rescaled online.
+
+    S = score(τ Q Kᵀ)      keep = mask ∧ layout ∧ S ≠ -inf
+    P = weights(S)         P' = dropout(P)              O = P' V
+
+A pair that is not kept has weight exactly 0, and no gradient passes through it. A row with nothing kept
+gives o = 0, lse = -inf and zero gradients; so does a row of ``normalize`` whose weights are all 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashgen.ir.build import constant_value
+from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.spec import AttentionSpec, Normalize, Pointwise, Softmax
+from flashgen.ir.types import ScalarType
+from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.reference.philox import drop_threshold, kept_pairs
+from flashgen.reference.shard import Shard
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Drop probability and seed (an int, or a 0-dim int64 tensor)."""
+
+    probability: float
+    seed: int | Tensor
+
+
+def attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    params: Mapping[str, Tensor | float] | None = None,
+    shard: Shard | None = None,
+    dropout: Dropout | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of ``spec``, densely.
+
+    ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv], converted to ``dtype`` (default:
+    that of q). ``tensors`` and ``params`` by name; params left out take their defaults. ``shard`` places
+    the call in a larger problem. ``dropout`` None: no dropout, whatever the spec says (see
+    ``drop_probability``).
+
+    Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse`` is None for pointwise
+    weights, log Σ E for ``normalize``. Raises ``KeyError`` for a tensor or required param that is missing.
+    """
+    dtype = dtype or q.dtype
+    shard = shard or Shard.whole(q.shape, k.shape)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if shard.group != 1:
+        k, v = (x.unsqueeze(2).expand(-1, -1, shard.group, -1, -1).flatten(1, 2) for x in (k, v))
+    evaluate, indices = _evaluator(spec, q, v, shard, tensors or {}, params or {}, dtype)
+    guard = evaluate.guard
+    keep = _kept_by_position(spec, evaluate).expand(*q.shape[:3], k.shape[2])
+
+    score = _score(spec, evaluate, q, k)
+    keep = keep & (score != -torch.inf)
+    guard.narrow(keep)
+    # Masked pairs have a score of 0 from here on: no weight function sees -inf, or what a mask hides.
+    score = torch.where(keep, score, 0.0)
+    weight, lse = _weights(spec, evaluate, score)
+    if dropout is not None and dropout.probability > 0:
+        threshold = drop_threshold(dropout.probability)
+        survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))
+        weight = torch.where(survives, weight / (1.0 - dropout.probability), 0.0)
+    return weight @ v, lse
+
+
+def param_values(spec: AttentionSpec, given: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
+    """The value of every param: given, or its default over the sizes and earlier params, in float32.
+
+    Raises ``KeyError`` for a required one that is missing.
+    """
+    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    found: dict[str, float] = {}
+    for param in spec.params:
+        if param.name in given:
+            value = given[param.name]
+        elif param.default is None:
+            raise KeyError(param.name)
+        else:
+            value = constant_number(substitute(param.default, values))
+            if param.type is ScalarType.FLOAT:
+                with np.errstate(over="ignore"):
+                    value = float(np.float32(value))
+        found[param.name] = float(value) if param.type is ScalarType.FLOAT else int(value)
+        symbol = Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)
+        values[symbol] = Literal(param.type, value=found[param.name])
+    return found
+
+
+def drop_probability(spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int]) -> float:
+    """The spec's drop probability for these params; 0 without a dropout statement."""
+    if spec.dropout is None:
+        return 0.0
+    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    for param in spec.params:
+        symbol = Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)
+        values[symbol] = Literal(param.type, value=params[param.name])
+    return float(constant_number(substitute(spec.dropout, values)))
+
+
+def constant_number(expr: Expr) -> float:
+    """The value of an expression in which nothing is left open."""
+    value = constant_value(expr)
+    if value is None:
+        raise AssertionError("the resolver lets params, shapes and dropout depend on sizes and params only")
+    return value
+
+
+def _evaluator(
+    spec: AttentionSpec,
+    q: Tensor,
+    v: Tensor,
+    shard: Shard,
+    tensors: Mapping[str, Tensor],
+    params: Mapping[str, Tensor | float],
+    dtype: torch.dtype,
+) -> tuple[Evaluator, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """An evaluator that knows indices, sizes and params; and the indices b, h, i, j, shaped to broadcast."""
+
+    def positions(start: int, length: int, axis: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[axis] = length
+        return torch.arange(start, start + length, device=q.device).view(shape)
+
+    b, h = positions(shard.b_start, shard.batch, 0), positions(shard.h_start, shard.heads, 1)
+    i, j = positions(shard.q_start, shard.q_len, 2), positions(shard.kv_start, shard.kv_len, 3)
+    sizes = shard.sizes(q.shape[-1], v.shape[-1])
+    symbols = {"b": b, "h": h, "hkv": h // shard.group, "i": i, "j": j}
+    symbols |= {name: torch.tensor(value, device=q.device) for name, value in sizes.items()}
+    if spec.layout is not None:
+        symbols |= {"I": i // spec.layout.block, "J": j // spec.layout.block}
+    plain = {name: float(value) for name, value in params.items()}
+    values: dict[str, Tensor] = {}
+    for name, value in param_values(spec, plain, sizes).items():
+        chosen = params.get(name)
+        values[name] = chosen if isinstance(chosen, Tensor) else torch.tensor(value, dtype=torch.float64)
+        values[name] = values[name].to(q.device)
+    return Evaluator(symbols, values, tensors, dtype, Guard()), (b, h, i, j)
+
+
+def _kept_by_position(spec: AttentionSpec, evaluate: Evaluator) -> Tensor:
+    keep = evaluate.boolean(spec.mask)
+    return keep if spec.layout is None else keep & evaluate.boolean(spec.layout.keep)
+
+
+def _score(spec: AttentionSpec, evaluate: Evaluator, q: Tensor, k: Tensor) -> Tensor:
+    """score(s, dot, sqdist), [B, H, Nq, Nk]."""
+    dot = q @ k.transpose(-1, -2)
+    symbols = {"dot": dot, "s": evaluate.real(spec.scale) * dot}
+    if any(isinstance(node, Symbol) and node.name == "sqdist" for node in walk(spec.score)):
+        symbols["sqdist"] = _squared_distance(q, k)
+    return evaluate.given(**symbols).real(spec.score).expand(dot.shape)
+
+
+def _squared_distance(q: Tensor, k: Tensor) -> Tensor:
+    """‖q - k‖², accumulated in at least float32 and rounded once, as a matrix product is."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, dtype = q.to(wide), k.to(wide), q.dtype
+    squares = (q * q).sum(-1).unsqueeze(-1) + (k * k).sum(-1).unsqueeze(-2)
+    return (squares - 2.0 * (q @ k.transpose(-1, -2))).to(dtype)
+
+
+def _weights(spec: AttentionSpec, evaluate: Evaluator, score: Tensor) -> tuple[Tensor, Tensor | None]:
+    """P [B, H, Nq, Nk] and the logarithm of the row's denominator, None where there is none."""
+    keep = evaluate.guard.keep
+    assert keep is not None, "the score has been masked"
+    if isinstance(spec.weights, Softmax):
+        return _softmax(spec.weights.sink, evaluate, score, keep)
+    weight = torch.where(keep, evaluate.given(s=score).real(spec.weights.weight), 0.0)
+    if isinstance(spec.weights, Pointwise):
+        return weight, None
+    assert isinstance(spec.weights, Normalize)
+    total = weight.sum(-1, keepdim=True)
+    some = total != 0  # true for NaN, which passes through
+    safe = torch.where(some, total, 1.0)
+    lse = torch.where(some, safe.log(), -torch.inf)
+    return torch.where(some, weight / safe, 0.0), lse.squeeze(-1)
+
+
+def _softmax(sink: Expr | None, evaluate: Evaluator, score: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    some = keep.any(-1, keepdim=True)
+    if score.shape[-1] == 0:
+        return score, score.new_full(score.shape[:-1], -torch.inf)
+    top = torch.where(keep, score, -torch.inf).amax(-1, keepdim=True)
+    sunk = None if sink is None else evaluate.real(sink).expand(some.shape)
+    if sunk is not None:
+        top = torch.maximum(top, sunk)
+    top = torch.where(top == -torch.inf, 0.0, top).detach()
+    weight = torch.where(keep, (score - top).exp(), 0.0)
+    total = weight.sum(-1, keepdim=True)
+    if sunk is not None:
+        total = total + torch.where(some, sunk - top, 0.0).exp()
+    safe = torch.where(some, total, 1.0)
+    lse = torch.where(some, safe.log() + top, -torch.inf)
+    return weight / safe, lse.squeeze(-1)

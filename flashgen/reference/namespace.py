@@ -1,0 +1,117 @@
+"""Torch as the array namespace in which operators state their meaning.
+
+In: torch tensors (bool, int64 or floating). Out: the same, differentiable by autograd. Does NOT know
+operators or expressions; see ``ArrayNamespace`` in ``ir/operators_base.py`` for what is asked of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Value = Tensor | bool | int | float
+
+
+@dataclass(frozen=True)
+class TorchNamespace:
+    """Torch in one working precision."""
+
+    dtype: torch.dtype
+
+    def is_float(self, x: Value) -> bool:
+        return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
+
+    def to_float(self, x: Tensor) -> Tensor:
+        return x if x.is_floating_point() else x.to(self.dtype)
+
+    def to_int(self, x: Tensor) -> Tensor:
+        return x.to(torch.int64)
+
+    def where(self, c: Tensor, x: Value, y: Value) -> Tensor:
+        return torch.where(c, _like(x, y), _like(y, x))
+
+    def isnan(self, x: Tensor) -> Tensor:
+        return torch.isnan(x)
+
+    def logical_not(self, x: Tensor) -> Tensor:
+        return torch.logical_not(x)
+
+    def minimum(self, x: Value, y: Value) -> Tensor:
+        return torch.minimum(_tensor(x, y), _tensor(y, x))
+
+    def maximum(self, x: Value, y: Value) -> Tensor:
+        return torch.maximum(_tensor(x, y), _tensor(y, x))
+
+    def clamp(self, x: Tensor, lo: Value, hi: Value) -> Tensor:
+        return torch.clamp(x, _tensor(lo, x), _tensor(hi, x))
+
+    def floor_divide(self, x: Value, y: Value) -> Tensor:
+        return torch.div(_tensor(x, y), _tensor(y, x), rounding_mode="floor")
+
+    def remainder(self, x: Value, y: Value) -> Tensor:
+        return torch.remainder(_tensor(x, y), _tensor(y, x))
+
+    def abs(self, x: Tensor) -> Tensor:
+        return torch.abs(x)
+
+    def pow(self, x: Value, y: Value) -> Tensor:
+        return torch.pow(_tensor(x, y), _tensor(y, x))
+
+    def floor(self, x: Tensor) -> Tensor:
+        return torch.floor(x)
+
+    def ceil(self, x: Tensor) -> Tensor:
+        return torch.ceil(x)
+
+    def round(self, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
+
+    def exp2(self, x: Tensor) -> Tensor:
+        return torch.exp2(x)
+
+    def log(self, x: Tensor) -> Tensor:
+        return torch.log(x)
+
+    def log2(self, x: Tensor) -> Tensor:
+        return torch.log2(x)
+
+    def log1p(self, x: Tensor) -> Tensor:
+        return torch.log1p(x)
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x)
+
+    def rsqrt(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def erf(self, x: Tensor) -> Tensor:
+        return torch.erf(x)
+
+    def sin(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+    def cos(self, x: Tensor) -> Tensor:
+        return torch.cos(x)
+
+
+def _tensor(x: Value, like: Value) -> Tensor:
+    """``x`` as a tensor of the type of ``like``."""
+    if isinstance(x, Tensor):
+        return x
+    return torch.tensor(x, dtype=like.dtype, device=like.device) if isinstance(like, Tensor) else torch.tensor(x)
+
+
+def _like(x: Value, other: Value) -> Value:
+    """A Python number that stands beside a tensor, as a tensor: a plain one may overflow in float16."""
+    return _tensor(x, other) if isinstance(other, Tensor) and other.is_floating_point() else x

@@ -1,0 +1,237 @@
+"""Checks a call, once for each combination of shapes, and keeps what follows from them.
+
+In: the tensors of a call and its offsets. Out: a ``Call``: the shard, the sizes, the defaults of params,
+the part of ``struct Arguments`` that shapes and strides determine. Errors name the argument, what was
+expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.analysis.bounds import IndexProof, IndexStatus, prove_indices
+from flashgen.analysis.index_checks import check_index
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.text import text
+from flashgen.ir.types import ElementType, ScalarType
+from flashgen.plan.arguments import dimension_field, stride_field
+from flashgen.reference.dense import constant_number, drop_probability, param_values
+from flashgen.reference.shard import Shard
+from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.signature import TORCH_DTYPES, kind
+
+Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
+_MOST_REMEMBERED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What follows from the shapes, strides, types and offsets of a call.
+
+    ``static`` are the values of ``struct Arguments`` known so far, in the order of its fields; None where
+    no kernel runs. ``workspaces`` remembers the bytes that a pass asked for.
+    """
+
+    shard: Shard
+    head_dim: HeadDim
+    sizes: Mapping[str, int]
+    o_shape: tuple[int, int, int, int]
+    kernel: Kernel | None
+    static: Sequence[float] | None
+    workspaces: dict[object, int] = field(default_factory=dict)
+    params: dict[object, tuple[float, ...]] = field(default_factory=dict)
+
+
+class CallChecker:
+    """Turns calls of one op into ``Call``s; remembers those of recent shapes."""
+
+    def __init__(
+        self, spec: AttentionSpec, kernels: Mapping[HeadDim, Kernel] | None, *, any_dtype: bool, cpu_only: bool
+    ) -> None:
+        self.spec = spec
+        self._kernels = kernels
+        self._cpu_only = cpu_only
+        allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
+        self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
+        self._accepted = (*self.dtypes, torch.float64) if any_dtype else self.dtypes
+        self._known: dict[object, Call] = {}
+        self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
+        self._learned = any(
+            isinstance(node, Symbol) and node.kind is SymbolKind.PARAM
+            for param in spec.params
+            if param.default is not None
+            for node in walk(param.default)
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
+        """The call of these tensors. Raises ``ValueError`` or ``TypeError``."""
+        key = (
+            q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
+            v.dtype, v.shape, v.stride(), v.device, offsets,
+            *[(x.dtype, x.shape, x.stride(), x.device) for x in tensors],
+        )  # fmt: skip
+        call = self._known.get(key)
+        if call is None:
+            call = self._check(q, k, v, tensors, offsets)
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
+            self._known[key] = call
+        return call
+
+    def params(self, call: Call, given: Sequence[Tensor | None]) -> tuple[float, ...]:
+        """The value of every param, defaults filled in. Raises ``ValueError`` or ``TypeError``."""
+        values: list[float | None] = []
+        for param, value in zip(self.spec.params, given, strict=True):
+            if value is not None:
+                wanted = torch.int32 if param.type is ScalarType.INT else torch.float32
+                if value.dtype is not wanted:
+                    raise TypeError(
+                        f"param '{param.name}' is {value.dtype}; the spec declares {kind(param)} ({wanted})"
+                    )
+                if value.dim() != 0:
+                    raise ValueError(f"param '{param.name}' has shape {list(value.shape)}; a 0-dim tensor is expected")
+            values.append(None if value is None else value.item())
+        if None not in values:
+            return tuple(values)  # type: ignore[arg-type]
+        key = tuple(values) if self._learned else tuple(value is None for value in values)
+        known = call.params.get(key)
+        if known is None:
+            names = (param.name for param in self.spec.params)
+            present = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            known = tuple(param_values(self.spec, present, call.sizes).values())
+            if len(call.params) >= _MOST_REMEMBERED:
+                call.params.clear()
+            call.params[key] = known
+        return tuple(default if value is None else value for value, default in zip(values, known, strict=True))
+
+    def drop_probability(self, call: Call, given: Tensor | None, params: Sequence[float]) -> float:
+        """The drop probability in force. Raises ``ValueError`` outside [0, 1)."""
+        if given is not None:
+            probability = float(given.item())
+        else:
+            names = (param.name for param in self.spec.params)
+            probability = drop_probability(self.spec, dict(zip(names, params, strict=True)), call.sizes)
+        if not 0.0 <= probability < 1.0:
+            name = "dropout_p" if given is not None else "dropout"
+            raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
+        return probability
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
+        shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
+        head_dim = HeadDim(q.shape[3], v.shape[3])
+        if head_dim not in self.spec.head_dims:
+            known = ", ".join(str(each) for each in self.spec.head_dims)
+            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {known}")
+        self._check_types(q, k, v)
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            wanted = TORCH_DTYPES[declared.element]
+            if tensor.dtype is not wanted:
+                raise TypeError(
+                    f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})"
+                )
+        for proof in self._proofs_of(head_dim):
+            refusal = check_index(proof, sizes)
+            if refusal is not None:
+                raise ValueError(f"'{self.spec.name}': {refusal}")
+        kernel = self._kernels.get(head_dim) if self._kernels is not None else None
+        static = None if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors))
+        return Call(shard, head_dim, sizes, (shard.batch, shard.heads, shard.q_len, head_dim.v), kernel, static)
+
+    def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
+        """The indices that are proved for the sizes of each call."""
+        if not self.spec.tensors:
+            return ()
+        if head_dim not in self._proofs:
+            proofs = prove_indices(self.spec, head_dim)
+            self._proofs[head_dim] = tuple(each for each in proofs if each.status is IndexStatus.CALL_TIME)
+        return self._proofs[head_dim]
+
+    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.dtype is not q.dtype:
+                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
+        if q.dtype not in self._accepted:
+            known = ", ".join(str(dtype) for dtype in self._accepted)
+            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}")
+        if self._cpu_only and q.device.type != "cpu":
+            raise ValueError(
+                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on CPU tensors "
+                "(backend='reference' runs on any device)"
+            )
+
+
+def check_shapes(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets
+) -> tuple[Shard, dict[str, int]]:
+    """The shard and the sizes of a call. Raises ``ValueError`` where shapes, devices or offsets do not fit."""
+    for name, tensor, form in (("q", q, "[B, H, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
+        if tensor.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(tensor.shape)}; {form} is expected")
+        if tensor.device != q.device:
+            raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
+    batch, heads, q_len, qk = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    _match("k", k, 0, batch, "the batch size of q")
+    _match("k", k, 3, qk, "the head dimension of q")
+    _match("v", v, 0, batch, "the batch size of q")
+    _match("v", v, 1, kv_heads, "the number of heads of k")
+    _match("v", v, 2, kv_len, "the length of k")
+    if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
+    shard = Shard(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
+        q_start=offsets[0], kv_start=offsets[1], b_start=offsets[2], h_start=offsets[3],
+        q_total=offsets[4], kv_total=offsets[5], b_total=offsets[6], h_total=offsets[7],
+    )  # fmt: skip
+    shard.check()
+    sizes = shard.sizes(qk, v.shape[3])
+    for declared, tensor in zip(spec.tensors, tensors, strict=True):
+        _check_captured(declared, tensor, sizes, q.device)
+    return shard, sizes
+
+
+def _match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
+    if tensor.shape[axis] != wanted:
+        raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
+
+
+def _check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
+    name = declared.name
+    if tensor.device != device:
+        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
+    values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
+    wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
+    if list(tensor.shape) != wanted:
+        shape = ", ".join(text(each) for each in declared.shape)
+        raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
+
+
+def _static(
+    spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The values of ``struct Arguments`` that shapes and strides determine."""
+    b_total, h_total, q_total, kv_total = shard.totals()
+    known: dict[str, Any] = {
+        "element": ELEMENTS[q.dtype],
+        "batch": shard.batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
+        "q_len": shard.q_len, "kv_len": shard.kv_len,
+        "b_start": shard.b_start, "h_start": shard.h_start, "q_start": shard.q_start, "kv_start": shard.kv_start,
+        "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
+    }  # fmt: skip
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        for letter, stride in zip("bhn", tensor.stride(), strict=False):
+            known[f"{name}_stride_{letter}"] = stride
+    for declared, tensor in zip(spec.tensors, tensors, strict=True):
+        for axis in range(tensor.dim()):
+            known[stride_field(declared.name, axis)] = tensor.stride(axis)
+            known[dimension_field(declared.name, axis)] = tensor.shape[axis]
+    return known

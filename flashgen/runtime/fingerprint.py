@@ -1,0 +1,52 @@
+"""Names operators by what they compute, so that the same spec loaded twice is one operator of ``torch.library``.
+
+In: a spec, the kind of its implementation, its generated sources. Out: eight hexadecimal digits, the same in every
+process and on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from flashgen.ir.expr import Expr
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.text import text
+
+
+class KernelText(Protocol):
+    """What an op keeps of each generated source: ``KernelSource`` and anything of the same shape."""
+
+    @property
+    def name(self) -> str:
+        """The name of the file, without its suffix."""
+
+    @property
+    def text(self) -> str:
+        """The whole source."""
+
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        """Macros and their values."""
+
+
+def fingerprint(spec: AttentionSpec, kind: str, sources: Sequence[KernelText]) -> str:
+    """A hash over all that decides what an operator computes and how; sources count for kernels only."""
+    digest = hashlib.sha256(f"{kind} {canonical(spec)}".encode())
+    for source in sources if kind == "cpu" else ():
+        digest.update(f"{source.name} {source.defines} {source.text}".encode())
+    return digest.hexdigest()[:8]
+
+
+def canonical(value: object) -> str:
+    """A spec as text: structure and values, without places."""
+    if isinstance(value, Expr):
+        return f"{value.type}:{text(value)}"
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value) if each.compare]
+        return f"{type(value).__name__}({', '.join(f'{name}={canonical(getattr(value, name))}' for name in names)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(canonical(each) for each in value)})"
+    return repr(value)

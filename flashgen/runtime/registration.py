@@ -1,0 +1,206 @@
+"""Registers an op with ``torch.library``: forward and backward operators, autograd, fake tensors, autocast.
+
+In: a name, a ``Signature`` and an ``Engine``. Out: the forward operator. The name carries a hash of
+everything that the op computes, so that registering the same op again finds the operator that is there.
+
+    AutocastCPU, AutocastCUDA   casts q, k, v to the type of the region, captured tensors to their declared ones
+    Autograd                    saves for backward; backward calls the backward operator
+    CompositeExplicitAutograd   checks and runs the engine, on any device
+    Meta                        shapes only
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.library import Library
+
+from flashgen.runtime.engine import Engine
+from flashgen.runtime.signature import TORCH_DTYPES, Signature
+
+NAMESPACE = "flashgen"
+
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Registered:
+    """A registered op: its two operators and what they were made of."""
+
+    name: str
+    signature: Signature
+    engine: Engine
+    forward: OpOverload[..., Any]
+    backward: OpOverload[..., Any]
+
+
+def register(name: str, make_engine: Callable[[], Engine]) -> Registered:
+    """The op of this name, registered on its first use in the process."""
+    with _LOCK:
+        known = _registry()
+        if name not in known:
+            known[name] = _register(name, make_engine())
+        return known[name]
+
+
+@functools.cache
+def _library() -> Library:
+    return Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _registry() -> dict[str, Registered]:
+    """What is registered, as torch.library needs it: for the life of the process."""
+    return {}
+
+
+def _register(name: str, engine: Engine) -> Registered:
+    library: Any = _library()
+    signature = engine.signature
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(name + signature.forward_schema, tags=tags)
+    library.define(f"{name}_backward{signature.backward_schema}", tags=tags)
+    namespace = getattr(torch.ops, NAMESPACE)
+    op = Registered(
+        name,
+        signature,
+        engine,
+        getattr(namespace, name).default,
+        getattr(namespace, f"{name}_backward").default,
+    )
+    library.impl(name, engine.forward, "CompositeExplicitAutograd")
+    library.impl(f"{name}_backward", engine.backward, "CompositeExplicitAutograd")
+    library.impl(name, functools.partial(_autograd, op), "Autograd")
+    library.impl(f"{name}_backward", functools.partial(_backward_autograd, op), "Autograd")
+    for device in ("CPU", "CUDA"):
+        library.impl(name, functools.partial(_autocast, op, device), f"Autocast{device}")
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature), lib=library)
+    torch.library.register_fake(f"{qualified}_backward", functools.partial(_fake_backward, signature), lib=library)
+    return op
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.autograd.Function):
+    """Saves the inputs, o and lse; backward is one call of the backward operator. Arguments: the op, then its own."""
+
+    @staticmethod
+    def forward(op: Registered, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        op, *args = inputs
+        count = op.signature.tensor_arguments
+        ctx.save_for_backward(*args[:count], *(output if op.signature.has_lse else ()))
+        ctx.set_materialize_grads(False)
+        ctx.op, ctx.rest = op, args[count:]
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
+        op: Registered = ctx.op
+        count = op.signature.tensor_arguments
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1 : 1 + op.signature.inputs]
+        rest = (None,) * (count - op.signature.inputs + len(ctx.rest))
+        if d_o is None and d_lse is None:
+            return (None,) * (1 + op.signature.inputs) + rest
+        if d_o is None:
+            q, v = saved[0], saved[2]
+            d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
+        lse = (d_lse, *saved[count:]) if op.signature.has_lse else ()
+        backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
+        found = iter(backward(d_o, *lse, *saved[:count], *ctx.rest, needs))
+        return (None, *(next(found) if need else None for need in needs), *rest)
+
+
+class _Once(torch.autograd.Function):
+    """The backward operator with a derivative that says there is none."""
+
+    @staticmethod
+    def forward(op: Registered, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(op.backward(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.name = inputs[0].name
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"the gradient of '{ctx.name}' cannot be differentiated again: flashgen generates first derivatives. "
+            "For second ones use op.reference(...), which autograd differentiates any number of times."
+        )
+
+
+def transforming() -> bool:
+    """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _autograd(op: Registered, *args: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return Attention.apply(op, *args)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.forward(*args)
+
+
+def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return list(_Once.apply(op, *args))  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        found: list[Tensor] = op.backward(*args)
+    return found
+
+
+# Fake tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _fake_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError("q, k and v have four dimensions")
+    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    if not signature.has_lse:
+        return o
+    return o, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+
+
+def _fake_backward(signature: Signature, *args: Any) -> list[Tensor]:
+    start = 4 if signature.has_lse else 1
+    inputs: Sequence[Any] = args[start : start + signature.inputs]
+    return [x.new_empty(x.shape) for x, need in zip(inputs, args[-1], strict=True) if need]
+
+
+# Autocast -------------------------------------------------------------------------------------------------------------
+
+
+def _autocast(op: Registered, device: str, *args: Any) -> Any:
+    signature, region = op.signature, torch.get_autocast_dtype(device.lower())
+    allowed = op.engine.checker.dtypes
+    wanted = next((dtype for dtype in (region, torch.float32) if dtype in allowed), None)
+    cast = list(args)
+    for n, x in enumerate(args[:3]):
+        if wanted is not None and _is_castable(x):
+            cast[n] = x.to(wanted)
+    for n, tensor in enumerate(signature.tensors, start=3):
+        if tensor.element.is_floating and _is_castable(args[n]):
+            cast[n] = args[n].to(TORCH_DTYPES[tensor.element])
+    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return op.forward(*cast)
+
+
+def _is_castable(x: Tensor) -> bool:
+    """Autocast leaves float64 and everything that is not floating alone."""
+    return x.is_floating_point() and x.dtype is not torch.float64

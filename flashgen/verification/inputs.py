@@ -1,0 +1,169 @@
+"""Random arguments for any spec: queries, keys, values, captured tensors, params and the gradients that arrive.
+
+In: an ``AttentionSpec`` and the sizes of a call. Out: ``Inputs``, in the declared element types, with values that mean
+something: ids that are used as an index lie inside the dimension that they index, ids along a sequence come in runs as
+documents do, slopes of heads are small and positive, everything else is normally distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.ir.expr import Expr, Load, literal, size, substitute, walk
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Normalize, Pointwise, Softmax
+from flashgen.ir.types import ElementType, ScalarType
+from flashgen.reference.dense import constant_number, param_values
+from flashgen.reference.shard import Shard
+from flashgen.runtime.signature import TORCH_DTYPES
+
+_LARGEST_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call, and the gradients of its results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    captured: Mapping[str, Tensor]
+    params: Mapping[str, Tensor | float | int]
+    d_o: Tensor
+    d_lse: Tensor
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Captured tensors and params, as keyword arguments."""
+        return {**self.captured, **self.params}
+
+    def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """Every tensor that receives a gradient, under the name of its gradient's row in a report."""
+        found = {"q": self.q, "k": self.k, "v": self.v}
+        for captured in spec.tensors:
+            if captured.grad:
+                found[captured.name] = self.captured[captured.name]
+        for param in spec.params:
+            value = self.params.get(param.name)
+            if param.grad and isinstance(value, Tensor):
+                found[param.name] = value
+        return found
+
+
+def random_inputs(spec: AttentionSpec, shape: Shape, head_dim: HeadDim, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
+    """Arguments for one call at these sizes; the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    B, H, Hkv, Nq, Nk = shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len
+    return Inputs(
+        q=normal(B, H, Nq, head_dim.qk),
+        k=normal(B, Hkv, Nk, head_dim.qk),
+        v=normal(B, Hkv, Nk, head_dim.v),
+        captured={
+            tensor.name: _captured(spec, tensor, tensor_shape(tensor, shape, head_dim), shape, head_dim, generator)
+            for tensor in spec.tensors
+        },
+        params=_params(spec, _sizes(shape, head_dim)),
+        d_o=normal(B, H, Nq, head_dim.v),
+        d_lse=torch.randn((B, H, Nq), generator=generator),
+    )
+
+
+def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
+    """The declared shape of a captured tensor at these sizes."""
+    sizes: dict[Expr, Expr] = {size(name): literal(value) for name, value in _sizes(shape, head_dim).items()}
+    return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
+
+
+def roomy(spec: AttentionSpec, shape: Shape) -> Shape:
+    """``shape`` with the least power of two times its batch at which no captured tensor is empty."""
+    batch = max(shape.batch, 1)
+    while batch <= _LARGEST_BATCH:
+        grown = Shape(batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len)
+        shapes = [tensor_shape(tensor, grown, spec.head_dims[0]) for tensor in spec.tensors]
+        if all(extent > 0 for extents in shapes for extent in extents):
+            return grown
+        batch *= 2
+    return shape
+
+
+def _sizes(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
+    return Shard(*dataclasses.astuple(shape)).sizes(head_dim.qk, head_dim.v)
+
+
+def _params(spec: AttentionSpec, sizes: Mapping[str, int]) -> dict[str, Tensor | float | int]:
+    """Required params: 1, or half the keys. Those that take a gradient: a tensor. For the others the default holds."""
+    given: dict[str, float] = {
+        param.name: 1.0 if param.type is ScalarType.FLOAT else max(sizes["Nk"] // 2, 1)
+        for param in spec.params
+        if param.default is None
+    }
+    values = param_values(spec, given, sizes)
+    for param in spec.params:
+        if param.grad and not math.isfinite(values[param.name]):  # log(0) where there is no key
+            values[param.name] = 0.0
+    return {
+        param.name: torch.tensor(values[param.name]) if param.grad else values[param.name]
+        for param in spec.params
+        if param.grad or param.default is None
+    }
+
+
+def _captured(
+    spec: AttentionSpec,
+    tensor: CapturedTensor,
+    extents: tuple[int, ...],
+    shape: Shape,
+    head_dim: HeadDim,
+    generator: torch.Generator,
+) -> Tensor:
+    dtype = TORCH_DTYPES[tensor.element]
+    if tensor.element is ElementType.BOOL:
+        return torch.rand(extents, generator=generator) < 0.75
+    if tensor.element.is_floating:
+        per_head = len(extents) == 1 and tensor.shape == (size("H"),)
+        values = torch.rand(extents, generator=generator) / 2 if per_head else torch.randn(extents, generator=generator)
+        return values.to(dtype)
+    limit = _index_limit(spec, tensor.name, shape, head_dim)
+    if limit is not None:
+        return torch.randint(0, max(limit, 1), extents, generator=generator).to(dtype)
+    along_sequence = bool(extents) and bool({size("Nq"), size("Nk")} & set(walk(tensor.shape[-1])))
+    if along_sequence:
+        documents = max(1, math.isqrt(extents[-1]) // 2)
+        return torch.randint(0, documents + 1, extents, generator=generator).sort(dim=-1).values.to(dtype)
+    return torch.randint(0, max(shape.kv_len, 1) + 1, extents, generator=generator).to(dtype)
+
+
+def _index_limit(spec: AttentionSpec, name: str, shape: Shape, head_dim: HeadDim) -> int | None:
+    """The smallest dimension that elements of this tensor index, None where they index nothing."""
+    limits = []
+    extents = {tensor.name: tensor_shape(tensor, shape, head_dim) for tensor in spec.tensors}
+    for node in walk(*_expressions(spec)):
+        if isinstance(node, Load):
+            for position, index in enumerate(node.indices):
+                if any(isinstance(inner, Load) and inner.tensor == name for inner in walk(index)):
+                    limits.append(extents[node.tensor][position])
+    return min(limits, default=None)
+
+
+def _expressions(spec: AttentionSpec) -> Iterator[Expr]:
+    yield spec.score
+    yield spec.mask
+    if spec.layout is not None:
+        yield spec.layout.keep
+    match spec.weights:
+        case Softmax(sink):
+            if sink is not None:
+                yield sink
+        case Pointwise(weight) | Normalize(weight):
+            yield weight

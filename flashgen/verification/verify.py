@@ -1,0 +1,196 @@
+"""Runs an operator forward and backward and measures its distance from the float64 reference.
+
+In: an ``AttentionOp`` and shapes. Out: a ``Case`` for each head dimension, element type and shape, with a ``Row`` for
+each result: o, lse, and every gradient. A row holds three numbers, all relative in the Frobenius norm:
+
+    error       the operator against the reference
+    baseline    the same formula composed of PyTorch's operators in the tensors' dtype, against the reference
+    tolerance   2 · baseline + one rounding step of the result's dtype; in float32 at most 2e-5, unless the baseline
+                itself is worse than that
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim, Pointwise
+from flashgen.ir.types import ElementType
+from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
+from flashgen.reference.shard import Shard
+from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.verification.inputs import Inputs, random_inputs, roomy
+
+FLOAT32_TOLERANCE = 2e-5
+DROPOUT_SEED = 20_240_229
+
+_DEFAULT_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
+_DEFAULT_SHAPES = (
+    Shape(2, 4, 2, 113, 113),
+    Shape(1, 2, 1, 77, 203),
+    Shape(2, 2, 2, 1, 64),
+    Shape(1, 1, 1, 256, 256),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result of one case; gradients are named dq, dk, dv and d<name>."""
+
+    tensor: str
+    error: float
+    baseline: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within tolerance."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Case:
+    """The results at one head dimension, element type and shape."""
+
+    head_dim: HeadDim
+    dtype: ElementType
+    shape: Shape
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row is within tolerance."""
+        return all(row.ok for row in self.rows)
+
+
+def default_shapes(spec: AttentionSpec) -> tuple[Shape, ...]:
+    """Odd, uneven and grouped shapes at which no captured tensor of the spec is empty."""
+    return tuple(roomy(spec, shape) for shape in _DEFAULT_SHAPES)
+
+
+def verify(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0) -> Iterator[Case]:
+    """Every head dimension and element type of the spec at every shape."""
+    for head_dim in op.spec.head_dims:
+        for dtype in op.spec.dtypes or _DEFAULT_DTYPES:
+            for shape in shapes:
+                yield verify_case(op, head_dim, dtype, shape, seed=seed)
+
+
+def verify_case(op: AttentionOp, head_dim: HeadDim, dtype: ElementType, shape: Shape, *, seed: int = 0) -> Case:
+    """One case on random inputs."""
+    inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[dtype], seed=seed)
+    return Case(head_dim, dtype, shape, compare(op, inputs))
+
+
+def compare(op: AttentionOp, inputs: Inputs) -> tuple[Row, ...]:
+    """The rows for one set of inputs."""
+    spec = op.spec
+
+    def compiled(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        if isinstance(spec.weights, Pointwise):
+            return op(q, k, v, seed=DROPOUT_SEED, **named), None
+        return op(q, k, v, seed=DROPOUT_SEED, return_lse=True, **named)
+
+    def composed(dtype: torch.dtype) -> _Function:
+        return lambda q, k, v, named: dense(spec, q, k, v, named, dtype)
+
+    dtype = inputs.q.dtype
+    truth = results(spec, composed(torch.float64), widened(inputs))
+    baseline = results(spec, composed(dtype), inputs)
+    own = results(spec, compiled, inputs)
+    return tuple(
+        _row(name, own[name], baseline[name], truth[name], is_float32=dtype is torch.float32) for name in truth
+    )
+
+
+def dense(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    named: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """The reference, with the captured tensors and params that an operator takes by name."""
+    names = {tensor.name for tensor in spec.tensors}
+    params = {name: value for name, value in named.items() if name not in names}
+    sizes = Shard(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]).sizes(q.shape[-1], v.shape[-1])
+    probability = drop_probability(
+        spec, param_values(spec, {name: float(value) for name, value in params.items()}, sizes), sizes
+    )
+    return attention(
+        spec,
+        q,
+        k,
+        v,
+        tensors={name: value for name, value in named.items() if name in names and isinstance(value, Tensor)},
+        params=params,
+        dropout=Dropout(probability, DROPOUT_SEED) if probability else None,
+        dtype=dtype,
+    )
+
+
+_Function = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], "tuple[Tensor, Tensor | None]"]
+
+
+def results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
+    """o, lse and every gradient."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.differentiable(spec).items()}
+    named = {name: leaves.get(name, value) for name, value in inputs.named.items()}
+    o, lse = function(leaves["q"], leaves["k"], leaves["v"], named)
+    found = {"o": o.detach()}
+    outputs, arriving = [o], [inputs.d_o]
+    if lse is not None:
+        found["lse"] = lse.detach()
+        outputs.append(lse)
+        arriving.append(inputs.d_lse.to(lse.dtype))
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
+    for name, gradient in zip(leaves, gradients, strict=True):
+        found[f"d{name}"] = gradient
+    return found
+
+
+def widened(inputs: Inputs) -> Inputs:
+    """The same values in float64."""
+
+    def wide(value: Tensor | float | int) -> Tensor | float | int:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    captured = {name: value.double() if value.is_floating_point() else value for name, value in inputs.captured.items()}
+    return Inputs(
+        q=inputs.q.double(),
+        k=inputs.k.double(),
+        v=inputs.v.double(),
+        captured=captured,
+        params={name: wide(value) for name, value in inputs.params.items()},
+        d_o=inputs.d_o.double(),
+        d_lse=inputs.d_lse.double(),
+    )
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth; infinite where infinities or NaNs disagree."""
+    value, truth = value.double(), truth.double()
+    finite = truth.isfinite()
+    if value.shape != truth.shape or not torch.equal(value[~finite], truth[~finite]):
+        return math.inf
+    distance = float(torch.linalg.vector_norm(value[finite] - truth[finite]))
+    if math.isnan(distance):
+        return math.inf
+    size = float(torch.linalg.vector_norm(truth[finite]))
+    return distance / size if size else distance
+
+
+def _row(name: str, own: Tensor, baseline: Tensor, truth: Tensor, *, is_float32: bool) -> Row:
+    reached = relative_error(baseline, truth)
+    tolerance = 2.0 * reached + torch.finfo(own.dtype).eps
+    if is_float32 and reached <= FLOAT32_TOLERANCE:
+        tolerance = min(tolerance, FLOAT32_TOLERANCE)
+    return Row(name, relative_error(own, truth), reached, tolerance)

@@ -1,0 +1,361 @@
+// Ranges of values over a tile: what a mask can be, from the ranges of the coordinates alone.
+//
+// Contract: each function takes ranges of the arguments of the operator of the same name, and returns a range that holds
+// every value that the operator can give, as float32 kernels compute it. Never wrong; where nothing is known, wide.
+// Int: lo ... hi, inside 32 bits; what may wrap is everything. Float: lo ... hi and, where `nan`, NaN besides; the ends
+// are float32 numbers. Bool: which truth values occur; a comparison with NaN is false, ne is true.
+// The same rules, by the same names, stand in flashgen/ir/interval.py and interval_float.py; a test compares the two.
+// Needs nothing but the standard library, C++17.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace fg::ranges {
+
+struct Int {
+  int64_t lo, hi;
+};
+struct Float {
+  double lo, hi;
+  bool nan;
+};
+struct Bool {
+  bool may_be_false, may_be_true;
+};
+
+constexpr int64_t int_min = INT32_MIN, int_max = INT32_MAX;
+constexpr double inf = std::numeric_limits<double>::infinity();
+constexpr Int any_int() { return {int_min, int_max}; }
+constexpr Float any_float() { return {-inf, inf, true}; }
+constexpr Bool any_bool() { return {true, true}; }
+
+// ---- rounding outward --------------------------------------------------------------------------------------------
+
+// The greatest float32 <= x and the smallest >= x, counting subnormals as zero: kernels may flush them.
+inline double down(double x) {
+  constexpr double tiny = 0x1p-126;
+  if (x > -tiny && x < tiny) return x >= 0 ? 0.0 : -tiny;
+  const float f = static_cast<float>(x);
+  return f > x ? std::nextafter(f, -std::numeric_limits<float>::infinity()) : f;
+}
+inline double up(double x) { return -down(-x); }
+inline Float outward(double lo, double hi, bool nan) {
+  if (lo != lo || hi != hi) return any_float();
+  return {down(lo), up(hi), nan};
+}
+
+// A function that is off by a few units in the last place and never falls below `least`.
+constexpr double relative_error = 0x1p-18, absolute_error = 0x1p-20, pow_error = 0x1p-13;
+inline double above(double x, double relative) {
+  return std::isinf(x) ? x : x + std::fabs(x) * relative + absolute_error;
+}
+inline Float approximate(double lo, double hi, bool nan, double least = -inf, double relative = relative_error) {
+  if (lo != lo || hi != hi) return any_float();
+  return outward(std::max(-above(-lo, relative), least), above(hi, relative), nan);
+}
+
+// ---- single values and unions ------------------------------------------------------------------------------------
+
+constexpr Bool point(bool x) { return {!x, x}; }
+constexpr Int point(int32_t x) { return {x, x}; }
+constexpr Int point(int64_t x) { return {x, x}; }
+inline Float point(double x) { return x != x ? any_float() : outward(x, x, false); }
+inline Float point(float x) { return point(static_cast<double>(x)); }
+
+constexpr Bool hull(Bool x, Bool y) { return {x.may_be_false || y.may_be_false, x.may_be_true || y.may_be_true}; }
+constexpr Int hull(Int x, Int y) { return {std::min(x.lo, y.lo), std::max(x.hi, y.hi)}; }
+constexpr Float hull(Float x, Float y) { return {std::min(x.lo, y.lo), std::max(x.hi, y.hi), x.nan || y.nan}; }
+constexpr Int fitting(int64_t lo, int64_t hi) { return lo < int_min || hi > int_max ? any_int() : Int{lo, hi}; }
+constexpr bool is_point(Int x) { return x.lo == x.hi; }
+constexpr bool has_zero(Float x) { return x.lo <= 0 && x.hi >= 0; }
+constexpr bool has_inf(Float x) { return x.lo == -inf || x.hi == inf; }
+
+// From the least to the greatest of four corners.
+constexpr Int corners(int64_t a, int64_t b, int64_t c, int64_t d) {
+  return fitting(std::min(std::min(a, b), std::min(c, d)), std::max(std::max(a, b), std::max(c, d)));
+}
+inline Float corners(double a, double b, double c, double d, bool nan) {
+  return outward(std::min(std::min(a, b), std::min(c, d)), std::max(std::max(a, b), std::max(c, d)), nan);
+}
+
+// ---- arithmetic --------------------------------------------------------------------------------------------------
+
+constexpr Int neg(Int x) { return fitting(-x.hi, -x.lo); }
+constexpr Float neg(Float x) { return {-x.hi, -x.lo, x.nan}; }
+constexpr Int add(Int x, Int y) { return fitting(x.lo + y.lo, x.hi + y.hi); }
+inline Float add(Float x, Float y) {
+  const bool opposite = (x.hi == inf && y.lo == -inf) || (x.lo == -inf && y.hi == inf);
+  return outward(x.lo + y.lo, x.hi + y.hi, x.nan || y.nan || opposite);
+}
+constexpr Int sub(Int x, Int y) { return fitting(x.lo - y.hi, x.hi - y.lo); }
+inline Float sub(Float x, Float y) { return add(x, neg(y)); }
+
+constexpr Int mul(Int x, Int y) { return corners(x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi); }
+constexpr double product(double a, double b) { return a == 0 || b == 0 ? 0.0 : a * b; }
+inline Float mul(Float x, Float y) {
+  const bool nan = (has_zero(x) && has_inf(y)) || (has_zero(y) && has_inf(x));
+  return corners(product(x.lo, y.lo), product(x.lo, y.hi), product(x.hi, y.lo), product(x.hi, y.hi),
+                 nan || x.nan || y.nan);
+}
+inline Float div(Float x, Float y) {
+  if (has_zero(y) || (has_inf(x) && has_inf(y))) return any_float();
+  return corners(x.lo / y.lo, x.lo / y.hi, x.hi / y.lo, x.hi / y.hi, x.nan || y.nan);
+}
+
+constexpr int64_t floor_quotient(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+constexpr int64_t floor_remainder(int64_t a, int64_t b) { return a - floor_quotient(a, b) * b; }
+inline Float floor(Float x) { return {std::floor(x.lo), std::floor(x.hi), x.nan}; }
+
+// Divisors of each sign apart; 0 where the divisor may be 0.
+constexpr Int floordiv(Int x, Int y) {
+  if (y.lo > 0) {  // nearly always
+    return {floor_quotient(x.lo, x.lo < 0 ? y.lo : y.hi), floor_quotient(x.hi, x.hi < 0 ? y.hi : y.lo)};
+  }
+  int64_t lo = y.hi >= 0 ? 0 : INT64_MAX, hi = y.hi >= 0 ? 0 : INT64_MIN;
+  for (const int64_t divisor : {y.lo, std::min<int64_t>(y.hi, -1), std::max<int64_t>(y.lo, 1), y.hi}) {
+    if (divisor == 0 || divisor < y.lo || divisor > y.hi) continue;
+    for (const int64_t a : {x.lo, x.hi}) {
+      lo = std::min(lo, floor_quotient(a, divisor));
+      hi = std::max(hi, floor_quotient(a, divisor));
+    }
+  }
+  return fitting(lo, hi);
+}
+inline Float floordiv(Float x, Float y) { return floor(div(x, y)); }
+
+// Exact within one period of a fixed divisor; otherwise between 0 and the divisor.
+constexpr Int mod(Int x, Int y) {
+  if (is_point(y) && y.lo != 0 && floor_quotient(x.lo, y.lo) == floor_quotient(x.hi, y.lo)) {
+    return {floor_remainder(x.lo, y.lo), floor_remainder(x.hi, y.lo)};
+  }
+  if (x.lo >= 0 && y.lo > x.hi) return x;
+  const int64_t hi = std::max<int64_t>(y.hi - 1, 0);
+  return {std::min<int64_t>(y.lo + 1, 0), x.lo >= 0 && y.lo >= 0 ? std::min(hi, x.hi) : hi};
+}
+inline Float mod(Float x, Float y) {
+  if (x.lo >= 0 && y.lo > x.hi) return {x.lo, x.hi, x.nan || y.nan};
+  return {std::min(y.lo, 0.0), std::max(y.hi, 0.0), x.nan || y.nan || has_zero(y) || has_inf(x)};
+}
+constexpr Int ceildiv(Int x, Int y) { return neg(floordiv(neg(x), y)); }
+
+// Ends beyond 32 bits need not be exact, only beyond.
+constexpr int64_t saturating_power(int64_t base, int64_t n) {
+  int64_t result = 1;
+  for (int64_t k = 0; k < n && -(int64_t{1} << 32) < result && result < (int64_t{1} << 32); ++k) result *= base;
+  return result;
+}
+inline Int ipow(Int x, Int y) {
+  if (x.lo >= -1 && x.hi <= 1) return {std::min<int64_t>(x.lo, 0), 1};
+  if (y.lo < 0 || y.hi > 31) return any_int();
+  int64_t lo = INT64_MAX, hi = INT64_MIN;
+  for (const int64_t base : {x.lo, x.hi, int64_t{0}, int64_t{-1}}) {
+    if (base < x.lo || base > x.hi) continue;
+    for (const int64_t n : {y.lo, y.lo + 1, y.hi - 1, y.hi}) {
+      if (n < y.lo || n > y.hi) continue;
+      const int64_t power = saturating_power(base, n);
+      lo = std::min(lo, power), hi = std::max(hi, power);
+    }
+  }
+  return fitting(lo, hi);
+}
+inline Float pow(Float x, Float y) {
+  if (x.lo <= 0) return any_float();
+  const double a = std::pow(x.lo, y.lo), b = std::pow(x.lo, y.hi), c = std::pow(x.hi, y.lo), d = std::pow(x.hi, y.hi);
+  double lo = std::min(std::min(a, b), std::min(c, d)), hi = std::max(std::max(a, b), std::max(c, d));
+  const bool nan = x.nan || y.nan;
+  if (nan || has_inf(x) || has_inf(y)) lo = std::min(lo, 1.0), hi = std::max(hi, 1.0);  // nan ** 0 = 1 ** nan = 1
+  return approximate(lo, hi, nan, 0.0, pow_error);
+}
+
+// ---- order -------------------------------------------------------------------------------------------------------
+
+constexpr Int abs(Int x) {
+  const int64_t a = x.lo < 0 ? -x.lo : x.lo, b = x.hi < 0 ? -x.hi : x.hi;
+  return fitting(x.lo <= 0 && x.hi >= 0 ? 0 : std::min(a, b), std::max(a, b));
+}
+inline Float abs(Float x) {
+  const double a = std::fabs(x.lo), b = std::fabs(x.hi);
+  return {has_zero(x) ? 0.0 : std::min(a, b), std::max(a, b), x.nan};
+}
+template <class T> constexpr int sign_of(T x) { return (x > 0) - (x < 0); }
+constexpr Int sign(Int x) { return {sign_of(x.lo), sign_of(x.hi)}; }
+constexpr Float sign(Float x) {  // of NaN 0
+  const double lo = sign_of(x.lo), hi = sign_of(x.hi);
+  return {x.nan ? std::min(lo, 0.0) : lo, x.nan ? std::max(hi, 0.0) : hi, false};
+}
+constexpr Int min(Int x, Int y) { return {std::min(x.lo, y.lo), std::min(x.hi, y.hi)}; }
+constexpr Int max(Int x, Int y) { return {std::max(x.lo, y.lo), std::max(x.hi, y.hi)}; }
+constexpr Float min(Float x, Float y) { return {std::min(x.lo, y.lo), std::min(x.hi, y.hi), x.nan || y.nan}; }
+constexpr Float max(Float x, Float y) { return {std::max(x.lo, y.lo), std::max(x.hi, y.hi), x.nan || y.nan}; }
+template <class T> constexpr T clamp(T x, T lo, T hi) { return min(max(x, lo), hi); }
+
+// ---- comparisons and logic ---------------------------------------------------------------------------------------
+
+constexpr Bool lt(Int x, Int y) { return {x.hi >= y.lo, x.lo < y.hi}; }
+constexpr Bool le(Int x, Int y) { return {x.hi > y.lo, x.lo <= y.hi}; }
+constexpr Bool eq(Int x, Int y) { return {!(is_point(x) && is_point(y) && x.lo == y.lo), x.lo <= y.hi && y.lo <= x.hi}; }
+constexpr Bool lt(Float x, Float y) { return {x.hi >= y.lo || x.nan || y.nan, x.lo < y.hi}; }
+constexpr Bool le(Float x, Float y) { return {x.hi > y.lo || x.nan || y.nan, x.lo <= y.hi}; }
+constexpr Bool eq(Float x, Float y) {
+  const bool same = x.lo == x.hi && y.lo == y.hi && x.lo == y.lo;
+  return {!same || x.nan || y.nan, x.lo <= y.hi && y.lo <= x.hi};
+}
+constexpr Bool not_(Bool x) { return {x.may_be_true, x.may_be_false}; }
+constexpr Bool and_(Bool x, Bool y) { return {x.may_be_false || y.may_be_false, x.may_be_true && y.may_be_true}; }
+constexpr Bool or_(Bool x, Bool y) { return {x.may_be_false && y.may_be_false, x.may_be_true || y.may_be_true}; }
+constexpr Bool eq(Bool x, Bool y) {
+  return {(x.may_be_true && y.may_be_false) || (x.may_be_false && y.may_be_true),
+          (x.may_be_true && y.may_be_true) || (x.may_be_false && y.may_be_false)};
+}
+template <class T> constexpr Bool gt(T x, T y) { return lt(y, x); }
+template <class T> constexpr Bool ge(T x, T y) { return le(y, x); }
+template <class T> constexpr Bool ne(T x, T y) { return not_(eq(x, y)); }
+template <class T> constexpr T where(Bool c, T x, T y) { return !c.may_be_false ? x : !c.may_be_true ? y : hull(x, y); }
+
+// ---- bits --------------------------------------------------------------------------------------------------------
+
+// Above the highest bit in which the ends differ all values agree.
+struct Bits {
+  uint32_t certain, possible;
+};
+inline Bits bits(Int x) {
+  const uint32_t lo = static_cast<uint32_t>(x.lo), difference = lo ^ static_cast<uint32_t>(x.hi);
+  const uint32_t unknown = difference == 0 ? 0u : 0xffffffffu >> __builtin_clz(difference);
+  return {lo & ~unknown, lo | unknown};
+}
+inline Int from_bits(Bits x) {
+  const uint32_t sign = (x.certain ^ x.possible) & 0x80000000u;
+  return {static_cast<int32_t>(x.certain | sign), static_cast<int32_t>(x.possible & ~sign)};
+}
+constexpr Int under(Int x, Int operand) {
+  return operand.lo < 0 ? x : Int{std::max<int64_t>(x.lo, 0), std::min(x.hi, operand.hi)};
+}
+inline Int bitand_(Int x, Int y) {
+  const Bits a = bits(x), b = bits(y);
+  return under(under(from_bits({a.certain & b.certain, a.possible & b.possible}), x), y);
+}
+inline Int bitor_(Int x, Int y) {
+  const Bits a = bits(x), b = bits(y);
+  return from_bits({a.certain | b.certain, a.possible | b.possible});
+}
+inline Int bitxor_(Int x, Int y) {
+  const Bits a = bits(x), b = bits(y);
+  const uint32_t unknown = (a.certain ^ a.possible) | (b.certain ^ b.possible), known = (a.certain ^ b.certain) & ~unknown;
+  return from_bits({known, known | unknown});
+}
+constexpr Bool bitand_(Bool x, Bool y) { return and_(x, y); }
+constexpr Bool bitor_(Bool x, Bool y) { return or_(x, y); }
+constexpr Bool bitxor_(Bool x, Bool y) { return ne(x, y); }
+
+// Counts outside 0 ... 31 give 0 to the left, the sign to the right.
+constexpr Int shl(Int x, Int n) {
+  const bool outside = n.lo < 0 || n.hi > 31;
+  const int64_t lo = std::max<int64_t>(n.lo, 0), hi = std::min<int64_t>(n.hi, 31);
+  if (lo > hi) return {0, 0};
+  const Int inside = corners(x.lo * (int64_t{1} << lo), x.lo * (int64_t{1} << hi), x.hi * (int64_t{1} << lo),
+                             x.hi * (int64_t{1} << hi));
+  return outside ? hull(inside, {0, 0}) : inside;
+}
+constexpr Int shr(Int x, Int n) {
+  const bool outside = n.lo < 0 || n.hi > 31, all = n.hi < 0 || n.lo > 31;
+  const int64_t lo = all ? 31 : std::max<int64_t>(n.lo, 0), hi = outside ? 31 : n.hi;
+  return corners(x.lo >> lo, x.lo >> hi, x.hi >> lo, x.hi >> hi);
+}
+inline Int popcount(Int x) {
+  const Bits b = bits(x);
+  return {__builtin_popcount(b.certain), __builtin_popcount(b.possible)};
+}
+template <class... Ints> inline Int hash(Ints... x) {
+  if (!(is_point(x) && ...)) return {0, int_max};
+  uint32_t h = 0x9E3779B9u;
+  for (const int64_t value : {x.lo...}) {
+    h = (h ^ static_cast<uint32_t>(value)) * 0x85EBCA6Bu;
+    h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+    h ^= h >> 16;
+  }
+  return point(static_cast<int32_t>(h & 0x7fffffffu));
+}
+
+// ---- conversions -------------------------------------------------------------------------------------------------
+
+constexpr Float to_float(Bool x) { return {x.may_be_false ? 0.0 : 1.0, x.may_be_true ? 1.0 : 0.0, false}; }
+inline Float to_float(Int x) { return outward(static_cast<double>(x.lo), static_cast<double>(x.hi), false); }
+constexpr Float to_float(Float x) { return x; }
+constexpr Int to_int(Bool x) { return {x.may_be_false ? 0 : 1, x.may_be_true ? 1 : 0}; }
+constexpr Int to_int(Int x) { return x; }
+constexpr int64_t saturated(double x) {
+  return x <= double(int_min) ? int_min : x >= double(int_max) ? int_max : static_cast<int64_t>(x);
+}
+constexpr Int to_int(Float x) {  // NaN gives 0
+  const int64_t lo = saturated(x.lo), hi = saturated(x.hi);
+  return {x.nan ? std::min<int64_t>(lo, 0) : lo, x.nan ? std::max<int64_t>(hi, 0) : hi};
+}
+
+// ---- functions of floats -----------------------------------------------------------------------------------------
+
+inline Float ceil(Float x) { return {std::ceil(x.lo), std::ceil(x.hi), x.nan}; }
+inline Float round(Float x) { return {std::nearbyint(x.lo), std::nearbyint(x.hi), x.nan}; }
+inline Float exp(Float x) { return approximate(std::exp(x.lo), std::exp(x.hi), x.nan, 0.0); }
+inline Float exp2(Float x) { return approximate(std::exp2(x.lo), std::exp2(x.hi), x.nan, 0.0); }
+
+// Monotone; -inf at the pole, NaN below.
+template <class F> inline Float logarithm(F log, Float x, double pole) {
+  if (x.hi < pole) return any_float();
+  return approximate(x.lo > pole ? log(x.lo) : -inf, x.hi > pole ? log(x.hi) : -inf, x.nan || x.lo < pole);
+}
+inline Float log(Float x) { return logarithm([](double t) { return std::log(t); }, x, 0.0); }
+inline Float log2(Float x) { return logarithm([](double t) { return std::log2(t); }, x, 0.0); }
+inline Float log1p(Float x) { return logarithm([](double t) { return std::log1p(t); }, x, -1.0); }
+inline Float sqrt(Float x) {
+  if (x.hi < 0) return any_float();
+  return approximate(std::sqrt(std::max(x.lo, 0.0)), std::sqrt(x.hi), x.nan || x.lo < 0, 0.0);
+}
+inline Float rsqrt(Float x) {
+  if (x.lo <= 0) return any_float();  // 1 / sqrt(-0) is -inf
+  return approximate(1 / std::sqrt(x.hi), 1 / std::sqrt(x.lo), x.nan, 0.0);
+}
+inline Float tanh(Float x) { return approximate(std::tanh(x.lo), std::tanh(x.hi), x.nan); }
+inline Float erf(Float x) { return approximate(std::erf(x.lo), std::erf(x.hi), x.nan); }
+inline double logistic(double x) { return x >= 0 ? 1 / (1 + std::exp(-x)) : std::exp(x) / (1 + std::exp(x)); }
+inline Float sigmoid(Float x) { return approximate(logistic(x.lo), logistic(x.hi), x.nan, 0.0); }
+inline double log_1_exp(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
+inline Float softplus(Float x) { return approximate(log_1_exp(x.lo), log_1_exp(x.hi), x.nan, 0.0); }
+constexpr Float relu(Float x) { return {std::max(x.lo, 0.0), std::max(x.hi, 0.0), x.nan}; }
+
+// Falls from 0 at -inf to `least` at `bottom`, then rises; at -inf itself NaN.
+template <class F> inline Float valley(F value, double bottom, double least, Float x) {
+  const double a = x.lo == -inf ? 0.0 : value(x.lo), b = x.hi == -inf ? 0.0 : value(x.hi);
+  const double lo = x.lo <= bottom && bottom <= x.hi ? least : std::min(a, b), slack = 0x1p-16;
+  return approximate(lo - slack, std::max(a, b) + slack, x.nan || x.lo == -inf);
+}
+inline Float silu(Float x) {
+  return valley([](double t) { return t * logistic(t); }, -1.2784645427610738, -0.27846454276107380, x);
+}
+inline Float gelu(Float x) {
+  return valley([](double t) { return 0.5 * t * (1 + std::erf(t * std::sqrt(0.5))); }, -0.75179152981410563,
+                -0.16997120747990369, x);
+}
+
+// The ends, and +-1 where a crest lies between them.
+inline Float sin(Float x) {
+  constexpr double pi = 3.14159265358979323846;
+  if (has_inf(x) || x.hi - x.lo > 6.25 || std::fabs(x.lo) > 1e4 || std::fabs(x.hi) > 1e4) {
+    return {-1 - absolute_error, 1 + absolute_error, x.nan || has_inf(x)};
+  }
+  double lo = std::min(std::sin(x.lo), std::sin(x.hi)), hi = std::max(std::sin(x.lo), std::sin(x.hi));
+  const double first = std::floor((x.lo - 0.001) / pi - 0.5), slack = 0x1p-16;
+  for (int k = 0; k < 4; ++k) {
+    const double crest = (first + k + 0.5) * pi;
+    if (crest < x.lo - 0.001 || crest > x.hi + 0.001) continue;
+    lo = std::min(lo, std::sin(crest)), hi = std::max(hi, std::sin(crest));
+  }
+  return approximate(lo - slack, hi + slack, x.nan);
+}
+inline Float cos(Float x) {
+  constexpr double quarter = 3.14159265358979323846 / 2;
+  return sin({x.lo + quarter, x.hi + quarter, x.nan});
+}
+
+}  // namespace fg::ranges

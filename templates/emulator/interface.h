@@ -1,0 +1,119 @@
+// The border between the two sides of the emulator, which are compiled apart.
+//
+//   kernel/    pasted into the generated source: CUDA's words and the names of layer 1, each of which calls a Machine
+//   machine/   one library for all kernels: fibers, memories, barriers, matrix units, counts. It never sees a kernel's types
+//
+// Contract: both sides are compiled by the same compiler from the same text of this file. Everything that crosses is
+// plain data; an error ends the launch and arrives as a Failure, never as an exception.
+#pragma once
+#include <stdint.h>
+
+namespace fg {
+namespace emulator {
+
+constexpr int warp_lanes = 32;
+constexpr int most_threads = 1024;
+
+struct Index3 {
+  unsigned x, y, z;
+};
+
+// ---- what a kernel asks for ----------------------------------------------------------------------------------------
+
+enum class Access : int { load, store, add };
+
+// What all lanes of a warp do together. The operands of one lane lie on its own stack while it waits.
+enum class Together : int {
+  warp_barrier,
+  block_barrier,
+  shuffle,
+  load_matrix,
+  load_matrix_transposed,
+  mma_f16,
+  mma_bf16,
+  mma_tf32,
+};
+struct Call {
+  Together what;
+  int line;
+  void* out;           // shuffle: the value; load_matrix: 4 registers; mma: 4 accumulators, read and written
+  const void* in[2];   // shuffle: the value; load_matrix: the row; mma: a and b
+  int number;          // shuffle: the lane that is read
+  int bytes;           // shuffle: the size of the value
+};
+
+class Machine {
+ public:
+  virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
+  virtual void global_add(float* p, float value, int line) = 0;
+  virtual char* shared_memory() = 0;
+  virtual void shared_access(Access access, const void* p, unsigned bytes, int line) = 0;
+  virtual void copy_async(void* shared, const void* global, unsigned bytes, bool valid, int line) = 0;
+  virtual void copy_async_commit(int line) = 0;
+  virtual void copy_async_wait(int pending, int line) = 0;
+  virtual void together(const Call& call) = 0;
+
+ protected:
+  ~Machine() = default;
+};
+
+// What the running thread knows of itself. One for each host thread; the machine renews it at every switch.
+struct Registers {
+  Index3 thread, block, block_size, grid_size;
+  Machine* machine;
+};
+
+// ---- what a host passes --------------------------------------------------------------------------------------------
+
+struct Allocation {
+  const char* name;
+  uint64_t address, bytes;
+};
+
+// Bytes of global memory, summed over the requests of all lanes.
+struct Traffic {
+  uint64_t loaded, stored, added;
+};
+
+// Requests of a line to shared memory; a request without conflicts takes `least` wavefronts.
+struct SharedRequests {
+  uint64_t requests, wavefronts, least;
+};
+
+enum class Fault : int {
+  none,
+  launch,         // the launch itself is impossible
+  outside,        // global memory: not inside one allocation
+  misaligned,
+  shared_outside, // shared memory: beyond the launch's size
+  uninitialized,  // shared memory: read before it was written
+  not_awaited,    // shared memory: an asynchronous copy that no wait has covered
+  not_committed,  // … that was never committed
+  race,
+  divergence,     // lanes of a warp at different collectives
+  deadlock,       // a barrier that cannot complete
+};
+struct Failure {
+  Fault fault;
+  int line, other_line;  // 0: none
+  char message[480];
+};
+
+struct Launch {
+  void (*enter)(const void* arguments);
+  Registers* (*registers)();  // of the calling host thread
+  const void* arguments;
+  Index3 grid, block;
+  uint64_t shared_bytes;
+  uint64_t seed;
+  int host_threads;
+  int lines;  // of the source
+  int allocations;
+  const Allocation* allocation;
+  Traffic* traffic;         // one an allocation
+  SharedRequests* shared;   // lines + 1
+  Failure* failure;
+};
+
+}  // namespace emulator
+}  // namespace fg

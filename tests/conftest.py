@@ -1,0 +1,31 @@
+"""What all tests share: a cache of their own, seeded random tests, and no fight for the cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before anything is imported, so that subprocesses and OpenMP see it. Compiled kernels are kept between runs:
+# the cache is addressed by content, and a change of a template is another entry.
+os.environ.setdefault("FLASHGEN_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernels"))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None, print_blob=True, database=None)
+hypothesis.settings.load_profile("seeded")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def specs(repository: Path) -> Path:
+    """The gallery."""
+    return repository / "specs"

@@ -1,0 +1,178 @@
+"""Expressions and specs for tests of the IR, written as Python text, without the language's own parser."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from flashgen.diagnostics.span import Source, Span
+from flashgen.ir.build import apply, constant, power
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, score_input, size, substitute
+from flashgen.ir.spec import (
+    AttentionSpec,
+    CapturedTensor,
+    HeadDim,
+    Layout,
+    Schedule,
+    Softmax,
+    Statement,
+    Weights,
+)
+from flashgen.ir.types import ElementType, ScalarType
+
+_BINARY: dict[type[ast.operator], str] = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
+    ast.BitAnd: "bitand", ast.BitOr: "bitor", ast.BitXor: "bitxor", ast.LShift: "shl", ast.RShift: "shr",
+}  # fmt: skip
+_COMPARE: dict[type[ast.cmpop], str] = {
+    ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
+}  # fmt: skip
+_NAMES: dict[str, Expr] = {
+    **{name: index(name) for name in ("b", "h", "i", "j", "hkv")},
+    **{name: size(name) for name in ("B", "H", "Hkv", "Nq", "Nk", "D", "Dv")},
+    **{name: score_input(name) for name in ("s", "dot", "sqdist")},
+    **{name: Symbol(ScalarType.INT, name=name, kind=SymbolKind.BLOCK) for name in ("I", "J")},
+    "inf": literal(float("inf")),
+    "pi": literal(3.141592653589793),
+    "true": literal(True),
+    "false": literal(False),
+}
+
+PRELUDE = {
+    "causal": "j <= i",
+    "causal_lower_right": "j <= i + Nk - Nq",
+    "window_left": "i - j < w",
+    "window": "abs(i - j) <= w",
+    "prefix": "j < p",
+    "same_document": "doc[b, i] == doc[b, j]",
+    "chunked": "i // c == j // c",
+    "dilated": "abs(i - j) <= w and (i - j) % r == 0",
+    "sink_window": "j < n or i - j < w",
+    "global_tokens": "i < n or j < n",
+    "strided": "i - j < l or (i - j) % l == 0",
+    "fixed": "i // l == j // l or j % l >= l - c",
+    "neighborhood_2d": (
+        "abs(clamp(i // width, r, height - 1 - r) - j // width) <= r"
+        " and abs(clamp(i % width, r, width - 1 - r) - j % width) <= r"
+    ),
+}
+LAYOUTS = {
+    "local_global": "abs(I - J) <= w or I < g or J < g",
+    "butterfly": "I == J or (popcount(I ^ J) == 1 and (I ^ J) < 2**k)",
+    "random_blocks": "hash(I, J, seed) % 1024 < 1024 * p",
+}
+
+Tensors = Mapping[str, tuple[str, tuple[str, ...]]]
+
+
+def expr(
+    code: str,
+    tensors: Tensors | None = None,
+    source: Source | None = None,
+    **values: Expr | float,
+) -> Expr:
+    """The expression that ``code`` writes; ``values`` are numbers or expressions by name."""
+    names = _NAMES | {name: v if isinstance(v, Expr) else constant(v) for name, v in values.items()}
+    return _Reader(names, tensors or {}, source, code).read(ast.parse(code.strip(), mode="eval").body)
+
+
+class _Reader:
+    def __init__(self, names: Mapping[str, Expr], tensors: Tensors, source: Source | None, code: str) -> None:
+        self.names, self.tensors, self.source, self.code = names, tensors, source, code.strip()
+
+    def span(self, node: ast.expr) -> Span | None:
+        if self.source is None:
+            return None
+        before, _, _ = self.source.text.partition(self.code)
+        line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        assert node.end_col_offset is not None
+        return Span(self.source.name, line, column + node.col_offset, line, column + node.end_col_offset)
+
+    def read(self, node: ast.expr) -> Expr:
+        match node:
+            case ast.Constant(value=bool() | int() | float() as value):
+                return constant(value)
+            case ast.Name(id=name):
+                return self.names[name]
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return power(self.read(left), self.read(right))
+            case ast.BinOp(left=left, op=op, right=right):
+                return apply(_BINARY[type(op)], self.read(left), self.read(right))
+            case ast.UnaryOp(op=op, operand=operand):
+                return apply("not" if isinstance(op, ast.Not) else "neg", self.read(operand))
+            case ast.BoolOp(op=op, values=values):
+                name = "and" if isinstance(op, ast.And) else "or"
+                result = self.read(values[0])
+                for value in values[1:]:
+                    result = apply(name, result, self.read(value))
+                return result
+            case ast.Compare(left=left, ops=ops, comparators=rights):
+                operands = [self.read(each) for each in (left, *rights)]
+                result = apply(_COMPARE[type(ops[0])], operands[0], operands[1])
+                for op, x, y in zip(ops[1:], operands[1:], operands[2:], strict=False):
+                    result = apply("and", result, apply(_COMPARE[type(op)], x, y))
+                return result
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return apply("where", self.read(test), self.read(body), self.read(orelse))
+            case ast.Call(func=ast.Name(id=name), args=args):
+                name = {"int": "to_int", "float": "to_float"}.get(name, name)
+                return apply(name, *(self.read(each) for each in args))
+            case ast.Subscript(value=ast.Name(id=name), slice=place):
+                indices = place.elts if isinstance(place, ast.Tuple) else [place]
+                element = ElementType(self.tensors[name][0])
+                found = tuple(self.read(each) for each in indices)
+                return Load(element.scalar, tensor=name, indices=found, span=self.span(node))
+        raise AssertionError(ast.dump(node))
+
+
+def formula(name: str, tensors: Tensors | None = None, **values: Expr | float) -> Expr:
+    """A mask or layout of the prelude."""
+    return expr((PRELUDE | LAYOUTS)[name], tensors, **values)
+
+
+def spec(
+    score: str = "s",
+    mask: str = "true",
+    *,
+    tensors: Tensors | None = None,
+    lets: Mapping[str, str] | None = None,
+    weights: Weights | None = None,
+    layout: tuple[int, str] | None = None,
+    **constants: float,
+) -> AttentionSpec:
+    """A spec over one head dimension, 64; its source holds the lets, the score and the mask, a line each."""
+    tensors = tensors or {}
+    lines = ["attention test {", *(f"    let {n} = {code}" for n, code in (lets or {}).items())]
+    lines += [f"    score {score}", f"    mask {mask}", "}"]
+    source = Source("test.attn", "\n".join(lines) + "\n")
+    names: dict[str, Expr | float] = dict(constants)
+    for name, code in (lets or {}).items():
+        names[name] = expr(code, tensors, source, **names)
+    statements = [
+        Statement("let", f"let {name} = {code}", Span(source.name, 2 + k, 5, 2 + k, 5 + len(f"let {name} = {code}")))
+        for k, (name, code) in enumerate((lets or {}).items())
+    ]
+    captured = tuple(
+        CapturedTensor(name, ElementType(element), tuple(expr(each, **names) for each in shape), grad=False)
+        for name, (element, shape) in tensors.items()
+    )
+    return AttentionSpec(
+        name="test",
+        head_dims=(HeadDim(64, 64),),
+        dtypes=None,
+        constants=tuple(constants.items()),
+        params=(),
+        tensors=captured,
+        scale=literal(0.125),
+        score=expr(score, tensors, source, **names),
+        mask=expr(mask, tensors, source, **names),
+        layout=None if layout is None else Layout(layout[0], expr(layout[1], tensors, source, **names)),
+        weights=weights or Softmax(),
+        dropout=None,
+        schedule=Schedule(),
+        statements=tuple(statements),
+        sources=(source,),
+    )
+
+
+__all__ = ["LAYOUTS", "PRELUDE", "expr", "formula", "spec", "substitute"]

@@ -1,0 +1,106 @@
+"""Where there is nothing to attend to: empty tensors, rows that the mask leaves empty, scores without end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.ir.shape import Shape
+from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.verification import random_inputs
+from tests.numeric.helpers import GALLERY, assert_close, dtypes, normal, operator
+
+D = 64
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)], ids=["B", "Nq", "Nk", "all"]
+)
+def test_empty_tensors(batch: int, q_len: int, kv_len: int) -> None:
+    op = operator("causal")
+    q = normal(batch, 2, q_len, D).requires_grad_()
+    k, v = (normal(batch, 2, kv_len, D, seed=seed).requires_grad_() for seed in (1, 2))
+    o, lse = op(q, k, v, return_lse=True)
+    assert o.shape == (batch, 2, q_len, D)
+    assert lse.shape == (batch, 2, q_len)
+    assert not o.any()
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    gradients = torch.autograd.grad(o.sum(), (q, k, v))
+    for x, gradient in zip((q, k, v), gradients, strict=True):
+        assert gradient.shape == x.shape
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_no_keys_for_any_spec(name: str) -> None:
+    op = operator(name)
+    head_dim, dtype = op.spec.head_dims[0], TORCH_DTYPES[dtypes(op.spec)[0]]
+    inputs = random_inputs(op.spec, Shape(2, 2, 2, 0, 0), head_dim, dtype)
+    o = op(inputs.q, inputs.k, inputs.v, **inputs.named)
+    assert o.shape == (2, 2, 0, head_dim.v)
+
+
+def test_rows_with_nothing_kept_give_zero() -> None:
+    """With fewer keys than queries, the first rows of a lower-right causal mask see nothing."""
+    op = flashgen.loads("attention lower { head_dim 64 mask causal_lower_right }")
+    q, k, v = normal(1, 2, 20, D), normal(1, 2, 8, D, seed=1), normal(1, 2, 8, D, seed=2)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = op(*leaves, return_lse=True)
+    empty = slice(0, 12)
+    assert not o[:, :, empty].any()
+    assert torch.equal(lse[:, :, empty], torch.full((1, 2, 12), -torch.inf))
+    assert lse[:, :, 12:].isfinite().all()
+    dq, dk, dv = torch.autograd.grad(
+        (o, torch.where(lse.isfinite(), lse, 0.0)), leaves, (torch.ones_like(o), torch.ones_like(lse))
+    )
+    assert not dq[:, :, empty].any()
+    assert all(gradient.isfinite().all() for gradient in (dq, dk, dv))
+
+
+def test_a_mask_that_keeps_nothing() -> None:
+    op = flashgen.loads("attention nothing { head_dim 64 tensor keep: bool[B, Nk] mask keep[b, j] }")
+    q, k, v = (normal(2, 2, 33, D, seed=seed).requires_grad_() for seed in range(3))
+    keep = torch.zeros(2, 33, dtype=torch.bool)
+    keep[1] = True
+    o, lse = op(q, k, v, keep=keep, return_lse=True)
+    assert not o[0].any()
+    assert torch.equal(lse[0], torch.full_like(lse[0], -torch.inf))
+    gradients = torch.autograd.grad(o.sum(), (q, k, v))
+    assert all(not gradient[0].any() and gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e3])
+def test_scores_far_apart_neither_overflow_nor_lose_rows(factor: float) -> None:
+    op = operator("causal")
+    q, k, v = normal(1, 2, 50, D) * factor, normal(1, 2, 50, D, seed=1), normal(1, 2, 50, D, seed=2)
+    o, lse = op(q, k, v, return_lse=True)
+    exact, exact_lse = op.reference(q.double(), k.double(), v.double(), dtype=torch.float64, return_lse=True)
+    assert_close(o, exact, 1e-4, "o")
+    assert_close(lse, exact_lse, what="lse")
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    op = operator("causal")
+    q, k, v = normal(1, 1, 40, D), normal(1, 1, 40, D, seed=1), normal(1, 1, 40, D, seed=2)
+    q[0, 0, 7] = torch.nan
+    o, lse = op(q, k, v, return_lse=True)
+    wrong = o.isnan().any(-1)[0, 0]
+    assert wrong[7]
+    assert wrong.sum() == 1
+    assert lse.isnan()[0, 0].sum() == 1
+
+
+def test_an_infinite_score_is_masked() -> None:
+    """A score of -inf counts as masked, in the gradient too."""
+    op = flashgen.loads("attention cut { head_dim 64 tensor bias: f32[Nk] grad score s + bias[j] }")
+    q, k, v = (normal(1, 2, 30, D, seed=seed).requires_grad_() for seed in range(3))
+    bias = torch.zeros(30)
+    bias[11:] = -torch.inf
+    bias.requires_grad_()
+    o = op(q, k, v, bias=bias)
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k[:, :, :11].double(), v[:, :, :11].double())
+    assert_close(o, exact, what="o")
+    gradients = torch.autograd.grad(o.square().sum(), (q, k, v, bias))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[3][11:].any()
