@@ -56,7 +56,9 @@ def print_table(table: Table) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    console.print(table)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ()) -> Table:

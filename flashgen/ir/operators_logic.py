@@ -36,7 +36,6 @@ from flashgen.ir.operators_base import (
 
 _PAIR = Samples(floats=((-4.0, 4.0), (-4.0, 4.0)), ints=((-9, 9), (-9, 9)))
 _BITS = Samples(ints=((-70, 70), (-70, 70)))
-_ANY = Samples(floats=((-5e9, 5e9),), ints=((-(2**31), 2**31 - 1),))
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,8 +148,9 @@ ROWS = (
         Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9))),
     ),
     Operator("to_float", 1, "float", conversion(FLOAT), _to_float, _d_to_float, interval_float.to_float, "to_float",
-             "to_float", _ANY),
-    Operator("to_int", 1, "int", conversion(INT), _to_int, None, interval_float.to_int, "to_int", "to_int", _ANY),
+             "to_float", Samples(floats=((-9.0, 9.0),), ints=((-(2**31), 2**31 - 1),))),
+    Operator("to_int", 1, "int", conversion(INT), _to_int, None, interval_float.to_int, "to_int", "to_int",
+             Samples(floats=((-5e9, 5e9),), ints=((-(2**31), 2**31 - 1),))),
     Operator("popcount", 1, "popcount", integer, _popcount, None, interval.popcount, "popcount", "popcount",
              Samples(ints=((-300, 300),))),
     Operator("hash", -1, "hash", integer, _hash, None, interval.hash_, "hash", "hash",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flashgen.diagnostics import Span
@@ -15,10 +15,12 @@ from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
 from flashgen.language.constants import Value, fits
+from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
 from flashgen.language.frames import Captured, Meaning, run_time_values
 from flashgen.language.library import Scope
 from flashgen.language.names import Place
+from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 
 # Arguments of the generated op, which captured tensors and params stand beside.
@@ -49,7 +51,10 @@ class Declaration:
 class Block:
     """The names of one block. ``position`` is the statement being resolved."""
 
-    def __init__(self, tree: syntax.Attention, scope: Scope, overrides: Mapping[str, Value], report: Report) -> None:
+    def __init__(
+        self, tree: syntax.Attention, scope: Scope, overrides: Mapping[str, Value], report: Report, budget: Budget
+    ) -> None:
+        self.budget = budget
         self.tree = tree
         self.scope = scope
         self.overrides = overrides
@@ -158,7 +163,7 @@ class Block:
 
     def expressions(self, place: Place) -> Expressions:
         """A resolver for one expression of the block at the current statement."""
-        return Expressions(place, self.scope, self, self.report)
+        return Expressions(place, self.scope, self, self.report, self.budget)
 
     def define_let(self, statement: syntax.Let) -> None:
         """Work out a ``let``, so that later statements see it."""
@@ -170,13 +175,43 @@ class Block:
 
     def constant(self, declaration: Declaration, span: Span) -> Expr | None:
         """The value of a ``const``, worked out when first asked for."""
-        name, statement = declaration.name, declaration.statement
-        assert isinstance(statement, syntax.Const)
-        if name in self._values:
-            return self._values[name]
-        if name in self._busy:
-            self.report.add("E307", f"the constant '{name}' is defined by itself", span)
+        if declaration.name in self._values:
+            return self._values[declaration.name]
+        if declaration.name in self._busy:
+            self.report.add("E307", f"the constant '{declaration.name}' is defined by itself", span)
             return None
+        for needed in self._constants_below(declaration):
+            self._define_constant(needed)
+        return self._values[declaration.name]
+
+    def _constants_below(self, root: Declaration) -> list[Declaration]:
+        """The constants without a value that one needs, each after those that it needs itself; the one last."""
+        order: list[Declaration] = []
+        seen = {root.name}
+        path = [(root, self._constants_used(root))]
+        while path:
+            declaration, used = path[-1]
+            following = next((each for each in used if each.name not in seen), None)
+            if following is None:
+                order.append(declaration)
+                path.pop()
+            else:
+                seen.add(following.name)
+                path.append((following, self._constants_used(following)))
+        return order
+
+    def _constants_used(self, declaration: Declaration) -> Iterator[Declaration]:
+        assert declaration.statement is not None and isinstance(declaration.statement, syntax.Const)
+        for node in expressions_below(declaration.statement.value):
+            if isinstance(node, syntax.Reference) and node.name not in self._values and node.name not in self._busy:
+                used = self.declarations.get(node.name)
+                if used is not None and isinstance(used.statement, syntax.Const):
+                    yield used
+
+    def _define_constant(self, declaration: Declaration) -> None:
+        name, statement = declaration.name, declaration.statement
+        if name in self._values or not isinstance(statement, syntax.Const):
+            return
         self._busy.add(name)
         outer, self.position = self.position, declaration.position
         place = names.compile_time("a constant", "name a value that is known only at run time with 'let'")
@@ -186,7 +221,6 @@ class Block:
         if name in self.overrides:
             value = self._overridden(statement, value, self.overrides[name])
         self._values[name] = value
-        return value
 
     def _overridden(self, statement: syntax.Const, value: Expr | None, given: Value) -> Expr | None:
         """The constant with the value that the caller gives instead."""

@@ -156,7 +156,9 @@ def _check_recursion(own: Mapping[str, Macro], macros: dict[str, Macro], report:
 
 def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) -> None:
     macro = macros[circle[0]]
-    notes = (" → ".join(f"'{name}'" for name in (*circle, circle[0])),) if len(circle) > 1 else ()
+    shown = [f"'{name}'" for name in circle]
+    way = [*shown[:3], "…", *shown[-2:]] if len(shown) > 6 else shown
+    notes = (" → ".join((*way, shown[0])),) if len(circle) > 1 else ()
     hints = ("definitions are written out where they are used, so none can use itself",)
     report.add("E307", f"'{macro.name}' is defined by itself", macro.span, notes=notes, hints=hints)
     macros[macro.name] = replace(macro, sound=False)

@@ -18,7 +18,7 @@ from flashgen.language.frames import BlockNames, Bound, Captured, Frame, Meaning
 from flashgen.language.functions import FUNCTIONS, INFIX, arity
 from flashgen.language.library import Macro, Scope
 from flashgen.language.names import Place
-from flashgen.language.nodes import Nodes, TooLargeError
+from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import arguments_given, suggestion
 
@@ -29,12 +29,12 @@ _MAX_LEVELS = 160
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, scope: Scope, block: BlockNames, report: Report) -> None:
+    def __init__(self, place: Place, scope: Scope, block: BlockNames, report: Report, budget: Budget) -> None:
         self.where = place
         self.frame = Frame(scope)
         self.block = block
         self.report = report
-        self.nodes = Nodes(report)
+        self.nodes = Nodes(report, budget)
         self.level = 0
         self.rules: Mapping[type[syntax.Expression], Callable[[syntax.Expression], Expr | None]] = {
             syntax.Reference: self._reference,

@@ -14,6 +14,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.constants import Value
 from flashgen.language.imports import Disk, Given, Library, Reader, load_library
+from flashgen.language.nodes import Budget
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
 from flashgen.language.text import accepted, read_source
@@ -49,13 +50,14 @@ def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> Sp
     report = Report()
     library: Library | None = None
     specs: list[AttentionSpec] = []
+    budget = Budget()
     try:
         library = load_library(source, reader, report)
         blocks = [item for item in library.file.items if isinstance(item, syntax.Attention)]
         _check_blocks(library, blocks, source, report)
         _check_overrides(blocks, overrides, report)
         for block in blocks:
-            spec = resolve(block, library.scope, library.sources, overrides, report)
+            spec = resolve(block, library.scope, library.sources, overrides, report, budget)
             if spec is not None:
                 specs.append(spec)
     except GiveUpError:

@@ -31,7 +31,7 @@ class Macro:
     @property
     def text(self) -> str:
         """The body as it is written, on one line."""
-        return excerpt(self.source, self.body.span)
+        return excerpt(self.source.text.split("\n"), self.body.span)
 
 
 @dataclass(frozen=True, eq=False)

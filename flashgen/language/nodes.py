@@ -7,15 +7,24 @@ reported before and make the result None.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashgen.diagnostics import Span
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language.constants import ConstantError, Value, fits, fold
-from flashgen.language.report import Report
+from flashgen.language.report import GiveUpError, Report
 
-MAX_STEPS = 100_000
+MAX_STEPS = 20_000
+_ALL_STEPS = 50_000
+
+
+@dataclass
+class Budget:
+    """The work that one file may ask for in all."""
+
+    steps: int = 0
 
 
 class TooLargeError(Exception):
@@ -23,17 +32,23 @@ class TooLargeError(Exception):
 
 
 class Nodes:
-    """Builds the nodes of one statement; ``steps`` bounds the work that definitions can ask for."""
+    """Builds the nodes of one statement, counting its operations and those of the whole file."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, budget: Budget) -> None:
         self.report = report
+        self.budget = budget
         self.steps = 0
 
     def step(self, span: Span | None) -> None:
         """Count one operation, folded or not."""
         self.steps += 1
+        self.budget.steps += 1
         if self.steps > MAX_STEPS:
             self.too_large(span, f"takes more than {MAX_STEPS:,} operations")
+        if self.budget.steps > _ALL_STEPS:
+            message = f"the expressions of the file take more than {_ALL_STEPS:,} operations once they are written out"
+            self.report.add("E308", message, span)
+            raise GiveUpError
 
     def too_large(self, span: Span | None, what: str) -> None:
         """Report an expression that exceeds a limit and leave it."""

@@ -25,12 +25,14 @@ from flashgen.language.expected import statement_ended
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
 
 MAX_ERRORS = 100
-MAX_TOKENS = 100_000
+MAX_TOKENS = 20_000
 _MAX_STACK = 1_000
 
-_SYNC = re.compile(
-    r"#[^\n]*|\"[^\"\n]*\"|(?<![\w.])(?P<word>" + "|".join((*words.STATEMENTS, *words.TOP_LEVEL)) + r")(?!\w)|[{}]"
-)
+# What recovery looks for: inside a block any statement or brace, outside a top-level word; not in comments.
+_IGNORED = r"#[^\n]*|\"[^\"\n]*\"|(?<![\w.])(?P<word>"
+_BORDER_IN_BLOCK = re.compile(_IGNORED + "|".join((*words.STATEMENTS, *words.TOP_LEVEL)) + r")(?!\w)|[{}]")
+_BORDER_OUTSIDE = re.compile(_IGNORED + "|".join(words.TOP_LEVEL) + r")(?!\w)")
+_LONGEST_NAME = 200
 _LEADING_ZERO = re.compile(r"0[0_]*[1-9][0-9_]*$")
 _OPENING = frozenset({"LPAR", "LSQB", "LBRACE"})
 _CLOSING = frozenset({"RPAR", "RSQB"})
@@ -120,7 +122,11 @@ class _Parser:
         if token.type == "NUMBER" and _LEADING_ZERO.match(token):
             hints = ("drop the zeros, or write 0o for octal",)
             self._report(Diagnostic("E005", f"the number '{token}' starts with a zero", span, hints=hints))
-        return Word.make(token.type, str(token), span)
+        text = str(token)
+        if token.type == "NAME" and len(text) > _LONGEST_NAME:
+            self._report(Diagnostic("E004", f"a name has more than {_LONGEST_NAME} characters", span))
+            text = text[:_LONGEST_NAME]
+        return Word.make(token.type, text, span)
 
     def _here(self) -> Span:
         """The place that the lexer has reached."""
@@ -294,16 +300,15 @@ class _Parser:
         """Pass over text up to the next place where parsing can go on."""
         text = self.source.text
         depth = self._inner_braces()
-        for match in _SYNC.finditer(text, self.lexer.line_ctr.char_pos):
+        border = _BORDER_IN_BLOCK if self.block is not None else _BORDER_OUTSIDE
+        for match in border.finditer(text, self.lexer.line_ctr.char_pos):
             sign = match.group()
             if match["word"]:
-                if self.block is None and sign in words.STATEMENTS:
-                    continue
                 return self._jump(match.start(), sign, sign.upper())
             if sign == "{":
                 depth += 1
             elif sign == "}":
-                if depth == 0 and self.block is not None:
+                if depth == 0:
                     return self._jump(match.start(), sign, "RBRACE")
                 depth = max(0, depth - 1)
         self._move(len(text))

@@ -29,6 +29,7 @@ from flashgen.language.block import Block
 from flashgen.language.checks import warn
 from flashgen.language.constants import Value
 from flashgen.language.library import Scope
+from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 from flashgen.language.text import excerpt
 
@@ -53,11 +54,16 @@ class _Parts:
 
 
 def resolve(
-    tree: syntax.Attention, scope: Scope, sources: tuple[Source, ...], overrides: Mapping[str, Value], report: Report
+    tree: syntax.Attention,
+    scope: Scope,
+    sources: tuple[Source, ...],
+    overrides: Mapping[str, Value],
+    report: Report,
+    budget: Budget,
 ) -> AttentionSpec | None:
     """The meaning of one block; ``sources[0]`` is the file that it stands in."""
     local = Report()
-    block = Block(tree, scope, overrides, local)
+    block = Block(tree, scope, overrides, local, budget)
     parts = _Parts()
     try:
         _check_name(tree, local)
@@ -152,9 +158,9 @@ def _spec(
     sources: tuple[Source, ...],
 ) -> AttentionSpec:
     assert parts.head_dims is not None
+    lines = sources[0].text.split("\n")
     written = tuple(
-        Statement(statement.keyword, excerpt(sources[0], statement.span), statement.span)
-        for statement in tree.statements
+        Statement(statement.keyword, excerpt(lines, statement.span), statement.span) for statement in tree.statements
     )
     return AttentionSpec(
         name=tree.name.text,

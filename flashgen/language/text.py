@@ -6,6 +6,7 @@ In: a path or bytes. Out: text with plain newlines and no byte order mark, or th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
@@ -70,9 +71,9 @@ def _refused(code: str, name: str, message: str, hint: str = "", before: str = "
     return SpecError((Diagnostic(code, message, span, hints=(hint,) if hint else ()),))
 
 
-def excerpt(source: Source, span: Span) -> str:
+def excerpt(all_lines: Sequence[str], span: Span) -> str:
     """What stands at a span, without comments and on one line."""
-    lines = source.text.split("\n")[span.line - 1 : span.end_line]
+    lines = list(all_lines[span.line - 1 : span.end_line])
     if not lines:
         return ""
     lines[-1] = lines[-1][: span.end_column - 1]

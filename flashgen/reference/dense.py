@@ -146,7 +146,7 @@ def _evaluator(
     symbols |= {name: torch.tensor(value, device=q.device) for name, value in sizes.items()}
     if spec.layout is not None:
         symbols |= {"I": i // spec.layout.block, "J": j // spec.layout.block}
-    plain = {name: float(value) for name, value in params.items()}
+    plain = {name: x.item() if isinstance(x, Tensor) else x for name, x in params.items()}
     values: dict[str, Tensor] = {}
     for name, value in param_values(spec, plain, sizes).items():
         chosen = params.get(name)

@@ -198,7 +198,7 @@ class BaseOp:
         offsets = (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total)
         shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
         given = {param.name: x for param, x in zip(self.spec.params, params, strict=True) if x is not None}
-        plain = {name: float(x) for name, x in given.items()}
+        plain = {name: x.item() for name, x in given.items()}
         probability = 0.0
         if self._signature.has_dropout:
             values = dense.param_values(self.spec, plain, sizes)

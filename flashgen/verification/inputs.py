@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.analysis.bounds import prove_indices
+from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import Expr, Load, literal, size, substitute, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Normalize, Pointwise, Softmax
@@ -85,16 +87,30 @@ def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tup
     return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
 
 
-def roomy(spec: AttentionSpec, shape: Shape) -> Shape:
-    """``shape`` with the least power of two times its batch at which no captured tensor is empty."""
-    batch = max(shape.batch, 1)
-    while batch <= _LARGEST_BATCH:
-        grown = Shape(batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len)
-        shapes = [tensor_shape(tensor, grown, spec.head_dims[0]) for tensor in spec.tensors]
-        if all(extent > 0 for extents in shapes for extent in extents):
+def accepts(spec: AttentionSpec, shape: Shape) -> bool:
+    """Whether no captured tensor is empty at these sizes and no index of one leaves it."""
+    head_dim = spec.head_dims[0]
+    sizes = _sizes(shape, head_dim)
+    return all(extent > 0 for tensor in spec.tensors for extent in tensor_shape(tensor, shape, head_dim)) and all(
+        check_index(proof, sizes) is None for proof in prove_indices(spec, head_dim)
+    )
+
+
+def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:
+    """The nearest shape that the spec accepts: the batch doubled, then both lengths halved, as often as it takes.
+
+    Lengths are halved too while there are more than this many pairs. Where nothing fits the shape itself comes back.
+    """
+    tried = shape
+    while True:
+        grown = tried
+        while grown.batch < _LARGEST_BATCH and not accepts(spec, grown):
+            grown = dataclasses.replace(grown, batch=2 * max(grown.batch, 1))
+        if accepts(spec, grown) and grown.batch * grown.heads * grown.q_len * grown.kv_len <= pairs:
             return grown
-        batch *= 2
-    return shape
+        if min(tried.q_len, tried.kv_len) <= 1:
+            return shape
+        tried = dataclasses.replace(tried, q_len=tried.q_len // 2, kv_len=tried.kv_len // 2)
 
 
 def _sizes(shape: Shape, head_dim: HeadDim) -> dict[str, int]:

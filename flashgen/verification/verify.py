@@ -5,8 +5,8 @@ each result: o, lse, and every gradient. A row holds three numbers, all relative
 
     error       the operator against the reference
     baseline    the same formula composed of PyTorch's operators in the tensors' dtype, against the reference
-    tolerance   2 · baseline + one rounding step of the result's dtype; in float32 at most 2e-5, unless the baseline
-                itself is worse than that
+    tolerance   2 · baseline + one rounding step of the result's dtype; in float32 at least 2e-5, because the baseline is
+                sometimes exact by luck where terms cancel
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from flashgen.reference.dense import Dropout, attention, drop_probability, param
 from flashgen.reference.shard import Shard
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.verification.inputs import Inputs, random_inputs, roomy
+from flashgen.verification.inputs import Inputs, fitting, random_inputs
 
 FLOAT32_TOLERANCE = 2e-5
 DROPOUT_SEED = 20_240_229
 
 _DEFAULT_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
+_MOST_PAIRS = 2**18
 _DEFAULT_SHAPES = (
     Shape(2, 4, 2, 113, 113),
     Shape(1, 2, 1, 77, 203),
@@ -71,8 +72,8 @@ class Case:
 
 
 def default_shapes(spec: AttentionSpec) -> tuple[Shape, ...]:
-    """Odd, uneven and grouped shapes at which no captured tensor of the spec is empty."""
-    return tuple(roomy(spec, shape) for shape in _DEFAULT_SHAPES)
+    """Odd, uneven and grouped shapes, as near as the spec accepts."""
+    return tuple(dict.fromkeys(fitting(spec, shape, pairs=_MOST_PAIRS) for shape in _DEFAULT_SHAPES))
 
 
 def verify(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0) -> Iterator[Case]:
@@ -191,6 +192,6 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 def _row(name: str, own: Tensor, baseline: Tensor, truth: Tensor, *, is_float32: bool) -> Row:
     reached = relative_error(baseline, truth)
     tolerance = 2.0 * reached + torch.finfo(own.dtype).eps
-    if is_float32 and reached <= FLOAT32_TOLERANCE:
-        tolerance = min(tolerance, FLOAT32_TOLERANCE)
+    if is_float32:
+        tolerance = max(tolerance, FLOAT32_TOLERANCE)
     return Row(name, relative_error(own, truth), reached, tolerance)

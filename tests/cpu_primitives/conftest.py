@@ -6,7 +6,9 @@ The narrower sets prove the widths that other machines choose; a set that this m
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PRIMITIVES = HERE.parents[1] / "templates" / "cpu" / "primitives"
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fwrapv", "-fno-math-errno", "-fno-trapping-math"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -35,8 +38,7 @@ def primitives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     library = tmp_path_factory.mktemp("primitives") / f"primitives_{request.param}.so"
     source = HERE / "primitives_under_test.cpp"
     options = [*FLAGS, *WARNINGS, *SETS[request.param], "-shared", "-fPIC", f"-I{PRIMITIVES}"]
-    built = subprocess.run(
-        ["g++", *options, str(source), "-o", str(library)], capture_output=True, text=True, check=False
-    )
+    command = [*COMPILER, *options, str(source), "-o", str(library)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return ctypes.CDLL(str(library))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.runtime.op import AttentionOp
-from flashgen.verification import Case, roomy
+from flashgen.verification import Case
 from flashgen.verification.verify import relative_error
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
@@ -34,11 +33,6 @@ def operator(name: str, backend: str | None = None) -> AttentionOp:
 def dtypes(spec: AttentionSpec) -> tuple[ElementType, ...]:
     """The element types that a spec is generated for on a CPU."""
     return spec.dtypes or (ElementType.F32, ElementType.BF16, ElementType.F16)
-
-
-def fitting(spec: AttentionSpec, shape: Shape) -> Shape:
-    """The shape, grown until no captured tensor is empty."""
-    return roomy(spec, shape)
 
 
 def failures(case: Case) -> str:

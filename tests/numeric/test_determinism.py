@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flashgen.ir.shape import Shape
 from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.verification import random_inputs
-from tests.numeric.helpers import GALLERY, dtypes, fitting, operator
+from flashgen.verification import fitting, random_inputs
+from tests.numeric.helpers import GALLERY, dtypes, operator
 
 
 @pytest.mark.parametrize("name", GALLERY)

@@ -5,29 +5,31 @@ from __future__ import annotations
 import pytest
 
 from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.verification import accepts, fitting
 from flashgen.verification.verify import verify_case
-from tests.numeric.helpers import GALLERY, dtypes, failures, fitting, operator
+from tests.numeric.helpers import GALLERY, dtypes, failures, operator
 
 LENGTHS = (1, 3, 113, 203, 1023)
-# Queries fewer than keys, one query over a cache, groups of query heads, one key/value head for all.
+# Fewer queries than keys, one query over a cache, groups of query heads, one key/value head for all.
 UNEVEN = (
     Shape(1, 2, 2, 77, 203),
     Shape(2, 4, 2, 1, 130),
     Shape(1, 6, 2, 65, 65),
     Shape(2, 3, 1, 33, 97),
 )
-# Specs whose captured tensors have a row for each key and are read at each query cannot take more queries than keys.
-READ_BY_QUERY = {"packed_documents", "forgetting", "hstu"}
+MORE_QUERIES = Shape(1, 2, 1, 203, 77)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", GALLERY)
 def test_lengths(name: str, length: int) -> None:
+    """All element types up to 203; at 1023 the first, with one head."""
     op = operator(name)
-    heads = 1 if length > 1000 else 2
-    shape = fitting(op.spec, Shape(1, heads, heads, length, length))
-    for head_dim in op.spec.head_dims:
-        for dtype in dtypes(op.spec)[:1] if length > 1000 else dtypes(op.spec):
+    is_long = length > 1000
+    shape = fitting(op.spec, Shape(1, 1, 1, length, length) if is_long else Shape(1, 2, 2, length, length))
+    for head_dim in op.spec.head_dims[:1] if is_long else op.spec.head_dims:
+        for dtype in dtypes(op.spec)[:1] if is_long else dtypes(op.spec):
             case = verify_case(op, head_dim, dtype, shape, seed=length)
             assert case.ok, failures(case)
 
@@ -41,15 +43,25 @@ def test_uneven_lengths_and_groups(name: str, shape: Shape) -> None:
         assert case.ok, failures(case)
 
 
-@pytest.mark.parametrize("name", [name for name in GALLERY if name not in READ_BY_QUERY])
+@pytest.mark.parametrize("name", GALLERY)
 def test_more_queries_than_keys(name: str) -> None:
+    """Right, or refused where a captured tensor has an entry for each key and is read at each query."""
     op = operator(name)
-    case = verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], fitting(op.spec, Shape(1, 2, 1, 203, 77)))
-    assert case.ok, failures(case)
+    if accepts(op.spec, MORE_QUERIES):
+        case = verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], MORE_QUERIES)
+        assert case.ok, failures(case)
+    else:
+        with pytest.raises(ValueError, match="|".join(tensor.name for tensor in op.spec.tensors)):
+            verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], MORE_QUERIES)
 
 
-@pytest.mark.parametrize("name", sorted(READ_BY_QUERY & set(GALLERY)))
-def test_more_queries_than_a_captured_tensor_has_entries_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", GALLERY)
+def test_float32_is_as_accurate_as_pytorch(name: str) -> None:
+    """Where nothing cancels by luck, the bound of float32 is that of the other types: twice PyTorch's own error."""
     op = operator(name)
-    with pytest.raises(ValueError, match=op.spec.tensors[0].name):
-        verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], fitting(op.spec, Shape(1, 2, 1, 203, 77)))
+    if ElementType.F32 not in dtypes(op.spec):
+        pytest.skip("not generated for float32")
+    shape = fitting(op.spec, Shape(2, 4, 2, 203, 203))
+    case = verify_case(op, op.spec.head_dims[0], ElementType.F32, shape)
+    for row in case.rows:
+        assert row.error <= 2 * row.baseline + 2**-23, row

@@ -53,16 +53,17 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     a += a_col;
     b += ldb;
   }
-  for (int v = 0; v < V; ++v) {
-    float* c = p.c + v * W;
-    if (p.begin == Begin::zero) {
-      for (int m = 0; m < R; ++m) store(c + m * p.ldc, sum[m][v]);
-    } else if (p.begin == Begin::accumulate) {
-      for (int m = 0; m < R; ++m) store(c + m * p.ldc, load(c + m * p.ldc) + sum[m][v]);
-    } else {
-      const VecF scale = load(p.column_scale + v * W);
-      for (int m = 0; m < R; ++m) store(c + m * p.ldc, load(c + m * p.ldc) * scale + sum[m][v]);
-    }
+  if (p.begin == Begin::zero) {
+    for (int m = 0; m < R; ++m)
+      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, sum[m][v]);
+  } else if (p.begin == Begin::accumulate) {
+    for (int m = 0; m < R; ++m)
+      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, load(p.c + m * p.ldc + v * W) + sum[m][v]);
+  } else {
+    VecF scale[V];
+    for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
+    for (int m = 0; m < R; ++m)
+      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, load(p.c + m * p.ldc + v * W) * scale[v] + sum[m][v]);
   }
 }
 

@@ -124,8 +124,10 @@ FG_INLINE VecF from_bits(VecI x) { return reinterpret_cast<VecF>(x); }
 #define FG_COMPARISON(name, op)                                                                              \
   FG_INLINE bool name(float a, float b) { return a op b; }                                                   \
   FG_INLINE bool name(int32_t a, int32_t b) { return a op b; }                                               \
+  FG_INLINE bool name(uint32_t a, uint32_t b) { return a op b; }                                             \
   FG_INLINE VecB name(VecF a, VecF b) { return {a op b}; }                                                   \
   FG_INLINE VecB name(VecI a, VecI b) { return {a op b}; }                                                   \
+  FG_INLINE VecB name(VecU a, VecU b) { return {a op b}; }                                                   \
   FG_MIXED(name)
 
 FG_COMPARISON(lt, <)
