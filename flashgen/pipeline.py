@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
-from flashgen.emit.cpu import emit_cpu
-from flashgen.emit.kernel_source import KernelSource
-from flashgen.emit.package import package_files, read_manifest, rebuild_hint, spec_digest
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.language import SpecFile, parse_file, parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.devices import DEVICES, GENERIC_CPU, Device, local_cpu
+from flashgen.plan.manifest import Manifest, rebuild_hint
 from flashgen.plan.plan import Plan
 from flashgen.plan.planner import plan, schedule_warnings
 from flashgen.runtime.compiler import CompilerMissing, compile_sources
 
 if TYPE_CHECKING:
+    from flashgen.emit.kernel_source import KernelSource
     from flashgen.runtime.kernel import Kernel
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
 
@@ -70,12 +69,18 @@ class BuildResult:
 
 
 def compile_spec(spec: AttentionSpec, device: Device) -> tuple[CompiledKernel, ...]:
-    """Analyse, plan and emit every head dimension of a spec for a device."""
+    """Analyse, plan and emit every head dimension of a spec for a device.
+
+    The text depends on the spec alone: it shows the plan for a generic CPU, and macros carry the device's own tiles.
+    """
+    from flashgen.emit.cpu import emit_cpu
+
     kernels = []
     for head_dim in spec.head_dims:
         variant = analyse(spec, head_dim)
         decisions = plan(variant, device)
-        kernels.append(CompiledKernel(variant, decisions, emit_cpu(variant, decisions, spec_digest(spec))))
+        source = emit_cpu(variant, plan(variant, GENERIC_CPU))
+        kernels.append(CompiledKernel(variant, decisions, replace(source, defines=decisions.defines)))
     return tuple(kernels)
 
 
@@ -155,11 +160,13 @@ def build_file(
 
 
 def _build(spec: AttentionSpec, output: Path, *, check: bool) -> BuildResult:
+    from flashgen.emit.package import package_files
+
     start = time.perf_counter()
-    kernels = compile_spec(spec, GENERIC_CPU)
+    kernels = compile_spec(spec, local_cpu())
     folder = output / spec.name
     changed = []
-    texts = package_files(spec, [(kernel.source, kernel.plan) for kernel in kernels])
+    texts = package_files(spec, [(kernel.source, plan(kernel.variant, GENERIC_CPU)) for kernel in kernels])
     for name, text in texts.items():
         file = folder / name
         content = text.encode()
@@ -174,16 +181,12 @@ def _build(spec: AttentionSpec, output: Path, *, check: bool) -> BuildResult:
     if not check:
         for file in stale:
             file.unlink()
-        _compile_ahead(spec)
+        # The cache is filled for the machine at hand, so that the import finds everything there.
+        with contextlib.suppress(CompilerMissing):
+            compile_sources([kernel.source for kernel in kernels])
     return BuildResult(
         spec.name, folder, tuple(folder / name for name in texts), tuple(changed), time.perf_counter() - start
     )
-
-
-def _compile_ahead(spec: AttentionSpec) -> None:
-    """Fill the cache for the machine at hand, so that the import finds everything there."""
-    with contextlib.suppress(CompilerMissing):
-        compile_sources([kernel.source for kernel in compile_spec(spec, local_cpu())])
 
 
 def _stale(folder: Path, texts: Mapping[str, str]) -> list[Path]:
@@ -221,18 +224,23 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     The sources are compiled as they stand in the folder, with the plan for the machine at hand. Raises
     ``ImportError`` where the folder is damaged or was written by another version.
     """
-    manifest = read_manifest(folder)
+    from flashgen.emit.kernel_source import KernelSource
+
+    manifest = Manifest.read(folder)
     try:
         text = (folder / manifest.spec).read_text(encoding="utf-8")
-        sources = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in manifest.kernels}
+        texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in manifest.kernels}
     except OSError as error:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
     parsed = parse_text(text, name=manifest.spec, constants=manifest.constants, imports=manifest.imports)
     spec = _choose(parsed.specs, manifest.name)
-    kernels = tuple(
-        replace(kernel, source=replace(kernel.source, text=sources[kernel.source.symbol]))
-        for kernel in compile_spec(spec, local_cpu())
-    )
+    kernels = []
+    for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=True):
+        variant = analyse(spec, head_dim)
+        decisions = plan(variant, local_cpu())
+        name = Path(entry.file).stem
+        source = KernelSource(name, entry.target, entry.symbol, head_dim, texts[entry.symbol], decisions.defines)
+        kernels.append(CompiledKernel(variant, decisions, source))
     return operator(_parts(spec, kernels, None, (open_package, (folder, operator))))
 
 

@@ -18,7 +18,7 @@ from flashgen.emit.environment import environment, templates_folder
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.ranges import RangeCode, range_code
-from flashgen.emit.text import spec_lines
+from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, literal
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
@@ -92,11 +92,11 @@ class _Context:
     captured_owned: dict[str, bool]
 
 
-def emit_cpu(variant: Variant, plan: Plan, digest: str) -> KernelSource:
-    """The C++ source of one head dimension; ``digest`` identifies the spec in the header."""
+def emit_cpu(variant: Variant, plan: Plan) -> KernelSource:
+    """The C++ source of one head dimension; the plan's tiles are its defaults."""
     spec, head_dim = variant.spec, variant.head_dim
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
-    context = _context(variant, plan, digest, symbol)
+    context = _context(variant, plan, symbol)
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(_shallow(context))
     return KernelSource(
         name=f"{symbol}_cpu",
@@ -112,7 +112,7 @@ def _shallow(context: _Context) -> dict[str, object]:
     return {name: getattr(context, name) for name in context.__dataclass_fields__}
 
 
-def _context(variant: Variant, plan: Plan, digest: str, symbol: str) -> _Context:
+def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
@@ -148,7 +148,7 @@ def _context(variant: Variant, plan: Plan, digest: str, symbol: str) -> _Context
         name=spec.name,
         symbol=symbol,
         version=__version__,
-        digest=digest,
+        digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
         formula=_formula(variant),
         head_dim=variant.head_dim,

@@ -4,9 +4,9 @@ In: named expressions (the hooks of a template) and how each load is kept inside
 computed once a launch, head, row vector and column, as members of structs named ``u``, ``x``, ``r`` and ``c``, and one
 straight-line function for each hook, evaluated per pair. No arithmetic is left to the template.
 
-At row and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``); elsewhere it is
-a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator prints the same
-way at every level.
+At row and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``); elsewhere
+it is a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator prints the
+same way at every level.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Words about a spec for headers and docstrings of generated files."""
 
+import hashlib
+import json
+
 from flashgen.ir.spec import AttentionSpec
 
 
@@ -14,3 +17,13 @@ def pascal_case(name: str) -> str:
     """``gemma2_local`` as ``Gemma2Local``; a class name that differs from the name itself."""
     joined = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     return joined if joined and joined != name else f"{joined}Op"
+
+
+def spec_digest(spec: AttentionSpec) -> str:
+    """sha256 of what the spec says: its text, its imports' texts and the constants in force."""
+    content = {
+        "name": spec.name,
+        "sources": [source.text for source in spec.sources],
+        "constants": [[name, repr(value)] for name, value in spec.constants],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

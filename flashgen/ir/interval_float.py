@@ -108,8 +108,10 @@ def div(x: FloatRange, y: FloatRange) -> FloatRange:
 
 
 def floordiv(x: FloatRange, y: FloatRange) -> FloatRange:
-    """⌊x / y⌋."""
-    return floor(div(x, y))
+    """⌊x / y⌋; of an infinite x NaN, by an infinite y of the other sign -1."""
+    found = floor(div(x, y))
+    lo = min(found.lo, -1.0) if _has_inf(y) else found.lo
+    return FloatRange(lo, found.hi, found.may_be_nan or _has_inf(x))
 
 
 def mod(x: FloatRange, y: FloatRange) -> FloatRange:

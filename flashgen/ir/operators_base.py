@@ -35,7 +35,8 @@ class ArrayNamespace(Protocol):
 
     Arrays are bool, int (held in 64 bits, always inside the 32-bit range) or float (the namespace's working
     precision); 0-dimensional for scalars. Besides the names below they support ``+ - * / & | ^ << >> < <= > >= == !=``
-    and unary ``-`` with broadcasting, and mixing with Python scalars without changing the type.
+    and unary ``-`` with broadcasting, and a Python scalar beside an array, here and in functions of two or three
+    arguments, without changing the type.
     Gradients of torch's own functions are the conventions of the language, so a torch namespace forwards to them.
     """
 

@@ -97,6 +97,7 @@ def _d_relu(args: tuple[Expr, ...], k: int) -> Expr:
     return real_node("where", bool_node("gt", args[0], ZERO), ONE, ZERO)
 
 
+# gelu(-inf) is NaN here and the limit, 0, in kernels.
 # gelu x = x Φ(x) = x (1 + erf(x/√2))/2;  ∂ = Φ(x) + x exp(-x²/2)/√(2π)
 def _gelu(xp: ArrayNamespace, x: Any) -> Any:
     return 0.5 * x * (1.0 + xp.erf(x * _SQRT_HALF))
@@ -118,7 +119,7 @@ def _d_erf(args: tuple[Expr, ...], k: int) -> Expr:
 
 # softplus x = log(1 + e^x) = max(x, 0) + log1p(e^-|x|);  ∂ = σ(x)
 def _softplus(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.maximum(x, x * 0.0) + xp.log1p(xp.exp(-xp.abs(x)))
+    return xp.maximum(x, 0.0) + xp.log1p(xp.exp(-xp.abs(x)))
 
 
 def _d_softplus(args: tuple[Expr, ...], k: int) -> Expr:

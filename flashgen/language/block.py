@@ -201,7 +201,7 @@ class Block:
         return order
 
     def _constants_used(self, declaration: Declaration) -> Iterator[Declaration]:
-        assert declaration.statement is not None and isinstance(declaration.statement, syntax.Const)
+        assert isinstance(declaration.statement, syntax.Const)
         for node in expressions_below(declaration.statement.value):
             if isinstance(node, syntax.Reference) and node.name not in self._values and node.name not in self._busy:
                 used = self.declarations.get(node.name)

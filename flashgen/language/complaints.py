@@ -134,7 +134,7 @@ def complain_about_token(
             Diagnostic("E013", message, token.span, hints=("write 'attention NAME { … }' around it",))
         )
     if token.type == "NAME" and statement_ended(accepted):
-        unknown = _unknown_statement(token, accepted, last, block)
+        unknown = _no_statement(token, last, block)
         if unknown is not None:
             return TokenComplaint(unknown, new_statement=True)
     expected = expectation(accepted, statement[0] if statement else None, last)
@@ -171,7 +171,7 @@ def _place(word: Word, seen_from: Word) -> str:
     return f"line {word.span.line}, column {word.span.column}"
 
 
-def _unknown_statement(token: Word, accepted: Set[str], last: Word | None, block: Word | None) -> Diagnostic | None:
+def _no_statement(token: Word, last: Word | None, block: Word | None) -> Diagnostic | None:
     """A name where a statement could start: a misspelt word, or an operator left out?"""
     text = str(token)
     new_line = last is None or last.span.end_line < token.span.line or last.type in ("LBRACE", "RBRACE")
@@ -182,14 +182,13 @@ def _unknown_statement(token: Word, accepted: Set[str], last: Word | None, block
     if block is None:
         message = f"expected 'attention', 'def' or 'import', found '{text}'"
         return Diagnostic("E006", message, token.span, hints=tuple(f"did you mean '{word}'?" for word in close))
-    if "PLUS" in accepted and last is not None and not close:
-        # `score s` and on the next line a bare name: more likely an unknown statement than a missing operator.
-        hints: tuple[str, ...] = (f"the statements are {', '.join(words.STATEMENTS)}",)
-    else:
-        hints = tuple(f"did you mean '{word}'?" for word in close) or (
-            f"the statements are {', '.join(words.STATEMENTS)}",
-        )
-    return Diagnostic("E103", f"unknown statement '{text}'", token.span, hints=hints)
+    return unknown_statement(text, token.span, close)
+
+
+def unknown_statement(text: str, span: Span, close: Sequence[str]) -> Diagnostic:
+    """For a word that starts no statement; ``close`` are the words that it may stand for."""
+    hints = tuple(f"did you mean '{word}'?" for word in close) or (f"the statements are {', '.join(words.STATEMENTS)}",)
+    return Diagnostic("E103", f"unknown statement '{text}'", span, hints=hints)
 
 
 def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ becomes None and the rest goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 
 from flashgen.diagnostics import Span, nearest
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
@@ -201,15 +202,11 @@ class Expressions:
     def _compare(self, node: syntax.Expression) -> Expr | None:
         assert isinstance(node, syntax.Compare)
         operands = [self._resolve(operand) for operand in node.operands]
-        whole: Expr | None = None
+        pairs: list[Expr | None] = []
         for place, sign in enumerate(node.operators):
-            left, right = node.operands[place].span, node.operands[place + 1].span
-            pair = self._apply(INFIX[sign], operands[place : place + 2], left.to(right), [left, right])
-            if place == 0:
-                whole = pair
-            else:
-                whole = self._apply("and", [whole, pair], node.span, [])
-        return whole
+            spans = [node.operands[place].span, node.operands[place + 1].span]
+            pairs.append(self._apply(INFIX[sign], operands[place : place + 2], spans[0].to(spans[1]), spans))
+        return reduce(lambda whole, pair: self._apply("and", [whole, pair], node.span, []), pairs)
 
     def _conditional(self, node: syntax.Expression) -> Expr | None:
         assert isinstance(node, syntax.Conditional)

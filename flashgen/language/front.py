@@ -54,10 +54,10 @@ def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> Sp
     try:
         library = load_library(source, reader, report)
         blocks = [item for item in library.file.items if isinstance(item, syntax.Attention)]
-        _check_blocks(library, blocks, source, report)
+        _check_blocks(blocks, source, report)
         _check_overrides(blocks, overrides, report)
         for block in blocks:
-            spec = resolve(block, library.scope, library.sources, overrides, report, budget)
+            spec = resolve(block, library, overrides, report, budget)
             if spec is not None:
                 specs.append(spec)
     except GiveUpError:
@@ -69,7 +69,7 @@ def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> Sp
     return SpecFile(sources, tuple(specs), found)
 
 
-def _check_blocks(library: Library, blocks: list[syntax.Attention], source: Source, report: Report) -> None:
+def _check_blocks(blocks: list[syntax.Attention], source: Source, report: Report) -> None:
     first: dict[str, Span] = {}
     for block in blocks:
         name = block.name
@@ -77,8 +77,7 @@ def _check_blocks(library: Library, blocks: list[syntax.Attention], source: Sour
             notes = (f"the first stands at line {first[name.text].line}",)
             report.add("E104", f"attention '{name.text}' is defined twice", name.span, notes=notes)
         first.setdefault(name.text, name.span)
-    broken = any(isinstance(item, syntax.Broken) for item in library.file.items)
-    if not blocks and not broken and library.complete:
+    if not blocks and not report.has_errors:
         start = Span(source.name, 1, 1, 1, 1)
         hints = ("write 'attention NAME { head_dim 64 }'",)
         report.add("E009", "the file holds no 'attention' block", start, hints=hints)

@@ -68,12 +68,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Library:
-    """A file with its scope; ``complete`` is False where its text could not be read to the end."""
+    """A file with its scope, the file's own source first among the sources."""
 
     file: syntax.File
     scope: Scope
     sources: tuple[Source, ...]
-    complete: bool
+    lines: tuple[str, ...]  # of the file itself
 
 
 @dataclass
@@ -158,4 +158,4 @@ def load_library(source: Source, reader: Reader, report: Report) -> Library:
     """The file with everything that it sees."""
     loader = _Loader(reader, report, standard_definitions(report))
     parsed, scope = loader.load(source)
-    return Library(parsed.file, scope, tuple(loader.sources), parsed.complete)
+    return Library(parsed.file, scope, tuple(loader.sources), tuple(source.text.split("\n")))

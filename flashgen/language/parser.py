@@ -18,9 +18,9 @@ from typing import Any
 from lark import Lark, UnexpectedCharacters, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
-from flashgen.diagnostics import Diagnostic, Source, Span
+from flashgen.diagnostics import Diagnostic, Source, Span, nearest
 from flashgen.language import syntax, words
-from flashgen.language.complaints import complain_about_character, complain_about_token, not_closed
+from flashgen.language.complaints import complain_about_character, complain_about_token, not_closed, unknown_statement
 from flashgen.language.expected import statement_ended
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
 
@@ -33,6 +33,9 @@ _IGNORED = r"#[^\n]*|\"[^\"\n]*\"|(?<![\w.])(?P<word>"
 _BORDER_IN_BLOCK = re.compile(_IGNORED + "|".join((*words.STATEMENTS, *words.TOP_LEVEL)) + r")(?!\w)|[{}]")
 _BORDER_OUTSIDE = re.compile(_IGNORED + "|".join(words.TOP_LEVEL) + r")(?!\w)")
 _LONGEST_NAME = 200
+# A line that starts like a statement: a word, and then what could be its operand.
+_LIKE_STATEMENT = re.compile(r"[ \t]*([A-Za-z_]\w*)[ \t]+[\w{]")
+_MOST_LINES_SEARCHED = 200
 _LEADING_ZERO = re.compile(r"0[0_]*[1-9][0-9_]*$")
 _OPENING = frozenset({"LPAR", "LSQB", "LBRACE"})
 _CLOSING = frozenset({"RPAR", "RSQB"})
@@ -240,9 +243,11 @@ class _Parser:
         if not (finished and self._finish_statement()):
             self._replace_statement()
         if token is None or not self._is_border(token):
+            position = self.lexer.line_ctr.char_pos
             if token is not None and token.type == "RBRACE":
                 self._close_brace()
             token = self._skip()
+            self._report_misspelt(position, token)
         del self.open[1 if self.block is not None else 0 :]
         if self.block is not None and (token.type == "$END" or token.type in words.TOP_LEVEL_TERMINALS):
             self._close_block(token)
@@ -313,6 +318,20 @@ class _Parser:
                 depth = max(0, depth - 1)
         self._move(len(text))
         return Word.make("$END", "", self._here())
+
+    def _report_misspelt(self, start: int, border: Word) -> None:
+        """Report the misspelt statements among the lines that were passed over."""
+        if self.block is None:
+            return
+        end = self.lexer.line_ctr.char_pos
+        skipped = self.source.text[start:end].split("\n")
+        line = border.span.line - len(skipped) + 1
+        for offset, text in enumerate(skipped[1:_MOST_LINES_SEARCHED], 1):
+            word = _LIKE_STATEMENT.match(text)
+            close = nearest(word[1], words.STATEMENTS) if word and word[1] not in words.RESERVED else ()
+            if word and close:
+                span = Span(self.source.name, line + offset, word.start(1) + 1, line + offset, word.end(1) + 1)
+                self._report(unknown_statement(word[1], span, close))
 
     def _jump(self, position: int, text: str, kind: str) -> Word:
         self._move(position)

@@ -19,6 +19,7 @@ class Report:
 
     diagnostics: list[Diagnostic] = field(default_factory=list)
     _seen: set[tuple[str, str, Span | None]] = field(default_factory=set)
+    _errors: int = 0
 
     def add(
         self,
@@ -40,7 +41,8 @@ class Report:
             return
         self._seen.add(key)
         self.diagnostics.append(diagnostic)
-        if len(self.diagnostics) > MAX_ERRORS:
+        self._errors += diagnostic.severity == "error"
+        if self._errors > MAX_ERRORS:
             message = f"there are more than {MAX_ERRORS} errors; the rest of the file was not checked"
             self.diagnostics[-1] = Diagnostic("E010", message, diagnostic.span)
             raise GiveUpError
@@ -48,4 +50,4 @@ class Report:
     @property
     def has_errors(self) -> bool:
         """Whether anything recorded is more than a warning."""
-        return any(diagnostic.severity == "error" for diagnostic in self.diagnostics)
+        return self._errors > 0

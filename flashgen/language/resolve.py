@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flashgen.diagnostics import Source, Span
+from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, literal, score_input
 from flashgen.ir.spec import (
     AttentionSpec,
@@ -28,7 +28,7 @@ from flashgen.language import statements, syntax
 from flashgen.language.block import Block
 from flashgen.language.checks import warn
 from flashgen.language.constants import Value
-from flashgen.language.library import Scope
+from flashgen.language.imports import Library
 from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 from flashgen.language.text import excerpt
@@ -54,16 +54,11 @@ class _Parts:
 
 
 def resolve(
-    tree: syntax.Attention,
-    scope: Scope,
-    sources: tuple[Source, ...],
-    overrides: Mapping[str, Value],
-    report: Report,
-    budget: Budget,
+    tree: syntax.Attention, library: Library, overrides: Mapping[str, Value], report: Report, budget: Budget
 ) -> AttentionSpec | None:
-    """The meaning of one block; ``sources[0]`` is the file that it stands in."""
+    """The meaning of one block of the library's file."""
     local = Report()
-    block = Block(tree, scope, overrides, local, budget)
+    block = Block(tree, library.scope, overrides, local, budget)
     parts = _Parts()
     try:
         _check_name(tree, local)
@@ -75,7 +70,7 @@ def resolve(
         broken = any(isinstance(statement, syntax.Broken) for statement in tree.statements)
         if local.has_errors or broken:
             return None
-        spec = _spec(tree, parts, constants, sources)
+        spec = _spec(tree, parts, constants, library)
         warn(spec, block, tree)
     finally:
         for diagnostic in local.diagnostics:
@@ -155,12 +150,12 @@ def _spec(
     tree: syntax.Attention,
     parts: _Parts,
     constants: tuple[tuple[str, Value], ...],
-    sources: tuple[Source, ...],
+    library: Library,
 ) -> AttentionSpec:
     assert parts.head_dims is not None
-    lines = sources[0].text.split("\n")
     written = tuple(
-        Statement(statement.keyword, excerpt(lines, statement.span), statement.span) for statement in tree.statements
+        Statement(statement.keyword, excerpt(library.lines, statement.span), statement.span)
+        for statement in tree.statements
     )
     return AttentionSpec(
         name=tree.name.text,
@@ -177,6 +172,6 @@ def _spec(
         dropout=parts.dropout,
         schedule=parts.schedule or Schedule(),
         statements=written,
-        sources=sources,
+        sources=library.sources,
         span=tree.name.span,
     )

@@ -21,7 +21,7 @@ from flashgen.runtime.call import check_shapes
 from flashgen.runtime.engine import Engine
 from flashgen.runtime.fingerprint import KernelText, fingerprint
 from flashgen.runtime.kernel import Kernel
-from flashgen.runtime.registration import Attention, register, transforming
+from flashgen.runtime.registration import TransformedAttention, register, transforming
 from flashgen.runtime.signature import as_scalar
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
@@ -156,7 +156,7 @@ class BaseOp:
             self._refuse_lse()
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        forward = partial(Attention.apply, self._registered) if transforming() else self._forward
+        forward = partial(TransformedAttention.apply, self._registered) if transforming() else self._forward
         result = forward(
             *arguments, q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total, deterministic
         )

@@ -94,17 +94,11 @@ class Attention(torch.autograd.Function):
     """Saves the inputs, o and lse; backward is one call of the backward operator. Arguments: the op, then its own."""
 
     @staticmethod
-    def forward(op: Registered, *args: Any) -> Any:
+    def forward(ctx: Any, op: Registered, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return op.forward(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        op, *args = inputs
-        count = op.signature.tensor_arguments
-        ctx.save_for_backward(*args[:count], *(output if op.signature.has_lse else ()))
-        ctx.set_materialize_grads(False)
-        ctx.op, ctx.rest = op, args[count:]
+            result = op.forward(*args)
+        _save(ctx, op, args, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
@@ -122,6 +116,20 @@ class Attention(torch.autograd.Function):
         backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
         found = iter(backward(d_o, *lse, *saved[:count], *ctx.rest, needs))
         return (None, *(next(found) if need else None for need in needs), *rest)
+
+
+class TransformedAttention(Attention):
+    """``Attention`` in the form that torch.func asks for, at the price of a slower call."""
+
+    @staticmethod
+    def forward(op: Registered, *args: Any) -> Any:  # type: ignore[override]
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        op, *args = inputs
+        _save(ctx, op, args, output)
 
 
 class _Once(torch.autograd.Function):
@@ -142,6 +150,14 @@ class _Once(torch.autograd.Function):
             f"the gradient of '{ctx.name}' cannot be differentiated again: flashgen generates first derivatives. "
             "For second ones use op.reference(...), which autograd differentiates any number of times."
         )
+
+
+def _save(ctx: Any, op: Registered, args: Sequence[Any], result: Any) -> None:
+    """Keep what backward needs."""
+    count = op.signature.tensor_arguments
+    ctx.save_for_backward(*args[:count], *(result if op.signature.has_lse else ()))
+    ctx.set_materialize_grads(False)
+    ctx.op, ctx.rest = op, args[count:]
 
 
 def transforming() -> bool:

@@ -8,9 +8,9 @@
 
 namespace fg {
 
-// A word of the counter sits in 64 bits: a scalar as long as it is the same in all lanes, then a vector of W/2 lanes.
+// A word of the counter sits in 64 bits: a scalar as long as it is the same in all lanes, then a vector of W/2 lanes,
+// the even or the odd ones of W (on a little-endian machine, as are all of these).
 typedef uint64_t VecUL __attribute__((vector_size(4 * W)));
-typedef uint32_t HalfVecU __attribute__((vector_size(2 * W)));
 
 struct PhiloxKey {
   uint32_t low, high;
@@ -39,14 +39,11 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
 
 // The four words of the pairs (b, h, i, 4 j_quad ... 4 j_quad + 3).
 FG_INLINE void dropout_words(VecU out[4], uint64_t seed, int32_t b, int32_t h, VecI i, int32_t j_quad) {
-  HalfVecU halves[2];
-  std::memcpy(halves, &i, sizeof(i));
-  PhiloxWords<VecUL> words[2];
-  for (int half = 0; half < 2; ++half)
-    words[half] = philox<10>(uint64_t{static_cast<uint32_t>(j_quad)}, __builtin_convertvector(halves[half], VecUL),
-                             uint64_t{static_cast<uint32_t>(h)}, uint64_t{static_cast<uint32_t>(b)}, philox_key(seed));
-  for (int w = 0; w < 4; ++w)
-    for (int l = 0; l < W; ++l) out[w][l] = static_cast<uint32_t>(words[l / (W / 2)].word[w][l % (W / 2)]);
+  const VecUL two_lanes = reinterpret_cast<VecUL>(i);
+  const uint64_t quad = static_cast<uint32_t>(j_quad), head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
+  const auto even = philox<10>(quad, two_lanes & uint64_t{0xffffffffu}, head, batch, philox_key(seed));
+  const auto odd = philox<10>(quad, two_lanes >> 32, head, batch, philox_key(seed));
+  for (int w = 0; w < 4; ++w) out[w] = reinterpret_cast<VecU>(even.word[w] | odd.word[w] << 32);
 }
 // The word of one pair.
 FG_INLINE uint32_t dropout_word(uint64_t seed, int32_t b, int32_t h, int32_t i, int32_t j) {

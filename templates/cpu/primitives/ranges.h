@@ -123,7 +123,10 @@ constexpr Int floordiv(Int x, Int y) {
   }
   return fitting(lo, hi);
 }
-inline Float floordiv(Float x, Float y) { return floor(div(x, y)); }
+inline Float floordiv(Float x, Float y) {
+  const Float r = floor(div(x, y));
+  return {has_inf(y) ? std::min(r.lo, -1.0) : r.lo, r.hi, r.nan || has_inf(x)};
+}
 
 // Exact within one period of a fixed divisor; otherwise between 0 and the divisor.
 constexpr Int mod(Int x, Int y) {

@@ -37,6 +37,13 @@ struct ProductOperands {
   const float* column_scale;
 };
 
+// GCC unrolls these loops by itself, but too late to keep the array in registers throughout.
+#if defined(__clang__)
+#define FG_UNROLL
+#else
+#define FG_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
 template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
   static_assert(R * V + V + 1 <= 32, "the accumulators must fit the registers");
@@ -45,25 +52,27 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
   for (int k = p.K; k > 0; --k) {
     VecF row[V];
-    for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
-    for (int m = 0; m < R; ++m) {
+    FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
+    FG_UNROLL for (int m = 0; m < R; ++m) {
       const VecF factor = broadcast(a[m * a_row]);
-      for (int v = 0; v < V; ++v) sum[m][v] += factor * row[v];
+      FG_UNROLL for (int v = 0; v < V; ++v) sum[m][v] += factor * row[v];
     }
     a += a_col;
     b += ldb;
   }
+  float* const c = p.c;
+  const int64_t ldc = p.ldc;
   if (p.begin == Begin::zero) {
-    for (int m = 0; m < R; ++m)
-      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, sum[m][v]);
+    FG_UNROLL for (int m = 0; m < R; ++m)
+      FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, sum[m][v]);
   } else if (p.begin == Begin::accumulate) {
-    for (int m = 0; m < R; ++m)
-      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, load(p.c + m * p.ldc + v * W) + sum[m][v]);
+    FG_UNROLL for (int m = 0; m < R; ++m)
+      FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, load(c + m * ldc + v * W) + sum[m][v]);
   } else {
     VecF scale[V];
-    for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
-    for (int m = 0; m < R; ++m)
-      for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * W, load(p.c + m * p.ldc + v * W) * scale[v] + sum[m][v]);
+    FG_UNROLL for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
+    FG_UNROLL for (int m = 0; m < R; ++m)
+      FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, load(c + m * ldc + v * W) * scale[v] + sum[m][v]);
   }
 }
 
@@ -101,6 +110,8 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
     }
   }
 }
+
+#undef FG_UNROLL
 
 // ---- transposing copy --------------------------------------------------------------------------------------------
 

@@ -365,15 +365,15 @@ FG_INLINE VecF log2(VecF x) {
   constexpr float log2_e_less_1 = 0x1.c551d9p-2f;
   return log_special(x, (rest * log2_e_less_1 + l.fraction * log2_e_less_1 + rest) + l.fraction + l.exponent);
 }
-// log(1 + x): the logarithm of the rounded sum u, plus what the rounding lost.
+// log(u + lost) where u is a sum that rounding made `lost` smaller, u > 0 and finite.
+FG_INLINE VecF log1p_inside(VecF u, VecF lost) {
+  const Logarithm l = split_logarithm(u);
+  return (log_remainder(l.fraction) + (l.exponent * ln2_low + lost / u)) + l.fraction + l.exponent * ln2_high;
+}
 FG_INLINE VecF log1p(VecF x) {
   const VecF u = 1.0f + x;
   const VecF lost = select(lt(x, 1.0f), x - (u - 1.0f), 1.0f - (u - x));
-  const Logarithm l = split_logarithm(u);
-  const VecF correction = select(lt(u, 0x1p24f), lost / u, 0.0f);
-  const VecF regular =
-      (log_remainder(l.fraction) + (l.exponent * ln2_low + correction)) + l.fraction + l.exponent * ln2_high;
-  return select(lt(abs(x), 0x1p-12f), x - 0.5f * x * x, log_special(u, regular));
+  return select(lt(abs(x), 0x1p-12f), x - 0.5f * x * x, log_special(u, log1p_inside(u, lost)));
 }
 
 // ---- sigmoids ----------------------------------------------------------------------------------------------------
@@ -394,8 +394,11 @@ FG_INLINE VecF tanh(VecF x) {
   return copy_sign(select(lt(a, 0.55f), near, (1.0f - e) / (1.0f + e)), x);
 }
 
-// log(1 + e^x)
-FG_INLINE VecF softplus(VecF x) { return relu(x) + log1p(exp(-abs(x))); }
+// log(1 + e^x), with e = e^-|x|
+FG_INLINE VecF softplus(VecF x) {
+  const VecF e = exp(-abs(x)), u = 1.0f + e;
+  return relu(x) + log1p_inside(u, e - (u - 1.0f));
+}
 
 // ---- the normal distribution -------------------------------------------------------------------------------------
 

@@ -74,10 +74,14 @@ inline int min(int a, int b) { return b < a ? b : a; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline unsigned min(unsigned a, unsigned b) { return b < a ? b : a; }
 inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
-inline int64_t min(int64_t a, int64_t b) { return b < a ? b : a; }
-inline int64_t max(int64_t a, int64_t b) { return a < b ? b : a; }
-inline uint64_t min(uint64_t a, uint64_t b) { return b < a ? b : a; }
-inline uint64_t max(uint64_t a, uint64_t b) { return a < b ? b : a; }
+inline long min(long a, long b) { return b < a ? b : a; }
+inline long max(long a, long b) { return a < b ? b : a; }
+inline long long min(long long a, long long b) { return b < a ? b : a; }
+inline long long max(long long a, long long b) { return a < b ? b : a; }
+inline unsigned long min(unsigned long a, unsigned long b) { return b < a ? b : a; }
+inline unsigned long max(unsigned long a, unsigned long b) { return a < b ? b : a; }
+inline unsigned long long min(unsigned long long a, unsigned long long b) { return b < a ? b : a; }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return a < b ? b : a; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 

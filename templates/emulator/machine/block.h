@@ -1,0 +1,265 @@
+// A block of threads: its warps in random order, its lanes together, its memories.
+//
+// The unit of scheduling is a warp between two collective calls. Its lanes run one after the other, each up to its next
+// such call; when all have arrived, the calls are compared, carried out at once, and another warp is chosen.
+//
+// Contract: all lanes of a warp make the same call from the same line; all warps come to the same barrier. Otherwise
+// the launch fails: that is divergence within a warp, deadlock between warps.
+#pragma once
+#include "banks.h"
+#include "copies.h"
+#include "global_memory.h"
+#include "matrix.h"
+#include "random.h"
+
+namespace fg {
+namespace emulator {
+
+class Block final : public Machine {
+ public:
+  Block(const Launch& launch, Registers& registers)
+      : global(launch, faults),
+        banks(launch.lines),
+        launch_(launch),
+        registers_(registers),
+        threads_(static_cast<int>(launch.block.x * launch.block.y * launch.block.z)),
+        shared_(launch.shared_bytes, clocks_, faults),
+        copies_(shared_, threads_),
+        fibers_(threads_, &Block::run_thread, this),
+        lanes_(static_cast<size_t>(threads_)),
+        warps_(static_cast<size_t>(threads_ / warp_lanes)) {
+    for (int k = 0; k < threads_; ++k) {
+      const unsigned flat = static_cast<unsigned>(k), x = launch.block.x, y = launch.block.y;
+      lanes_[static_cast<size_t>(k)].index = {flat % x, flat / x % y, flat / x / y};
+    }
+  }
+
+  Faults faults;
+  GlobalMemory global;
+  Banks banks;
+
+  // False: faults.failure says why not.
+  bool run(Index3 index, uint64_t number) {
+    if (!shared_.allocated() || fibers_.contexts.empty()) {
+      faults.failure.fault = Fault::launch;
+      snprintf(faults.failure.message, sizeof faults.failure.message, "no host memory for the stacks and the shared memory");
+      return false;
+    }
+    registers_ = {{}, index, launch_.block, launch_.grid, this};
+    random_ = Random(launch_.seed, number);
+    clocks_.reset(static_cast<int>(warps_.size()));
+    shared_.reset();
+    copies_.reset();
+    for (Lane& lane : lanes_) lane.ended = false;
+    for (Warp& warp : warps_) warp = {};
+    if (_setjmp(faults.escape.state) != 0) return false;
+    schedule();
+    return true;
+  }
+
+  // ---- Machine -----------------------------------------------------------------------------------------------------
+
+  void global_access(Access access, const void* p, unsigned bytes, int line) override { global.access(access, p, bytes, line); }
+  void global_add(float* p, float value, int line) override {
+    global.access(Access::add, p, sizeof value, line);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(p);
+    uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), sum;
+    do {
+      const float x = float_of_bits(old) + value;
+      memcpy(&sum, &x, sizeof sum);
+    } while (!__atomic_compare_exchange_n(bits, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  }
+  char* shared_memory() override { return shared_.data(); }
+  void shared_access(Access access, const void* p, unsigned bytes, int line) override {
+    const char* verb = access == Access::load ? "reads" : access == Access::store ? "writes" : "adds to";
+    const size_t offset = shared_.place(verb, p, bytes, line);
+    banks.access(access == Access::load ? Banks::load : Banks::store, thread_.lane, offset, bytes, line);
+    if (access == Access::load) return shared_.read(thread_, offset, bytes, line);
+    if (access == Access::add) shared_.require_written(offset, bytes, line);
+    shared_.write(thread_, offset, bytes, line, access == Access::add ? Mark::atomic : 0);
+  }
+  void copy_async(void* target, const void* source, unsigned bytes, bool valid, int line) override {
+    const size_t offset = shared_.place("copies to", target, bytes, line);
+    if (valid) global.access(Access::load, source, bytes, line);
+    banks.access(Banks::copy, thread_.lane, offset, bytes, line);
+    copies_.issue(thread_, offset, valid ? source : nullptr, line);
+  }
+  void copy_async_commit(int) override { copies_.commit(thread_); }
+  void copy_async_wait(int pending, int) override { copies_.wait(thread_, pending); }
+  void together(const Call& call) override {
+    current().call = call;
+    next_lane();
+  }
+
+ private:
+  struct Lane {
+    Call call;
+    Index3 index;
+    bool ended;
+  };
+  struct Warp {
+    enum State { ready, at_barrier, ended } state = ready;
+    int line = 0;  // of the barrier
+  };
+
+  Lane& lane_of(Thread t) { return lanes_[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
+  Context& fiber_of(Thread t) { return fibers_.contexts[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
+  Lane& current() { return lane_of(thread_); }
+
+  static void run_thread(void* block) { static_cast<Block*>(block)->run_thread(); }
+  void run_thread() {
+    launch_.enter(launch_.arguments);
+    current().ended = true;
+    next_lane();
+  }
+
+  // The running lane has come to a stop: the next one of its warp runs, or the scheduler.
+  void next_lane() {
+    Context& mine = fiber_of(thread_);
+    switch_context(mine, choose_lane(thread_.lane + 1) ? fiber_of(thread_) : scheduler_);
+  }
+  bool choose_lane(int first) {
+    for (thread_.lane = first; thread_.lane < warp_lanes; ++thread_.lane)
+      if (!current().ended) {
+        registers_.thread = current().index;
+        banks.begin_lane();
+        return true;
+      }
+    return false;
+  }
+
+  // ---- the scheduler -----------------------------------------------------------------------------------------------
+
+  void schedule() {
+    int ready[Clocks::most_warps];
+    for (;;) {
+      int count = 0;
+      for (size_t w = 0; w < warps_.size(); ++w)
+        if (warps_[w].state == Warp::ready) ready[count++] = static_cast<int>(w);
+      if (count > 0) {
+        run_warp(ready[random_.below(static_cast<unsigned>(count))]);
+      } else if (!release_barrier()) {
+        return;
+      }
+    }
+  }
+
+  void run_warp(int warp) {
+    thread_ = {warp, 0};
+    if (choose_lane(0)) switch_context(scheduler_, fiber_of(thread_));
+    banks.end_segment();
+    thread_ = {warp, 0};
+    arrive(warp);
+  }
+
+  // All lanes of the warp have stopped.
+  void arrive(int warp) {
+    Lane* lanes = &lanes_[static_cast<size_t>(warp * warp_lanes)];
+    int ended = 0;
+    for (int l = 0; l < warp_lanes; ++l) ended += lanes[l].ended;
+    if (ended == warp_lanes) {
+      warps_[static_cast<size_t>(warp)].state = Warp::ended;
+      return;
+    }
+    for (int l = 1; l < warp_lanes; ++l) compare(warp, 0, l);
+    Call calls[warp_lanes];
+    for (int l = 0; l < warp_lanes; ++l) calls[l] = lanes[l].call;
+    carry_out(warp, calls);
+  }
+
+  void compare(int warp, int a, int b) {
+    const Lane &one = lane_of({warp, a}), &other = lane_of({warp, b});
+    if (one.ended != other.ended) {
+      const int waits = one.ended ? b : a, left = one.ended ? a : b;
+      const Call& call = lane_of({warp, waits}).call;
+      faults.report(Fault::divergence, call.line, 0, "lane %d of warp %d comes to '%s', but lane %d has ended", waits, warp,
+                    name(call.what), left);
+    }
+    if (one.call.what != other.call.what || one.call.line != other.call.line)
+      faults.report(Fault::divergence, one.call.line, other.call.line,
+                    "lane %d of warp %d comes to '%s', but lane %d to '%s' of line %d", a, warp, name(one.call.what), b,
+                    name(other.call.what), other.call.line);
+  }
+
+  void carry_out(int warp, const Call (&calls)[warp_lanes]) {
+    switch (calls[0].what) {
+      case Together::warp_barrier: clocks_.warp_barrier(warp); break;
+      case Together::block_barrier:
+        warps_[static_cast<size_t>(warp)].state = Warp::at_barrier;
+        warps_[static_cast<size_t>(warp)].line = calls[0].line;
+        break;
+      case Together::shuffle: shuffle(calls); break;
+      case Together::load_matrix: load_matrix(warp, calls, false); break;
+      case Together::load_matrix_transposed: load_matrix(warp, calls, true); break;
+      case Together::mma_f16: matrix::mma_16bit<float_of_half>(calls); break;
+      case Together::mma_bf16: matrix::mma_16bit<float_of_bfloat>(calls); break;
+      case Together::mma_tf32: matrix::mma_tf32(calls); break;
+    }
+  }
+
+  static void shuffle(const Call (&calls)[warp_lanes]) {
+    for (const Call& call : calls)
+      memcpy(call.out, calls[call.number & (warp_lanes - 1)].in[0], static_cast<size_t>(call.bytes));
+  }
+
+  void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
+    for (int lane = 0; lane < warp_lanes; ++lane) {
+      const Call& call = calls[lane];
+      const size_t offset = shared_.place("reads", call.in[0], 16, call.line);
+      shared_.read({warp, lane}, offset, 16, call.line);
+      banks.begin_lane();
+      banks.access(Banks::load, lane, offset, 16, call.line);
+    }
+    banks.end_segment();
+    matrix::load(calls, transposed);
+  }
+
+  // No warp is ready. True if a barrier was complete and all go on, false if all have ended.
+  bool release_barrier() {
+    int waits = -1, ended = -1;
+    for (int w = 0; w < static_cast<int>(warps_.size()); ++w) (warps_[static_cast<size_t>(w)].state == Warp::ended ? ended : waits) = w;
+    if (waits < 0) return false;
+    const int line = warps_[static_cast<size_t>(waits)].line;
+    if (ended >= 0)
+      faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits, ended);
+    for (int w = 0; w < static_cast<int>(warps_.size()); ++w) {
+      const int other = warps_[static_cast<size_t>(w)].line;
+      if (other != line)
+        faults.report(Fault::deadlock, line, other, "warp %d waits at 'block_barrier', but warp %d at that of line %d", waits, w,
+                      other);
+    }
+    clocks_.block_barrier();
+    for (Warp& warp : warps_) warp.state = Warp::ready;
+    return true;
+  }
+
+  static const char* name(Together what) {
+    switch (what) {
+      case Together::warp_barrier: return "warp_barrier";
+      case Together::block_barrier: return "block_barrier";
+      case Together::shuffle: return "shuffle";
+      case Together::load_matrix: return "load_matrix_x4";
+      case Together::load_matrix_transposed: return "load_matrix_x4_transposed";
+      case Together::mma_f16: return "mma_f16";
+      case Together::mma_bf16: return "mma_bf16";
+      case Together::mma_tf32: return "mma_tf32";
+    }
+    return "";
+  }
+
+  const Launch& launch_;
+  Registers& registers_;
+  int threads_;
+  Clocks clocks_;
+  SharedMemory shared_;
+  Copies copies_;
+  Fibers fibers_;
+  std::vector<Lane> lanes_;
+  std::vector<Warp> warps_;
+  Context scheduler_;
+  Thread thread_ = {};  // that runs
+  Random random_{0, 0};
+};
+
+}  // namespace emulator
+}  // namespace fg

@@ -1,0 +1,98 @@
+// The matrix units: where each lane's registers lie in a fragment (PTX ISA, "Matrix fragments"), and the products.
+//
+// With g = lane / 4 and t = lane % 4, and pairs of 16-bit elements in a register, the lower column in the low half:
+//   m16n8k16   a: rows g, g + 8 and columns 2t, 2t + 8 in the order (g, 2t) (g + 8, 2t) (g, 2t + 8) (g + 8, 2t + 8)
+//              b: rows (k) 2t and 2t + 8, column g
+//   m16n8k8    a: (g, t) (g + 8, t) (g, t + 4) (g + 8, t + 4); b: rows t and t + 4, column g
+//   both       d: (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8, 2t + 1)
+//
+// Contract: products are exact and sums are rounded to float32 after each term, in the order of k; hardware's order and
+// rounding differ in the last place. A tf32 operand loses its 13 low bits: hardware does not look at them.
+#pragma once
+#include <string.h>
+
+#include "../interface.h"
+
+namespace fg {
+namespace emulator {
+
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float float_of_half(uint32_t half) {
+  const uint32_t magnitude = (half & 0x7fff) << 13, sign = (half & 0x8000) << 16, rebase = (127u - 15u) << 23;
+  // A subnormal gets an implicit 1, which is then subtracted; infinity and NaN have the largest exponent in both.
+  const float subnormal = float_of_bits(magnitude + rebase + (1u << 23)) - 0x1p-14f;
+  uint32_t bits;
+  memcpy(&bits, &subnormal, sizeof bits);
+  bits = magnitude >= 31u << 23 ? magnitude + 2 * rebase : magnitude >= 1u << 23 ? magnitude + rebase : bits;
+  return float_of_bits(bits | sign);
+}
+inline float float_of_bfloat(uint32_t bfloat) { return float_of_bits(bfloat << 16); }
+inline float float_of_tf32(uint32_t tf32) { return float_of_bits(tf32 & 0xffffe000u); }
+
+namespace matrix {
+
+constexpr int M = 16, N = 8;
+
+template <int K> void product(const Call (&calls)[warp_lanes], const float (&a)[M][K], const float (&b)[K][N]) {
+  float d[M][N];
+  for (int lane = 0; lane < warp_lanes; ++lane) {
+    const float* c = static_cast<const float*>(calls[lane].out);
+    for (int k = 0; k < 4; ++k) d[lane / 4 + k / 2 * 8][lane % 4 * 2 + k % 2] = c[k];
+  }
+  for (int m = 0; m < M; ++m)
+    for (int k = 0; k < K; ++k)
+      for (int n = 0; n < N; ++n) d[m][n] += a[m][k] * b[k][n];
+  for (int lane = 0; lane < warp_lanes; ++lane) {
+    float* c = static_cast<float*>(calls[lane].out);
+    for (int k = 0; k < 4; ++k) c[k] = d[lane / 4 + k / 2 * 8][lane % 4 * 2 + k % 2];
+  }
+}
+
+inline const uint32_t* operand(const Call& call, int which) { return static_cast<const uint32_t*>(call.in[which]); }
+
+template <float (*convert)(uint32_t)> void mma_16bit(const Call (&calls)[warp_lanes]) {
+  float a[M][16], b[16][N];
+  for (int lane = 0; lane < warp_lanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r)
+      for (int half = 0; half < 2; ++half)
+        a[g + r % 2 * 8][2 * t + r / 2 * 8 + half] = convert(operand(calls[lane], 0)[r] >> 16 * half & 0xffff);
+    for (int r = 0; r < 2; ++r)
+      for (int half = 0; half < 2; ++half) b[2 * t + 8 * r + half][g] = convert(operand(calls[lane], 1)[r] >> 16 * half & 0xffff);
+  }
+  product<16>(calls, a, b);
+}
+
+inline void mma_tf32(const Call (&calls)[warp_lanes]) {
+  float a[M][8], b[8][N];
+  for (int lane = 0; lane < warp_lanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 4] = float_of_tf32(operand(calls[lane], 0)[r]);
+    for (int r = 0; r < 2; ++r) b[t + 4 * r][g] = float_of_tf32(operand(calls[lane], 1)[r]);
+  }
+  product<8>(calls, a, b);
+}
+
+// ldmatrix: lane 8 m + r supplies row r of matrix m; every lane receives two neighbours of row lane / 4, or, transposed,
+// of column lane / 4, of each matrix. The rows have been checked.
+inline void load(const Call (&calls)[warp_lanes], bool transposed) {
+  uint16_t matrix[4][8][8];
+  for (int lane = 0; lane < warp_lanes; ++lane) memcpy(matrix[lane / 8][lane % 8], calls[lane].in[0], 16);
+  for (int lane = 0; lane < warp_lanes; ++lane) {
+    uint32_t* r = static_cast<uint32_t*>(calls[lane].out);
+    const int g = lane / 4, t = 2 * (lane % 4);
+    for (int m = 0; m < 4; ++m) {
+      const uint32_t low = transposed ? matrix[m][t][g] : matrix[m][g][t];
+      const uint32_t high = transposed ? matrix[m][t + 1][g] : matrix[m][g][t + 1];
+      r[m] = low | high << 16;
+    }
+  }
+}
+
+}  // namespace matrix
+}  // namespace emulator
+}  // namespace fg
