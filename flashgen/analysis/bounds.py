@@ -1,7 +1,7 @@
-"""Decides for every index of every captured tensor how a kernel stays inside: proved, checked at call time, or clamped.
+"""Decides for every index of every captured tensor how a kernel stays inside: by proof, by a check, or by clamping.
 
 Stage: analyse. In: an ``AttentionSpec`` and a ``HeadDim``. Out: one ``IndexProof`` for each index of each load, as kernels
-see the load (sizes D and Dv literal, block coordinates written as i // block, simplified). The decision, in this order:
+see the load (sizes D and Dv literal, block coordinates written as i // block, simplified). The decision:
 
     BARE       inside for all sizes
     GUARDED    inside wherever the branch that reads it is taken and the mask keeps the pair; elsewhere the value is
@@ -10,8 +10,8 @@ see the load (sizes D and Dv literal, block coordinates written as i // block, s
     CALL_TIME  the range is driven by sizes, and for some sizes it is inside: the op checks when it is called
     CLAMPED    none of these: the kernel clamps, and a warning says so
 
-``bounds`` (the range of an expression) is in ``ranging.py``. Does NOT evaluate tiles (``tiles.py``) and does NOT speak to
-users (``index_checks.py``).
+``bounds`` (the range of an expression) is in ``ranging.py``. Does NOT evaluate tiles (``tiles.py``) and does NOT speak
+to users (``index_checks.py``).
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ def _inside(position: Range, extent: Range) -> bool:
     return position.lo >= 0 and position.hi < extent.lo
 
 
-def _prove(
-    load: Load, dimension: int, extent: Expr, contexts: tuple[Context, ...], constants: list[int]
-) -> IndexProof:
+def _prove(load: Load, dimension: int, extent: Expr, contexts: tuple[Context, ...], constants: list[int]) -> IndexProof:
     position = load.indices[dimension]
     everywhere = (frozenset[Expr](),)
     conditions = Conditions(contexts, symbol_ranges(None))

@@ -36,7 +36,7 @@ def improve(node: Apply) -> Expr:
     """The node, folded or replaced by an equal simpler one; its arguments are already simplified."""
     if all(isinstance(arg, Literal) for arg in node.args):
         value = fold(node.op, *(arg.value for arg in node.args if isinstance(arg, Literal)))
-        if value == value:
+        if not math.isnan(value):
             return literal(value, span=node.span)
         return node
     rule = RULES.get(node.op)
@@ -237,7 +237,9 @@ def _small_power(x: Expr, y: Expr) -> Expr | None:
     if y.value == 1:
         return x
     square = make("mul", x, x)
-    return {2: lambda: square, 3: lambda: make("mul", x, square), 4: lambda: make("mul", square, square)}[int(y.value)]()
+    if y.value == 2:
+        return square
+    return make("mul", x, square) if y.value == 3 else make("mul", square, square)
 
 
 def _extreme(op: str) -> Callable[[Expr, Expr], Expr | None]:

@@ -1,6 +1,6 @@
 """Speaks about index proofs: warnings and errors when a spec is checked, refusals when an op is called.
 
-Stage: analyse (``index_diagnostics``) and call time (``check_index``). In: index proofs. Out: diagnostics, or a sentence.
+Stage: analyse (``index_diagnostics``) and call time (``check_index``). In: index proofs. Out: diagnostics; a sentence.
 A call is refused only where an index surely leaves its dimension, or where boxes as small as the search allows do not
 show that it stays inside. Does NOT prove anything over all sizes (``bounds.py``).
 """
@@ -31,9 +31,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 def index_diagnostics(spec: AttentionSpec, proofs: Iterable[IndexProof]) -> tuple[Diagnostic, ...]:
     """A warning for each clamped index, an error for each that is outside."""
     return tuple(
-        _diagnostic(spec, proof)
-        for proof in proofs
-        if proof.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
+        _diagnostic(spec, proof) for proof in proofs if proof.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
     )
 
 
@@ -168,9 +166,7 @@ def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
     return [{**box, longest: IntRange(lo, middle)}, {**box, longest: IntRange(middle + 1, hi)}]
 
 
-def _refusal(
-    proof: IndexProof, sizes: Mapping[str, int], conditions: Conditions, box: Mapping[Expr, IntRange]
-) -> str:
+def _refusal(proof: IndexProof, sizes: Mapping[str, int], conditions: Conditions, box: Mapping[Expr, IntRange]) -> str:
     found, extent = conditions.range(proof.position), conditions.range(proof.extent)
     names = [node.name for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)]
     kinds = {node.name: node.kind for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)}

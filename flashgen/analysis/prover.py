@@ -1,7 +1,7 @@
 """Proves that linear forms over indices and sizes are never negative, whatever the sizes.
 
-Stage: analyse. In: a ``Linear`` and facts. Out: proved, or not known. Indices are replaced by their ends (0 … size - 1),
-min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides. Sizes are at
+Stage: analyse. In: a ``Linear`` and facts. Out: proved, or not known. Indices are replaced by their ends, 0 and
+size - 1; min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides. Sizes are at
 least 1 and below ``SIZE_LIMIT``; the op refuses larger ones. Does NOT look for counterexamples.
 """
 
@@ -63,9 +63,7 @@ class Prover:
         self._steps -= 1
         if depth == 0 or self._steps < 0:
             return False
-        return any(
-            all(self._case(case, facts, depth - 1) for case in cases) for cases in self._reductions(form, facts)
-        )
+        return any(all(self._case(case, facts, depth - 1) for case in cases) for cases in self._reductions(form, facts))
 
     def _case(self, case: Case, facts: Facts, depth: int) -> bool:
         form, condition = case
@@ -131,7 +129,13 @@ class Prover:
         for above, m in atoms:
             for below, n in atoms:
                 divisor = above.args[1]
-                if m <= 0 or n != -m or below.args[1] != divisor or not isinstance(divisor, Literal) or divisor.value <= 0:
+                if (
+                    m <= 0
+                    or n != -m
+                    or below.args[1] != divisor
+                    or not isinstance(divisor, Literal)
+                    or divisor.value <= 0
+                ):
                     continue
                 if len(form.terms) == 2 and form.constant % m == 0:
                     shift = Linear(form.constant // m * int(divisor.value))

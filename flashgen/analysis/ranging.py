@@ -1,7 +1,7 @@
 """Ranges of expressions: interval evaluation that learns from the conditions of branches.
 
 Stage: analyse. In: an expression, ranges of its symbols (and, through a function, of its loads), and conditions that
-hold. Out: a range that holds every value. Inside ``x if c else y``, ``c and x`` and ``c or x`` the other side is evaluated
+hold. Out: a range that holds every value. Inside ``x if c else y``, ``c and x`` and ``c or x`` the rest is evaluated
 under what ``c`` says: comparisons bound their operands, what these are computed from, and differences of ints.
 Unknown symbols have every value of their type. Does NOT decide anything; ``bounds.py`` and ``tiles.py`` do.
 """
@@ -52,7 +52,9 @@ def bounds(
     return evaluator.range(expr, NO_FACTS if facts is None else facts)
 
 
-def plain_range(node: Expr, ranges: Mapping[Expr, Range], loads: LoadRange | None, children: tuple[Range, ...]) -> Range:
+def plain_range(
+    node: Expr, ranges: Mapping[Expr, Range], loads: LoadRange | None, children: tuple[Range, ...]
+) -> Range:
     """The range of one node over ranges of its children, without conditions."""
     match node:
         case Literal(value=bool() as value):
@@ -125,8 +127,10 @@ class Evaluator:
         if (known := facts.nodes.get(node)) is not None:
             found = interval.meet(found, known) or known
         if facts.sums and isinstance(found, IntRange) and isinstance(node, Apply):
-            lo, hi = range_of_form(self.linear(node, facts), lambda atom: self._atom(node, atom, found, facts), facts.sums)
-            if lo <= hi and INT_MIN <= lo and hi <= INT_MAX:
+            lo, hi = range_of_form(
+                self.linear(node, facts), lambda atom: self._atom(node, atom, found, facts), facts.sums
+            )
+            if lo <= hi and lo >= INT_MIN and hi <= INT_MAX:
                 found = interval.meet(found, IntRange(lo, hi)) or found
         return found
 

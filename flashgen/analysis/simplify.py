@@ -1,7 +1,8 @@
 """Simplifies expressions, finds masks written as scores of -inf, and softmax written as normalised exponentials.
 
 Stage: analyse. In: typed expressions. Out: equal ones with fewer operations; constants fold in double precision (ints
-exactly). Loses no NaN or infinity that matters; the rules and their limits are in ``identities.py``. Does NOT use ranges.
+exactly). Loses no NaN or infinity that matters; the rules and their limits are in ``identities.py``. Does NOT use
+ranges.
 """
 
 from __future__ import annotations

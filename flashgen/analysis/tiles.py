@@ -52,9 +52,7 @@ def classify(keep: Expr, tile: Tile, layout: Layout | None = None, loads: LoadRa
             block = Symbol(ScalarType.INT, name=name, kind=SymbolKind.BLOCK)
             ranges[block] = IntRange(r.lo // layout.block, r.hi // layout.block)
         blocks = _evaluate(layout.keep, ranges, loads)
-        kept = BoolRange(
-            kept.may_be_false or blocks.may_be_false, kept.may_be_true and blocks.may_be_true
-        )
+        kept = BoolRange(kept.may_be_false or blocks.may_be_false, kept.may_be_true and blocks.may_be_true)
     if not kept.may_be_true:
         return TileClass.EMPTY
     return TileClass.PARTIAL if kept.may_be_false else TileClass.FULL

@@ -11,18 +11,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.environment import environment, templates_folder
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Hooks, Placement
-from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, literal
+from flashgen.ir.expr import Expr, Load, index_set, literal
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
+from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import Field, argument_fields, dimension_field, gradient_field
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
@@ -59,6 +60,18 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
+class _Observed:
+    """An element that the mask reads, whose range over a tile the kernel observes."""
+
+    load: Load
+    struct: str  # rows or columns
+    name: str
+    c_type: str
+    member: str  # its value at one row or column
+    comment: str
+
+
+@dataclass(frozen=True)
 class _Declaration:
     declaration: str
     comment: str
@@ -81,6 +94,9 @@ class _Context:
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
+    observed_rows: tuple[_Observed, ...]
+    observed_columns: tuple[_Observed, ...]
+    observed_by_head: bool
     weights: str
     sqdist: bool
     dropout: bool
@@ -142,7 +158,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         _gradient(gradient, label, placement, hook)
         for gradient, label in zip(variant.gradients, _labels(variant.gradients), strict=True)
     )
-    keep_range = range_code(variant.keep, placement)
+    observed = tuple(_observed(load, placement) for load in observable_loads(variant.keep))
+    keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
     captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
     return _Context(
         name=spec.name,
@@ -158,6 +175,9 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         hooks=_by_name(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
+        observed_rows=tuple(each for each in observed if each.struct == "rows"),
+        observed_columns=tuple(each for each in observed if each.struct == "columns"),
+        observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
@@ -182,6 +202,13 @@ def _by_name(hooks: Hooks) -> _TemplateHooks:
 
 def _base_2(expr: Expr) -> Expr:
     return simplify(apply("mul", literal(LOG2_E), expr))
+
+
+def _observed(load: Load, placement: Placement) -> _Observed:
+    member = placement.value(load.tensor, load, level_of(load))
+    struct = "rows" if level_of(load) is Level.ROW else "columns"
+    c_type = {ScalarType.BOOL: "Bool", ScalarType.INT: "Int", ScalarType.FLOAT: "Float"}[load.type]
+    return _Observed(load, struct, member.split(".")[1], f"fg::ranges::{c_type}", member, text(load))
 
 
 def _labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:

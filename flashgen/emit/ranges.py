@@ -1,14 +1,16 @@
 """Stage 4b: print the kept pairs of a tile as interval arithmetic in C++.
 
-In: the boolean that says which pairs are kept. Out: straight-line code over ranges of ``i`` and ``j``. What does not
-depend on i or j is a point; an element of a captured tensor that does may be anything.
+In: the boolean that says which pairs are kept, and the names of ranges that the kernel observes while it runs. Out:
+straight-line code over ranges of ``i`` and ``j``. What does not depend on i or j is a point; an element of a captured
+tensor that does is in the range that was observed over the rows or columns of the tile, or may be anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.emit.placement import Placement
@@ -31,7 +33,12 @@ class RangeCode:
     result: str
 
 
-def range_code(keep: Expr, placement: Placement) -> RangeCode:
+def observable_loads(keep: Expr) -> tuple[Load, ...]:
+    """The elements whose range over the rows or columns of a tile can be observed: one index of the pair matters."""
+    return tuple(node for node in walk(keep) if isinstance(node, Load) and level_of(node) in (Level.ROW, Level.COLUMN))
+
+
+def range_code(keep: Expr, placement: Placement, observed: Mapping[Expr, str] = MappingProxyType({})) -> RangeCode:
     """The range of ``keep`` over a tile; values of a launch or head become members through ``placement``."""
     named: dict[Expr, str] = {}
     lines: list[str] = []
@@ -45,7 +52,7 @@ def range_code(keep: Expr, placement: Placement) -> RangeCode:
             case Symbol(name="i" | "j" as name):
                 return name
             case Load():
-                return _ANYTHING[node.type]
+                return observed.get(node, _ANYTHING[node.type])
             case Apply(op=op, args=args):
                 return c_range(op, tuple(spell(argument) for argument in args))
         raise AssertionError(f"no range of {type(node).__name__}")

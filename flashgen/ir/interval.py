@@ -114,7 +114,7 @@ def around(values: Iterable[int]) -> IntRange:
     """From the least to the greatest; everything, where one of them wraps."""
     known = tuple(values)
     lo, hi = min(known), max(known)
-    return IntRange(lo, hi) if INT_MIN <= lo and hi <= INT_MAX else FULL_INT
+    return IntRange(lo, hi) if lo >= INT_MIN and hi <= INT_MAX else FULL_INT
 
 
 # Arithmetic on ints ---------------------------------------------------------------------------------------------------

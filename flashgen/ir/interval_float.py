@@ -48,9 +48,7 @@ def point(value: float) -> FloatRange:
     return outward(value, value, nan=False)
 
 
-def _approximate(
-    lo: float, hi: float, nan: bool, least: float = -INF, relative: float = RELATIVE
-) -> FloatRange:
+def _approximate(lo: float, hi: float, nan: bool, least: float = -INF, relative: float = RELATIVE) -> FloatRange:
     """Ends of a function that is computed to a few units in the last place and never falls below ``least``."""
     return outward(max(-_above(-lo, relative), least), _above(hi, relative), nan)
 

@@ -11,19 +11,21 @@ from flashgen.ir import interval, interval_float
 from flashgen.ir.expr import Expr
 from flashgen.ir.interval import Range
 from flashgen.ir.operators_base import (
+    FLAT,
     HALF,
+    MINUS_ONE,
     ONE,
     ZERO,
     ArrayNamespace,
-    Operator,
     Samples,
     bool_node,
     either,
-    flat,
     integer,
     numeric,
+    partials,
     real,
     real_node,
+    row,
     wrap,
 )
 
@@ -40,16 +42,8 @@ def _add(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return _wrapped(xp, x + y)
 
 
-def _d_add(args: tuple[Expr, ...], k: int) -> Expr:
-    return ONE
-
-
 def _sub(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return _wrapped(xp, x - y)
-
-
-def _d_sub(args: tuple[Expr, ...], k: int) -> Expr:
-    return (ONE, real_node("neg", ONE))[k]
 
 
 # ∂(x · y) = y, x
@@ -57,20 +51,28 @@ def _mul(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return _wrapped(xp, x * y)
 
 
-def _d_mul(args: tuple[Expr, ...], k: int) -> Expr:
-    return args[1 - k]
+def _other(_x: Expr, y: Expr) -> Expr:
+    return y
+
+
+def _first(x: Expr, _y: Expr) -> Expr:
+    return x
 
 
 # ∂(x / y) = 1/y, -(x/y)/y
-def _div(xp: ArrayNamespace, x: Any, y: Any) -> Any:
+def _div(_xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return x / y
 
 
-def _d_div(args: tuple[Expr, ...], k: int) -> Expr:
-    x, y = args
-    if k == 0:
-        return real_node("div", ONE, y)
+def _div_by_x(_x: Expr, y: Expr) -> Expr:
+    return real_node("div", ONE, y)
+
+
+def _div_by_y(x: Expr, y: Expr) -> Expr:
     return real_node("neg", real_node("div", real_node("div", x, y), y))
+
+
+_D_DIV = partials(_div_by_x, _div_by_y)
 
 
 def _nonzero(xp: ArrayNamespace, y: Any) -> Any:
@@ -91,12 +93,8 @@ def _mod(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.where(y == 0, 0, xp.remainder(x, _nonzero(xp, y)))
 
 
-def _d_mod(args: tuple[Expr, ...], k: int) -> Expr:
-    return ONE if k == 0 else real_node("neg", real_node("floordiv", *args))
-
-
-def _division_kink(x: float, y: float) -> float:
-    return abs(x / y - round(x / y)) * min(abs(y), 1.0) if abs(y) > 0.2 else 0.0
+def _mod_by_y(x: Expr, y: Expr) -> Expr:
+    return real_node("neg", real_node("floordiv", x, y))
 
 
 # ceildiv(x, y) = -(-x // y), by 0 is 0
@@ -108,20 +106,17 @@ def _neg(xp: ArrayNamespace, x: Any) -> Any:
     return _wrapped(xp, -x)
 
 
-def _d_neg(args: tuple[Expr, ...], k: int) -> Expr:
-    return real_node("neg", ONE)
-
-
 # ∂(x^y) = y x^(y-1) (0 where y = 0),  x^y log x (0 where x = 0 and y ≥ 0)
 def _pow(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.pow(x, y)
 
 
-def _d_pow(args: tuple[Expr, ...], k: int) -> Expr:
-    x, y = args
-    if k == 0:
-        power = real_node("pow", x, real_node("sub", y, ONE))
-        return real_node("where", bool_node("eq", y, ZERO), ZERO, real_node("mul", y, power))
+def _pow_by_x(x: Expr, y: Expr) -> Expr:
+    power = real_node("pow", x, real_node("sub", y, ONE))
+    return real_node("where", bool_node("eq", y, ZERO), ZERO, real_node("mul", y, power))
+
+
+def _pow_by_y(x: Expr, y: Expr) -> Expr:
     flat_here = bool_node("and", bool_node("eq", x, ZERO), bool_node("ge", y, ZERO))
     growth = real_node("mul", real_node("pow", x, y), real_node("log", x))
     return real_node("where", flat_here, ZERO, growth)
@@ -142,8 +137,8 @@ def _abs(xp: ArrayNamespace, x: Any) -> Any:
     return _wrapped(xp, xp.abs(x))
 
 
-def _d_abs(args: tuple[Expr, ...], k: int) -> Expr:
-    return real_node("sign", args[0])
+def _abs_by_x(x: Expr) -> Expr:
+    return real_node("sign", x)
 
 
 # sign NaN = 0
@@ -161,18 +156,13 @@ def _max(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.maximum(x, y)
 
 
-def _d_choice(loses: str, args: tuple[Expr, ...], k: int) -> Expr:
-    mine, other = args[k], args[1 - k]
+def _choice(loses: str, mine: Expr, other: Expr) -> Expr:
     apart = real_node("where", bool_node(loses, mine, other), ZERO, ONE)
     return real_node("where", bool_node("eq", mine, other), HALF, apart)
 
 
-def _d_min(args: tuple[Expr, ...], k: int) -> Expr:
-    return _d_choice("gt", args, k)
-
-
-def _d_max(args: tuple[Expr, ...], k: int) -> Expr:
-    return _d_choice("lt", args, k)
+_D_MIN = partials(lambda x, y: _choice("gt", x, y), lambda x, y: _choice("gt", y, x))
+_D_MAX = partials(lambda x, y: _choice("lt", x, y), lambda x, y: _choice("lt", y, x))
 
 
 # clamp(x, lo, hi) = min(max(x, lo), hi); ∂x = [lo ≤ x ≤ hi], ∂lo = [x < lo < hi], ∂hi = [x > hi or hi < lo]
@@ -180,52 +170,71 @@ def _clamp(xp: ArrayNamespace, x: Any, lo: Any, hi: Any) -> Any:
     return xp.clamp(x, lo, hi)
 
 
-def _d_clamp(args: tuple[Expr, ...], k: int) -> Expr:
-    x, lo, hi = args
-    condition = (
-        bool_node("and", bool_node("le", lo, x), bool_node("le", x, hi)),
-        bool_node("and", bool_node("lt", x, lo), bool_node("lt", lo, hi)),
-        bool_node("or", bool_node("gt", x, hi), bool_node("lt", hi, lo)),
-    )[k]
+def _selected(condition: Expr) -> Expr:
     return real_node("where", condition, ONE, ZERO)
 
 
-_min_range = either(interval.min_, interval_float.min_)
-_max_range = either(interval.max_, interval_float.max_)
+_D_CLAMP = partials(
+    lambda x, lo, hi: _selected(bool_node("and", bool_node("le", lo, x), bool_node("le", x, hi))),
+    lambda x, lo, hi: _selected(bool_node("and", bool_node("lt", x, lo), bool_node("lt", lo, hi))),
+    lambda x, lo, hi: _selected(bool_node("or", bool_node("gt", x, hi), bool_node("lt", hi, lo))),
+)
+
+
+_MIN_RANGE = either(interval.min_, interval_float.min_)
+_MAX_RANGE = either(interval.max_, interval_float.max_)
 
 
 def _clamp_range(x: Range, lo: Range, hi: Range) -> Range:
-    return _min_range(_max_range(x, lo), hi)
+    return _MIN_RANGE(_MAX_RANGE(x, lo), hi)
+
+
+# Ranges: one rule for ints, one for floats.
+_ADD = either(interval.add, interval_float.add)
+_SUB = either(interval.sub, interval_float.sub)
+_MUL = either(interval.mul, interval_float.mul)
+_NEG = either(interval.neg, interval_float.neg)
+_FLOORDIV = either(interval.floordiv, interval_float.floordiv)
+_MOD = either(interval.mod, interval_float.mod)
+_ABS = either(interval.abs_, interval_float.abs_)
+_SIGN = either(interval.sign, interval_float.sign)
+
+_POWER = Samples(floats=((0.1, 4.0), (-3.0, 3.0)))
+_INT_POWER = Samples(ints=((-9, 9), (-3, 12)))
+_BETWEEN = Samples(floats=((-8.0, 8.0), (-8.0, 2.0), (-2.0, 8.0)), ints=((-40, 40), (-20, 5), (-5, 20)))
+
+
+# Distances to the nearest kink, for tests.
+def _apart(x: float, y: float) -> float:
+    return abs(x - y)
+
+
+def _from_pole(_x: float, y: float) -> float:
+    return abs(y) - 0.1
+
+
+def _from_border(x: float, lo: float, hi: float) -> float:
+    return min(abs(x - lo), abs(x - hi), abs(hi - lo))
+
+
+def _from_step(x: float, y: float) -> float:
+    return abs(x / y - round(x / y)) * min(abs(y), 1.0) if abs(y) > 0.2 else 0.0
 
 
 ROWS = (
-    Operator("add", 2, "+", numeric, _add, _d_add, either(interval.add, interval_float.add), "+", "add", _BINARY),
-    Operator("sub", 2, "-", numeric, _sub, _d_sub, either(interval.sub, interval_float.sub), "-", "sub", _BINARY),
-    Operator("mul", 2, "*", numeric, _mul, _d_mul, either(interval.mul, interval_float.mul), "*", "mul", _BINARY),
-    Operator(
-        "div", 2, "/", real, _div, _d_div, interval_float.div, "/", "div", _BINARY, lambda x, y: abs(y) - 0.1
-    ),
-    Operator(
-        "floordiv", 2, "//", numeric, _floordiv, flat, either(interval.floordiv, interval_float.floordiv), "floor_div", "floordiv", _BINARY,
-        _division_kink,
-    ),
-    Operator("mod", 2, "%", numeric, _mod, _d_mod, either(interval.mod, interval_float.mod), "floor_mod", "mod", _BINARY, _division_kink),
-    Operator("ceildiv", 2, "ceildiv", integer, _ceildiv, None, interval.ceildiv, "ceildiv", "ceildiv", _BINARY),
-    Operator("neg", 1, "-", numeric, _neg, _d_neg, either(interval.neg, interval_float.neg), "-", "neg", _UNARY),
-    Operator(
-        "pow", 2, "**", real, _pow, _d_pow, interval_float.pow_, "pow", "pow",
-        Samples(floats=((0.1, 4.0), (-3.0, 3.0))),
-    ),
-    Operator(
-        "ipow", 2, "**", integer, _ipow, None, interval.ipow, "ipow", "ipow", Samples(ints=((-9, 9), (-3, 12)))
-    ),
-    Operator("abs", 1, "abs", numeric, _abs, _d_abs, either(interval.abs_, interval_float.abs_), "abs", "abs", _UNARY, abs),
-    Operator("sign", 1, "sign", numeric, _sign, flat, either(interval.sign, interval_float.sign), "sign", "sign", _UNARY, abs),
-    Operator("min", 2, "min", numeric, _min, _d_min, _min_range, "min", "min", _BINARY, lambda x, y: abs(x - y)),
-    Operator("max", 2, "max", numeric, _max, _d_max, _max_range, "max", "max", _BINARY, lambda x, y: abs(x - y)),
-    Operator(
-        "clamp", 3, "clamp", numeric, _clamp, _d_clamp, _clamp_range, "clamp", "clamp",
-        Samples(floats=((-8.0, 8.0), (-8.0, 2.0), (-2.0, 8.0)), ints=((-40, 40), (-20, 5), (-5, 20))),
-        lambda x, lo, hi: min(abs(x - lo), abs(x - hi), abs(hi - lo)),
-    ),
+    row("add", "+", numeric, _add, _ADD, _BINARY, c="+", derivative=partials(ONE, ONE)),
+    row("sub", "-", numeric, _sub, _SUB, _BINARY, c="-", derivative=partials(ONE, MINUS_ONE)),
+    row("mul", "*", numeric, _mul, _MUL, _BINARY, c="*", derivative=partials(_other, _first)),
+    row("neg", "-", numeric, _neg, _NEG, _UNARY, c="-", derivative=partials(MINUS_ONE)),
+    row("div", "/", real, _div, interval_float.div, _BINARY, c="/", derivative=_D_DIV, kink=_from_pole),
+    row("floordiv", "//", numeric, _floordiv, _FLOORDIV, _BINARY, c="floor_div", derivative=FLAT, kink=_from_step),
+    row("mod", "%", numeric, _mod, _MOD, _BINARY, c="floor_mod", derivative=partials(ONE, _mod_by_y), kink=_from_step),
+    row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, Samples(ints=((-40, 40), (-12, 12)))),
+    row("pow", "**", real, _pow, interval_float.pow_, _POWER, derivative=partials(_pow_by_x, _pow_by_y)),
+    row("ipow", "**", integer, _ipow, interval.ipow, _INT_POWER),
+    row("abs", "abs", numeric, _abs, _ABS, _UNARY, derivative=partials(_abs_by_x), kink=abs),
+    row("sign", "sign", numeric, _sign, _SIGN, _UNARY, derivative=FLAT, kink=abs),
+    row("min", "min", numeric, _min, _MIN_RANGE, _BINARY, derivative=_D_MIN, kink=_apart),
+    row("max", "max", numeric, _max, _MAX_RANGE, _BINARY, derivative=_D_MAX, kink=_apart),
+    row("clamp", "clamp", numeric, _clamp, _clamp_range, _BETWEEN, derivative=_D_CLAMP, kink=_from_border),
 )

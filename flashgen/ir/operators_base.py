@@ -109,7 +109,11 @@ class Samples:
 
 
 def smooth(*_args: float) -> float:
+    """No point without a derivative anywhere near."""
     return float("inf")
+
+
+Derivative = Callable[[tuple[Expr, ...], int], Expr]
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Operator:
     spelling: str
     typing: TypingRule
     meaning: Callable[..., Any]
-    derivative: Callable[[tuple[Expr, ...], int], Expr] | None
+    derivative: Derivative | None
     interval: Callable[..., Range]
     c: str
     interval_c: str
@@ -148,6 +152,27 @@ class Operator:
         if not types:
             raise TypingError(f"'{self.spelling}' takes at least 1 argument, none given")
         return self.typing(self.spelling, types)
+
+
+def row(
+    name: str,
+    spelling: str,
+    typing: TypingRule,
+    meaning: Callable[..., Any],
+    interval: Callable[..., Range],
+    samples: Samples,
+    *,
+    derivative: Derivative | None = None,
+    c: str = "",
+    interval_c: str = "",
+    arity: int = 0,
+    kink: Callable[..., float] = smooth,
+) -> Operator:
+    """A row; C++ spells it by its name unless said otherwise, and the samples show how many arguments it takes."""
+    arguments = arity or len(samples.floats or samples.ints)
+    return Operator(
+        name, arguments, spelling, typing, meaning, derivative, interval, c or name, interval_c or name, samples, kink
+    )
 
 
 def _count(n: int) -> str:
@@ -253,7 +278,7 @@ def selection(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
 def conversion(result: ScalarType) -> TypingRule:
     """Any type → ``result``."""
 
-    def rule(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
+    def rule(_spelling: str, types: tuple[ScalarType, ...]) -> Signature:
         return Signature(types, result)
 
     return rule
@@ -273,6 +298,7 @@ def either(on_ints: Callable[..., Range], on_floats: Callable[..., Range]) -> Ca
 ONE = literal(1.0)
 ZERO = literal(0.0)
 HALF = literal(0.5)
+MINUS_ONE = literal(-1.0)
 
 
 def real_node(op: str, *args: Expr | float) -> Expr:
@@ -290,6 +316,14 @@ def as_expr(x: Expr | float) -> Expr:
     return x if isinstance(x, Expr) else literal(float(x))
 
 
-def flat(args: tuple[Expr, ...], k: int) -> Expr:
-    """∂/∂x = 0: step functions."""
-    return ZERO
+def partials(*formulas: Callable[..., Expr] | Expr) -> Derivative:
+    """∂/∂args[k] is ``formulas[k]``: a function of the arguments, or a constant."""
+
+    def derivative(args: tuple[Expr, ...], k: int) -> Expr:
+        formula = formulas[k]
+        return formula if isinstance(formula, Expr) else formula(*args)
+
+    return derivative
+
+
+FLAT = partials(ZERO, ZERO)  # step functions

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
-from flashgen.ir.expr import Expr
 from flashgen.ir.operators_base import (
     FLOAT,
     INT,
@@ -19,17 +18,16 @@ from flashgen.ir.operators_base import (
     ONE,
     ZERO,
     ArrayNamespace,
-    Operator,
     Samples,
-    Signature,
-    TypingRule,
     bitwise,
     comparison,
     conversion,
     equality,
     integer,
     logical,
+    partials,
     real_node,
+    row,
     selection,
     wrap,
 )
@@ -41,7 +39,7 @@ _BITS = Samples(ints=((-70, 70), (-70, 70)))
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A meaning that Python's own operator states for every namespace."""
 
-    def meaning(xp: ArrayNamespace, *args: Any) -> Any:
+    def meaning(_xp: ArrayNamespace, *args: Any) -> Any:
         return function(*args)
 
     return meaning
@@ -67,17 +65,15 @@ def _where(xp: ArrayNamespace, c: Any, x: Any, y: Any) -> Any:
     return xp.where(c, x, y)
 
 
-def _d_where(args: tuple[Expr, ...], k: int) -> Expr:
-    passes, stops = ((ONE, ZERO), (ZERO, ONE))[k - 1]
-    return real_node("where", args[0], passes, stops)
+_D_WHERE = partials(
+    ZERO,  # conditions carry no derivative
+    lambda c, _x, _y: real_node("where", c, ONE, ZERO),
+    lambda c, _x, _y: real_node("where", c, ZERO, ONE),
+)
 
 
 def _to_float(xp: ArrayNamespace, x: Any) -> Any:
     return xp.to_float(x)
-
-
-def _d_to_float(args: tuple[Expr, ...], k: int) -> Expr:
-    return ONE
 
 
 # Truncates toward zero, saturates; NaN → 0. ±2**31 are floats in every precision, 2**31 - 1 is not.
@@ -91,7 +87,7 @@ def _to_int(xp: ArrayNamespace, x: Any) -> Any:
 
 
 # The number of ones in the 32-bit two's complement
-def _popcount(xp: ArrayNamespace, x: Any) -> Any:
+def _popcount(_xp: ArrayNamespace, x: Any) -> Any:
     v = x & MASK32
     v = v - ((v >> 1) & 0x55555555)
     v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
@@ -105,7 +101,7 @@ def _mul32(h: Any, c: int) -> Any:
 
 
 # uint32 h = 0x9E3779B9; for x: h ^= x, h *= 0x85EBCA6B, h ^= h >> 13, h *= 0xC2B2AE35, h ^= h >> 16; h & 0x7FFFFFFF
-def _hash(xp: ArrayNamespace, *args: Any) -> Any:
+def _hash(_xp: ArrayNamespace, *args: Any) -> Any:
     h: Any = 0x9E3779B9
     for x in args:
         h = _mul32(h ^ (x & MASK32), 0x85EBCA6B)
@@ -114,45 +110,44 @@ def _hash(xp: ArrayNamespace, *args: Any) -> Any:
     return h & INT_MAX
 
 
-def _compare(name: str, sign: str, rule: TypingRule, function: Callable[..., Any]) -> Operator:
-    ranges = {
-        "lt": interval.lt, "le": interval.le, "gt": interval.gt,
-        "ge": interval.ge, "eq": interval.eq, "ne": interval.ne,
-    }  # fmt: skip
-    return Operator(name, 2, sign, rule, _plain(function), None, ranges[name], name, name, _PAIR)
-
-
 _LOGIC = Samples(ints=((0, 1), (0, 1)))
+_ANY_INT = (-(2**31), 2**31 - 1)
+_COUNT = (-3, 35)
+_CHOICE = Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9)))
 
 ROWS = (
-    _compare("lt", "<", comparison, operator.lt),
-    _compare("le", "<=", comparison, operator.le),
-    _compare("gt", ">", comparison, operator.gt),
-    _compare("ge", ">=", comparison, operator.ge),
-    _compare("eq", "==", equality, operator.eq),
-    _compare("ne", "!=", equality, operator.ne),
-    Operator("and", 2, "and", logical, _plain(operator.and_), None, interval.and_, "&&", "and_", _LOGIC),
-    Operator("or", 2, "or", logical, _plain(operator.or_), None, interval.or_, "||", "or_", _LOGIC),
-    Operator("not", 1, "not", logical, _not, None, interval.not_, "!", "not_", _LOGIC),
-    Operator("bitand", 2, "&", bitwise, _plain(operator.and_), None, interval.bitand, "&", "bitand_", _BITS),
-    Operator("bitor", 2, "|", bitwise, _plain(operator.or_), None, interval.bitor, "|", "bitor_", _BITS),
-    Operator("bitxor", 2, "^", bitwise, _plain(operator.xor), None, interval.bitxor, "^", "bitxor_", _BITS),
-    Operator(
-        "shl", 2, "<<", integer, _shl, None, interval.shl, "shift_left", "shl", Samples(ints=((-70, 70), (-3, 35)))
+    row("lt", "<", comparison, _plain(operator.lt), interval.lt, _PAIR),
+    row("le", "<=", comparison, _plain(operator.le), interval.le, _PAIR),
+    row("gt", ">", comparison, _plain(operator.gt), interval.gt, _PAIR),
+    row("ge", ">=", comparison, _plain(operator.ge), interval.ge, _PAIR),
+    row("eq", "==", equality, _plain(operator.eq), interval.eq, _PAIR),
+    row("ne", "!=", equality, _plain(operator.ne), interval.ne, _PAIR),
+    row("and", "and", logical, _plain(operator.and_), interval.and_, _LOGIC, c="&&", interval_c="and_"),
+    row("or", "or", logical, _plain(operator.or_), interval.or_, _LOGIC, c="||", interval_c="or_"),
+    row("not", "not", logical, _not, interval.not_, Samples(ints=((0, 1),)), c="!", interval_c="not_"),
+    row("bitand", "&", bitwise, _plain(operator.and_), interval.bitand, _BITS, c="&", interval_c="bitand_"),
+    row("bitor", "|", bitwise, _plain(operator.or_), interval.bitor, _BITS, c="|", interval_c="bitor_"),
+    row("bitxor", "^", bitwise, _plain(operator.xor), interval.bitxor, _BITS, c="^", interval_c="bitxor_"),
+    row("shl", "<<", integer, _shl, interval.shl, Samples(ints=((-70, 70), _COUNT)), c="shift_left"),
+    row("shr", ">>", integer, _shr, interval.shr, Samples(ints=((-7000, 7000), _COUNT)), c="shift_right"),
+    row("where", "where", selection, _where, interval.where, _CHOICE, c="select", derivative=_D_WHERE),
+    row(
+        "to_float",
+        "float",
+        conversion(FLOAT),
+        _to_float,
+        interval_float.to_float,
+        Samples(floats=((-9.0, 9.0),), ints=(_ANY_INT,)),
+        derivative=partials(ONE),
     ),
-    Operator(
-        "shr", 2, ">>", integer, _shr, None, interval.shr, "shift_right", "shr", Samples(ints=((-7000, 7000), (-3, 35)))
+    row(
+        "to_int",
+        "int",
+        conversion(INT),
+        _to_int,
+        interval_float.to_int,
+        Samples(floats=((-5e9, 5e9),), ints=(_ANY_INT,)),
     ),
-    Operator(
-        "where", 3, "where", selection, _where, _d_where, interval.where, "select", "where",
-        Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9))),
-    ),
-    Operator("to_float", 1, "float", conversion(FLOAT), _to_float, _d_to_float, interval_float.to_float, "to_float",
-             "to_float", Samples(floats=((-9.0, 9.0),), ints=((-(2**31), 2**31 - 1),))),
-    Operator("to_int", 1, "int", conversion(INT), _to_int, None, interval_float.to_int, "to_int", "to_int",
-             Samples(floats=((-5e9, 5e9),), ints=((-(2**31), 2**31 - 1),))),
-    Operator("popcount", 1, "popcount", integer, _popcount, None, interval.popcount, "popcount", "popcount",
-             Samples(ints=((-300, 300),))),
-    Operator("hash", -1, "hash", integer, _hash, None, interval.hash_, "hash", "hash",
-             Samples(ints=((-(2**31), 2**31 - 1),) * 3)),
-)  # fmt: skip
+    row("popcount", "popcount", integer, _popcount, interval.popcount, Samples(ints=((-300, 300),))),
+    row("hash", "hash", integer, _hash, interval.hash_, Samples(ints=(_ANY_INT,) * 3), arity=-1),
+)

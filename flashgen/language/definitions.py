@@ -23,22 +23,25 @@ def define(
     known: Mapping[str, Macro],
     report: Report,
     *,
+    lost: frozenset[str] = frozenset(),
+    uncertain: bool = False,
     standard: bool = False,
 ) -> Scope:
-    """The scope of a file: ``known`` (prelude and imports) and the file's own definitions."""
+    """The scope of a file: ``known`` (prelude and imports) and the file's own definitions.
+
+    ``lost`` and ``uncertain`` are as in ``Scope``; ``standard``: the file is the prelude.
+    """
     macros = dict(known)
-    scope = Scope(macros)
+    broken = {item.name.text for item in items if isinstance(item, syntax.Broken) and item.name is not None}
+    scope = Scope(macros, lost | broken, uncertain)
     own: dict[str, Macro] = {}
-    lost = {item.name.text for item in items if isinstance(item, syntax.Broken) and item.name is not None}
     for item in items:
         if isinstance(item, syntax.Definition) and _may_define(item, macros, own, report):
             parameters = None if item.parameters is None else tuple(name.text for name in item.parameters)
             macro = Macro(item.name.text, parameters, item.body, item.name.span, scope, source, standard)
             own[macro.name] = macros[macro.name] = macro
-    if standard:
-        return scope
     for macro in own.values():
-        if not _body_is_sound(macro, scope, lost, report):
+        if not _body_is_sound(macro, scope, report):
             macros[macro.name] = replace(macro, sound=False)
     _check_recursion(own, macros, report)
     return scope
@@ -86,7 +89,7 @@ def expressions_below(root: syntax.Expression) -> Iterator[syntax.Expression]:
         pending.extend(reversed(node.children))
 
 
-def _body_is_sound(macro: Macro, scope: Scope, lost: set[str], report: Report) -> bool:
+def _body_is_sound(macro: Macro, scope: Scope, report: Report) -> bool:
     """Check the names and calls of a body; False where something was reported or cannot be judged."""
     parameters = set(macro.parameters or ())
     callees: set[int] = set()
@@ -94,9 +97,9 @@ def _body_is_sound(macro: Macro, scope: Scope, lost: set[str], report: Report) -
     for node in expressions_below(macro.body):
         if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
             callees.add(id(node.callee))
-            sound &= node.callee.name in lost or _call_is_sound(node, node.callee, parameters, scope, report)
+            sound &= _call_is_sound(node, node.callee, parameters, scope, report)
         elif isinstance(node, syntax.Reference) and id(node) not in callees:
-            sound &= node.name not in lost and _name_is_sound(node, parameters, scope, report)
+            sound &= _name_is_sound(node, parameters, scope, report)
     return sound
 
 
@@ -113,8 +116,9 @@ def _call_is_sound(
     elif name in parameters or name in names.WEIGHT_FORMS or name in names.BUILTINS or scope.value(name):
         return True  # reported where it is used
     else:
-        known = (*FUNCTIONS, *scope.function_names())
-        report.add("E102", f"unknown function '{name}'", callee.span, hints=suggestion(name, known))
+        if not scope.excuses(name):
+            known = (*FUNCTIONS, *scope.function_names())
+            report.add("E102", f"unknown function '{name}'", callee.span, hints=suggestion(name, known))
         return False
     if low <= len(call.arguments) <= max(low, high):
         return True
@@ -129,6 +133,8 @@ def _name_is_sound(node: syntax.Reference, parameters: set[str], scope: Scope, r
         return True
     if name in names.WEIGHT_FORMS:
         return True
+    if scope.excuses(name):
+        return False
     known = (*parameters, *names.BUILTINS, *scope.value_names(), "true", "false")
     hints = suggestion(name, known) or (f"a 'def' sees its parameters only; pass '{name}' as one",)
     report.add("E101", f"unknown name '{name}'", node.span, hints=hints)

@@ -165,6 +165,8 @@ class Expressions:
 
     def _unknown_name(self, node: syntax.Reference) -> None:
         name, scope = node.name, self.frame.scope
+        if scope.excuses(name):
+            return
         if name in names.WEIGHT_FORMS:
             self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", node.span)
             return
@@ -376,7 +378,7 @@ class Expressions:
             self._error("E204", f"'{name}' is a value, not a function", span, ("a product is written with '*'",))
         elif scope.value(name):
             self._error("E202", f"'{name}' takes no arguments", node.span, (f"write '{name}' without parentheses",))
-        else:
+        elif not scope.excuses(name):
             known = (*FUNCTIONS, *scope.function_names())
             self._error("E102", f"unknown function '{name}'", span, suggestion(name, known))
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
-from flashgen.diagnostics import Diagnostic, Source, SpecError
+from flashgen.diagnostics import Diagnostic, Source, SpecError, render
 from flashgen.language import syntax
 from flashgen.language.definitions import define, exported
 from flashgen.language.library import Macro, Scope
@@ -95,32 +97,35 @@ class _Loader:
         for diagnostic in parsed.diagnostics:
             self.report.put(diagnostic)
         known = dict(self.standard)
+        uncertain = any(isinstance(item, syntax.Broken) and item.keyword == "import" for item in parsed.file.items)
         for item in parsed.file.items:
             if isinstance(item, syntax.Import):
-                self._bring_in(item, self._imported(item, source), known)
-        scope = define(parsed.file.items, source, known, self.report)
+                macros = self._imported(item, source)
+                uncertain |= macros is None
+                self._bring_in(item, macros or {}, known)
+        scope = define(parsed.file.items, source, known, self.report, lost=parsed.lost, uncertain=uncertain)
         self.exports[source.name] = exported(scope, parsed.file.items)
         self.chain.pop()
         return parsed, scope
 
-    def _imported(self, item: syntax.Import, importer: Source) -> dict[str, Macro]:
-        """The definitions of an imported file; none where it could not be read."""
+    def _imported(self, item: syntax.Import, importer: Source) -> dict[str, Macro] | None:
+        """The definitions of an imported file; None where it could not be read."""
         name = posixpath.normpath(posixpath.join(posixpath.dirname(importer.name), item.path))
         if name in self.chain:
             circle = " → ".join(f"'{step}'" for step in (*self.chain[self.chain.index(name) :], name))
             self.report.add("E012", f"'{item.path}' imports this file again", item.path_span, notes=(circle,))
-            return {}
+            return None
         if name in self.exports:
             return self.exports[name]
         if len(self.sources) > MAX_IMPORTS:
             message = f"there are more than {MAX_IMPORTS} imported files"
             self.report.add("E011", message, item.path_span)
-            return {}
+            return None
         try:
             source = self.reader.read(name, item.path)
         except SpecError as error:
             self._unreadable(item, name, error)
-            return {}
+            return None
         self.load(source)
         return self.exports[name]
 
@@ -144,18 +149,21 @@ class _Loader:
             known.setdefault(name, macro)
 
 
-def standard_definitions(report: Report) -> Mapping[str, Macro]:
-    """The prelude's definitions."""
+@cache
+def standard_definitions() -> Mapping[str, Macro]:
+    """The prelude's definitions; the same for every file."""
     text = files("flashgen.language").joinpath(PRELUDE).read_text(encoding="utf-8")
     source = Source(f"flashgen/language/{PRELUDE}", text)
+    report = Report()
     parsed = parse(source)
-    for diagnostic in parsed.diagnostics:
-        report.put(diagnostic)
-    return define(parsed.file.items, source, {}, report, standard=True).macros
+    macros = define(parsed.file.items, source, {}, report, standard=True).macros
+    if parsed.diagnostics or report.diagnostics:
+        raise AssertionError(render((*parsed.diagnostics, *report.diagnostics), (source,)))
+    return MappingProxyType(dict(macros))
 
 
 def load_library(source: Source, reader: Reader, report: Report) -> Library:
     """The file with everything that it sees."""
-    loader = _Loader(reader, report, standard_definitions(report))
+    loader = _Loader(reader, report, standard_definitions())
     parsed, scope = loader.load(source)
     return Library(parsed.file, scope, tuple(loader.sources), tuple(source.text.split("\n")))

@@ -43,6 +43,12 @@ class Scope:
     """
 
     macros: Mapping[str, Macro] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()  # names that text with errors would have defined
+    uncertain: bool = False  # whether an import is missing, so that any name may have come from it
+
+    def excuses(self, name: str) -> bool:
+        """Whether an unknown name is only the consequence of an error that has been reported."""
+        return self.uncertain or name in self.lost
 
     def function(self, name: str) -> Macro | None:
         """The definition with parameters of that name."""

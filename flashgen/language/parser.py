@@ -35,6 +35,7 @@ _BORDER_OUTSIDE = re.compile(_IGNORED + "|".join(words.TOP_LEVEL) + r")(?!\w)")
 _LONGEST_NAME = 200
 # A line that starts like a statement: a word, and then what could be its operand.
 _LIKE_STATEMENT = re.compile(r"[ \t]*([A-Za-z_]\w*)[ \t]+[\w{]")
+_LIKE_DECLARATION = re.compile(r"\s*[A-Za-z_]\w*[ \t]+([A-Za-z_]\w*)[ \t]*[=:]")
 _MOST_LINES_SEARCHED = 200
 _LEADING_ZERO = re.compile(r"0[0_]*[1-9][0-9_]*$")
 _OPENING = frozenset({"LPAR", "LSQB", "LBRACE"})
@@ -62,6 +63,7 @@ class Parsed:
     file: syntax.File
     diagnostics: tuple[Diagnostic, ...]
     complete: bool
+    lost: frozenset[str] = frozenset()  # names that misspelt statements would have declared
 
 
 def parse(source: Source) -> Parsed:
@@ -84,6 +86,7 @@ class _Parser:
     open: list[Word] = field(default_factory=list)  # brackets not yet closed, the block's own brace first
     block: Word | None = None  # the name of the attention block being read
     misused: set[str] = field(default_factory=set)  # reserved words that were declared as names, and reported
+    lost: set[str] = field(default_factory=set)  # names that unreadable statements would have declared
     queue: list[Word] = field(default_factory=list)  # tokens to read before the text goes on
     file: syntax.File | None = None  # the result, once the end is reached
 
@@ -103,7 +106,7 @@ class _Parser:
                 if token is not None:
                     self._feed(token)
                 if self.file is not None:
-                    return Parsed(self.file, tuple(self.diagnostics), complete=True)
+                    return Parsed(self.file, tuple(self.diagnostics), complete=True, lost=frozenset(self.lost))
             message = f"the text has more than {MAX_TOKENS:,} words and signs"
             self.diagnostics.append(Diagnostic("E002", message, self._here()))
         except _GiveUpError:
@@ -220,6 +223,8 @@ class _Parser:
             return
         complaint = complain_about_token(token, accepted, self.last, self.statement, self.open, self.block)
         self._report(complaint.diagnostic)
+        if complaint.new_statement:
+            self._lose(self.source.text[self.lexer.line_ctr.char_pos - len(token) :])
         if complaint.use_as_name:
             self.misused.add(str(token))
             self.queue.append(Word.make("NAME", str(token), token.span))
@@ -332,6 +337,13 @@ class _Parser:
             if word and close:
                 span = Span(self.source.name, line + offset, word.start(1) + 1, line + offset, word.end(1) + 1)
                 self._report(unknown_statement(word[1], span, close))
+                self._lose(text)
+
+    def _lose(self, text: str) -> None:
+        """Remember the name that a misspelt statement would have declared."""
+        declared = _LIKE_DECLARATION.match(text)
+        if declared:
+            self.lost.add(declared[1])
 
     def _jump(self, position: int, text: str, kind: str) -> Word:
         self._move(position)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flashgen.diagnostics import Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Name:
     """A name where it is introduced or chosen from a list: a declared name, a type, a schedule entry."""
 
@@ -22,12 +22,12 @@ class Name:
 # --- expressions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expression:
     """Base of all expressions."""
 
     span: Span
-    depth: int = field(init=False, compare=False, repr=False)
+    depth: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "depth", 1 + max((child.depth for child in self.children), default=0))
@@ -38,28 +38,28 @@ class Expression:
         return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reference(Expression):
     """A name that is used."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number(Expression):
     """A number as written; its value is worked out by ``constants``."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Boolean(Expression):
     """``true`` or ``false``."""
 
     value: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group(Expression):
     """An expression in parentheses."""
 
@@ -70,7 +70,7 @@ class Group(Expression):
         return (self.inner,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unary(Expression):
     """``-x`` or ``not x``."""
 
@@ -82,7 +82,7 @@ class Unary(Expression):
         return (self.operand,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Binary(Expression):
     """Two operands and an operator between them, ``and`` and ``or`` included."""
 
@@ -95,7 +95,7 @@ class Binary(Expression):
         return (self.left, self.right)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compare(Expression):
     """A comparison, possibly chained: one operator fewer than operands."""
 
@@ -107,7 +107,7 @@ class Compare(Expression):
         return self.operands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conditional(Expression):
     """``yes if condition else no``."""
 
@@ -120,7 +120,7 @@ class Conditional(Expression):
         return (self.yes, self.condition, self.no)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Index(Expression):
     """``base[indices]``."""
 
@@ -132,7 +132,7 @@ class Index(Expression):
         return (self.base, *self.indices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Named(Expression):
     """``name = value`` among the arguments of a call or the indices of a tensor."""
 
@@ -144,7 +144,7 @@ class Named(Expression):
         return (self.value,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call(Expression):
     """``callee(arguments)``."""
 
@@ -159,7 +159,7 @@ class Call(Expression):
 # --- statements of an attention block
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Statement:
     """Base of all statements; ``keyword`` is the word that starts it."""
 
@@ -167,21 +167,21 @@ class Statement:
     keyword: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadDims(Statement):
     """``head_dim 64, 192/128``."""
 
     values: tuple[Expression, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dtypes(Statement):
     """``dtype f16, bf16``."""
 
     names: tuple[Name, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Const(Statement):
     """``const NAME = EXPR``."""
 
@@ -189,7 +189,7 @@ class Const(Statement):
     value: Expression
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Param(Statement):
     """``param NAME: TYPE = EXPR grad``."""
 
@@ -199,7 +199,7 @@ class Param(Statement):
     grad: Span | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor(Statement):
     """``tensor NAME: TYPE[SHAPE] grad``."""
 
@@ -209,7 +209,7 @@ class Tensor(Statement):
     grad: Span | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Let(Statement):
     """``let NAME = EXPR``."""
 
@@ -217,7 +217,7 @@ class Let(Statement):
     value: Expression
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout(Statement):
     """``layout block SIZE: EXPR``."""
 
@@ -225,7 +225,7 @@ class Layout(Statement):
     value: Expression
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """``NAME = EXPR`` in a schedule."""
 
@@ -234,21 +234,21 @@ class Entry:
     span: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule(Statement):
     """``schedule { entries }``."""
 
     entries: tuple[Entry, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Single(Statement):
     """A word and one expression: ``scale``, ``score``, ``mask``, ``weights``, ``dropout``."""
 
     value: Expression
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Broken(Statement):
     """A statement that did not parse. It has been reported; ``name`` is what it would have declared, if anything."""
 
@@ -258,7 +258,7 @@ class Broken(Statement):
 # --- a file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Import:
     """``import "path"``; ``path_span`` covers the quotes."""
 
@@ -267,7 +267,7 @@ class Import:
     span: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Definition:
     """``def NAME(parameters) = body``; ``parameters`` is None where there are no parentheses."""
 
@@ -277,7 +277,7 @@ class Definition:
     span: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """``attention NAME { statements }``."""
 
@@ -289,7 +289,7 @@ class Attention:
 Item = Import | Definition | Attention | Broken
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class File:
     """All that a file holds, in its order."""
 

@@ -37,8 +37,9 @@ _MOST_REMEMBERED = 512
 class Call:
     """What follows from the shapes, strides, types and offsets of a call.
 
-    ``static`` are the values of ``struct Arguments`` known so far, in the order of its fields; None where
-    no kernel runs. ``workspaces`` remembers the bytes that a pass asked for.
+    ``static`` are the values of ``struct Arguments`` known so far, in the order of its fields; empty where no kernel
+    runs. ``needs_copy``: some last dimension is not contiguous. ``workspaces`` remembers the bytes that passes asked
+    for, ``params`` the defaults.
     """
 
     shard: Shard
@@ -46,7 +47,8 @@ class Call:
     sizes: Mapping[str, int]
     o_shape: tuple[int, int, int, int]
     kernel: Kernel | None
-    static: Sequence[float] | None
+    static: list[float]
+    needs_copy: bool
     workspaces: dict[object, int] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
@@ -143,8 +145,10 @@ class CallChecker:
             if refusal is not None:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
         kernel = self._kernels.get(head_dim) if self._kernels is not None else None
-        static = None if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors))
-        return Call(shard, head_dim, sizes, (shard.batch, shard.heads, shard.q_len, head_dim.v), kernel, static)
+        static = [] if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors))
+        needs_copy = any(x.shape[3] > 1 and x.stride(3) != 1 for x in (q, k, v))
+        o_shape = (shard.batch, shard.heads, shard.q_len, head_dim.v)
+        return Call(shard, head_dim, sizes, o_shape, kernel, static, needs_copy)
 
     def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
         """The indices that are proved for the sizes of each call."""
@@ -225,7 +229,7 @@ def _static(
         "batch": shard.batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
         "q_len": shard.q_len, "kv_len": shard.kv_len,
         "b_start": shard.b_start, "h_start": shard.h_start, "q_start": shard.q_start, "kv_start": shard.kv_start,
-        "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
+        "dropout_scale": 1.0, "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
     }  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         for letter, stride in zip("bhn", tensor.stride(), strict=False):

@@ -1,7 +1,8 @@
 """Runs one op: fills the arguments of a kernel and calls it, or runs the reference in its place.
 
-In: the positional arguments of the operators that ``registration.py`` defines. Out: fresh tensors. Knows
-nothing of autograd or dispatch.
+In: the positional arguments of the operators that ``registration.py`` defines. Out: fresh tensors. Knows nothing of
+autograd or dispatch. Every call passes here, so the way to a kernel is kept short: what shapes determine comes ready
+from ``call.py``.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,17 @@ from flashgen.runtime.signature import Signature
 _PROCESS = os.getpid()
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The positional arguments of the operators, by what they are."""
+class _Arguments(NamedTuple):
+    """A checked call: tensors as kernels take them, and the values of params and dropout."""
 
+    call: Call
     q: Tensor
     k: Tensor
     v: Tensor
     tensors: Sequence[Tensor]
-    params: Sequence[Tensor | None]
-    seed: Tensor | None
-    dropout_p: Tensor | None
-    offsets: Any
+    given: Sequence[Tensor | None]
+    params: Sequence[float]
+    dropout: Dropout | None
     deterministic: bool
 
 
@@ -55,36 +54,35 @@ class Engine:
     ) -> None:
         self.spec = spec
         self.signature = Signature.of(spec)
-        self._kernels = kernels
         self._pairs = pairs
-        runs_reference = kernels is None and pairs is None
-        self.checker = CallChecker(spec, kernels, any_dtype=runs_reference, cpu_only=not runs_reference)
+        is_reference = kernels is None and pairs is None
+        self.checker = CallChecker(spec, kernels, any_dtype=is_reference, cpu_only=not is_reference)
+        self._tensors_end = 3 + len(spec.tensors)
+        self._params_end = self.signature.inputs
         self._tensor_fields = [tensor_field(tensor.name) for tensor in spec.tensors]
         self._param_fields = [param_field(param.name) for param in spec.params]
 
     def forward(self, *args: Any) -> Any:
         """``o``, or ``(o, lse)`` where the spec has one."""
-        a = self._arguments(args)
-        call = self.checker(a.q, a.k, a.v, a.tensors, a.offsets)
-        params = self.checker.params(call, a.params)
-        dropout = self._dropout(call, a, params)
+        a = self._check(args)
+        call, kernel = a.call, a.call.kernel
+        lse = None
         if call.shard.is_empty:
             o = a.q.new_zeros(call.o_shape)
-            empty = a.q.new_full(call.o_shape[:3], -math.inf, dtype=_lse_dtype(a.q))
-            lse = empty if self.signature.has_lse else None
-        elif call.kernel is None:
-            o, lse = tiled.forward(self._problem(call, a, params, dropout))
+            if self.signature.has_lse:
+                lse = a.q.new_full(call.o_shape[:3], -math.inf, dtype=_lse_dtype(a.q))
+        elif kernel is None:
+            o, lse = tiled.forward(self._problem(a))
             lse = None if lse is None else lse.to(_lse_dtype(a.q))
         else:
             o = torch.empty(call.o_shape, dtype=a.q.dtype)
-            lse = torch.empty(call.o_shape[:3]) if self.signature.has_lse else None
-            values = self._values(call, a, params, dropout)
-            slots = call.kernel.layout.slots
+            values = self._values(a, kernel)
+            slots = kernel.layout.slots
             values[slots["o"]] = o.data_ptr()
-            if lse is not None:
+            if self.signature.has_lse:
+                lse = torch.empty(call.o_shape[:3])
                 values[slots["lse"]] = lse.data_ptr()
-            threads = values[slots["threads"]]
-            self._run(call, values, ("forward", threads), call.kernel.forward_workspace, call.kernel.forward)
+            _run(call, kernel, values, values[slots["threads"]], kernel.forward_workspace, kernel.forward)
         return o if lse is None else (o, lse)
 
     def backward(self, d_o: Tensor, *args: Any) -> list[Tensor]:
@@ -93,39 +91,33 @@ class Engine:
         d_lse, o, lse = (None, None, None)
         if self.signature.has_lse:
             d_lse, o, lse, *inner = inner
-        a = self._arguments(inner)
-        call = self.checker(a.q, a.k, a.v, a.tensors, a.offsets)
-        params = self.checker.params(call, a.params)
-        dropout = self._dropout(call, a, params)
-        inputs: list[Any] = [a.q, a.k, a.v, *a.tensors, *a.params]
-        if call.shard.is_empty:
+        a = self._check(inner)
+        inputs: list[Any] = [a.q, a.k, a.v, *a.tensors, *a.given]
+        if a.call.shard.is_empty:
             wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
             return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-        if call.kernel is None:
+        if a.call.kernel is None:
             with _deterministic(a.deterministic), _autograd_inside():
-                found = tiled.backward(self._problem(call, a, params, dropout), d_o, d_lse, needs)
-            gradients: list[Any] = found
+                gradients = tiled.backward(self._problem(a), d_o, d_lse, needs)
         else:
-            gradients = self._run_backward(call, a, params, dropout, d_o, d_lse, o, lse, needs)
-        return [gradient.to(x.dtype) for x, gradient, need in zip(inputs, gradients, needs, strict=True) if need]
+            gradients = self._run_backward(a, a.call.kernel, d_o, (d_lse, o, lse), needs)
+        found: list[Any] = [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
+        types = [x.dtype for x, need in zip(inputs, needs, strict=True) if need]
+        return [gradient.to(dtype) for gradient, dtype in zip(found, types, strict=True)]
 
     def _run_backward(
         self,
-        call: Call,
-        a: Arguments,
-        params: Sequence[float],
-        dropout: Dropout | None,
+        a: _Arguments,
+        kernel: Kernel,
         d_o: Tensor,
-        d_lse: Tensor | None,
-        o: Tensor | None,
-        lse: Tensor | None,
+        rows: tuple[Tensor | None, Tensor | None, Tensor | None],
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        assert call.kernel is not None
-        slots = call.kernel.layout.slots
+        """Gradients of q, k, v in their type and of the rest in float32; None for a captured one not asked for."""
+        d_lse, o, lse = rows
         d_o = _unit_stride(d_o)
         d_lse = None if d_lse is None else d_lse.contiguous()
-        values = self._values(call, a, params, dropout)
+        values, slots = self._values(a, kernel), kernel.layout.slots
         for name, tensor in (("d_o", d_o), ("d_lse", d_lse), ("o", o), ("lse", lse)):
             values[slots[name]] = 0 if tensor is None else tensor.data_ptr()
         for axis, stride in zip("bhn", d_o.stride(), strict=False):
@@ -135,69 +127,58 @@ class Engine:
             buffer = torch.empty(x.shape, dtype=x.dtype)
             gradients.append(buffer)
             values[slots[name]] = buffer.data_ptr()
-        for name, captured, need in zip(self.signature.names, (*a.tensors, *a.params), needs[3:], strict=True):
+        for name, captured, need in zip(self.signature.names, (*a.tensors, *a.given), needs[3:], strict=True):
             if captured is None or not need:
                 gradients.append(None)
                 continue
             buffer = torch.zeros(captured.shape)
             gradients.append(buffer)
             values[slots[gradient_field(name)]] = buffer.data_ptr()
-        key = ("backward", values[slots["threads"]], a.deterministic, tuple(needs[3:]))
-        self._run(call, values, key, call.kernel.backward_workspace, call.kernel.backward)
+        key = (values[slots["threads"]], a.deterministic, *needs[3:])
+        _run(a.call, kernel, values, key, kernel.backward_workspace, kernel.backward)
         return gradients
 
-    def _values(self, call: Call, a: Arguments, params: Sequence[float], dropout: Dropout | None) -> list[float]:
-        """The values of the struct that both passes share."""
-        assert call.kernel is not None
-        assert call.static is not None
-        values = list(call.static)
-        slots = call.kernel.layout.slots
+    def _check(self, args: Sequence[Any]) -> _Arguments:
+        """The arguments of the forward operator, checked."""
+        end = self._params_end
+        q, k, v = args[:3]
+        tensors, given = args[3 : self._tensors_end], args[self._tensors_end : end]
+        offsets = tuple(args[-9:-1])
+        call = self.checker(q, k, v, tensors, offsets)
+        if call.needs_copy:
+            q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+            call = self.checker(q, k, v, tensors, offsets)
+        params = self.checker.params(call, given) if given else ()
+        dropout = None
+        if self.signature.has_dropout:
+            seed, dropout_p = args[end : end + 2]
+            probability = self.checker.drop_probability(call, dropout_p, params)
+            if probability > 0.0:
+                if seed is None:
+                    raise ValueError("dropout needs a seed")
+                dropout = Dropout(probability, int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF)
+        return _Arguments(call, q, k, v, tensors, given, params, dropout, args[-1])
+
+    def _values(self, a: _Arguments, kernel: Kernel) -> list[float]:
+        """The values of ``struct Arguments`` that both passes share."""
+        values = a.call.static.copy()
+        slots = kernel.layout.slots
         values[slots["q"]] = a.q.data_ptr()
         values[slots["k"]] = a.k.data_ptr()
         values[slots["v"]] = a.v.data_ptr()
         for name, tensor in zip(self._tensor_fields, a.tensors, strict=True):
             values[slots[name]] = tensor.data_ptr()
-        for name, value in zip(self._param_fields, params, strict=True):
+        for name, value in zip(self._param_fields, a.params, strict=True):
             values[slots[name]] = value
         values[slots["threads"]] = torch.get_num_threads() if os.getpid() == _PROCESS else 1
         values[slots["deterministic"]] = a.deterministic
-        values[slots["dropout_scale"]] = 1.0
-        if dropout is not None:
-            values[slots["dropout_threshold"]] = drop_threshold(dropout.probability)
-            values[slots["dropout_scale"]] = 1.0 / (1.0 - dropout.probability)
-            values[slots["seed"]] = int(dropout.seed)
+        if a.dropout is not None:
+            values[slots["dropout_threshold"]] = drop_threshold(a.dropout.probability)
+            values[slots["dropout_scale"]] = 1.0 / (1.0 - a.dropout.probability)
+            values[slots["seed"]] = int(a.dropout.seed)
         return values
 
-    def _run(self, call: Call, values: list[float], key: object, workspace: Any, run: Any) -> None:
-        assert call.kernel is not None
-        pack = call.kernel.layout.pack
-        needed = call.workspaces.get(key)
-        if needed is None:
-            needed = call.workspaces[key] = workspace(pack(*values))
-        scratch = torch.empty(needed, dtype=torch.uint8)
-        values[call.kernel.layout.slots["workspace"]] = scratch.data_ptr()
-        run(pack(*values))
-
-    def _arguments(self, args: Sequence[Any]) -> Arguments:
-        q, k, v = (_unit_stride(x) for x in args[:3])
-        tensors_end = 3 + len(self.spec.tensors)
-        end = self.signature.inputs
-        seed, dropout_p = args[end : end + 2] if self.signature.has_dropout else (None, None)
-        return Arguments(
-            q, k, v, args[3:tensors_end], args[tensors_end:end], seed, dropout_p, tuple(args[-9:-1]), args[-1]
-        )
-
-    def _dropout(self, call: Call, a: Arguments, params: Sequence[float]) -> Dropout | None:
-        if not self.signature.has_dropout:
-            return None
-        probability = self.checker.drop_probability(call, a.dropout_p, params)
-        if probability == 0.0:
-            return None
-        if a.seed is None:
-            raise ValueError("dropout needs a seed")
-        return Dropout(probability, int(a.seed.item()) & 0xFFFF_FFFF_FFFF_FFFF)
-
-    def _problem(self, call: Call, a: Arguments, params: Sequence[float], dropout: Dropout | None) -> tiled.Problem:
+    def _problem(self, a: _Arguments) -> tiled.Problem:
         names = [param.name for param in self.spec.params]
         return tiled.Problem(
             spec=self.spec,
@@ -205,16 +186,34 @@ class Engine:
             k=a.k,
             v=a.v,
             tensors={declared.name: x for declared, x in zip(self.spec.tensors, a.tensors, strict=True)},
-            params={name: value if x is None else x for name, value, x in zip(names, params, a.params, strict=True)},
-            shard=call.shard,
-            dropout=dropout,
+            params={name: value if x is None else x for name, value, x in zip(names, a.params, a.given, strict=True)},
+            shard=a.call.shard,
+            dropout=a.dropout,
             pairs=self._pairs,
         )
 
 
+def _run(
+    call: Call,
+    kernel: Kernel,
+    values: list[float],
+    key: object,
+    workspace: Callable[[bytes], int],
+    run: Callable[[bytes], object],
+) -> None:
+    """One pass of a kernel, with the workspace that it asks for: its size depends on the call and on ``key``."""
+    layout = kernel.layout
+    needed = call.workspaces.get(key)
+    if needed is None:
+        needed = call.workspaces[key] = workspace(layout.pack(*values))
+    scratch = torch.empty(needed, dtype=torch.uint8)
+    values[layout.slots["workspace"]] = scratch.data_ptr()
+    run(layout.pack(*values))
+
+
 def _unit_stride(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous: itself, or a copy."""
-    return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -226,8 +225,9 @@ def _autograd_inside() -> contextlib.AbstractContextManager[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
-    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
-    return guard  # type: ignore[no-any-return]
+    include = torch._C._dispatch_tls_local_include_set()
+    guard: contextlib.AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -21,7 +20,7 @@ from flashgen.runtime.call import check_shapes
 from flashgen.runtime.engine import Engine
 from flashgen.runtime.fingerprint import KernelText, fingerprint
 from flashgen.runtime.kernel import Kernel
-from flashgen.runtime.registration import TransformedAttention, register, transforming
+from flashgen.runtime.registration import NAMESPACE, call, register
 from flashgen.runtime.signature import as_scalar
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
@@ -82,7 +81,6 @@ class BaseOp:
         registered = register(f"{parts.spec.name}_{fingerprint(parts.spec, kind, parts.sources)}", engine)
         self._registered = registered
         self._signature = registered.signature
-        self._forward: Any = registered.forward
 
     @property
     def spec(self) -> AttentionSpec:
@@ -107,7 +105,7 @@ class BaseOp:
     @property
     def name(self) -> str:
         """The qualified name of the torch operator."""
-        return str(self._forward.name())
+        return f"{NAMESPACE}::{self._registered.name}"
 
     def __repr__(self) -> str:
         return f"<{self.name} on {' or '.join(self.backends)}>"
@@ -156,9 +154,18 @@ class BaseOp:
             self._refuse_lse()
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        forward = partial(TransformedAttention.apply, self._registered) if transforming() else self._forward
-        result = forward(
-            *arguments, q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total, deterministic
+        result = call(
+            self._registered,
+            *arguments,
+            q_start,
+            kv_start,
+            b_start,
+            h_start,
+            q_total,
+            kv_total,
+            b_total,
+            h_total,
+            deterministic,
         )
         return result if return_lse or not signature.has_lse else result[0]
 

@@ -28,6 +28,7 @@ from flashgen.runtime.signature import TORCH_DTYPES, Signature
 NAMESPACE = "flashgen"
 
 _LOCK = threading.Lock()
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,17 @@ class Registered:
     engine: Engine
     forward: OpOverload[..., Any]
     backward: OpOverload[..., Any]
+
+    def forward_below_autograd(self, *args: Any) -> Any:
+        """The forward operator without its autograd."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.forward(*args)
+
+    def backward_below_autograd(self, *args: Any) -> list[Tensor]:
+        """The backward operator without its autograd."""
+        with torch._C._AutoDispatchBelowAutograd():
+            found: list[Tensor] = self.backward(*args)
+        return found
 
 
 def register(name: str, make_engine: Callable[[], Engine]) -> Registered:
@@ -91,12 +103,14 @@ def _register(name: str, engine: Engine) -> Registered:
 
 
 class Attention(torch.autograd.Function):
-    """Saves the inputs, o and lse; backward is one call of the backward operator. Arguments: the op, then its own."""
+    """Saves the inputs, o and lse; backward is one call of the backward operator.
+
+    Arguments: the op, what runs it (the operator below autograd, or the engine itself), and the operator's own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, op: Registered, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            result = op.forward(*args)
+    def forward(ctx: Any, op: Registered, run: Callable[..., Any], *args: Any) -> Any:
+        result = run(*args)
         _save(ctx, op, args, result)
         return result
 
@@ -105,30 +119,32 @@ class Attention(torch.autograd.Function):
         op: Registered = ctx.op
         count = op.signature.tensor_arguments
         saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1 : 1 + op.signature.inputs]
+        needs = ctx.needs_input_grad[2 : 2 + op.signature.inputs]
         rest = (None,) * (count - op.signature.inputs + len(ctx.rest))
         if d_o is None and d_lse is None:
-            return (None,) * (1 + op.signature.inputs) + rest
+            return (None,) * (2 + op.signature.inputs) + rest
         if d_o is None:
             q, v = saved[0], saved[2]
             d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
         lse = (d_lse, *saved[count:]) if op.signature.has_lse else ()
-        backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
+        if is_plain((d_o,)) and not torch.is_grad_enabled():
+            backward: Any = op.engine.backward
+        else:
+            backward = functools.partial(_Once.apply, op) if transforming() else op.backward
         found = iter(backward(d_o, *lse, *saved[:count], *ctx.rest, needs))
-        return (None, *(next(found) if need else None for need in needs), *rest)
+        return (None, None, *(next(found) if need else None for need in needs), *rest)
 
 
 class TransformedAttention(Attention):
     """``Attention`` in the form that torch.func asks for, at the price of a slower call."""
 
     @staticmethod
-    def forward(op: Registered, *args: Any) -> Any:  # type: ignore[override]
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.forward(*args)
+    def forward(_op: Registered, run: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        return run(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        op, *args = inputs
+        op, _, *args = inputs
         _save(ctx, op, args, output)
 
 
@@ -137,8 +153,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Registered, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(op.backward(*args))
+        return tuple(op.backward_below_autograd(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
@@ -160,6 +175,31 @@ def _save(ctx: Any, op: Registered, args: Sequence[Any], result: Any) -> None:
     ctx.op, ctx.rest = op, args[count:]
 
 
+def call(op: Registered, *args: Any) -> Any:
+    """Call the op. Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel."""
+    if is_plain(args[: op.signature.tensor_arguments]):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return Attention.apply(op, op.engine.forward, *args)  # type: ignore[no-untyped-call]
+        return op.engine.forward(*args)
+    if transforming():
+        return TransformedAttention.apply(op, op.forward_below_autograd, *args)  # type: ignore[no-untyped-call]
+    return op.forward(*args)
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+        and all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in tensors)
+    )
+
+
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
@@ -167,17 +207,14 @@ def transforming() -> bool:
 
 def _autograd(op: Registered, *args: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return Attention.apply(op, *args)  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.forward(*args)
+        return Attention.apply(op, op.forward_below_autograd, *args)  # type: ignore[no-untyped-call]
+    return op.forward_below_autograd(*args)
 
 
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         return list(_Once.apply(op, *args))  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        found: list[Tensor] = op.backward(*args)
-    return found
+    return op.backward_below_autograd(*args)
 
 
 # Fake tensors ---------------------------------------------------------------------------------------------------------

@@ -9,3 +9,4 @@
 #include "kernel/copy_async.h"
 #include "kernel/matrix.h"
 #include "kernel/threads.h"
+#include "kernel/numbers.h"

@@ -27,6 +27,7 @@ enum class Together : int {
   warp_barrier,
   block_barrier,
   shuffle,
+  ballot,
   load_matrix,
   load_matrix_transposed,
   mma_f16,
@@ -36,9 +37,9 @@ enum class Together : int {
 struct Call {
   Together what;
   int line;
-  void* out;           // shuffle: the value; load_matrix: 4 registers; mma: 4 accumulators, read and written
+  void* out;           // shuffle: the value; ballot: the bits; load_matrix: 4 registers; mma: 4 accumulators, read and written
   const void* in[2];   // shuffle: the value; load_matrix: the row; mma: a and b
-  int number;          // shuffle: the lane that is read
+  int number;          // shuffle: the lane that is read; ballot: the condition
   int bytes;           // shuffle: the size of the value
 };
 

@@ -5,6 +5,7 @@
 // of the base address.
 #pragma once
 #include "convert.h"
+#include "ranges.h"
 #include "vector.h"
 #include "vector_math.h"
 
@@ -35,6 +36,16 @@ template <class T, class... Rest> FG_INLINE auto rows(const T* base, VecI index,
   for (int l = 0; l < W; ++l) gathered[l] = base[offset[l]];
   return load_elements(gathered);
 }
+
+// The range of the values in the lanes of a vector, or of one value.
+FG_INLINE ranges::Int range_of(VecI x) { return {horizontal_min(x), horizontal_max(x)}; }
+FG_INLINE ranges::Bool range_of(VecB x) { return {!all(x), any(x)}; }
+FG_INLINE ranges::Float range_of(VecF x) {
+  return any(ne(x, x)) ? ranges::any_float() : ranges::Float{horizontal_min(x), horizontal_max(x), false};
+}
+FG_INLINE ranges::Int range_of(int32_t x) { return ranges::point(x); }
+FG_INLINE ranges::Bool range_of(bool x) { return ranges::point(x); }
+FG_INLINE ranges::Float range_of(float x) { return ranges::point(x); }
 
 // A float32 gradient buffer that is one task's own (plain additions) or shared between tasks (atomic ones).
 struct Gradient {

@@ -326,7 +326,7 @@ FG_INLINE VecF exp_sum(VecF x, VecF small) {
   const VecF r = (inside - n * ln2_high) - n * ln2_low + small;
   return scale_by_power(exp_polynomial(r), shifted);
 }
-FG_INLINE VecF exp(VecF x) { return exp_sum(x, VecF{} - 0.0f); }
+FG_INLINE VecF exp(VecF x) { return exp_sum(x, -VecF{}); }  // adding -0 costs nothing
 
 // ---- logarithms --------------------------------------------------------------------------------------------------
 

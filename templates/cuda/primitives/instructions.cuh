@@ -3,52 +3,276 @@
 //
 // Contract: nothing above this file dereferences a pointer into global or shared memory, and nothing above it contains
 // asm. So the emulator, which defines FLASHGEN_EMULATOR, supplies exactly these names (templates/emulator) and sees
-// every byte that moves. Each call carries its line, for the emulator's reports; on a GPU the argument vanishes.
+// every byte that moves. Each call carries its line, for the emulator's reports; on a GPU there is no such argument.
+// sm_75 has no cp.async, no bfloat16 and no tf32: there copies are plain and those products go through shuffles.
 #pragma once
 
 #ifdef FLASHGEN_EMULATOR
 #include "flashgen_emulator.h"
+
+// The instructions that involve one thread's registers alone, and the vote, which shuffles can express.
+namespace fg {
+FG_DEVICE uint32_t ballot(bool condition) {
+  uint32_t bits = condition ? 1u << (threadIdx.x % 32) : 0u;
+  for (int mask = 1; mask < 32; mask *= 2) bits |= shuffle_xor(bits, mask);
+  return bits;
+}
+FG_DEVICE uint32_t round_f16(float x) {
+  const uint32_t word = __float_as_uint(x), magnitude = word & 0x7fffffffu, sign = (word >> 16) & 0x8000u;
+  if (magnitude > 0x7f800000u) return 0x7fffu;
+  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 2^16
+  if (magnitude < 0x38800000u) return sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u);  // 2^-14
+  return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+}
+FG_DEVICE uint32_t round_bf16(float x) {
+  const uint32_t word = __float_as_uint(x);
+  return x != x ? 0x7fffu : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+}
+FG_DEVICE uint32_t pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
+FG_DEVICE uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+FG_DEVICE float unpack_f16(uint16_t half) {
+  const uint32_t magnitude = uint32_t(half & 0x7fffu) << 13, sign = uint32_t(half & 0x8000u) << 16;
+  if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);  // infinity and NaN
+  const float finite = magnitude < 0x00800000u ? __uint_as_float(magnitude + 0x38800000u) - 0x1p-14f
+                                               : __uint_as_float(magnitude + 0x38000000u);
+  return __uint_as_float(sign | __float_as_uint(finite));
+}
+FG_DEVICE uint32_t round_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
+FG_DEVICE float exp2_approximate(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+FG_DEVICE float reciprocal_approximate(float x) { return 1.0f / x; }
+}  // namespace fg
 #else
 
+#ifdef __CUDACC_RTC__  // NVRTC has no headers, and needs none here
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+#define INT32_MIN (-2147483647 - 1)
+#define INT32_MAX 2147483647
+#define INT64_MIN (-9223372036854775807ll - 1)
+#define INT64_MAX 9223372036854775807ll
+#else
 #include <stdint.h>
+#endif
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 
 #define FG_DEVICE __device__ __forceinline__
 
 namespace fg {
 
-struct half_t;  // float16 and bfloat16 storage, 16 bits each; layer 2 converts
-struct bfloat_t;
+struct half_t {  // float16 and bfloat16 as they are stored; layer 2 converts
+  uint16_t bits;
+};
+struct bfloat_t {
+  uint16_t bits;
+};
 
 // ---- global memory -------------------------------------------------------------------------------------------------
-template <class T> FG_DEVICE T global_load(const T* p);          // 1, 2, 4, 8 or 16 bytes, p aligned to sizeof(T)
-template <class T> FG_DEVICE void global_store(T* p, T value);
-FG_DEVICE void global_add(float* p, float value);               // atomic
+
+namespace bits {  // loads through the read-only path, by size
+FG_DEVICE void load(uint8_t& r, const void* p) {
+  uint32_t word;
+  asm("ld.global.nc.u8 %0, [%1];" : "=r"(word) : "l"(p));
+  r = uint8_t(word);
+}
+FG_DEVICE void load(uint16_t& r, const void* p) { asm("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p)); }
+FG_DEVICE void load(uint32_t& r, const void* p) { asm("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p)); }
+FG_DEVICE void load(uint64_t& r, const void* p) { asm("ld.global.nc.u64 %0, [%1];" : "=l"(r) : "l"(p)); }
+FG_DEVICE void load(uint4& r, const void* p) {
+  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+}
+template <int bytes> struct Word;
+template <> struct Word<1> { using type = uint8_t; };
+template <> struct Word<2> { using type = uint16_t; };
+template <> struct Word<4> { using type = uint32_t; };
+template <> struct Word<8> { using type = uint64_t; };
+template <> struct Word<16> { using type = uint4; };
+}  // namespace bits
+
+// 1, 2, 4, 8 or 16 bytes, p aligned to as many. No thread of the launch writes there.
+template <class T> FG_DEVICE T global_load(const T* p) {
+  typename bits::Word<sizeof(T)>::type word;
+  static_assert(sizeof(word) == sizeof(T), "no instruction moves this many bytes");
+  bits::load(word, p);
+  T value;
+  memcpy(&value, &word, sizeof(T));
+  return value;
+}
+template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
+// Atomic.
+FG_DEVICE void global_add(float* p, float value) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory"); }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
-FG_DEVICE char* shared_memory();                                // the block's dynamic shared memory, 128-byte aligned
-template <class T> FG_DEVICE T shared_load(const T* p);
-template <class T> FG_DEVICE void shared_store(T* p, T value);
-FG_DEVICE void shared_add(float* p, float value);               // atomic
 
-// ---- asynchronous copies, global to shared (cp.async) ----------------------------------------------------------------
-FG_DEVICE void copy_async_16(void* shared, const void* global, bool valid);  // 16 bytes; zeros where not valid (global is not read)
-FG_DEVICE void copy_async_commit();
-template <int pending> FG_DEVICE void copy_async_wait();        // all but the newest `pending` groups of this thread have landed
+// The block's dynamic shared memory, 128-byte aligned.
+FG_DEVICE char* shared_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
+template <class T> FG_DEVICE T shared_load(const T* p) { return *p; }
+template <class T> FG_DEVICE void shared_store(T* p, T value) { *p = value; }
+// Atomic.
+FG_DEVICE void shared_add(float* p, float value) { atomicAdd(p, value); }
 
-// ---- matrices ------------------------------------------------------------------------------------------------------
-// ldmatrix: lane l supplies the address of row l % 8 of matrix l / 8 (16 bytes each).
-FG_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row);
-FG_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row);
-// mma.sync.m16n8k16, float32 accumulators: d += a b, for f16 and bf16 operands; m16n8k8 for tf32.
-FG_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
-FG_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
-FG_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+FG_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- asynchronous copies, global to shared -------------------------------------------------------------------------
+
+// 16 bytes; zeros where not valid (global is not read then).
+FG_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0) : "memory");
+#else
+  uint4 chunk = make_uint4(0, 0, 0, 0);
+  if (valid) bits::load(chunk, global);
+  *static_cast<uint4*>(shared) = chunk;
+#endif
+}
+FG_DEVICE void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// All but the newest `pending` groups of this thread have landed.
+template <int pending> FG_DEVICE void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#endif
+}
 
 // ---- between threads -----------------------------------------------------------------------------------------------
-FG_DEVICE void block_barrier();                                 // __syncthreads
-FG_DEVICE void warp_barrier();                                  // __syncwarp
-template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask);
-template <class T> FG_DEVICE T shuffle(T value, int lane);
+
+FG_DEVICE void block_barrier() { __syncthreads(); }
+FG_DEVICE void warp_barrier() { __syncwarp(); }
+template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// Bit l: the condition in lane l.
+FG_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
+
+// ---- matrices ------------------------------------------------------------------------------------------------------
+
+// ldmatrix: lane l supplies the address of row l % 8 of matrix l / 8 (16 bytes each).
+FG_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+FG_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+#if __CUDA_ARCH__ < 800
+// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by shuffles.
+template <class Multiply>
+FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Multiply multiply) {
+  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
+  for (int half = 0; half < 2; ++half)
+    for (int slot = 0; slot < 4; ++slot) {
+      const uint32_t upper = shuffle(a[2 * half], row + slot), lower = shuffle(a[2 * half + 1], row + slot);
+      const uint32_t left = shuffle(b[half], column + slot), right = shuffle(b[half], column + 4 + slot);
+      d[0] += multiply(upper, left), d[1] += multiply(upper, right);
+      d[2] += multiply(lower, left), d[3] += multiply(lower, right);
+    }
+}
+#endif
+
+// mma.sync.m16n8k16, float32 accumulators: d += a b, for f16 and bf16 operands; m16n8k8 for tf32.
+FG_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  for (int half = 0; half < 2; ++half)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2 * half]), "r"(a[2 * half + 1]), "r"(b[half]));
+#endif
+}
+FG_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  mma_by_shuffles(d, a, b, [](uint32_t x, uint32_t y) {
+    const float low = __uint_as_float(x << 16) * __uint_as_float(y << 16);
+    return low + __uint_as_float(x & 0xffff0000u) * __uint_as_float(y & 0xffff0000u);
+  });
+#endif
+}
+FG_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  mma_by_shuffles(d, a, b, [](uint32_t x, uint32_t y) { return __uint_as_float(x) * __uint_as_float(y); });
+#endif
+}
+
+// ---- conversions ---------------------------------------------------------------------------------------------------
+
+// Two floats, rounded to nearest even, in the low and the high half of a register.
+FG_DEVICE uint32_t pack_f16(float low, float high) {
+  uint32_t r;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(low), "f"(high));
+#endif
+  return r;
+}
+FG_DEVICE uint32_t pack_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  const auto round = [](float x) {
+    const uint32_t word = __float_as_uint(x);
+    return x != x ? 0x7fffu : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  };
+  return round(low) | (round(high) << 16);
+#endif
+}
+FG_DEVICE float unpack_f16(uint16_t half) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half));
+  return r;
+}
+// The nearest tf32 number, as the bits of a float.
+FG_DEVICE uint32_t round_tf32(float x) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+#else
+  return __float_as_uint(x);
+#endif
+}
+
+// ---- the special function unit -------------------------------------------------------------------------------------
+
+// 2^x and 1 / x with an error of two units in the last place; subnormal numbers are zero.
+FG_DEVICE float exp2_approximate(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+FG_DEVICE float reciprocal_approximate(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 
 }  // namespace fg
 

@@ -31,5 +31,10 @@ template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask, int line = __
 template <class T> FG_DEVICE T shuffle(T value, int lane, int line = __builtin_LINE()) {
   return emulator::shuffle_from(value, lane, line);
 }
+FG_DEVICE uint32_t ballot(bool condition, int line = __builtin_LINE()) {
+  uint32_t bits;
+  emulator::registers.machine->together({emulator::Together::ballot, line, &bits, {}, condition, 0});
+  return bits;
+}
 
 }  // namespace fg

@@ -189,6 +189,7 @@ class Block final : public Machine {
         warps_[static_cast<size_t>(warp)].line = calls[0].line;
         break;
       case Together::shuffle: shuffle(calls); break;
+      case Together::ballot: ballot(calls); break;
       case Together::load_matrix: load_matrix(warp, calls, false); break;
       case Together::load_matrix_transposed: load_matrix(warp, calls, true); break;
       case Together::mma_f16: matrix::mma_16bit<float_of_half>(calls); break;
@@ -200,6 +201,12 @@ class Block final : public Machine {
   static void shuffle(const Call (&calls)[warp_lanes]) {
     for (const Call& call : calls)
       memcpy(call.out, calls[call.number & (warp_lanes - 1)].in[0], static_cast<size_t>(call.bytes));
+  }
+
+  static void ballot(const Call (&calls)[warp_lanes]) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < warp_lanes; ++lane) bits |= static_cast<uint32_t>(calls[lane].number) << lane;
+    for (const Call& call : calls) memcpy(call.out, &bits, sizeof bits);
   }
 
   void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
@@ -238,6 +245,7 @@ class Block final : public Machine {
       case Together::warp_barrier: return "warp_barrier";
       case Together::block_barrier: return "block_barrier";
       case Together::shuffle: return "shuffle";
+      case Together::ballot: return "ballot";
       case Together::load_matrix: return "load_matrix_x4";
       case Together::load_matrix_transposed: return "load_matrix_x4_transposed";
       case Together::mma_f16: return "mma_f16";

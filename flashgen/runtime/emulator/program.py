@@ -1,0 +1,168 @@
+"""Compile a generated CUDA source for the emulator and launch its kernels.
+
+In: the text of a ``.cu`` file. Out: a ``Program``; each launch gives a ``Report`` or raises ``EmulatorError``. Compiled
+libraries come from the cache of flashgen/runtime/cache.py. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashgen.runtime.cache import Cache
+from flashgen.runtime.compiler import compile_sources
+from flashgen.runtime.emulator.report import EmulatorError, FaultKind, LineRequests, Report, Traffic
+from flashgen.runtime.emulator.source import HostSource, kernel_names, kernel_source, machine_source
+
+_KINDS = tuple(FaultKind)
+
+
+class _Allocation(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("address", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = (("loaded", ctypes.c_uint64), ("stored", ctypes.c_uint64), ("added", ctypes.c_uint64))
+
+
+class _SharedRequests(ctypes.Structure):
+    _fields_ = (("requests", ctypes.c_uint64), ("wavefronts", ctypes.c_uint64), ("least", ctypes.c_uint64))
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("fault", ctypes.c_int),
+        ("line", ctypes.c_int),
+        ("other_line", ctypes.c_int),
+        ("message", ctypes.c_char * 480),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """``struct Launch`` of templates/emulator/interface.h."""
+
+    _fields_ = (
+        ("enter", ctypes.c_void_p),
+        ("registers", ctypes.c_void_p),
+        ("arguments", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("host_threads", ctypes.c_int),
+        ("lines", ctypes.c_int),
+        ("allocations", ctypes.c_int),
+        ("allocation", ctypes.POINTER(_Allocation)),
+        ("traffic", ctypes.POINTER(_Traffic)),
+        ("shared", ctypes.POINTER(_SharedRequests)),
+        ("failure", ctypes.POINTER(_Failure)),
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled source. ``seconds``: what compiling took, or taking it from the cache."""
+
+    name: str
+    source: str
+    kernels: tuple[str, ...]
+    seconds: float
+    _library: ctypes.CDLL = field(repr=False)
+    _machine: ctypes.CDLL = field(repr=False)
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        arguments: bytes,
+        allocations: Mapping[str, tuple[int, int]],
+        *,
+        seed: int = 0,
+        host_threads: int = 1,
+    ) -> Report:
+        """Run one kernel on host memory.
+
+        ``arguments`` are the bytes of the kernel's argument struct, ``allocations`` the address and size in bytes of
+        all that its pointers may touch. With one host thread, everything depends on the seed alone.
+        """
+        if kernel not in self.kernels:
+            raise ValueError(f"'{self.name}' has no kernel '{kernel}'; it has {', '.join(map(repr, self.kernels))}")
+        expected = self._library[f"flashgen_argument_bytes_{kernel}"]
+        expected.restype = ctypes.c_size_t
+        if len(arguments) != expected():
+            raise ValueError(f"the arguments of '{kernel}' have {expected()} bytes, not {len(arguments)}")
+        lines = self.source.count("\n") + 1
+        traffic = (_Traffic * len(allocations))()
+        shared = (_SharedRequests * (lines + 1))()
+        failure = _Failure()
+        self._machine.flashgen_emulator_run(
+            ctypes.byref(
+                _Launch(
+                    ctypes.cast(self._library[f"flashgen_enter_{kernel}"], ctypes.c_void_p),
+                    ctypes.cast(self._library.flashgen_registers, ctypes.c_void_p),
+                    arguments,
+                    grid,
+                    block,
+                    shared_bytes,
+                    seed,
+                    host_threads,
+                    lines,
+                    len(allocations),
+                    (_Allocation * len(allocations))(
+                        *((name.encode(), address, size) for name, (address, size) in allocations.items())
+                    ),
+                    traffic,
+                    shared,
+                    ctypes.pointer(failure),
+                )
+            )
+        )
+        if failure.fault:
+            message = failure.message.decode(errors="replace")
+            raise EmulatorError(_KINDS[failure.fault - 1], message, failure.line, failure.other_line, self.source)
+        return Report(
+            {
+                name: Traffic(moved.loaded, moved.stored, moved.added)
+                for name, moved in zip(allocations, traffic, strict=True)
+            },
+            tuple(
+                LineRequests(line, each.requests, each.wavefronts, each.least)
+                for line, each in enumerate(shared)
+                if each.requests
+            ),
+        )
+
+
+def compile_program(source: str, *, name: str = "kernel", cache: Cache | None = None) -> Program:
+    """Compile all kernels of a source; raises ``CompilerMissing`` and ``CompileFailed``."""
+    machine, kernels = compile_sources([machine_source(), kernel_source(source, name)], cache=cache)
+    return Program(name, source, kernel_names(source), kernels.seconds, _load(kernels.path), _load(machine.path))
+
+
+def run(
+    source: str,
+    kernel: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared_bytes: int,
+    arguments: bytes,
+    allocations: Mapping[str, tuple[int, int]],
+    *,
+    seed: int = 0,
+    host_threads: int = 1,
+) -> Report:
+    """Compile, or take from the cache, and launch once: see ``Program.launch``."""
+    program = compile_program(source)
+    return program.launch(
+        kernel, grid, block, shared_bytes, arguments, allocations, seed=seed, host_threads=host_threads
+    )
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))

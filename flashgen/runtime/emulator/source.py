@@ -1,0 +1,82 @@
+"""Host sources of the emulator, each one self-contained text, so that a cache key covers all that is compiled.
+
+In: the text of a ``.cu`` file. Out: a ``HostSource`` with the emulator's headers in the place of their ``#include`` and
+an entry for each kernel behind the end; the lines of the kernel's own text keep their numbers. Also the machine, which
+is one library for all kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+HEADER = "flashgen_emulator.h"
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+_PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
+_NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_KERNEL = re.compile(
+    rf"\b__global__\s+(?:__launch_bounds__\s*{_NESTED}\s*)?void\s+(?:__launch_bounds__\s*{_NESTED}\s*)?(\w+)\s*\("
+)
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """C++ for the compiler of flashgen/runtime/compiler.py."""
+
+    name: str
+    text: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+def kernel_names(text: str) -> tuple[str, ...]:
+    """The kernels that a source defines, in its order."""
+    return tuple(dict.fromkeys(_KERNEL.findall(text)))
+
+
+def kernel_source(text: str, name: str) -> HostSource:
+    """A generated source for the host's compiler. Its kernels stand in namespaces of nobody: ``extern "C"``."""
+    header = f'#define FLASHGEN_EMULATOR 1\n{_pasted(HEADER)}#line 1 "{name}.cu"\n'
+    body = _INCLUDE.sub(lambda found: "" if Path(found[1]).name == HEADER else found[0], text)
+    entries = [
+        f'#line 1 "{name}.entries"',
+        'extern "C" void* flashgen_registers() { return &fg::emulator::registers; }',
+    ]
+    for kernel in kernel_names(text):
+        entries += [
+            f'extern "C" void flashgen_enter_{kernel}(const void* arguments)'
+            f" {{ fg::emulator::enter({kernel}, arguments); }}",
+            f'extern "C" size_t flashgen_argument_bytes_{kernel}()'
+            f" {{ return fg::emulator::argument_bytes({kernel}); }}",
+        ]
+    return HostSource(name, f"{header}{body}\n" + "\n".join(entries) + "\n")
+
+
+@functools.cache
+def machine_source() -> HostSource:
+    """The machine that all kernels run on."""
+    return HostSource("emulator", _pasted("machine/machine.cpp"))
+
+
+def _folder() -> Path:
+    """The emulator's templates: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent.parent
+    installed = package / "templates"
+    return (installed if installed.is_dir() else package.parent / "templates") / "emulator"
+
+
+@functools.cache
+def _pasted(name: str) -> str:
+    """A file with its own includes pasted, each once, as a compiler would read them."""
+    seen: set[Path] = set()
+
+    def paste(path: Path) -> str:
+        if path in seen:
+            return ""
+        seen.add(path)
+        text = _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
+        return _INCLUDE.sub(lambda found: paste((path.parent / found[1]).resolve()), text)
+
+    return paste((_folder() / name).resolve())

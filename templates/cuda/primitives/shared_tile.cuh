@@ -1,0 +1,111 @@
+// Layer 3 of the CUDA primitives: a tile of rows in shared memory.
+//
+// Contract: rows lie in panels of up to 128 bytes; within a panel the 16-byte chunks of a row are permuted by the row's
+// number (an XOR), so that the 8 rows that one phase of ldmatrix reads fall into 8 different groups of banks. `columns`
+// are padded to whole matrix instructions; what lies beyond the width of the data is zero.
+#pragma once
+#include "types.cuh"
+
+namespace fg {
+
+constexpr int panel_chunks(int chunks) { return chunks >= 5 ? 8 : chunks >= 3 ? 4 : 2; }
+
+template <class T, int rows_, int columns_> struct SharedTile {
+  using element = T;
+  static constexpr int rows = rows_, columns = columns_;
+  static constexpr int chunk = 16 / sizeof(T);                         // columns of one chunk
+  static constexpr int row_chunks = panel_chunks(columns / chunk);     // of one panel
+  static constexpr int width = row_chunks * chunk;                     // columns of one panel
+  static constexpr int panels = (columns + width - 1) / width;
+  static constexpr int64_t elements = int64_t(panels) * rows * width, bytes = elements * sizeof(T);
+  static_assert(columns % 16 == 0 && rows % 8 == 0, "whole matrix instructions");
+  static_assert(bytes % 128 == 0, "tiles follow each other at multiples of 128 bytes");
+
+  T* base;
+
+  // Element (row, column). Within aligned groups of 8 rows and of one chunk the permutation moves whole chunks only.
+  FG_DEVICE T* at(int row, int column) const {
+    const int group = 8 / row_chunks;  // rows that share 128 bytes
+    const int place = ((column % width) / chunk) ^ ((row / group) % row_chunks);
+    return base + (column / width * rows + row) * width + place * chunk + column % chunk;
+  }
+};
+
+// One row of global memory, `stride` elements from the next.
+template <class T> struct GlobalRows {
+  const T* base;
+  int64_t stride;
+  bool aligned;  // every row starts at a multiple of 16 bytes
+};
+template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t offset, int64_t stride) {
+  const T* const first = static_cast<const T*>(base) + offset;
+  return {first, stride, (reinterpret_cast<uintptr_t>(first) | uintptr_t(stride * int64_t(sizeof(T)))) % 16 == 0};
+}
+
+// Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero. Rows
+// that are not aligned, or no whole number of chunks, go element by element. All `threads` of the block take part.
+template <int threads, int width, class Tile>
+FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int64_t first, int count) {
+  using T = typename Tile::element;
+  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk;
+  constexpr int lanes = chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : chunks <= 32 ? 32 : 64;
+  static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
+  const int row0 = int(threadIdx.x) / lanes, column = int(threadIdx.x) % lanes * chunk;
+  const T* const start = from.base + (first + row0) * from.stride + column;
+  const bool inside = lanes == chunks || column < Tile::columns;
+  constexpr int step = threads / lanes;
+  if (width % chunk == 0 && from.aligned) {
+#pragma unroll
+    for (int row = 0; row < Tile::rows; row += step) {
+      const bool valid = row0 + row < count && (width == Tile::columns || column < width);
+      if (inside && (Tile::rows % step == 0 || row0 + row < Tile::rows))
+        copy_async_16(to.at(row0 + row, column), start + row * from.stride, valid);
+    }
+  } else {
+#pragma unroll 1
+    for (int row = 0; row < Tile::rows; row += step) {
+      Chunk<T> values;
+#pragma unroll
+      for (int e = 0; e < chunk; ++e) {
+        values.element[e] = T{};
+        if (row0 + row < count && column + e < width) values.element[e] = global_load(start + row * from.stride + e);
+      }
+      if (inside && row0 + row < Tile::rows) shared_store(reinterpret_cast<Chunk<T>*>(to.at(row0 + row, column)), values);
+    }
+  }
+}
+
+// Stores rows 0 … count - 1 of `width` elements, packed one after another from `to` on.
+template <int threads, int width, class Tile>
+FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int first, int rows, int count) {
+  using T = typename Tile::element;
+  constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk;
+#pragma unroll 1
+  for (int n = thread; n < rows * chunks; n += threads) {
+    const int row = first + n / chunks, column = n % chunks * chunk;
+    if (row >= count) continue;
+    const Chunk<T> values = shared_load(reinterpret_cast<const Chunk<T>*>(from.at(row, column)));
+    T* const place = to + int64_t(row) * width + column;
+    if (width % chunk == 0) {
+      global_store(reinterpret_cast<Chunk<T>*>(place), values);
+    } else {
+#pragma unroll
+      for (int e = 0; e < chunk; ++e)
+        if (column + e < width) global_store(place + e, values.element[e]);
+    }
+  }
+}
+
+// |row|² of a row that is in shared memory.
+template <class Tile> FG_DEVICE float squared_norm(Tile tile, int row) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int column = 0; column < Tile::columns; column += Tile::chunk) {
+    const auto values = shared_load(reinterpret_cast<const Chunk<typename Tile::element>*>(tile.at(row, column)));
+#pragma unroll
+    for (int e = 0; e < Tile::chunk; ++e) sum += to_float(values.element[e]) * to_float(values.element[e]);
+  }
+  return sum;
+}
+
+}  // namespace fg

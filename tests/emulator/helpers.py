@@ -1,0 +1,87 @@
+"""Small CUDA kernels over the primitives of layer 1, launched under the emulator with arrays for arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from flashgen.runtime.emulator import DeviceMemory, EmulatorError, FaultKind, Report, compile_program
+
+KERNELS = Path(__file__).parent / "kernels"
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass
+class Outcome:
+    """The report of a launch and every array after it."""
+
+    report: Report
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+def kernel(name: str) -> str:
+    """The source of tests/emulator/kernels/<name>.cu."""
+    return (KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+
+
+def launch(
+    source: str,
+    arguments: dict[str, Array | int],
+    *,
+    name: str,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    threads: int = 32,
+    shared_bytes: int = 0,
+    seed: int = 0,
+    host_threads: int = 1,
+) -> Outcome:
+    """Launch ``name`` of ``source``: arrays become pointers, numbers become 32-bit integers, in their order."""
+    memory = DeviceMemory()
+    fields: list[tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int]]] = []
+    values: list[int] = []
+    for each, value in arguments.items():
+        if isinstance(value, int):
+            fields.append((each, ctypes.c_int))
+            values.append(value)
+        else:
+            fields.append((each, ctypes.c_void_p))
+            values.append(memory.put(each, value.tobytes()))
+    packed = bytes(type("Arguments", (ctypes.Structure,), {"_fields_": fields})(*values))
+    program = compile_program(source, name="test")
+    report = program.launch(
+        name,
+        grid,
+        (threads, 1, 1),
+        shared_bytes,
+        packed,
+        memory.allocations,
+        seed=seed,
+        host_threads=host_threads,
+    )
+    return Outcome(
+        report,
+        {
+            each: np.frombuffer(memory.bytes_of(each), value.dtype).reshape(value.shape)
+            for each, value in arguments.items()
+            if not isinstance(value, int)
+        },
+    )
+
+
+def fault(start: Callable[[], Outcome], kind: FaultKind, marker: str, other: str = "") -> EmulatorError:
+    """The error of a launch that must fail so, at the lines with these markers in a comment."""
+    with pytest.raises(EmulatorError) as caught:
+        start()
+    error = caught.value
+    assert error.kind is kind, str(error)
+    assert marker in error.line_text, str(error)
+    assert other in error.other_line_text, str(error)
+    assert bool(other) == bool(error.other_line), str(error)
+    return error
