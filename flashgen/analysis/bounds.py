@@ -1,7 +1,7 @@
 """Decides for every index of every captured tensor how a kernel stays inside: by proof, by a check, or by clamping.
 
-Stage: analyse. In: an ``AttentionSpec`` and a ``HeadDim``. Out: one ``IndexProof`` for each index of each load, as kernels
-see the load (sizes D and Dv literal, block coordinates written as i // block, simplified). The decision:
+Stage: analyse. In: an ``AttentionSpec`` and a ``HeadDim``. Out: one ``IndexProof`` for each index of each load, as
+kernels see the load (sizes D and Dv literal, block coordinates written as i // block, simplified). The decision:
 
     BARE       inside for all sizes
     GUARDED    inside wherever the branch that reads it is taken and the mask keeps the pair; elsewhere the value is

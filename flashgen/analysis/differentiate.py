@@ -43,15 +43,20 @@ def derivative(expr: Expr, wrt: Expr) -> Expr:
 
 
 def _product(partial: Expr, inner: Expr) -> Expr:
-    """partial · inner; a partial that selects does so after the product, so that 0 · inf of a branch not taken is 0."""
+    """partial · inner; what selects does so after the product, so that 0 · inf of a branch not taken is 0."""
     if partial == _ONE:
         return inner
     if inner == _ONE or partial == _ZERO:
         return partial
+    if inner == _ZERO:
+        return inner
     if isinstance(partial, Apply) and partial.op == "where":
         c, x, y = partial.args
         if isinstance(x, Literal) or isinstance(y, Literal):
             return Apply(ScalarType.FLOAT, op="where", args=(c, _product(x, inner), _product(y, inner)))
+    if isinstance(inner, Apply) and inner.op == "where" and _ZERO in inner.args:
+        c, x, y = inner.args
+        return Apply(ScalarType.FLOAT, op="where", args=(c, _product(partial, x), _product(partial, y)))
     return Apply(ScalarType.FLOAT, op="mul", args=(partial, inner))
 
 

@@ -140,9 +140,10 @@ def _mul(x: Expr, y: Expr) -> Expr | None:
         return _scaled(x, y)
     if (negated := _args(x, "neg")) is not None:
         return make("neg", make("mul", negated[0], y))
-    for one, other in ((x, y), (y, x)):
-        if (product := _factor(one)) is not None:
-            return make("mul", product[0], make("mul", product[1], other))
+    if (product := _factor(x)) is not None:
+        return make("mul", product[0], make("mul", product[1], y))
+    if (product := _factor(y)) is not None:
+        return make("mul", product[0], make("mul", x, product[1]))
     return None
 
 

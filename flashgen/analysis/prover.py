@@ -1,8 +1,8 @@
 """Proves that linear forms over indices and sizes are never negative, whatever the sizes.
 
 Stage: analyse. In: a ``Linear`` and facts. Out: proved, or not known. Indices are replaced by their ends, 0 and
-size - 1; min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides. Sizes are at
-least 1 and below ``SIZE_LIMIT``; the op refuses larger ones. Does NOT look for counterexamples.
+size - 1; min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides.
+Sizes are at least 1 and below ``SIZE_LIMIT``; the op refuses larger ones. Does NOT look for counterexamples.
 """
 
 from __future__ import annotations

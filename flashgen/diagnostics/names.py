@@ -26,6 +26,8 @@ def _likeness(name: str, candidate: str) -> float:
         return 0.99
     if min(len(name), len(candidate)) < 2:
         return 0.0
+    if len(name) >= 3 and sorted(name) == sorted(candidate):
+        return 0.95
     if len(name) >= 4 and candidate.startswith(name):
         return 0.9
     return SequenceMatcher(None, name.lower(), candidate.lower()).ratio()

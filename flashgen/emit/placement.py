@@ -72,10 +72,14 @@ class Hooks:
 
 
 class Placement:
-    """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``."""
+    """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``.
 
-    def __init__(self, proofs: Sequence[IndexProof]) -> None:
+    ``vectors`` False: rows are computed one by one, and every value is a scalar.
+    """
+
+    def __init__(self, proofs: Sequence[IndexProof], *, vectors: bool = True) -> None:
         self._proofs = proofs
+        self._vectors = vectors
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
 
@@ -85,13 +89,12 @@ class Placement:
         return Hooks(members, dict(self._functions))
 
     def function(self, name: str, expr: Expr, comment: str = "") -> None:
-        """A hook evaluated per pair; the result is a vector whatever the level of the expression."""
+        """A hook evaluated per pair; where rows are vectors the result is one whatever the level of the expression."""
         lines, result = self._body(expr, Level.PAIR)
-        if not level_of(expr).is_vector or isinstance(expr, Literal):
+        if self._vectors and (not level_of(expr).is_vector or isinstance(expr, Literal)):
             result = f"fg::broadcast({result})"
-        self._functions[name] = Function(
-            name, _VECTORS[expr.type], lines, result, comment or text(expr), level_of(expr)
-        )
+        c_type = self._c_type(expr.type, Level.PAIR)
+        self._functions[name] = Function(name, c_type, lines, result, comment or text(expr), level_of(expr))
 
     def value(self, name: str, expr: Expr, level: Level) -> str:
         """The expression placed as a member of ``level``'s struct (or a lower one's); returns its spelling."""
@@ -112,6 +115,12 @@ class Placement:
         )
         scalar, vectors = self._offsets(load, at, {}, strides)
         return ", ".join((f"int64_t({scalar})", *(part for pair in vectors for part in pair)))
+
+    def _is_vector(self, level: Level) -> bool:
+        return self._vectors and level.is_vector
+
+    def _c_type(self, scalar: ScalarType, level: Level) -> str:
+        return (_VECTORS if self._is_vector(level) else _SCALARS)[scalar]
 
     # -- one function ------------------------------------------------------------------------------------------
 
@@ -177,7 +186,7 @@ class Placement:
         if node not in found:
             lines, result = self._body(node, level)
             code = f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result
-            c_type = (_VECTORS if level.is_vector else _SCALARS)[node.type]
+            c_type = self._c_type(node.type, level)
             # The name is chosen after the operands have taken theirs.
             found[node] = Member(self._free_name(found, node, level, name), c_type, code, text(node))
         return f"{_STRUCTS[level]}.{found[node].name}"
@@ -202,7 +211,7 @@ class Placement:
             code = self._operand(each, at, named)
             if clamped[axis]:
                 code = f"fg::clamp_index({code}, a.{dimension_field(load.tensor, axis)})"
-            if level_of(each).is_vector:
+            if self._is_vector(level_of(each)):
                 vectors.append((code, f"int64_t({stride})" if stride == "1" else stride))
             elif code != "0":
                 scalars.append(f"int64_t({code}) * {stride}" if stride != "1" else f"int64_t({code})")

@@ -28,7 +28,7 @@ class SymbolKind(Enum):
     PARAM = "param"  # a run-time scalar argument
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Expr:
     """Base of all nodes. ``span`` takes no part in equality."""
 
@@ -60,6 +60,16 @@ class Expr:
         assert not children, "a leaf has no children"
         return self
 
+    def __repr__(self) -> str:
+        return self._shown(levels=5)
+
+    def _shown(self, levels: int) -> str:
+        """Prefix notation, cut off below some levels: an expression that shares may be huge when written out."""
+        head = "/".join(str(part) for part in self._key()[1:] if isinstance(part, str))
+        if not self.children:
+            return head
+        return f"{head}({', '.join(c._shown(levels - 1) for c in self.children) if levels else '…'})"
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -71,7 +81,7 @@ class Expr:
         return self._hash == other._hash and self._key() == other._key()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Literal(Expr):
     """A constant. Float values may be infinite; NaN never occurs."""
 
@@ -82,7 +92,7 @@ class Literal(Expr):
         return ("literal", self.type, repr(self.value))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Symbol(Expr):
     """A named input: an index, a size, a score input, or a param."""
 
@@ -93,7 +103,7 @@ class Symbol(Expr):
         return ("symbol", self.kind, self.name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Load(Expr):
     """One element of a captured tensor; ``indices`` are int expressions, one a dimension."""
 
@@ -111,7 +121,7 @@ class Load(Expr):
         return Load(self.type, tensor=self.tensor, indices=children, span=self.span)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Apply(Expr):
     """An operator of the table in ``operators.py`` applied to arguments."""
 

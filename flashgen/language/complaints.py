@@ -205,6 +205,8 @@ def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...
         return ("write '==' to compare",)
     if pair == ("ELSE", "IF") or (pair[1] == "COLON" and pair[0] != "NAME"):
         return ("a condition is written 'a if condition else b'",)
+    if "GRAD" in accepted and nearest(str(token), ("grad",)):
+        return ("did you mean 'grad'?",)
     if pair[1] == "LBRACE" and pair[0] == "ATTENTION":
         return ("give the attention a name: 'attention NAME { … }'",)
     if pair[1] == "COMMA" and (statement_ended(accepted) or {"RBRACE", "NAME"} <= accepted):

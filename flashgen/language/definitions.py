@@ -57,8 +57,9 @@ def _may_define(item: syntax.Definition, macros: Mapping[str, Macro], own: Mappi
         report.add("E104", f"'{name}' is defined twice", item.name.span, notes=(_defined_at(own[name]),))
         return False
     if name in macros and macros[name].standard:
-        hint = f"choose another name; the prelude's reads: {name}{_parameters(macros[name])}"
-        report.add("E105", f"'{name}' is a name of the prelude and cannot be redefined", item.name.span, hints=(hint,))
+        notes = (f"in the prelude '{macros[name].head}' is '{macros[name].text}'",)
+        message = f"'{name}' is a name of the prelude and cannot be redefined"
+        report.add("E105", message, item.name.span, notes=notes, hints=("choose another name",))
         return False
     if name in macros:
         notes = (_defined_at(macros[name]),)
@@ -74,10 +75,6 @@ def _may_define(item: syntax.Definition, macros: Mapping[str, Macro], own: Mappi
 
 def _defined_at(macro: Macro) -> str:
     return f"'{macro.name}' is defined at {macro.span}"
-
-
-def _parameters(macro: Macro) -> str:
-    return "" if macro.parameters is None else f"({', '.join(macro.parameters)})"
 
 
 def expressions_below(root: syntax.Expression) -> Iterator[syntax.Expression]:
@@ -184,7 +181,8 @@ def _used(macro: Macro) -> list[str]:
     return list(used)
 
 
-def exported(scope: Scope, items: Iterable[syntax.Item]) -> dict[str, Macro]:
+def exported(scope: Scope, items: Iterable[syntax.Item]) -> Scope:
     """The definitions that stand in a file itself, for the files that import it."""
     own = {item.name.text for item in items if isinstance(item, syntax.Definition)}
-    return {name: macro for name, macro in scope.macros.items() if name in own and not macro.standard}
+    macros = {name: macro for name, macro in scope.macros.items() if name in own and not macro.standard}
+    return Scope(macros, scope.lost)

@@ -19,9 +19,10 @@ _SIGNS = {
     "RSQB": "]",
     "BLOCK": "block",
     "ELSE": "else",
+    "GRAD": "grad",
 }
 # The order in which alternatives are named: what would end the construct comes before what would go on.
-_NAMED_SIGNS = ("ASSIGN", "COLON", "BLOCK", "LBRACE", "ELSE", "RPAR", "RSQB", "COMMA")
+_NAMED_SIGNS = ("ASSIGN", "COLON", "BLOCK", "LBRACE", "ELSE", "RPAR", "RSQB", "COMMA", "GRAD")
 
 
 def expectation(accepted: Set[str], statement: Word | None, last: Word | None) -> str:
@@ -32,13 +33,15 @@ def expectation(accepted: Set[str], statement: Word | None, last: Word | None) -
         options += _signs(accepted & {"RPAR", "RSQB"})
     elif "PLUS" in accepted:
         options.append("an operator")
-        options += _signs(accepted - {"LPAR", "LSQB", "ASSIGN", "BLOCK"})
+        unlikely = {"LPAR", "LSQB", "ASSIGN", "BLOCK"}
         if "NAME" in accepted:
             options.append("the next entry")
+            unlikely.add("GRAD")
+        options += _signs(accepted - unlikely)
     else:
         if "NAME" in accepted:
             options.append(_kind_of_name(statement, last))
-            accepted = accepted - {"BLOCK"}
+            accepted = accepted - {"BLOCK", "GRAD"}
         options += _signs(accepted)
     if "STRING" in accepted:
         options.append("a file name in double quotes")

@@ -51,24 +51,20 @@ class Expressions:
             syntax.Named: self._named,
         }
 
-    def resolved(self, node: syntax.Expression) -> Expr | None:
-        """The expression as a whole: typed, folded, within the IR's limits."""
+    def resolved(self, node: syntax.Expression, wanted: ScalarType | None = None) -> Expr | None:
+        """The expression as a whole: typed, folded, within the IR's limits; an int as a float where one is wanted."""
         try:
-            return self.nodes.settled(self._resolve(node))
-        except TooLargeError:
-            return None
-
-    def constant(self, node: syntax.Expression) -> Expr | None:
-        """As ``resolved``, where only the value counts and is checked by the caller."""
-        try:
-            return self._resolve(node)
-        except TooLargeError:
+            value = self.nodes.settled(self._resolve(node))
+            return value if wanted is None else self.nodes.converted(value, wanted, node.span)
+        except TooLargeError as error:
+            notes = ("every 'def' is written out, and every 'let' counts as often as it is used",)
+            self.report.add("E308", f"the expression {error} once it is written out", node.span, notes=notes)
             return None
 
     def _resolve(self, node: syntax.Expression) -> Expr | None:
         self.level += 1
         if self.level > _MAX_LEVELS:
-            self.nodes.too_large(self.frame.place(node.span), f"is nested more than {_MAX_LEVELS} levels deep")
+            raise TooLargeError(f"is nested more than {_MAX_LEVELS} levels deep")
         try:
             return self.rules[type(node)](node)
         finally:
@@ -80,9 +76,11 @@ class Expressions:
         place = self.frame.place(span)
         self.report.add(code, message, place, notes=(*notes, *self.frame.notes()), hints=hints)
 
-    def _apply(self, op: str, operands: list[Expr | None], span: Span, spans: list[Span]) -> Expr | None:
+    def _apply(
+        self, op: str, operands: list[Expr | None], span: Span, spans: list[Span], written: str = ""
+    ) -> Expr | None:
         places = [self.frame.place(each) for each in spans]
-        return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes())
+        return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes(), written)
 
     # --- leaves
 
@@ -141,7 +139,7 @@ class Expressions:
         if isinstance(value, Symbol):
             objection = self.where.objection(name, value.kind)
             if objection is not None:
-                self._refuse(*objection, span)
+                self._refuse(name, *objection, span)
                 return None
         return value
 
@@ -152,16 +150,14 @@ class Expressions:
             if objection is None:
                 continue
             message, fact = objection
-            if used == name:
-                self._refuse(message, fact, span)
-            else:
-                self._refuse(f"'{name}' cannot be used in {self.where.title}", f"'{name}' uses '{used}'; {fact}", span)
+            if used != name:
+                message, fact = f"'{name}' cannot be used in {self.where.title}", f"'{name}' uses '{used}'; {fact}"
+            self._refuse(used, message, fact, span)
             return False
         return True
 
-    def _refuse(self, message: str, fact: str, span: Span) -> None:
-        hints: tuple[str, ...] = (self.where.instead,) if self.where.instead else ()
-        self._error(self.where.code, message, span, hints, (fact,))
+    def _refuse(self, name: str, message: str, fact: str, span: Span) -> None:
+        self._error(self.where.code, message, span, self.where.hints(name), (fact,))
 
     def _unknown_name(self, node: syntax.Reference) -> None:
         name, scope = node.name, self.frame.scope
@@ -177,6 +173,8 @@ class Expressions:
             self._error("E204", message, node.span, (f"write {form}",))
             return
         known = (*self.frame.parameters, *self.block.names(), *names.BUILTINS, *scope.value_names(), "true", "false")
+        if self.where == names.WEIGHTS:
+            known = (*known, *names.WEIGHT_FORMS)
         hints = suggestion(name, known)
         if not hints and nearest(name, (*FUNCTIONS, *scope.function_names())):
             hints = suggestion(name, (*FUNCTIONS, *scope.function_names()))
@@ -212,22 +210,22 @@ class Expressions:
 
     def _conditional(self, node: syntax.Expression) -> Expr | None:
         assert isinstance(node, syntax.Conditional)
-        return self._choice(node.condition, node.yes, node.no, node.span)
+        return self._choice(node.condition, node.yes, node.no, node.span, "if … else")
 
     def _choice(
-        self, condition: syntax.Expression, yes: syntax.Expression, no: syntax.Expression, span: Span
+        self, condition: syntax.Expression, yes: syntax.Expression, no: syntax.Expression, span: Span, written: str
     ) -> Expr | None:
         """``yes if condition else no``; of a constant condition only the branch that is taken has to have a value."""
         chosen = self._resolve(condition)
         spans = [condition.span, yes.span, no.span]
         if not isinstance(chosen, Literal) or chosen.type is not ScalarType.BOOL:
-            return self._apply("where", [chosen, self._resolve(yes), self._resolve(no)], span, spans)
+            return self._apply("where", [chosen, self._resolve(yes), self._resolve(no)], span, spans, written)
         taken = self._resolve(yes if chosen.value else no)
         other = self._not_taken(no if chosen.value else yes)
         if taken is None or other is None:
             return taken
         branches = [taken, other] if chosen.value else [other, taken]
-        both = self._apply("where", [chosen, *branches], span, spans)
+        both = self._apply("where", [chosen, *branches], span, spans, written)
         return None if both is None else self.nodes.converted(taken, both.type, self.frame.place(span))
 
     def _not_taken(self, node: syntax.Expression) -> Expr | None:
@@ -293,7 +291,7 @@ class Expressions:
         place = self.frame.place(node.span)
         load = Load(tensor.element.scalar, tensor=tensor.name, indices=tuple(fine), span=place)
         self.nodes.step(place)
-        self.nodes.within_limits(load, place)
+        self.nodes.within_limits(load)
         return load
 
     # --- calls
@@ -323,7 +321,7 @@ class Expressions:
             self._error("E202", message, node.span, hints)
             return None
         if name == "where":
-            return self._choice(arguments[0], arguments[1], arguments[2], node.span)
+            return self._choice(arguments[0], arguments[1], arguments[2], node.span, "where")
         values = [self._resolve(argument) for argument in arguments]
         spans = [argument.span for argument in arguments]
         if name in ("min", "max"):

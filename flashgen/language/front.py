@@ -94,6 +94,7 @@ def _check_overrides(blocks: list[syntax.Attention], overrides: Mapping[str, Val
         if name in known or not blocks:
             continue
         listed = quoted_list(dict.fromkeys(known), "and")
-        notes = (f"the constants are {listed}" if listed else "the file states no constants",)
+        plural = "the constants are" if len(set(known)) > 1 else "the only constant is"
+        notes = (f"{plural} {listed}" if listed else "the file states no constants",)
         hints = tuple(f"did you mean '{candidate}'?" for candidate in nearest(name, known))
         report.add("E109", f"there is no constant '{name}' to override", blocks[0].name.span, notes=notes, hints=hints)

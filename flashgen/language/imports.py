@@ -86,7 +86,7 @@ class _Loader:
     report: Report
     standard: Mapping[str, Macro]
     sources: list[Source] = field(default_factory=list)
-    exports: dict[str, dict[str, Macro]] = field(default_factory=dict)
+    exports: dict[str, Scope] = field(default_factory=dict)
     chain: list[str] = field(default_factory=list)
 
     def load(self, source: Source) -> tuple[Parsed, Scope]:
@@ -97,18 +97,22 @@ class _Loader:
         for diagnostic in parsed.diagnostics:
             self.report.put(diagnostic)
         known = dict(self.standard)
+        lost = parsed.lost
         uncertain = any(isinstance(item, syntax.Broken) and item.keyword == "import" for item in parsed.file.items)
         for item in parsed.file.items:
             if isinstance(item, syntax.Import):
-                macros = self._imported(item, source)
-                uncertain |= macros is None
-                self._bring_in(item, macros or {}, known)
-        scope = define(parsed.file.items, source, known, self.report, lost=parsed.lost, uncertain=uncertain)
+                imported = self._imported(item, source)
+                if imported is None:
+                    uncertain = True
+                    continue
+                self._bring_in(item, imported.macros, known)
+                lost |= imported.lost
+        scope = define(parsed.file.items, source, known, self.report, lost=lost, uncertain=uncertain)
         self.exports[source.name] = exported(scope, parsed.file.items)
         self.chain.pop()
         return parsed, scope
 
-    def _imported(self, item: syntax.Import, importer: Source) -> dict[str, Macro] | None:
+    def _imported(self, item: syntax.Import, importer: Source) -> Scope | None:
         """The definitions of an imported file; None where it could not be read."""
         name = posixpath.normpath(posixpath.join(posixpath.dirname(importer.name), item.path))
         if name in self.chain:

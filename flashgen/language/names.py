@@ -80,6 +80,12 @@ class Place:
             return None
         return f"'{name}' cannot be used in {self.title}", _fact(name, kind)
 
+    def hints(self, name: str) -> tuple[str, ...]:
+        """What to do with a name that cannot stand here."""
+        if name in SCORES and "j" in self.symbols and "s" not in self.symbols:
+            return ("to drop pairs by their score, write where(condition, s, -inf) in 'score'",)
+        return (self.instead,) if self.instead else ()
+
 
 def _fact(name: str, kind: SymbolKind | None) -> str:
     if kind is None:

@@ -17,7 +17,7 @@ from flashgen.language.constants import ConstantError, Value, fits, fold
 from flashgen.language.report import GiveUpError, Report
 
 MAX_STEPS = 20_000
-_ALL_STEPS = 50_000
+_ALL_STEPS = 30_000
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Budget:
 
 
 class TooLargeError(Exception):
-    """The expression being built exceeds a limit; it has been reported."""
+    """The expression being built exceeds a limit; the message says which."""
 
 
 class Nodes:
@@ -44,17 +44,11 @@ class Nodes:
         self.steps += 1
         self.budget.steps += 1
         if self.steps > MAX_STEPS:
-            self.too_large(span, f"takes more than {MAX_STEPS:,} operations")
+            raise TooLargeError(f"takes more than {MAX_STEPS:,} operations")
         if self.budget.steps > _ALL_STEPS:
             message = f"the expressions of the file take more than {_ALL_STEPS:,} operations once they are written out"
             self.report.add("E308", message, span)
             raise GiveUpError
-
-    def too_large(self, span: Span | None, what: str) -> None:
-        """Report an expression that exceeds a limit and leave it."""
-        notes = ("every 'def' is written out, and every 'let' counts as often as it is used",)
-        self.report.add("E308", f"the expression {what} once it is written out", span, notes=notes)
-        raise TooLargeError
 
     def operation(
         self,
@@ -63,8 +57,9 @@ class Nodes:
         span: Span,
         spans: Sequence[Span] = (),
         notes: tuple[str, ...] = (),
+        written: str = "",
     ) -> Expr | None:
-        """``op(operands)``; ``spans`` are the places of the operands, for messages."""
+        """``op(operands)``; ``spans`` are the places of the operands, ``written`` the user's form of the operator."""
         self.step(span)
         known = [operand for operand in operands if operand is not None]
         if len(known) < len(operands):
@@ -75,7 +70,8 @@ class Nodes:
             culprit = error.argument is not None and len(operands) <= 3 and error.argument < len(spans)
             place = spans[error.argument] if culprit and error.argument is not None else span
             hints = (error.hint,) if error.hint else ()
-            self.report.add("E201", error.message, place, notes=notes, hints=hints)
+            message = error.message.replace(f"'{op}'", f"'{written}'") if written else error.message
+            self.report.add("E201", message, place, notes=notes, hints=hints)
             return None
         try:
             folded = self._folded(node, span)
@@ -87,7 +83,7 @@ class Nodes:
             return folded
         if any(self.settled(operand, notes) is None for operand in known):
             return None
-        self.within_limits(node, span)
+        self.within_limits(node)
         return node
 
     def _folded(self, node: Expr, span: Span) -> Literal | None:
@@ -123,22 +119,20 @@ class Nodes:
         """Report a constant without a value."""
         self.report.add(error.code, error.message, span, notes=notes, hints=(error.hint,) if error.hint else ())
 
-    def within_limits(self, node: Expr, span: Span | None) -> None:
+    def within_limits(self, node: Expr) -> None:
         """Leave the expression where it is too large for the IR."""
         if node.size > MAX_SIZE:
-            self.too_large(span, f"has more than {MAX_SIZE:,} parts")
+            raise TooLargeError(f"has more than {MAX_SIZE:,} parts")
         if node.depth > MAX_DEPTH:
-            self.too_large(span, f"is more than {MAX_DEPTH} operations deep")
+            raise TooLargeError(f"is more than {MAX_DEPTH} operations deep")
 
     def converted(self, node: Expr | None, scalar: ScalarType, span: Span) -> Expr | None:
-        """The node as a float where an int may stand for one; None where the types differ otherwise (unreported)."""
-        if node is None or node.type is scalar:
+        """The node as a float where it is an int and a float is wanted; otherwise as it is."""
+        if node is None or scalar is not ScalarType.FLOAT or node.type is not ScalarType.INT:
             return node
-        if scalar is ScalarType.FLOAT and node.type is ScalarType.INT:
-            if isinstance(node, Literal):
-                return literal(float(node.value), node.span)
-            return self.operation("to_float", (node,), span)
-        return None
+        if isinstance(node, Literal):
+            return literal(float(node.value), node.span)
+        return self.operation("to_float", (node,), span)
 
 
 def _all_literal(node: Apply) -> bool:

@@ -39,17 +39,14 @@ def typed(
     block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()
 ) -> Expr | None:
     """An expression of the wanted type; an int stands for a float."""
-    expressions = block.expressions(place)
-    value = expressions.resolved(node)
-    if value is None:
-        return None
-    fitting = expressions.nodes.converted(value, wanted, node.span)
-    if fitting is None:
+    value = block.expressions(place).resolved(node, wanted)
+    if value is not None and value.type is not wanted:
         article = "an" if value.type is ScalarType.INT else "a"
         noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
         message = f"{place.title} must be {noun}, not {article} {value.type}"
         block.report.add("E208", message, node.span, hints=tuple(hints))
-    return fitting
+        return None
+    return value
 
 
 def integer_constant(block: Block, node: syntax.Expression, title: str) -> int | None:

@@ -48,8 +48,8 @@ class Guard:
         guarded.register_hook(stop)  # type: ignore[no-untyped-call]
         return guarded
 
-    def _stop(self, shape: torch.Size, gradient: Tensor) -> Tensor:
-        return torch.where(self._over(shape), gradient, 0.0)
+    def _stop(self, shape: torch.Size, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else torch.where(self._over(shape), gradient, 0.0)
 
     def _over(self, shape: torch.Size) -> Tensor:
         """Whether any pair of each element of a broadcast shape is kept."""

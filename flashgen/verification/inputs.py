@@ -2,7 +2,8 @@
 
 In: an ``AttentionSpec`` and the sizes of a call. Out: ``Inputs``, in the declared element types, with values that mean
 something: ids that are used as an index lie inside the dimension that they index, ids along a sequence come in runs as
-documents do, slopes of heads are small and positive, everything else is normally distributed.
+documents do, slopes of heads are small and positive, everything else is normally distributed, q and k in a size that
+gives scores of size 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from torch import Tensor
 
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import check_index
-from flashgen.ir.expr import Expr, Load, literal, size, substitute, walk
+from flashgen.ir.expr import (
+    Expr,
+    Literal,
+    Load,
+    Symbol,
+    SymbolKind,
+    literal,
+    score_input,
+    size,
+    substitute,
+    walk,
+)
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Normalize, Pointwise, Softmax
 from flashgen.ir.types import ElementType, ScalarType
@@ -62,23 +74,50 @@ class Inputs:
 def random_inputs(spec: AttentionSpec, shape: Shape, head_dim: HeadDim, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
     """Arguments for one call at these sizes; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
+    params = _params(spec, _sizes(shape, head_dim))
+    unit = _size_of_elements(spec, shape, head_dim, params)
 
     def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
+        return torch.randn(sizes, generator=generator)
 
     B, H, Hkv, Nq, Nk = shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len
     return Inputs(
-        q=normal(B, H, Nq, head_dim.qk),
-        k=normal(B, Hkv, Nk, head_dim.qk),
-        v=normal(B, Hkv, Nk, head_dim.v),
+        q=(unit * normal(B, H, Nq, head_dim.qk)).to(dtype),
+        k=(unit * normal(B, Hkv, Nk, head_dim.qk)).to(dtype),
+        v=normal(B, Hkv, Nk, head_dim.v).to(dtype),
         captured={
             tensor.name: _captured(spec, tensor, tensor_shape(tensor, shape, head_dim), shape, head_dim, generator)
             for tensor in spec.tensors
         },
-        params=_params(spec, _sizes(shape, head_dim)),
-        d_o=normal(B, H, Nq, head_dim.v),
-        d_lse=torch.randn((B, H, Nq), generator=generator),
+        params=params,
+        d_o=normal(B, H, Nq, head_dim.v).to(dtype),
+        d_lse=normal(B, H, Nq),
     )
+
+
+def _size_of_elements(
+    spec: AttentionSpec, shape: Shape, head_dim: HeadDim, params: Mapping[str, Tensor | float | int]
+) -> float:
+    """The size of the elements of q and k at which s = τ q·k (or ‖q - k‖² / 2, where it is used) is of size 1.
+
+    Far larger scores make a softmax that picks one key, and gradients in which everything cancels.
+    """
+    given = {name: float(value) for name, value in params.items()}
+    scale = abs(scale_factor(spec, given, _sizes(shape, head_dim)))
+    if any(node == score_input("sqdist") for node in walk(spec.score)):
+        scale = 1.0
+    return (scale * math.sqrt(head_dim.qk)) ** -0.5 if math.isfinite(scale) and scale > 0 else 1.0
+
+
+def scale_factor(spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int]) -> float:
+    """τ at these sizes and params."""
+    known: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    values = param_values(spec, params, sizes)
+    for param in spec.params:
+        known[Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)] = Literal(
+            param.type, value=values[param.name]
+        )
+    return float(constant_number(substitute(spec.scale, known)))
 
 
 def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
@@ -108,9 +147,9 @@ def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:
             grown = dataclasses.replace(grown, batch=2 * max(grown.batch, 1))
         if accepts(spec, grown) and grown.batch * grown.heads * grown.q_len * grown.kv_len <= pairs:
             return grown
-        if min(tried.q_len, tried.kv_len) <= 1:
+        if max(tried.q_len, tried.kv_len) <= 1:
             return shape
-        tried = dataclasses.replace(tried, q_len=tried.q_len // 2, kv_len=tried.kv_len // 2)
+        tried = dataclasses.replace(tried, q_len=-(-tried.q_len // 2), kv_len=-(-tried.kv_len // 2))
 
 
 def _sizes(shape: Shape, head_dim: HeadDim) -> dict[str, int]:

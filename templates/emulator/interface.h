@@ -91,12 +91,16 @@ enum class Fault : int {
   not_awaited,    // shared memory: an asynchronous copy that no wait has covered
   not_committed,  // … that was never committed
   race,
+  global_race,    // global memory: written and loaded, or written by two threads, in one launch
   divergence,     // lanes of a warp at different collectives
   deadlock,       // a barrier that cannot complete
 };
+constexpr int most_frames = 24;
 struct Failure {
   Fault fault;
   int line, other_line;  // 0: none
+  int frames;
+  uint64_t frame[most_frames];  // the calls that led to `line`: machine/trace.h
   char message[480];
 };
 

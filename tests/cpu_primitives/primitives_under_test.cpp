@@ -109,8 +109,8 @@ int check_select() {
   for (int l = 0; l < W; ++l) vector_a[l] = static_cast<float>(l), vector_b[l] = -static_cast<float>(l) - 1;
   for (int shift = 0; shift < W; ++shift) {
     const VecB mask = lt(iota(), shift);
-    const VecF vv = select(mask, vector_a, vector_b), vs = select(mask, vector_a, a[1]), sv = select(mask, a[0], vector_b);
-    const VecF ss = select(mask, a[0], a[1]);
+    const VecF vv = select(mask, vector_a, vector_b), vs = select(mask, vector_a, a[1]);
+    const VecF sv = select(mask, a[0], vector_b), ss = select(mask, a[0], a[1]);
     const VecI ii = select(mask, iota(), -1), si = select(mask, 3, 4);
     const VecB bb = select(mask, true, ge(iota(), 5)), mixed = select(mask, false, true);
     for (int l = 0; l < W; ++l) {
@@ -170,7 +170,8 @@ void first_lanes_stored(float* out, const float* in, int n) { store_lanes(out, l
     }                                                                                   \
     return different;                                                                   \
   }
-STORAGE(float, float) STORAGE(f16, float) STORAGE(bf16, float) STORAGE(int32, int32) STORAGE(int64_t, int32) STORAGE(bool, int32)
+STORAGE(float, float) STORAGE(f16, float) STORAGE(bf16, float)
+STORAGE(int32, int32) STORAGE(int64_t, int32) STORAGE(bool, int32)
 
 void f16_to_float(float* out, const f16* in, int64_t n) { to_float(out, in, n); }
 void bf16_to_float(float* out, const bf16* in, int64_t n) { to_float(out, in, n); }

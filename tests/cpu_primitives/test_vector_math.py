@@ -38,7 +38,7 @@ FUNCTIONS = {
     "tanh": (np.tanh, 2.5, 0),
     "sigmoid": (scipy.special.expit, 2.5, SMALLEST_NORMAL),
     "silu": (silu, 3, 104 * SMALLEST_NORMAL),
-    "gelu": (gelu, 4, 0),
+    "gelu": (gelu, 5, 0),
     "erf": (scipy.special.erf, 1.6, 0),
     "softplus": (lambda x: np.logaddexp(0, x), 2, 0),
     "floor": (np.floor, 0, 0),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
-from flashgen.runtime.emulator import DeviceMemory, EmulatorError, FaultKind, Report, compile_program
+from flashgen.runtime.emulator import DeviceMemory, Report, compile_program
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -38,6 +36,7 @@ def launch(
     name: str,
     grid: tuple[int, int, int] = (1, 1, 1),
     threads: int = 32,
+    block: tuple[int, int, int] | None = None,
     shared_bytes: int = 0,
     seed: int = 0,
     host_threads: int = 1,
@@ -58,7 +57,7 @@ def launch(
     report = program.launch(
         name,
         grid,
-        (threads, 1, 1),
+        block or (threads, 1, 1),
         shared_bytes,
         packed,
         memory.allocations,
@@ -74,14 +73,3 @@ def launch(
         },
     )
 
-
-def fault(start: Callable[[], Outcome], kind: FaultKind, marker: str, other: str = "") -> EmulatorError:
-    """The error of a launch that must fail so, at the lines with these markers in a comment."""
-    with pytest.raises(EmulatorError) as caught:
-        start()
-    error = caught.value
-    assert error.kind is kind, str(error)
-    assert marker in error.line_text, str(error)
-    assert other in error.other_line_text, str(error)
-    assert bool(other) == bool(error.other_line), str(error)
-    return error

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashgen.runtime.cache import Cache
-from flashgen.runtime.compiler import compile_sources
+from flashgen.runtime.compiler import Compiler, compile_sources, find_compiler
 from flashgen.runtime.emulator.report import EmulatorError, FaultKind, LineRequests, Report, Traffic
-from flashgen.runtime.emulator.source import HostSource, kernel_names, kernel_source, machine_source
+from flashgen.runtime.emulator.source import kernel_names, kernel_source, machine_source
+from flashgen.runtime.emulator.trace import lines_of
 
 _KINDS = tuple(FaultKind)
 
@@ -37,6 +38,8 @@ class _Failure(ctypes.Structure):
         ("fault", ctypes.c_int),
         ("line", ctypes.c_int),
         ("other_line", ctypes.c_int),
+        ("frames", ctypes.c_int),
+        ("frame", ctypes.c_uint64 * 24),
         ("message", ctypes.c_char * 480),
     )
 
@@ -124,7 +127,15 @@ class Program:
         )
         if failure.fault:
             message = failure.message.decode(errors="replace")
-            raise EmulatorError(_KINDS[failure.fault - 1], message, failure.line, failure.other_line, self.source)
+            frames = failure.frame[: failure.frames]
+            raise EmulatorError(
+                _KINDS[failure.fault - 1],
+                message,
+                failure.line,
+                failure.other_line,
+                lines_of(Path(self._library._name), frames, f"{self.name}.cu"),
+                self.source,
+            )
         return Report(
             {
                 name: Traffic(moved.loaded, moved.stored, moved.added)
@@ -140,7 +151,11 @@ class Program:
 
 def compile_program(source: str, *, name: str = "kernel", cache: Cache | None = None) -> Program:
     """Compile all kernels of a source; raises ``CompilerMissing`` and ``CompileFailed``."""
-    machine, kernels = compile_sources([machine_source(), kernel_source(source, name)], cache=cache)
+    found = find_compiler()
+    compiler = Compiler((*found.command, "-g1"), found.version)  # line numbers, for the trace of a fault
+    machine, kernels = compile_sources(
+        [machine_source(), kernel_source(source, name)], cache=cache, compiler=compiler
+    )
     return Program(name, source, kernel_names(source), kernels.seconds, _load(kernels.path), _load(machine.path))
 
 

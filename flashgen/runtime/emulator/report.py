@@ -18,6 +18,7 @@ class FaultKind(enum.StrEnum):
     NOT_AWAITED = "not-awaited"
     NOT_COMMITTED = "not-committed"
     RACE = "race"
+    GLOBAL_RACE = "global-race"
     DIVERGENCE = "divergence"
     DEADLOCK = "deadlock"
 
@@ -27,9 +28,18 @@ class EmulatorError(Exception):
 
     ``line`` is the line of the source that did it and ``line_text`` what stands there; ``other_line`` is the second
     line where there is one: the earlier access of a race, the copy, the barrier where others wait. Zero: no line.
+    ``trace`` are the lines that called, the innermost first: from ``line`` out to the kernel.
     """
 
-    def __init__(self, kind: FaultKind, message: str, line: int, other_line: int, source: str) -> None:
+    def __init__(
+        self,
+        kind: FaultKind,
+        message: str,
+        line: int,
+        other_line: int,
+        trace: tuple[int, ...],
+        source: str,
+    ) -> None:
         lines = source.splitlines()
         self.kind = kind
         self.message = message
@@ -37,8 +47,13 @@ class EmulatorError(Exception):
         self.other_line = other_line
         self.line_text = _line(lines, line)
         self.other_line_text = _line(lines, other_line)
-        shown = [f"{number:>6} | {_line(lines, number)}" for number in dict.fromkeys((line, other_line)) if number]
-        super().__init__("\n".join([f"{kind}: {message}", *shown]))
+        self.trace = trace
+        shown = [(line, ""), *((each, "called from") for each in trace if each != line), (other_line, "and")]
+        places = [f"{number:>6} | {_line(lines, number)}" for number, _ in shown if number]
+        intros = [f"{intro}\n" if intro else "" for number, intro in shown if number]
+        super().__init__(
+            "\n".join([f"{kind}: {message}", *(a + b for a, b in zip(intros, places, strict=True))])
+        )
 
 
 @dataclass(frozen=True)

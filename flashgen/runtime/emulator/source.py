@@ -16,6 +16,7 @@ HEADER = "flashgen_emulator.h"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
+_COMMENT = re.compile(r"//.*")
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _KERNEL = re.compile(
     rf"\b__global__\s+(?:__launch_bounds__\s*{_NESTED}\s*)?void\s+(?:__launch_bounds__\s*{_NESTED}\s*)?(\w+)\s*\("
@@ -33,7 +34,7 @@ class HostSource:
 
 def kernel_names(text: str) -> tuple[str, ...]:
     """The kernels that a source defines, in its order."""
-    return tuple(dict.fromkeys(_KERNEL.findall(text)))
+    return tuple(dict.fromkeys(_KERNEL.findall(_COMMENT.sub("", text))))
 
 
 def kernel_source(text: str, name: str) -> HostSource:

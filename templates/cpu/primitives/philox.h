@@ -32,7 +32,8 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
     constexpr uint64_t word = 0xffffffffu;
     const auto a = c0 * uint64_t{0xD2511F53};
     const auto b = c2 * uint64_t{0xCD9E8D57};
-    return philox<rounds - 1>((b >> 32) ^ c1 ^ uint64_t{key.low}, b & word, (a >> 32) ^ c3 ^ uint64_t{key.high}, a & word,
+    return philox<rounds - 1>((b >> 32) ^ c1 ^ uint64_t{key.low}, b & word,  //
+                              (a >> 32) ^ c3 ^ uint64_t{key.high}, a & word,
                               PhiloxKey{key.low + 0x9E3779B9u, key.high + 0xBB67AE85u});
   }
 }
@@ -40,15 +41,17 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
 // The four words of the pairs (b, h, i, 4 j_quad ... 4 j_quad + 3).
 FG_INLINE void dropout_words(VecU out[4], uint64_t seed, int32_t b, int32_t h, VecI i, int32_t j_quad) {
   const VecUL two_lanes = reinterpret_cast<VecUL>(i);
-  const uint64_t quad = static_cast<uint32_t>(j_quad), head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
+  const uint64_t quad = static_cast<uint32_t>(j_quad);
+  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
   const auto even = philox<10>(quad, two_lanes & uint64_t{0xffffffffu}, head, batch, philox_key(seed));
   const auto odd = philox<10>(quad, two_lanes >> 32, head, batch, philox_key(seed));
   for (int w = 0; w < 4; ++w) out[w] = reinterpret_cast<VecU>(even.word[w] | odd.word[w] << 32);
 }
 // The word of one pair.
 FG_INLINE uint32_t dropout_word(uint64_t seed, int32_t b, int32_t h, int32_t i, int32_t j) {
-  const auto words = philox<10>(uint64_t{static_cast<uint32_t>(j >> 2)}, uint64_t{static_cast<uint32_t>(i)},
-                                uint64_t{static_cast<uint32_t>(h)}, uint64_t{static_cast<uint32_t>(b)}, philox_key(seed));
+  const uint64_t quad = static_cast<uint32_t>(j >> 2), row = static_cast<uint32_t>(i);
+  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
+  const auto words = philox<10>(quad, row, head, batch, philox_key(seed));
   return static_cast<uint32_t>(words.word[j & 3]);
 }
 

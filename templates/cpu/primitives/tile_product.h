@@ -72,7 +72,8 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     VecF scale[V];
     FG_UNROLL for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
     FG_UNROLL for (int m = 0; m < R; ++m)
-      FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, load(c + m * ldc + v * W) * scale[v] + sum[m][v]);
+      FG_UNROLL for (int v = 0; v < V; ++v)
+        store(c + m * ldc + v * W, load(c + m * ldc + v * W) * scale[v] + sum[m][v]);
   }
 }
 

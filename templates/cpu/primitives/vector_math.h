@@ -1,11 +1,14 @@
 // Layer 2 of the CPU primitives: every operator and function of the language, for scalars and vectors.
 //
 // Contract: names and meanings are those of LANGUAGE.md section 3; binary functions also take mixtures. What has no
-// function here is a plain C++ operator: + - * and real /, unary -, bitwise & | ^ of integers. Integers wrap (build with
-// -fwrapv). A float function of a scalar is lane 0 of the vector function, so all levels agree bit for bit.
-// Accuracy (units in the last place, over the whole range, subnormals included unless said): at most about 2; the
-// table in tests/cpu_primitives holds the bounds. NaN propagates, infinities and signed zeros behave as in C.
-// Needs -fno-math-errno -fno-trapping-math; works without -ffast-math and must not be built with it.
+// function here is a plain C++ operator: + - * and real /, unary -, bitwise & | ^ of integers. Integers wrap (build
+// with -fwrapv). A float function of a scalar is lane 0 of the vector function, so that all levels agree, but for what
+// the compiler fuses into multiply-adds.
+// Accuracy in units in the last place, over the whole range: 1 for exp, exp2, log, log1p, pow; 1.6 for log2, erf, sin,
+// cos, softplus; 2.5 for tanh, sigmoid, exp2_bounded; 3 for silu; 5 for gelu. Subnormal results are right unless said.
+// NaN propagates, infinities and signed zeros behave as in C. tests/cpu_primitives holds all of this.
+// Needs -fno-math-errno -fno-trapping-math, must not be built with -ffast-math. On AVX-512 machines GCC needs
+// -mprefer-vector-width=512 to keep what is a loop over lanes (floor, sqrt, sin, pow, division) in one piece.
 #pragma once
 #include "vector.h"
 
@@ -71,8 +74,8 @@ template <class... Rest> FG_INLINE VecF polynomial(VecF x, float c, Rest... rest
   return polynomial(x, rest...) * x + c;
 }
 
-// Adding this to |x| < 2^22 rounds x to the nearest integer n (half to even) and leaves n + 127 in the low bits: shifted
-// up, these are the bits of 2^n.
+// Adding this to |x| < 2^22 rounds x to the nearest integer n (half to even) and leaves n + 127 in the low bits:
+// shifted up, these are the bits of 2^n.
 constexpr float round_shift = 0x1.8p23f + 127;
 // 2^n for n in [-126, 127] from n + round_shift.
 FG_INLINE VecF power_of_two(VecF shifted) { return from_bits(bits(shifted) << 23); }
@@ -303,7 +306,7 @@ FG_INLINE VecF exp2(VecF x) {
   return scale_by_power(p, shifted);
 }
 
-// e^r (1 + small) for |r| <= ln(2)/2 and a bit.
+// e^r for |r| <= ln(2)/2 and a bit.
 FG_INLINE VecF exp_polynomial(VecF r) {
   return polynomial(r, 1.0f, 1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558b0p-5f, 0x1.12398ep-7f, 0x1.6a4d60p-10f);
 }
@@ -378,7 +381,7 @@ FG_INLINE VecF log1p(VecF x) {
 
 // ---- sigmoids ----------------------------------------------------------------------------------------------------
 
-// 1 / (1 + e^-x), by e^-|x| so that nothing overflows; below the normal range 0.
+// 1 / (1 + e^-x), by e^-|x| so that nothing overflows; below the normal range 0, and with it silu there.
 FG_INLINE VecF sigmoid(VecF x) {
   const VecF e = exp_bounded(-abs(x));
   return select(lt(x, 0.0f), e, 1.0f) / (1.0f + e);
@@ -389,7 +392,8 @@ FG_INLINE VecF silu(VecF x) { return x * sigmoid(x); }
 // than a rounded product.
 FG_INLINE VecF tanh(VecF x) {
   const VecF a = abs(x), z = x * x;
-  const VecF near = a + a * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f, -0x1.99565ep-8f);
+  const VecF near = a + a * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f,
+                                           -0x1.99565ep-8f);
   const VecF e = exp2_bounded(a * (-2 * log2_e));
   return copy_sign(select(lt(a, 0.55f), near, (1.0f - e) / (1.0f + e)), x);
 }
@@ -404,16 +408,16 @@ FG_INLINE VecF softplus(VecF x) {
 
 FG_INLINE VecF erf(VecF x) {
   const VecF a = abs(x), z = x * x;
-  const VecF near = x + x * polynomial(z, 0x1.06eba8p-3f, -0x1.81273ep-2f, 0x1.ce2ce6p-4f, -0x1.b7f71ap-6f, 0x1.53f224p-8f,
-                                       -0x1.a3515ep-11f, 0x1.4771fcp-14f);
+  const VecF near = x + x * polynomial(z, 0x1.06eba8p-3f, -0x1.81273ep-2f, 0x1.ce2ce6p-4f, -0x1.b7f71ap-6f,
+                                       0x1.53f224p-8f, -0x1.a3515ep-11f, 0x1.4771fcp-14f);
   const VecF b = select(gt(a, 4.0f), 4.0f, a);
-  const VecF exponent = b * polynomial(b, 0x1.a0d7fap+0f, 0x1.d5292ep-1f, 0x1.39e426p-3f, -0x1.18d4f0p-5f, 0x1.586218p-8f,
-                                       -0x1.e84e60p-12f, 0x1.0fce0ap-16f);
+  const VecF exponent = b * polynomial(b, 0x1.a0d7fap+0f, 0x1.d5292ep-1f, 0x1.39e426p-3f, -0x1.18d4f0p-5f,
+                                       0x1.586218p-8f, -0x1.e84e60p-12f, 0x1.0fce0ap-16f);
   return select(lt(a, 0.96f), near, copy_sign(1.0f - exp2_bounded(-exponent), x));
 }
 
-// x Phi(x). The tail Phi(-a) = exp(-a^2/2) M(a), with (a + 4) M(a) a polynomial of (a - 4) / (a + 4), keeps its relative
-// accuracy; the square is split so that the exponential sees it exactly. Near 0, Phi is 1/2 and an odd polynomial.
+// x Phi(x). The tail Phi(-a) = exp(-a^2/2) M(a), with (a + 4) M(a) a polynomial of (a - 4) / (a + 4), keeps its
+// relative accuracy; the square is split so that the exponential sees it exactly. Near 0, Phi is 1/2 and a polynomial.
 FG_INLINE VecF gelu(VecF x) {
   const VecF a = select(gt(abs(x), 14.5f), 14.5f, abs(x));
   const VecF high = from_bits(bits(a) & ~0xfff);
@@ -423,7 +427,8 @@ FG_INLINE VecF gelu(VecF x) {
                                 0x1.eedacep-5f, -0x1.edddfap-8f, -0x1.ce2a88p-9f, 0x1.9ed742p-10f, 0x1.a4afaep-13f,
                                 -0x1.073846p-13f);
   const VecF tail = copy_sign(a * m * e, x);  // a m first: e alone may be subnormal
-  const VecF near = x * (0.5f + x * polynomial(x * x, 0x1.988452p-2f, -0x1.10573cp-4f, 0x1.466432p-7f, -0x1.25efc6p-10f));
+  const VecF centre = polynomial(x * x, 0x1.988452p-2f, -0x1.10573cp-4f, 0x1.466432p-7f, -0x1.25efc6p-10f);
+  const VecF near = x * (0.5f + x * centre);
   return select(lt(a, 0.5f), near, select(lt(x, 0.0f), tail, x - tail));
 }
 

@@ -9,38 +9,6 @@
 
 #ifdef FLASHGEN_EMULATOR
 #include "flashgen_emulator.h"
-
-// The instructions that involve one thread's registers alone, and the vote, which shuffles can express.
-namespace fg {
-FG_DEVICE uint32_t ballot(bool condition) {
-  uint32_t bits = condition ? 1u << (threadIdx.x % 32) : 0u;
-  for (int mask = 1; mask < 32; mask *= 2) bits |= shuffle_xor(bits, mask);
-  return bits;
-}
-FG_DEVICE uint32_t round_f16(float x) {
-  const uint32_t word = __float_as_uint(x), magnitude = word & 0x7fffffffu, sign = (word >> 16) & 0x8000u;
-  if (magnitude > 0x7f800000u) return 0x7fffu;
-  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 2^16
-  if (magnitude < 0x38800000u) return sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u);  // 2^-14
-  return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
-}
-FG_DEVICE uint32_t round_bf16(float x) {
-  const uint32_t word = __float_as_uint(x);
-  return x != x ? 0x7fffu : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-}
-FG_DEVICE uint32_t pack_f16(float low, float high) { return round_f16(low) | round_f16(high) << 16; }
-FG_DEVICE uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-FG_DEVICE float unpack_f16(uint16_t half) {
-  const uint32_t magnitude = uint32_t(half & 0x7fffu) << 13, sign = uint32_t(half & 0x8000u) << 16;
-  if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);  // infinity and NaN
-  const float finite = magnitude < 0x00800000u ? __uint_as_float(magnitude + 0x38800000u) - 0x1p-14f
-                                               : __uint_as_float(magnitude + 0x38000000u);
-  return __uint_as_float(sign | __float_as_uint(finite));
-}
-FG_DEVICE uint32_t round_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
-FG_DEVICE float exp2_approximate(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
-FG_DEVICE float reciprocal_approximate(float x) { return 1.0f / x; }
-}  // namespace fg
 #else
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers, and needs none here
@@ -61,7 +29,7 @@ using uintptr_t = unsigned long long;
 #include <stdint.h>
 #endif
 #ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
+#define INFINITY __builtin_bit_cast(float, 0x7f800000u)
 #endif
 
 #define FG_DEVICE __device__ __forceinline__

@@ -13,7 +13,6 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 // ---- conversions -------------------------------------------------------------------------------------------------
 
-FG_DEVICE float to_float(float x) { return x; }
 FG_DEVICE float to_float(int32_t x) { return static_cast<float>(x); }
 FG_DEVICE float to_float(bool x) { return x ? 1.0f : 0.0f; }
 
@@ -110,11 +109,11 @@ FG_DEVICE float relu(float x) { return x <= 0 ? 0.0f : x; }
 FG_DEVICE float copy_sign(float magnitude, float sign) { return copysignf(magnitude, sign); }
 
 // Python's // and % of floats: rare, and they need the exact remainder.
-__device__ __noinline__ float floor_mod(float a, float b) {
+static __device__ __noinline__ float floor_mod(float a, float b) {
   const float r = fmodf(a, b);
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
 }
-__device__ __noinline__ float floor_div(float a, float b) {
+static __device__ __noinline__ float floor_div(float a, float b) {
   if (b == 0) return a / b;
   const float r = fmodf(a, b);
   float q = (a - r) / b;

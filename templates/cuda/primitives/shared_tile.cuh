@@ -8,7 +8,7 @@
 
 namespace fg {
 
-constexpr int panel_chunks(int chunks) { return chunks >= 5 ? 8 : chunks >= 3 ? 4 : 2; }
+FG_CONSTEXPR int panel_chunks(int chunks) { return chunks >= 5 ? 8 : chunks >= 3 ? 4 : 2; }
 
 template <class T, int rows_, int columns_> struct SharedTile {
   using element = T;
@@ -31,46 +31,39 @@ template <class T, int rows_, int columns_> struct SharedTile {
   }
 };
 
-// One row of global memory, `stride` elements from the next.
+// Rows of global memory, `stride` elements from one to the next. Where a row of the data is a whole number of chunks, every
+// row starts at a multiple of 16 bytes; the caller sees to it.
 template <class T> struct GlobalRows {
   const T* base;
   int64_t stride;
-  bool aligned;  // every row starts at a multiple of 16 bytes
 };
-template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t offset, int64_t stride) {
-  const T* const first = static_cast<const T*>(base) + offset;
-  return {first, stride, (reinterpret_cast<uintptr_t>(first) | uintptr_t(stride * int64_t(sizeof(T)))) % 16 == 0};
-}
 
 // Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero. Rows
-// that are not aligned, or no whole number of chunks, go element by element. All `threads` of the block take part.
+// that are no whole number of chunks go element by element. All `threads` of the block take part.
 template <int threads, int width, class Tile>
 FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int64_t first, int count) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk;
   constexpr int lanes = chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : chunks <= 32 ? 32 : 64;
+  constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
   const int row0 = int(threadIdx.x) / lanes, column = int(threadIdx.x) % lanes * chunk;
   const T* const start = from.base + (first + row0) * from.stride + column;
   const bool inside = lanes == chunks || column < Tile::columns;
-  constexpr int step = threads / lanes;
-  if (width % chunk == 0 && from.aligned) {
 #pragma unroll
-    for (int row = 0; row < Tile::rows; row += step) {
-      const bool valid = row0 + row < count && (width == Tile::columns || column < width);
-      if (inside && (Tile::rows % step == 0 || row0 + row < Tile::rows))
-        copy_async_16(to.at(row0 + row, column), start + row * from.stride, valid);
-    }
-  } else {
-#pragma unroll 1
-    for (int row = 0; row < Tile::rows; row += step) {
+  for (int row = 0; row < Tile::rows; row += step) {
+    if (!inside || (Tile::rows % step != 0 && row0 + row >= Tile::rows)) continue;
+    T* const place = to.at(row0 + row, column);
+    if constexpr (width % chunk == 0) {
+      copy_async_16(place, start + row * from.stride, row0 + row < count && (width == Tile::columns || column < width));
+    } else {
       Chunk<T> values;
 #pragma unroll
       for (int e = 0; e < chunk; ++e) {
         values.element[e] = T{};
         if (row0 + row < count && column + e < width) values.element[e] = global_load(start + row * from.stride + e);
       }
-      if (inside && row0 + row < Tile::rows) shared_store(reinterpret_cast<Chunk<T>*>(to.at(row0 + row, column)), values);
+      shared_store(reinterpret_cast<Chunk<T>*>(place), values);
     }
   }
 }

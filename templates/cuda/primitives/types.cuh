@@ -7,11 +7,12 @@
 
 namespace fg {
 
-#define FG_INLINE FG_DEVICE
+#define FG_CONSTEXPR __host__ __device__ constexpr
 
 using f16 = half_t;  // as captured tensors are declared
 using bf16 = bfloat_t;
 
+FG_DEVICE float to_float(float x) { return x; }
 FG_DEVICE float to_float(half_t x) { return unpack_f16(x.bits); }
 FG_DEVICE float to_float(bfloat_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
@@ -38,7 +39,7 @@ template <class T> struct alignas(16) Chunk {
   T element[size];
 };
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+FG_CONSTEXPR int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FG_CONSTEXPR int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace fg

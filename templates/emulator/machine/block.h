@@ -17,8 +17,9 @@ namespace emulator {
 
 class Block final : public Machine {
  public:
-  Block(const Launch& launch, Registers& registers)
-      : global(launch, faults),
+  Block(const Launch& launch, GlobalShadow& shadow, Registers& registers)
+      : faults(launch),
+        global(launch, shadow, faults),
         banks(launch.lines),
         launch_(launch),
         registers_(registers),
@@ -46,22 +47,31 @@ class Block final : public Machine {
       return false;
     }
     registers_ = {{}, index, launch_.block, launch_.grid, this};
+    number_ = number;
     random_ = Random(launch_.seed, number);
     clocks_.reset(static_cast<int>(warps_.size()));
     shared_.reset();
     copies_.reset();
     for (Lane& lane : lanes_) lane.ended = false;
     for (Warp& warp : warps_) warp = {};
-    if (_setjmp(faults.escape.state) != 0) return false;
-    schedule();
-    return true;
+    if (_setjmp(faults.escape.state) == 0) {
+      schedule();
+      return true;
+    }
+    if (!faults.on_fiber) {
+      tracing_ = true;
+      switch_context(scheduler_, fiber_of(thread_));
+    }
+    return false;
   }
 
   // ---- Machine -----------------------------------------------------------------------------------------------------
 
-  void global_access(Access access, const void* p, unsigned bytes, int line) override { global.access(access, p, bytes, line); }
+  void global_access(Access access, const void* p, unsigned bytes, int line) override {
+    global.access(access, p, bytes, writer(), line);
+  }
   void global_add(float* p, float value, int line) override {
-    global.access(Access::add, p, sizeof value, line);
+    global.access(Access::add, p, sizeof value, writer(), line);
     uint32_t* bits = reinterpret_cast<uint32_t*>(p);
     uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), sum;
     do {
@@ -80,7 +90,7 @@ class Block final : public Machine {
   }
   void copy_async(void* target, const void* source, unsigned bytes, bool valid, int line) override {
     const size_t offset = shared_.place("copies to", target, bytes, line);
-    if (valid) global.access(Access::load, source, bytes, line);
+    if (valid) global.access(Access::load, source, bytes, writer(), line);
     banks.access(Banks::copy, thread_.lane, offset, bytes, line);
     copies_.issue(thread_, offset, valid ? source : nullptr, line);
   }
@@ -104,6 +114,7 @@ class Block final : public Machine {
 
   Lane& lane_of(Thread t) { return lanes_[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
   Context& fiber_of(Thread t) { return fibers_.contexts[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
+  GlobalShadow::Writer writer() const { return {number_, static_cast<uint32_t>(thread_.warp * warp_lanes + thread_.lane)}; }
   Lane& current() { return lane_of(thread_); }
 
   static void run_thread(void* block) { static_cast<Block*>(block)->run_thread(); }
@@ -117,6 +128,10 @@ class Block final : public Machine {
   void next_lane() {
     Context& mine = fiber_of(thread_);
     switch_context(mine, choose_lane(thread_.lane + 1) ? fiber_of(thread_) : scheduler_);
+    if (tracing_) {
+      faults.trace_here();
+      switch_context(mine, scheduler_);
+    }
   }
   bool choose_lane(int first) {
     for (thread_.lane = first; thread_.lane < warp_lanes; ++thread_.lane)
@@ -146,7 +161,9 @@ class Block final : public Machine {
 
   void run_warp(int warp) {
     thread_ = {warp, 0};
+    faults.on_fiber = true;
     if (choose_lane(0)) switch_context(scheduler_, fiber_of(thread_));
+    faults.on_fiber = false;
     banks.end_segment();
     thread_ = {warp, 0};
     arrive(warp);
@@ -169,8 +186,10 @@ class Block final : public Machine {
 
   void compare(int warp, int a, int b) {
     const Lane &one = lane_of({warp, a}), &other = lane_of({warp, b});
+    if (one.ended && other.ended) return;
     if (one.ended != other.ended) {
       const int waits = one.ended ? b : a, left = one.ended ? a : b;
+      thread_.lane = waits;
       const Call& call = lane_of({warp, waits}).call;
       faults.report(Fault::divergence, call.line, 0, "lane %d of warp %d comes to '%s', but lane %d has ended", waits, warp,
                     name(call.what), left);
@@ -212,6 +231,7 @@ class Block final : public Machine {
   void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
     for (int lane = 0; lane < warp_lanes; ++lane) {
       const Call& call = calls[lane];
+      thread_.lane = lane;
       const size_t offset = shared_.place("reads", call.in[0], 16, call.line);
       shared_.read({warp, lane}, offset, 16, call.line);
       banks.begin_lane();
@@ -224,9 +244,10 @@ class Block final : public Machine {
   // No warp is ready. True if a barrier was complete and all go on, false if all have ended.
   bool release_barrier() {
     int waits = -1, ended = -1;
-    for (int w = 0; w < static_cast<int>(warps_.size()); ++w) (warps_[static_cast<size_t>(w)].state == Warp::ended ? ended : waits) = w;
+    for (int w = static_cast<int>(warps_.size()) - 1; w >= 0; --w) (warps_[static_cast<size_t>(w)].state == Warp::ended ? ended : waits) = w;
     if (waits < 0) return false;
     const int line = warps_[static_cast<size_t>(waits)].line;
+    thread_ = {waits, 0};
     if (ended >= 0)
       faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits, ended);
     for (int w = 0; w < static_cast<int>(warps_.size()); ++w) {
@@ -265,7 +286,9 @@ class Block final : public Machine {
   std::vector<Lane> lanes_;
   std::vector<Warp> warps_;
   Context scheduler_;
-  Thread thread_ = {};  // that runs
+  Thread thread_ = {};     // that runs
+  bool tracing_ = false;  // the launch has failed, and a fiber is asked where it is
+  uint64_t number_ = 0;  // of the block in the grid
   Random random_{0, 0};
 };
 

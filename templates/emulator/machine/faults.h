@@ -1,20 +1,27 @@
 // How a launch ends early: the first fault is written down and the scheduler takes over.
 //
-// Contract: `report` does not return. It leaves the fibers where they are, so that nothing above it is unwound.
+// Contract: `report` does not return. It leaves the fibers where they are, so that nothing above it is unwound. The calls
+// that led to the fault are traced on the stack of the fiber at fault: here, or by the scheduler, which wakes it once more.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
 
 #include "../interface.h"
 #include "fiber.h"
+#include "trace.h"
 
 namespace fg {
 namespace emulator {
 
 class Faults {
  public:
-  Context escape;  // where the scheduler waits for a fault
+  explicit Faults(const Launch& launch) : kernel_(reinterpret_cast<const void*>(launch.enter)) {}
+
+  Context escape;         // where the scheduler waits for a fault
+  bool on_fiber = false;  // a thread of the kernel runs, not the scheduler
   Failure failure = {};
+
+  void trace_here() { failure.frames = trace(kernel_, failure.frame); }
 
   [[noreturn]] __attribute__((format(printf, 5, 6))) void report(Fault fault, int line, int other_line,
                                                                 const char* format, ...) {
@@ -25,8 +32,12 @@ class Faults {
     va_start(values, format);
     vsnprintf(failure.message, sizeof failure.message, format, values);
     va_end(values);
+    if (on_fiber) trace_here();
     _longjmp(escape.state, 1);
   }
+
+ private:
+  const void* kernel_;
 };
 
 }  // namespace emulator

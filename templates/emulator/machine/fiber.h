@@ -4,8 +4,8 @@
 // fails: nothing on its stack may own anything. A fiber never moves to another host thread.
 //
 // A switch is _setjmp here and _longjmp there. These save a dozen registers and make no system call, where swapcontext
-// asks the kernel for the signal mask each time: measured, 8 ns against 330 ns, and a backward pass switches millions
-// of times. What _longjmp cannot do is enter a fresh stack; for that, once a fiber, there is makecontext.
+// asks the operating system for the signal mask each time: measured, 25 ns against 200 ns, and a backward pass switches
+// millions of times. What _longjmp cannot do is enter a fresh stack; for that, once a fiber, there is makecontext.
 #pragma once
 #undef _FORTIFY_SOURCE  // its longjmp refuses to jump to a stack that lies below the current one
 #include <setjmp.h>
@@ -41,7 +41,7 @@ class Fibers {
       return;
     }
     memory_ = static_cast<char*>(memory);
-    for (size_t k = 0; k < contexts.size(); ++k) start(contexts[k], memory_ + k * (stack_bytes + guard_bytes));
+    for (size_t k = 0; k < contexts.size(); ++k) start(contexts[k], memory_ + k * (stack_bytes + guard_bytes), k % 64 * 1088);
   }
   ~Fibers() {
     if (bytes_) munmap(memory_, bytes_);
@@ -52,12 +52,13 @@ class Fibers {
   std::vector<Context> contexts;  // empty where there was no memory for the stacks
 
  private:
-  void start(Context& fiber, char* stack) {
+  // Stacks begin at different places of their pages, so that those of a warp do not fall into the same sets of the cache.
+  void start(Context& fiber, char* stack, size_t shift) {
     mprotect(stack, guard_bytes, PROT_NONE);  // stacks grow down into it
     ucontext_t first;
     getcontext(&first);
     first.uc_stack.ss_sp = stack + guard_bytes;
-    first.uc_stack.ss_size = stack_bytes;
+    first.uc_stack.ss_size = stack_bytes - shift;
     first.uc_link = nullptr;
     starting() = {this, &fiber};
     makecontext(&first, &Fibers::run, 0);
@@ -75,7 +76,7 @@ class Fibers {
   static void run() {
     const Starting mine = starting();
     switch_context(*mine.self, mine.fibers->creator_);
-    for (;;) mine.fibers->body_(mine.fibers->argument_);
+    for (;;) mine.fibers->body_(mine.fibers->argument_);  // never returns: a trace ends here
   }
 
   Body body_;

@@ -1,25 +1,26 @@
 // Global memory: the allocations of a launch, every access checked against them and counted.
 //
 // Contract: an access lies inside one allocation and is aligned to its size. Bytes are counted as lanes request them:
-// there is no cache, and lanes that ask for the same bytes each count.
+// there is no cache, and lanes that ask for the same bytes each count. What may be written: global_shadow.h.
 #pragma once
 #include <inttypes.h>
 
 #include <vector>
 
 #include "faults.h"
+#include "global_shadow.h"
 
 namespace fg {
 namespace emulator {
 
 class GlobalMemory {
  public:
-  GlobalMemory(const Launch& launch, Faults& faults)
-      : traffic(static_cast<size_t>(launch.allocations)), launch_(launch), faults_(faults) {}
+  GlobalMemory(const Launch& launch, GlobalShadow& shadow, Faults& faults)
+      : traffic(static_cast<size_t>(launch.allocations)), launch_(launch), shadow_(shadow), faults_(faults) {}
 
   std::vector<Traffic> traffic;
 
-  void access(Access access, const void* p, unsigned bytes, int line) {
+  void access(Access access, const void* p, unsigned bytes, GlobalShadow::Writer thread, int line) {
     const uint64_t address = reinterpret_cast<uint64_t>(p);
     const int index = find(address, bytes, line);
     if (index < 0) refuse(access, address, bytes, line);
@@ -28,6 +29,9 @@ class GlobalMemory {
       faults_.report(Fault::misaligned, line, 0, "%s %u bytes at byte %" PRIu64 " of '%s': the address is no multiple of %u",
                      verb(access), bytes, address - hit.address, hit.name, bytes);
     }
+    const uint64_t offset = address - launch_.allocation[index].address;
+    const auto found = shadow_.access(static_cast<size_t>(index), access, offset, bytes, thread, line);
+    if (found.conflict != GlobalShadow::Conflict::none) refuse(found, launch_.allocation[index], line);
     Traffic& count = traffic[static_cast<size_t>(index)];
     (access == Access::load ? count.loaded : access == Access::store ? count.stored : count.added) += bytes;
   }
@@ -64,12 +68,23 @@ class GlobalMemory {
     faults_.report(Fault::outside, line, 0, "%s %u bytes at byte %" PRIu64 " of '%s', which has %" PRIu64, verb(access),
                    bytes, address - nearest->address, nearest->name, nearest->bytes);
   }
+  [[noreturn]] void refuse(const GlobalShadow::Finding& found, const Allocation& allocation, int line) {
+    using Conflict = GlobalShadow::Conflict;
+    const char* what = found.conflict == Conflict::loaded_after_write  ? "loaded and was written in this launch"
+                       : found.conflict == Conflict::written_after_load ? "written and was loaded in this launch"
+                       : found.conflict == Conflict::stored_twice       ? "stored and was stored by another thread"
+                                                                        : "stored by one block and added to by another";
+    const int other = found.conflict == Conflict::written_after_load ? found.mark.load_line() : found.mark.write_line();
+    faults_.report(Fault::global_race, line, other, "byte %" PRIu64 " of '%s' is %s", found.offset, allocation.name, what);
+  }
+
   static const char* verb(Access access) {
     return access == Access::load ? "reads" : access == Access::store ? "writes" : "adds to";
   }
 
   static constexpr int most_remembered = 256;
   const Launch& launch_;
+  GlobalShadow& shadow_;
   Faults& faults_;
   int last_[most_remembered] = {};  // the allocation that a line touched last
 };

@@ -19,13 +19,18 @@ uint64_t volume(Index3 size) { return uint64_t{size.x} * size.y * size.z; }
 
 class Grid {
  public:
-  explicit Grid(const Launch& launch) : launch_(launch), order_(volume(launch.grid)) {
+  explicit Grid(const Launch& launch) : launch_(launch), shadow_(launch), order_(volume(launch.grid)) {
     std::iota(order_.begin(), order_.end(), uint64_t{0});
     Random random(launch.seed, UINT64_MAX - 1);
     for (size_t k = order_.size(); k > 1; --k) std::swap(order_[k - 1], order_[random.below(static_cast<unsigned>(k))]);
   }
 
   void run() {
+    if (!shadow_.allocated()) {
+      launch_.failure->fault = Fault::launch;
+      snprintf(launch_.failure->message, sizeof launch_.failure->message, "no host memory for the shadow of the allocations");
+      return;
+    }
     const size_t wanted = static_cast<size_t>(launch_.host_threads < 1 ? 1 : launch_.host_threads);
     std::vector<std::thread> others;
     for (size_t k = 1; k < std::min(wanted, order_.size()); ++k) others.emplace_back([this] { work(); });
@@ -35,7 +40,7 @@ class Grid {
 
  private:
   void work() {
-    Block block(launch_, *launch_.registers());
+    Block block(launch_, shadow_, *launch_.registers());
     for (;;) {
       const size_t next = next_++;
       if (next >= order_.size() || failed_) break;
@@ -77,6 +82,7 @@ class Grid {
   }
 
   const Launch& launch_;
+  GlobalShadow shadow_;
   std::vector<uint64_t> order_;
   std::atomic<size_t> next_{0};
   std::atomic<bool> failed_{false};

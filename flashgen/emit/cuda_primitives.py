@@ -1,0 +1,35 @@
+"""Stage 4, emit for GPUs: the primitive layer as text to paste, so that a source is one self-contained file.
+
+In: what the kernel uses. Out: the files of ``templates/cuda/primitives`` in order, without their includes of each other,
+and the ranges that all backends share, in CUDA's words.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flashgen.emit.environment import templates_folder
+
+_PRIMITIVES = ("types.cuh", "math.cuh", "captured.cuh", "shared_tile.cuh", "fragments.cuh", "reduce.cuh")
+# A function at the start of a line, perhaps a template; constants have no parenthesis after their name.
+_FUNCTION = re.compile(r"^((?:template <[^>]*> )?)(?:inline |constexpr )(?=[\w:<>]+ \w+\()", re.MULTILINE)
+
+
+def primitives(*, dropout: bool) -> tuple[str, ...]:
+    """The texts to paste, lowest layer first."""
+    names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()))
+    folder = templates_folder() / "cuda" / "primitives"
+    instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
+    standard = _without_includes((folder / "standard.cuh").read_text(encoding="utf-8"))
+    return (instructions, *others, standard, _ranges())
+
+
+def _without_includes(header: str) -> str:
+    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)
+
+
+def _ranges() -> str:
+    """``ranges.h`` with device functions, over the part of the standard library that ``standard.cuh`` provides."""
+    header = (templates_folder() / "cpu" / "primitives" / "ranges.h").read_text(encoding="utf-8")
+    return _FUNCTION.sub(r"\1FG_DEVICE ", _without_includes(header).replace("std::", "fg::standard::"))

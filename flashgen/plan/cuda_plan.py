@@ -1,0 +1,85 @@
+"""CudaPlan: how one variant runs on one GPU architecture, for every element type, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from flashgen.ir.types import ElementType
+from flashgen.plan.plan import Rejection, Tiles
+
+
+@dataclass(frozen=True)
+class ForwardTiles(Tiles):
+    """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes`` is the block's shared memory."""
+
+    warps: int
+    stages: int
+    q_in_registers: bool
+
+
+@dataclass(frozen=True)
+class BackwardTiles(Tiles):
+    """B_c keys over ``warps`` for dK and dV, B_r queries a step.
+
+    ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
+    """
+
+    warps: int
+    stages: int
+    split: int
+
+
+@dataclass(frozen=True)
+class QueryTiles(Tiles):
+    """B_r query rows over ``warps`` for dQ, where it has a kernel of its own; B_c keys a step."""
+
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ElementPlan:
+    """The tiles of every pass for one element type of q, k, v and o."""
+
+    element: ElementType
+    forward: ForwardTiles
+    backward: BackwardTiles
+    queries: QueryTiles
+
+
+@dataclass(frozen=True)
+class CudaPlan:
+    """The decisions for one head dimension and one target; ``reasons`` are sentences in the order of the decisions."""
+
+    spec_name: str
+    head_dim: str
+    target: str
+    sram_bytes: int
+    elements: tuple[ElementPlan, ...]
+    reasons: tuple[str, ...]
+    rejected: tuple[Rejection, ...]
+
+    @property
+    def device(self) -> str:
+        """What the plan is for."""
+        return self.target
+
+    @property
+    def forward(self) -> Tiles:
+        """The tile of the first element type, for tables that show one."""
+        return self.elements[0].forward
+
+    @property
+    def backward(self) -> Tiles:
+        """The same for the backward pass."""
+        return self.elements[0].backward
+
+    @property
+    def by_element(self) -> Mapping[ElementType, ElementPlan]:
+        """The plans by element type."""
+        return {each.element: each for each in self.elements}
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as plain data, for ``--json`` and manifests."""
+        return asdict(self) | {"elements": [asdict(each) | {"element": str(each.element)} for each in self.elements]}

@@ -1,0 +1,236 @@
+// Layer 3 of the CUDA primitives: fragments of matrices in the registers of a warp, and their products.
+//
+// An accumulator is 16 x 8 numbers of float32, 4 in each lane: with group = lane / 4 and pair = lane % 4, number e is at row
+// group + 8 (e / 2), column 2 pair + e % 2. A product has operands of 16 x depth and depth x 8.
+//
+// Contract: a tile that is read along its rows (m or n by the inner dimension) goes through ldmatrix; one that is read across
+// them (the inner dimension by m or n) through ldmatrix.trans for 16-bit types. float32 has no such instruction: there the
+// inner indices of a step are taken in the order 0 2 4 6 1 3 5 7, in which an accumulator is an operand as it
+// stands and plain loads of neighbouring rows have no bank conflicts. Both operands of a product must be of one order.
+#pragma once
+#include "shared_tile.cuh"
+
+namespace fg {
+
+FG_DEVICE int lane_index() { return int(threadIdx.x) % 32; }
+FG_DEVICE int warp_index() { return int(threadIdx.x) / 32; }
+FG_DEVICE int fragment_row(int e) { return lane_index() / 4 + 8 * (e / 2); }
+FG_DEVICE int fragment_column(int e) { return lane_index() % 4 * 2 + e % 2; }
+
+template <int m_tiles, int n_tiles> struct Accumulators {
+  float at[m_tiles][n_tiles][4];
+};
+template <int m_tiles, int n_tiles> FG_DEVICE void clear(Accumulators<m_tiles, n_tiles>& d) {
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d.at[m][n][e] = 0.0f;
+}
+
+template <class T> struct Left {  // 16 x depth
+  uint32_t r[4];
+};
+template <class T> struct Right {  // depth x 8
+  uint32_t r[2];
+};
+
+// ---- d += a b ------------------------------------------------------------------------------------------------------
+
+FG_DEVICE void multiply(float (&d)[4], const Left<half_t>& a, const Right<half_t>& b) { mma_f16(d, a.r, b.r); }
+FG_DEVICE void multiply(float (&d)[4], const Left<bfloat_t>& a, const Right<bfloat_t>& b) { mma_bf16(d, a.r, b.r); }
+
+// x = large + small, both tf32: together they hold 22 of the 24 bits.
+FG_DEVICE void split(uint32_t x, uint32_t& large, uint32_t& small) {
+  large = round_tf32(__uint_as_float(x));
+  small = round_tf32(__uint_as_float(x) - __uint_as_float(large));
+}
+// float32 in three tf32 products; what is left out, small by small, is below float32's rounding.
+FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>& b) {
+  uint32_t a_large[4], a_small[4], b_large[2], b_small[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split(a.r[i], a_large[i], a_small[i]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) split(b.r[i], b_large[i], b_small[i]);
+  mma_tf32(d, a_small, b_large);
+  mma_tf32(d, a_large, b_small);
+  mma_tf32(d, a_large, b_large);
+}
+
+// ---- operands from shared memory -------------------------------------------------------------------------------------
+
+// A square of 2 x 2 matrices of 8 rows by 16 bytes: upper left, lower left, upper right, lower right. (row, column) is its
+// corner, `row` a multiple of 8 and `column` of two chunks. Every operand is read in this order, so that all share the few
+// addresses of a lane: its place in the first square, with the bits of the chunk flipped.
+template <bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column) {
+  constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
+  const int lane = lane_index(), place = lane / 16 ^ lane % 16 / group % Tile::row_chunks;
+  const int in_square = lane % 16 * Tile::row_chunks * 16 + place * 16;
+  const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
+  const char* const address = reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+  if constexpr (transposed) load_matrix_x4_transposed(r, address);
+  else load_matrix_x4(r, address);
+}
+
+// Rows row … row + 15 of the tile are rows of A.
+template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner) {
+  Left<typename Tile::element> a;
+  load_square<false>(a.r, tile, row, inner);
+  return a;
+}
+// Rows row … row + 15 of the tile are columns of B: two operands.
+template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner) {
+  uint32_t r[4];
+  load_square<false>(r, tile, row, inner);
+  b[0] = {{r[0], r[2]}}, b[1] = {{r[1], r[3]}};
+}
+// Columns column … column + 15 of the tile are rows of A.
+template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column) {
+  using T = typename Tile::element;
+  uint32_t r[4];
+  if constexpr (sizeof(T) == 2) {
+    load_square<true>(r, tile, inner, column);
+  } else {
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8)));
+  }
+  return Left<T>{{r[0], r[2], r[1], r[3]}};
+}
+// Columns column … column + 15 of the tile are columns of B: two operands.
+template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column) {
+  using T = typename Tile::element;
+  uint32_t r[4];
+  if constexpr (sizeof(T) == 2) {
+    load_square<true>(r, tile, inner, column);
+  } else {
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8)));
+  }
+  b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
+}
+
+// ---- operands from accumulators --------------------------------------------------------------------------------------
+
+// Columns step * depth … of a row of accumulators as A; for a B that is read across its tile.
+template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_tiles][4], int step) {
+  if constexpr (sizeof(T) == 2) {
+    const auto &low = d[2 * step], &high = d[2 * step + 1];
+    return {{Element<T>::pack(low[0], low[1]), Element<T>::pack(low[2], low[3]),
+             Element<T>::pack(high[0], high[1]), Element<T>::pack(high[2], high[3])}};
+  } else {
+    const auto& only = d[step];
+    return {{__float_as_uint(only[0]), __float_as_uint(only[2]), __float_as_uint(only[1]), __float_as_uint(only[3])}};
+  }
+}
+
+// ---- accumulators to shared memory -----------------------------------------------------------------------------------
+
+// Rounds an accumulator to the tile's type and stores it at (row, column).
+template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4]) {
+  using T = typename Tile::element;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    T* const place = tile.at(row + fragment_row(2 * half), column + fragment_column(0));
+    if constexpr (sizeof(T) == 2) {
+      shared_store(reinterpret_cast<uint32_t*>(place), Element<T>::pack(d[2 * half], d[2 * half + 1]));
+    } else {
+      shared_store(reinterpret_cast<float2*>(place), make_float2(d[2 * half], d[2 * half + 1]));
+    }
+  }
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// D += A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are rows column … of its tile.
+template <int m_tiles, int n_tiles, class TileA, class TileB>
+FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
+  using T = typename TileA::element;
+  static_assert(n_tiles % 2 == 0 && TileA::columns == TileB::columns, "operands come in pairs, of one inner dimension");
+#pragma unroll
+  for (int inner = 0; inner < TileA::columns; inner += Element<T>::depth) {
+    Left<T> left[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) left[m] = load_left(a, row + 16 * m, inner);
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) {
+      Right<T> right[2];
+      load_right(right, b, column + 8 * n, inner);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+    }
+  }
+}
+
+// The operand A of a product that is done many times, kept in registers.
+template <class T, int m_tiles, int inner> struct LeftRows {
+  static constexpr int steps = inner / Element<T>::depth;
+  Left<T> at[m_tiles][steps];
+};
+template <class T, int m_tiles, int inner, class Tile> FG_DEVICE void load(LeftRows<T, m_tiles, inner>& a, Tile tile, int row) {
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int step = 0; step < inner / Element<T>::depth; ++step)
+      a.at[m][step] = load_left(tile, row + 16 * m, step * Element<T>::depth);
+}
+template <int m_tiles, int n_tiles, class T, int inner, class TileB>
+FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, const LeftRows<T, m_tiles, inner>& a, TileB b, int column) {
+  static_assert(n_tiles % 2 == 0 && inner == TileB::columns, "operands come in pairs, of one inner dimension");
+#pragma unroll
+  for (int step = 0; step < inner / Element<T>::depth; ++step)
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) {
+      Right<T> right[2];
+      load_right(right, b, column + 8 * n, step * Element<T>::depth);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+        multiply(d.at[m][n], a.at[m][step], right[0]), multiply(d.at[m][n + 1], a.at[m][step], right[1]);
+    }
+}
+
+// D += P B, P a row of accumulators rounded to B's type; B's rows are the inner dimension, its columns from `column` on.
+template <int m_tiles, int p_tiles, int n_tiles, class TileB>
+FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulators<m_tiles, p_tiles>& p, TileB b, int column) {
+  using T = typename TileB::element;
+  static_assert(n_tiles % 2 == 0 && 8 * p_tiles == TileB::rows, "operands come in pairs, of one inner dimension");
+#pragma unroll
+  for (int step = 0; step < 8 * p_tiles / Element<T>::depth; ++step) {
+    Left<T> left[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) left[m] = left_of<T>(p.at[m], step);
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) {
+      Right<T> right[2];
+      load_right_across(right, b, step * Element<T>::depth, column + 8 * n);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+    }
+  }
+}
+
+// D += Aᵀ B over the rows of both tiles; D's rows are columns row … of A, its columns are columns column … of B.
+template <int m_tiles, int n_tiles, class TileA, class TileB>
+FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
+  using T = typename TileA::element;
+  static_assert(n_tiles % 2 == 0 && TileA::rows == TileB::rows, "operands come in pairs, of one inner dimension");
+#pragma unroll
+  for (int inner = 0; inner < TileA::rows; inner += Element<T>::depth) {
+    Left<T> left[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m) left[m] = load_left_across(a, inner, row + 16 * m);
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) {
+      Right<T> right[2];
+      load_right_across(right, b, inner, column + 8 * n);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+    }
+  }
+}
+
+}  // namespace fg

@@ -1,0 +1,138 @@
+"""Tile classes against brute force: the prelude's masks and layouts, captured tensors, random conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size
+from flashgen.ir.interval import IntRange
+from flashgen.ir.spec import Layout
+from flashgen.ir.text import text
+from flashgen.ir.types import ScalarType
+from tests.ir.expressions import LAYOUTS, PRELUDE, expr, formula
+from tests.ir.strategies import conditions_on_positions
+from tests.ir.values import evaluate
+
+NQ, NK, BLOCK = 96, 112, 16
+VALUES = {
+    "w": 20, "p": 40, "c": 32, "r": 3, "n": 10, "l": 24, "height": 8, "width": 14, "g": 1, "k": 2, "seed": 5,
+}  # fmt: skip
+TENSORS = {"doc": ("i32", ("B", "Nk")), "valid": ("bool", ("B", "Nk"))}
+SIZES = {"B": 2, "H": 4, "Hkv": 2, "Nq": NQ, "Nk": NK}
+DOC = np.sort(np.random.default_rng(0).integers(0, 5, (2, NK)), axis=1)
+ARRAYS = {"doc": DOC, "valid": np.arange(NK)[None] < np.array([[70], [112]])}
+
+# Masks whose classes are exact: PARTIAL only where pairs really differ.
+EXACT = {"causal", "causal_lower_right", "window_left", "window", "prefix", "chunked", "same_document"}
+
+
+def tiles() -> Iterator[tuple[Tile, slice, slice]]:
+    for first_i in range(0, NQ, BLOCK):
+        for first_j in range(0, NK, BLOCK):
+            i, j = IntRange(first_i, min(first_i + BLOCK, NQ) - 1), IntRange(first_j, min(first_j + BLOCK, NK) - 1)
+            b = IntRange(1, 1)
+            yield Tile(b, IntRange(2, 2), i, j, SIZES), slice(i.lo, i.hi + 1), slice(j.lo, j.hi + 1)
+
+
+def dense(keep: Expr, block: int = 1) -> Any:
+    return over(keep, np.arange(NQ)[:, None], np.arange(NK)[None, :], block)
+
+
+def on_tile(keep: Expr, tile: Tile) -> Any:
+    return over(keep, np.arange(tile.i.lo, tile.i.hi + 1)[:, None], np.arange(tile.j.lo, tile.j.hi + 1)[None, :])
+
+
+def over(keep: Expr, i: Any, j: Any, block: int = 1) -> Any:
+    values: dict[Expr, Any] = {index("i"): i, index("j"): j, index("b"): np.array(1), index("h"): np.array(2)}
+    values |= {size(name): np.array(value) for name, value in SIZES.items()}
+    for name, position in (("I", i), ("J", j)):
+        values[Symbol(ScalarType.INT, name=name, kind=SymbolKind.BLOCK)] = position // block
+    return np.broadcast_to(evaluate(keep, values, tensors=ARRAYS), np.broadcast_shapes(i.shape, j.shape))
+
+
+def truth(pairs: Any) -> TileClass:
+    if pairs.all():
+        return TileClass.FULL
+    return TileClass.PARTIAL if pairs.any() else TileClass.EMPTY
+
+
+@pytest.mark.parametrize("name", PRELUDE)
+def test_prelude_masks(name: str) -> None:
+    keep = formula(name, TENSORS, **VALUES)
+    expected = dense(keep)
+    decided = 0
+    for tile, rows, columns in tiles():
+        found, right = classify(keep, tile, loads=loads_of(ARRAYS)), truth(expected[rows, columns])
+        assert found in (right, TileClass.PARTIAL)
+        assert name not in EXACT or found is right
+        decided += found is not TileClass.PARTIAL
+    assert decided > 0 or name == "neighborhood_2d"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("block", [16, 32])
+def test_layouts_are_exact_on_whole_blocks(name: str, block: int) -> None:
+    values = VALUES | {"w": 1, "p": 0.3}
+    layout = Layout(block, formula(name, **values))
+    expected = dense(layout.keep, block)
+    for tile, rows, columns in tiles():
+        assert classify(expr("true"), tile, layout) is truth(expected[rows, columns])
+
+
+def test_mask_and_layout_together() -> None:
+    layout = Layout(16, expr("I == J or J == 0"))
+    keep = expr("j <= i")
+    expected = dense(keep) & dense(layout.keep, 16)
+    for tile, rows, columns in tiles():
+        assert classify(keep, tile, layout) is truth(expected[rows, columns])
+
+
+def test_loads() -> None:
+    keep = expr("valid[b, j] and doc[b, i] == doc[b, j]", TENSORS)
+    expected = dense(keep)
+    for tile, rows, columns in tiles():
+        assert classify(keep, tile, loads=loads_of(ARRAYS)) is truth(expected[rows, columns])
+        assert classify(keep, tile) is TileClass.PARTIAL
+
+
+def test_params_and_key_heads() -> None:
+    limit = Symbol(ScalarType.INT, name="limit", kind=SymbolKind.PARAM)
+    cut = Symbol(ScalarType.FLOAT, name="cut", kind=SymbolKind.PARAM)
+    tile = next(iter(tiles()))[0]
+    known = Tile(tile.b, tile.h, tile.i, tile.j, SIZES, {"limit": 16, "cut": 15.5})
+    assert classify(expr("j < limit and j < cut", limit=limit, cut=cut), known) is TileClass.FULL
+    assert classify(expr("j < limit", limit=limit), tile) is TileClass.PARTIAL
+    assert classify(expr("hkv == 1"), tile) is TileClass.FULL
+
+
+SOME = [each for each in tiles() if (each[0].i.lo, each[0].j.lo) in {(0, 0), (16, 96), (48, 48), (80, 0), (32, 16)}]
+
+
+@settings(max_examples=250)
+@given(conditions_on_positions(3))
+def test_random_conditions(keep: Expr) -> None:
+    for tile, _, _ in SOME:
+        found = classify(keep, tile)
+        if found is not TileClass.PARTIAL:
+            assert found is truth(on_tile(keep, tile)), (text(keep), tile)
+
+
+@settings(max_examples=100)
+@given(conditions_on_positions(3))
+def test_what_holds_for_a_range_holds_for_its_parts(keep: Expr) -> None:
+    """Kernels settle a whole range of key tiles by one evaluation."""
+    i = IntRange(0, 15)
+    for lo, hi in ((0, 111), (16, 79), (32, 47)):
+        whole = classify(keep, Tile(IntRange(0, 0), IntRange(0, 0), i, IntRange(lo, hi), SIZES))
+        parts = {
+            classify(keep, Tile(IntRange(0, 0), IntRange(0, 0), i, IntRange(first, min(first + 15, hi)), SIZES))
+            for first in range(lo, hi, 16)
+        }
+        if whole is not TileClass.PARTIAL:
+            assert parts == {whole}

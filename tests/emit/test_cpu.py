@@ -1,0 +1,126 @@
+"""The generated C++: what is placed where, and that a compiler has nothing to say about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashgen.analysis.variant import analyse
+from flashgen.emit.cpu import emit_cpu
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.language import parse_file, parse_text
+from flashgen.plan.cpu_model import backward_working_set, forward_working_set
+from flashgen.plan.devices import GENERIC_CPU
+from flashgen.plan.planner import plan
+from flashgen.runtime.compiler import find_compiler
+
+EVERYTHING = """
+attention everything {
+    head_dim 40/24
+    dropout  0.1
+    param    gain: f32 = 1.0 grad
+    tensor   slope: f32[H] grad
+    tensor   gate: f32[B, H, Nk] grad
+    tensor   table: f32[32, H] grad
+    tensor   valid: bool[B, Nk]
+    score    gain * (s - 0.01 * sqdist) - slope[h] * abs(i - j) + gate[b, h, j] + table[clamp(i - j, 0, 31), h]
+    mask     causal and valid[b, j]
+}
+"""
+
+
+def emitted(text: str) -> KernelSource:
+    """The source of the only head dimension of a spec."""
+    spec = parse_text(text).specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    return emit_cpu(variant, plan(variant, GENERIC_CPU))
+
+
+def section(source: str, opening: str) -> str:
+    """The struct or function that begins with ``opening``."""
+    start = source.index(opening)
+    return source[start : source.index("\n}", start)]
+
+
+def test_the_same_bytes_every_time() -> None:
+    assert emitted(EVERYTHING) == emitted(EVERYTHING)
+
+
+def test_values_are_placed_at_their_level() -> None:
+    text = emitted(EVERYTHING).text
+    assert "float slope;  // slope[h]" in section(text, "struct Head {")
+    assert "float gate;  // gate[b, h, j]" in section(text, "struct Column {")
+    assert "bool valid;  // valid[b, j]" in section(text, "struct Column {")
+    assert "table" not in section(text, "struct Row {")
+    score = section(text, "FG_INLINE fg::VecF score(")
+    assert "x.slope" in score
+    assert "fg::rows(a.tensor_table" in score
+
+
+def test_a_full_tile_runs_no_mask() -> None:
+    text = emitted("attention plain { head_dim 64 }").text
+    body = section(text, "inline fg::ranges::Bool keep_range(" if "inline fg::ranges" in text else "keep_range(")
+    assert "fg::ranges::point(true)" in body
+    assert "if (masked)" in text
+
+
+def test_the_scale_folds_into_the_base_2_exponent() -> None:
+    score = section(emitted("attention plain { head_dim 64 }").text, "FG_INLINE fg::VecF score(")
+    assert re.search(r"return (0\.18033688f \* dot|dot \* 0\.18033688f);", score)
+
+
+def test_the_header_shows_the_spec_and_the_plan() -> None:
+    text = emitted(EVERYTHING).text
+    assert "//     mask causal and valid[b, j]" in text
+    assert "// Plan, for a core with 512 KiB of L2" in text
+    assert not re.search(r"/(home|usr|tmp)/", text)
+
+
+def test_nothing_of_python_leaks_into_the_source() -> None:
+    code = re.sub(r"//.*", "", emitted(EVERYTHING).text)
+    assert not re.search(r"\b(None|True|False|Undefined)\b", code)
+    assert all(line == line.rstrip() for line in code.splitlines() if "//" not in line and line.strip())
+
+
+@pytest.mark.parametrize("name", ["everything", "gpt_oss", "sigmoid_attention", "relu2_normalized"])
+def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -> None:
+    text = EVERYTHING if name == "everything" else (specs / f"{name}.attn").read_text()
+    file = tmp_path / "kernel.cpp"
+    file.write_text(emitted(text).text)
+    command = [*find_compiler().command, "-std=c++17", "-O1", "-fsyntax-only", "-Wall", "-Wextra", "-fopenmp", "-march=native"]
+    # Hooks take every input of a pair, and few use all of them.
+    command += ["-fwrapv", "-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Werror", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("head_dim", ["64", "40/24", "128"])
+def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp_path: Path) -> None:
+    spec = parse_text(f"attention a {{ head_dim {head_dim} tensor t: f32[B, H, Nk] grad score s + t[b, h, j] }}").specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    kernel = tmp_path / "kernel.cpp"
+    kernel.write_text(emit_cpu(variant, plan(variant, GENERIC_CPU)).text)
+    main = tmp_path / "main.cpp"
+    # Beside the working set a scratch holds what only the first and last steps of a query tile touch, and columns.
+    main.write_text(
+        f'#include "{kernel.name}"\n#include <cstdio>\n'
+        "template <class S> long edges() { return sizeof(S::o) + sizeof(S::columns); }\n"
+        "int main() {\n"
+        "  using F = forward::Scratch; using B = backward::Scratch;\n"
+        '  std::printf("%d %d %d %d %d %ld %ld\\n", W, forward::BR, forward::BC, backward::BR, backward::BC,\n'
+        "    long(sizeof(F)) - edges<F>() - long(sizeof(F::q)), long(sizeof(B)) - edges<B>() - long(sizeof(B::dq)));\n}\n"
+    )
+    program = tmp_path / "main"
+    compiler = find_compiler().command
+    flags = ["-std=c++17", "-fopenmp", "-march=native", "-fwrapv"]
+    subprocess.run([*compiler, *flags, str(main), "-o", str(program)], check=True, capture_output=True)
+    printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    lanes, *tiles, forward_bytes, backward_bytes = (int(each) for each in printed.split())
+    slack = 128  # alignment
+    assert forward_bytes - forward_working_set(variant, tiles[0], tiles[1], lanes) in range(-slack, slack + 1)
+    # dK and dV of the tile's keys lie outside the scratch.
+    outside = 4 * tiles[3] * sum(-(-each // lanes) * lanes for each in (spec.head_dims[0].qk, spec.head_dims[0].v))
+    assert backward_bytes + outside - backward_working_set(variant, tiles[2], tiles[3], lanes) in range(-slack, slack + 1)

@@ -1,0 +1,163 @@
+"""Build, check, open: what is written, when it is up to date, and what a damaged package says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.diagnostics import SpecError
+from flashgen.pipeline import build_file, check_file, compile_spec, load, loads, plan_file
+from flashgen.plan.devices import DEVICES
+
+SPEC = "attention tiny { head_dim 16, 32  const w = 8  tensor slope: f32[H] grad  score s - slope[h] * (i - j)  mask window(w) }"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.attn"
+    file.write_text(SPEC)
+    return file
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process of its own that sees the generated packages of ``folder``."""
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Path) -> None:
+    output = tmp_path / "generated"
+    (first,) = build_file(spec, output=output)
+    names = {"__init__.py", "tiny.attn", "manifest.json", "tiny_d16_cpu.cpp", "tiny_d32_cpu.cpp"}
+    assert {file.name for file in first.files} == names == {file.name for file in first.changed}
+    assert not build_file(spec, output=output)[0].changed
+    assert not build_file(spec, output=output, check=True)[0].changed
+
+
+def test_check_writes_nothing_and_names_what_differs(spec: Path, tmp_path: Path) -> None:
+    output = tmp_path / "generated"
+    assert len(build_file(spec, output=output, check=True)[0].changed) == 5
+    assert not output.exists()
+    build_file(spec, output=output)
+    (output / "tiny" / "tiny_d16_cpu.cpp").write_text("// edited\n")
+    (changed,) = build_file(spec, output=output, check=True)[0].changed
+    assert changed.name == "tiny_d16_cpu.cpp"
+
+
+def test_sources_of_an_earlier_build_go(spec: Path, tmp_path: Path) -> None:
+    output = tmp_path / "generated"
+    build_file(spec, output=output)
+    spec.write_text(SPEC.replace("16, 32", "16"))
+    (result,) = build_file(spec, output=output)
+    assert "tiny_d32_cpu.cpp" in {file.name for file in result.changed}
+    assert not (output / "tiny" / "tiny_d32_cpu.cpp").exists()
+
+
+def test_the_text_does_not_depend_on_the_device() -> None:
+    spec = flashgen.language.parse_text(SPEC).specs[0]
+    small, large = (compile_spec(spec, DEVICES[name]) for name in ("zen2", "sapphire-rapids"))
+    assert [kernel.source.text for kernel in small] == [kernel.source.text for kernel in large]
+
+
+def test_the_generated_op_is_the_loaded_op(spec: Path, tmp_path: Path) -> None:
+    build_file(spec, output=tmp_path / "generated")
+    code = """
+import torch
+from generated.tiny import tiny
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+o, lse = tiny(q, k, v, slope=torch.tensor([0.5, 0.25]), return_lse=True)
+o.sum().backward()
+print(o.double().abs().sum().item(), q.grad.double().abs().sum().item())
+"""
+    done = run(tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
+    o = load(spec)(q, k, v, slope=torch.tensor([0.5, 0.25]))
+    o.sum().backward()
+    assert q.grad is not None
+    here = [o.double().abs().sum().item(), q.grad.double().abs().sum().item()]
+    assert [float(each) for each in done.stdout.split()] == here
+
+
+def test_an_edited_source_is_compiled_as_it_stands(spec: Path, tmp_path: Path) -> None:
+    build_file(spec, output=tmp_path / "generated")
+    file = tmp_path / "generated" / "tiny" / "tiny_d16_cpu.cpp"
+    file.write_text(file.read_text() + "\n#error edited\n")
+    done = run(tmp_path, "import generated.tiny")
+    assert done.returncode != 0
+    assert "edited" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: "{", "cannot be read"),
+        (lambda text: json.dumps({**json.loads(text), "format": 0}), "was written by flashgen"),
+        (lambda text: json.dumps({**json.loads(text), "kernels": [{}]}), "cannot be read"),
+    ],
+)
+def test_a_damaged_manifest_says_what_to_do(spec: Path, tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+    build_file(spec, output=tmp_path / "generated")
+    manifest = tmp_path / "generated" / "tiny" / "manifest.json"
+    manifest.write_text(damage(manifest.read_text()))
+    done = run(tmp_path, "import generated.tiny")
+    assert "ImportError" in done.stderr
+    assert said in done.stderr
+    assert "flashgen build" in done.stderr
+
+
+def test_a_missing_source_says_what_to_do(spec: Path, tmp_path: Path) -> None:
+    build_file(spec, output=tmp_path / "generated")
+    (tmp_path / "generated" / "tiny" / "tiny_d16_cpu.cpp").unlink()
+    done = run(tmp_path, "import generated.tiny")
+    assert "ImportError" in done.stderr
+    assert "tiny_d16_cpu.cpp' cannot be read" in done.stderr
+
+
+def test_constants_can_be_overridden() -> None:
+    op = loads(SPEC, const={"w": 0})
+    q, k = torch.randn(2, 1, 1, 5, 16).unbind()
+    v = torch.randn(1, 1, 5, 16)
+    assert torch.allclose(op(q, k, v, slope=torch.zeros(1)), v)
+
+
+def test_the_attention_is_chosen_by_name() -> None:
+    both = "attention one { head_dim 16 } attention two { head_dim 16 mask causal }"
+    assert loads(both, name="two").spec.name == "two"
+    with pytest.raises(ValueError, match="choose one by name: 'one' or 'two'"):
+        loads(both)
+    with pytest.raises(ValueError, match="did you mean 'two'"):
+        loads(both, name="tow")
+
+
+def test_unknown_targets_and_devices_name_the_nearest(spec: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there is no target 'cpi'"):
+        build_file(spec, output=tmp_path, targets=("cpi",))
+    with pytest.raises(SpecError, match="did you mean 'zen3'"):
+        plan_file(spec, device="zen33")
+
+
+def test_an_index_that_is_outside_everywhere_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.attn"
+    file.write_text("attention a { head_dim 16 tensor t: f32[8] score s + t[8] }")
+    with pytest.raises(SpecError) as refused:
+        check_file(file)
+    assert [diagnostic.code for diagnostic in refused.value.diagnostics] == ["E211"]
+    with pytest.raises(SpecError):
+        load(file)
+
+
+def test_the_compiler_does_not_import_torch(spec: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from flashgen.pipeline import build_file; from pathlib import Path\n"
+        f"build_file(Path({str(spec)!r}), output=Path({str(tmp_path)!r}))\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run(tmp_path, code).stdout.strip() == "False"

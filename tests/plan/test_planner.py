@@ -1,0 +1,93 @@
+"""The planner: tiles that fit, reasons that hold, pins that are obeyed or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.diagnostics import SpecError
+from flashgen.language import parse_text
+from flashgen.plan import devices
+from flashgen.plan.devices import DEVICES, GENERIC_CPU, local_cpu
+from flashgen.plan.planner import USABLE_SRAM, plan, schedule_warnings
+
+
+def variant(body: str) -> Variant:
+    """The only head dimension of a spec."""
+    spec = parse_text(f"attention a {{ {body} }}").specs[0]
+    return analyse(spec, spec.head_dims[0])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
+@pytest.mark.parametrize("device", DEVICES.values(), ids=str)
+def test_tiles_fit_wherever_some_tile_does(head_dim: int, device: devices.Device) -> None:
+    chosen = plan(variant(f"head_dim {head_dim}"), device)
+    for tile in (chosen.forward, chosen.backward):
+        spilt = any("spills least" in reason for reason in chosen.reasons)
+        assert tile.sram_bytes <= USABLE_SRAM * device.sram_bytes or spilt
+
+
+def test_more_memory_never_makes_tiles_smaller() -> None:
+    a = variant("head_dim 64")
+    areas = []
+    for kib in (64, 128, 256, 512, 1024, 4096):
+        chosen = plan(a, replace(GENERIC_CPU, sram_bytes=kib * 1024))
+        areas.append(chosen.forward.Br * chosen.forward.Bc)
+    assert areas == sorted(areas)
+
+
+@pytest.mark.parametrize("block", [16, 48, 64, 100, 256])
+def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
+    chosen = plan(variant(f"head_dim 64 layout block {block}: I == J"), GENERIC_CPU)
+    for tile in (chosen.forward, chosen.backward):
+        assert block % tile.Bc == 0 or tile.Bc % block == 0
+        assert tile.Br % 16 == 0
+        if block % 16 == 0:
+            assert block % tile.Br == 0 or tile.Br % block == 0
+
+
+def test_pins_are_obeyed() -> None:
+    chosen = plan(variant("head_dim 64 schedule { Br = 32 Bc = 48 backward_Br = 16 backward_Bc = 40 }"), GENERIC_CPU)
+    assert (chosen.forward.Br, chosen.forward.Bc) == (32, 48)
+    assert (chosen.backward.Br, chosen.backward.Bc) == (16, 40)
+    assert any("B_r pinned by the schedule" in reason for reason in chosen.reasons)
+
+
+@pytest.mark.parametrize("pin", ["Br = 24", "Br = 2048", "backward_Br = 8", "Bc = 4096"])
+def test_pins_that_cannot_work_are_refused(pin: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        plan(variant(f"head_dim 64 schedule {{ {pin} }}"), GENERIC_CPU)
+    assert [diagnostic.code for diagnostic in refused.value.diagnostics] == ["E403"]
+    assert pin in str(refused.value)
+
+
+def test_pins_without_a_meaning_on_a_cpu_are_warned_of() -> None:
+    found = schedule_warnings(variant("head_dim 64 schedule { warps = 4 stages = 2 }"))
+    assert [diagnostic.code for diagnostic in found] == ["W503", "W503"]
+
+
+def test_a_plan_names_its_runners_up() -> None:
+    chosen = plan(variant("head_dim 64"), GENERIC_CPU)
+    assert any("KiB are usable" in each.reason for each in chosen.rejected)
+    assert any("of work beside the products" in each.reason for each in chosen.rejected)
+    assert chosen.describe().count("rejected") == 2
+
+
+def test_the_machine_at_hand() -> None:
+    found = local_cpu()
+    assert found.cores >= 1
+    assert found.lanes in (4, 8, 16)
+    assert found.sram_bytes > found.l1_bytes > 0
+
+
+def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:
+    for number, (level, kind, size) in enumerate([("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M")]):
+        folder = tmp_path / f"index{number}"
+        folder.mkdir()
+        for name, content in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(content + "\n")
+    assert devices._cache_bytes(1, tmp_path) == 48 * 1024
+    assert devices._cache_bytes(2, tmp_path) == 2 * 1024 * 1024

@@ -1,0 +1,76 @@
+"""The dropout generator: known answers, and decisions that depend on global coordinates alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashgen.reference.philox import drop_threshold, kept_pairs, philox
+
+
+def word(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64)
+
+
+# Philox4x32-10 in the known-answer tests of Random123.
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
+    c0, c1, c2, c3 = (word(value) for value in counter)
+    assert tuple(int(each) for each in philox((c0, c1, c2, c3), key)) == expected
+
+
+@pytest.mark.parametrize(
+    ("probability", "threshold"), [(0.0, 0), (0.5, 2**31), (0.25, 2**30), (1 - 2.0**-40, 2**32 - 1), (1e-12, 0)]
+)
+def test_threshold(probability: float, threshold: int) -> None:
+    assert drop_threshold(probability) == threshold
+
+
+def test_one_decision_by_hand() -> None:
+    b, h, i, j, seed = 3, 1, 7, 10, 0x1234_5678_9ABC_DEF0
+    words = philox((word(j // 4), word(i), word(h), word(b)), (seed & 0xFFFFFFFF, seed >> 32))
+    at = int(words[j % 4])
+    for threshold in (at, at + 1):
+        kept = kept_pairs(seed, threshold, word(b)[None], word(h)[None], word(i)[None], word(j)[None])
+        assert bool(kept) == (at >= threshold)
+
+
+def test_a_shard_draws_what_the_whole_draws() -> None:
+    positions = [torch.arange(n) for n in (3, 4, 17, 23)]
+    whole = kept_pairs(5, drop_threshold(0.4), *positions)
+    for j0, j1 in ((0, 23), (1, 2), (3, 9), (4, 8), (22, 23), (7, 7)):
+        b, h, i, j = positions
+        part = kept_pairs(5, drop_threshold(0.4), b[1:], h[2:], i[5:11], j[j0:j1])
+        assert torch.equal(part, whole[1:, 2:, 5:11, j0:j1])
+
+
+def test_rate() -> None:
+    kept = kept_pairs(9, drop_threshold(0.3), torch.arange(2), torch.arange(4), torch.arange(256), torch.arange(256))
+    assert abs(kept.double().mean().item() - 0.7) < 0.003
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, -(2**63)])
+def test_seeds_as_ints_and_tensors(seed: int) -> None:
+    positions = [torch.arange(n) for n in (1, 2, 5, 11)]
+    signed = (seed + 2**63) % 2**64 - 2**63
+    by_int = kept_pairs(seed, 2**31, *positions)
+    assert torch.equal(by_int, kept_pairs(torch.tensor(signed), 2**31, *positions))
+    assert torch.equal(by_int, kept_pairs(seed % 2**64, 2**31, *positions))
+
+
+def test_another_seed_is_another_draw() -> None:
+    positions = [torch.arange(n) for n in (1, 2, 16, 16)]
+    low, high = (kept_pairs(seed, 2**31, *positions) for seed in (1, 1 << 32))
+    assert not torch.equal(low, high)

@@ -1,0 +1,198 @@
+"""The compiler stage: finding a compiler, keys, flags that it refuses, sources that it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from flashgen.plan.arguments import Field
+from flashgen.runtime.cache import Cache
+from flashgen.runtime.compiler import (
+    CompileFailed,
+    Compiler,
+    CompilerMissing,
+    binary_key,
+    compile_sources,
+    find_compiler,
+)
+from flashgen.runtime.kernel import ArgumentLayout, Kernel
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Code:
+    name: str
+    text: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+ANSWER = Code("answer", 'extern "C" int answer() { return VALUE; }\n', (("VALUE", "42"),))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_compiles_and_remembers(cache: Cache) -> None:
+    (binary,) = compile_sources([ANSWER], cache=cache)
+    assert not binary.cached
+    assert ctypes.CDLL(str(binary.path)).answer() == 42
+    (again,) = compile_sources([ANSWER], cache=cache)
+    assert again.cached
+    assert again.path == binary.path
+    assert again.seconds < 0.1
+    log = (binary.path.parent / "compile.log").read_text()
+    assert "-DVALUE=42" in log
+    assert "-march=native" in log
+
+
+def test_several_at_once(cache: Cache) -> None:
+    codes = [replace(ANSWER, defines=(("VALUE", str(n)),)) for n in range(4)]
+    binaries = compile_sources(codes, cache=cache)
+    assert [ctypes.CDLL(str(binary.path)).answer() for binary in binaries] == [0, 1, 2, 3]
+    assert compile_sources([], cache=cache) == ()
+
+
+def test_a_truncated_library_is_compiled_anew(cache: Cache) -> None:
+    (binary,) = compile_sources([ANSWER], cache=cache)
+    binary.path.write_bytes(binary.path.read_bytes()[:1000])
+    (again,) = compile_sources([ANSWER], cache=cache)
+    assert not again.cached
+    assert ctypes.CDLL(str(again.path)).answer() == 42
+
+
+def test_the_key_covers_all_that_matters() -> None:
+    compiler = Compiler(("c++",), "1")
+    variants = [
+        (ANSWER, compiler),
+        (replace(ANSWER, text=ANSWER.text + "\n"), compiler),
+        (replace(ANSWER, defines=(("VALUE", "43"),)), compiler),
+        (ANSWER, Compiler(("c++",), "2")),
+        (ANSWER, Compiler(("c++", "-m32"), "1")),
+    ]
+    assert len({binary_key(code, by) for code, by in variants}) == len(variants)
+    assert binary_key(ANSWER, compiler) == binary_key(replace(ANSWER, name="other"), compiler)
+
+
+@pytest.mark.parametrize("refused", ["-march=native", "-fopenmp"])
+def test_flags_that_a_compiler_refuses_are_left_out(cache: Cache, tmp_path: Path, refused: str) -> None:
+    text = f'for each in "$@"; do [ "$each" = {refused} ] && echo "error: {refused}" >&2 && exit 1; done\nexec c++ "$@"'
+    picky = Compiler((str(script(tmp_path / "picky", text)),), "picky")
+    (binary,) = compile_sources([ANSWER], cache=cache, compiler=picky)
+    assert ctypes.CDLL(str(binary.path)).answer() == 42
+    assert refused not in (binary.path.parent / "compile.log").read_text()
+
+
+def test_a_source_that_is_refused(cache: Cache) -> None:
+    broken = Code("broken", "int main( {\n")
+    with pytest.raises(CompileFailed, match=r"could not compile 'broken': broken\.cpp:1:.*error") as caught:
+        compile_sources([ANSWER, broken], cache=cache)
+    assert "$ " in caught.value.log
+    folder = Path(str(caught.value).rpartition("source and log: ")[2])
+    assert (folder / "broken.cpp").read_text() == broken.text
+    assert (folder / "compile.log").read_text() == caught.value.log
+
+
+def test_cxx_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -Wall")
+    assert find_compiler().command[1:] == ("-Wall",)
+
+
+@pytest.mark.parametrize("cxx", ["/nowhere/c++", "false", "/etc/passwd"])
+def test_a_cxx_that_does_not_work(monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(CompilerMissing, match=r"no C\+\+ compiler: \$CXX names"):
+        find_compiler()
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompilerMissing, match=r"none of c\+\+, g\+\+, clang\+\+.*apt install"):
+        compile_sources([ANSWER], cache=Cache(tmp_path))
+
+
+def test_a_compiler_that_vanishes(tmp_path: Path) -> None:
+    with pytest.raises(CompilerMissing, match="cannot be started"):
+        compile_sources([ANSWER], cache=Cache(tmp_path), compiler=Compiler((str(tmp_path / "gone"),), "1"))
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = "import sys, flashgen.runtime.compiler, flashgen.runtime.kernel; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+FIELDS = (
+    Field("q", "const pointer"),
+    Field("threads", "i32"),
+    Field("stride", "i64"),
+    Field("threshold", "u32"),
+    Field("scale", "f32"),
+    Field("deterministic", "i32"),
+    Field("seed", "u64"),
+    Field("o", "pointer"),
+)
+KERNEL = Code(
+    "kernel",
+    """
+#include <cstdint>
+struct Arguments {
+  const void* q; int32_t threads; int64_t stride; uint32_t threshold; float scale; int32_t deterministic; uint64_t seed;
+  void* o;
+};
+extern "C" int64_t k_forward_workspace(const Arguments* a) { return a->stride; }
+extern "C" int64_t k_backward_workspace(const Arguments* a) { return int64_t(a->seed >> 32); }
+extern "C" void k_forward(const Arguments* a) {
+  double* o = static_cast<double*>(a->o);
+  o[0] = *static_cast<const double*>(a->q); o[1] = a->threads; o[2] = a->threshold; o[3] = a->scale;
+  o[4] = a->deterministic;
+}
+extern "C" void k_backward(const Arguments* a) { *static_cast<double*>(a->o) = -1; }
+""",
+)
+
+
+def test_arguments_arrive_as_c_lays_them_out(cache: Cache) -> None:
+    (binary,) = compile_sources([KERNEL], cache=cache)
+    kernel = Kernel.load(binary.path, "k", FIELDS)
+    q, o = (ctypes.c_double * 1)(2.5), (ctypes.c_double * 5)()
+    values = kernel.layout.values(
+        {"threads": 3, "stride": -(2**40), "threshold": 2**32 - 1, "scale": 0.75, "seed": 2**63}
+    )
+    values[kernel.layout.slots["q"]] = ctypes.addressof(q)
+    values[kernel.layout.slots["o"]] = ctypes.addressof(o)
+    values[kernel.layout.slots["deterministic"]] = True
+    packed = kernel.layout.pack(*values)
+    assert kernel.forward_workspace(packed) == -(2**40)
+    assert kernel.backward_workspace(packed) == 2**31
+    kernel.forward(packed)
+    assert list(o) == [2.5, 3.0, 2.0**32 - 1, 0.75, 1.0]
+    kernel.backward(packed)
+    assert o[0] == -1
+
+
+def test_missing_functions(cache: Cache) -> None:
+    (binary,) = compile_sources([KERNEL], cache=cache)
+    with pytest.raises(OSError, match="has no function 'other_forward'"):
+        Kernel.load(binary.path, "other", FIELDS)
+
+
+def test_layout_starts_from_zero() -> None:
+    assert ArgumentLayout(FIELDS).values({}) == [0] * 8

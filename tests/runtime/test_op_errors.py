@@ -1,0 +1,143 @@
+"""Every wrong call says which argument is wrong, what was expected and what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.runtime.op import check_backend
+from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, op, qkv
+
+Change = Callable[[list[Any], dict[str, Any]], None]
+
+
+def at(position: int, change: Callable[[Tensor], object]) -> Change:
+    def apply(inputs: list[Any], _: dict[str, Any]) -> None:
+        inputs[position] = change(inputs[position])
+
+    return apply
+
+
+def name(**arguments: object) -> Change:
+    def apply(_: list[Any], given: dict[str, Any]) -> None:
+        given.update(arguments)
+
+    return apply
+
+
+def without(argument: str) -> Change:
+    def apply(_: list[Any], given: dict[str, Any]) -> None:
+        del given[argument]
+
+    return apply
+
+
+CASES: list[tuple[Change, type[Exception], str]] = [
+    (at(0, lambda x: x.tolist()), TypeError, "'q' must be a tensor, not list"),
+    (at(0, lambda x: x[0]), ValueError, "'q' has shape [4, 37, 16]; [B, H, Nq, D] is expected"),
+    (at(1, lambda x: x[:1]), ValueError, "'k' has shape [1, 2, 37, 16]; dimension 0 must be 2, the batch size of q"),
+    (
+        at(1, lambda x: x[..., :8]),
+        ValueError,
+        "'k' has shape [2, 2, 37, 8]; dimension 3 must be 16, the head dimension",
+    ),
+    (at(2, lambda x: x[:, :1]), ValueError, "'v' has shape [2, 1, 37, 16]; dimension 1 must be 2, the number of heads"),
+    (at(2, lambda x: x[:, :, :5]), ValueError, "'v' has shape [2, 2, 5, 16]; dimension 2 must be 37, the length of k"),
+    (at(2, lambda x: x[..., :8]), ValueError, "the head dimension is 16/8; 'rich' is built for 16"),
+    (at(0, lambda x: x[:, :3]), ValueError, "q has 3 heads and k has 2; H must be a multiple of Hkv"),
+    (at(1, lambda x: x.bfloat16()), TypeError, "'k' is torch.bfloat16, but 'q' is torch.float32"),
+    (at(2, lambda x: x.to("meta")), ValueError, "'v' is on meta, but 'q' is on cpu"),
+    (without("slope"), TypeError, "missing argument 'slope': the spec declares tensor slope: f32[H]"),
+    (name(slop=1), TypeError, "unknown argument 'slop'; did you mean 'slope'?"),
+    (name(zzz=1), TypeError, "unknown argument 'zzz'. The spec declares 'slope', 'doc', 'table', 'bias', 'cut', 'ell'"),
+    (name(slope=[1.0]), TypeError, "argument 'slope' must be a tensor (f32[H] in the spec), not list"),
+    (name(slope=torch.ones(8)), ValueError, "tensor 'slope' has shape [8]; the spec declares [H] = [4]"),
+    (name(slope=torch.ones(1)), ValueError, "tensor 'slope' has shape [1]; the spec declares [H] = [4]"),
+    (name(slope=torch.ones(4).double()), TypeError, "tensor 'slope' is torch.float64; the spec declares f32"),
+    (name(doc=torch.zeros(2, 37)), TypeError, "tensor 'doc' is torch.float32; the spec declares i32 (torch.int32)"),
+    (name(table=torch.ones(8)), TypeError, "tensor 'table' is torch.float32; the spec declares bf16 (torch.bfloat16)"),
+    (name(doc=torch.zeros(2, 1, dtype=torch.int32)), ValueError, "[2, 1]; the spec declares [B, Nk] = [2, 37]"),
+    (name(bias="x"), TypeError, "argument 'bias' must be a number or a 0-dim tensor (f32 in the spec), not str"),
+    (name(bias=True), TypeError, "argument 'bias' must be a number or a 0-dim tensor (f32 in the spec), not bool"),
+    (name(bias=torch.ones(1)), ValueError, "param 'bias' has shape [1]; a 0-dim tensor is expected"),
+    (name(bias=torch.tensor(1)), TypeError, "param 'bias' is torch.int64; the spec declares f32 (torch.float32)"),
+    (name(cut=1.5), TypeError, "argument 'cut' must be a number or a 0-dim tensor (i32 in the spec), not float"),
+    (name(dropout_p=1.0), ValueError, "'dropout_p' is 1.0; a drop probability lies in [0, 1)"),
+    (name(dropout_p=-0.5), ValueError, "'dropout_p' is -0.5; a drop probability lies in [0, 1)"),
+    (name(seed=1.5), TypeError, "'seed' must be an int or a 0-dim tensor, not float"),
+    (name(q_start=-1), ValueError, "'q_start' is -1; it must not be negative"),
+    (name(q_total=36), ValueError, "'q_total' is 36, but this call reaches to 37 (q_start = 0, local length 37)"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), CASES)
+def test_wrong_arguments(backend: str, change: Change, kind: type[Exception], message: str) -> None:
+    inputs: list[Any] = [x.detach() for x in qkv()]
+    arguments = captured()
+    change(inputs, arguments)
+    with pytest.raises(kind, match=re.escape(message)):
+        op(RICH, backend)(*inputs, **arguments)
+
+
+def test_wrong_types(backend: str) -> None:
+    half_only = flashgen.loads("attention half { head_dim 16 dtype bf16 mask causal }", backend=backend)
+    with pytest.raises(TypeError, match=r"q, k and v are torch\.float32; 'half' is built for torch\.bfloat16"):
+        half_only(*qkv())
+    with pytest.raises(TypeError, match=r"q, k and v are torch\.int32; 'causal' is built for torch\.float32"):
+        op(CAUSAL, backend)(*(x.detach().int() for x in qkv()))
+
+
+def test_float64_is_for_the_reference() -> None:
+    with pytest.raises(TypeError, match=r"are torch\.float64; 'causal' is built for"):
+        op(CAUSAL, "tiled")(*(x.double() for x in qkv()))
+
+
+def test_no_lse_for_pointwise_weights(backend: str) -> None:
+    for call in (op(SIGMOID, backend), op(SIGMOID, backend).reference):
+        with pytest.raises(ValueError, match="return_lse: 'sigmoid' has pointwise weights"):
+            call(*qkv(), return_lse=True)
+
+
+def test_dropout_has_to_be_in_the_spec(backend: str) -> None:
+    for call in (op(CAUSAL, backend), op(CAUSAL, backend).reference):
+        with pytest.raises(ValueError, match="'causal' has no dropout; add the statement `dropout"):
+            call(*qkv(), dropout_p=0.1)
+        call(*qkv(), dropout_p=0.0)
+
+
+def test_required_params(backend: str) -> None:
+    gaussian = flashgen.loads("attention g { head_dim 16 param ell: f32 score s * ell }", backend=backend)
+    with pytest.raises(TypeError, match="missing argument 'ell': the spec declares param ell: f32"):
+        gaussian(*qkv())
+
+
+def test_indices_are_proved_for_the_sizes_of_the_call(backend: str) -> None:
+    """doc[b, i] needs Nq ≤ Nk, which only a call can tell."""
+    packed = flashgen.loads(
+        "attention p { head_dim 16 tensor doc: i32[B, Nk] mask same_document(doc) }", backend=backend
+    )
+    q, k, v = qkv()
+    doc = torch.zeros(2, 20, dtype=torch.int32)
+    packed(q[:, :, :20], k[:, :, :20], v[:, :, :20], doc=doc)
+    with pytest.raises(ValueError, match=r"'p': index 'i' of tensor 'doc' .*Nq = 37"):
+        packed(q, k[:, :, :20], v[:, :, :20], doc=doc)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [("cuda", "no CUDA backend yet"), ("emulator", "no CUDA backend yet"), ("gpu", "known are 'cpu', 'cuda'")],
+)
+def test_backends(backend: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"backend '{backend}'.*{message}"):
+        flashgen.loads(CAUSAL, backend=backend)
+
+
+def test_backends_that_are_there() -> None:
+    for backend in (None, "cpu", "reference"):
+        check_backend(backend)
