@@ -17,7 +17,7 @@ from flashgen.ir.operators_numpy import NUMPY, NumpyNamespace
 from flashgen.ir.text import text
 from tests.ir.cases import holds
 from tests.ir.expressions import expr
-from tests.ir.strategies import NK, P, S, I, J, bools, floats, ints
+from tests.ir.strategies import NK, ROW, J, P, S, bools, floats, ints
 from tests.ir.values import evaluate
 
 COUNT = 60
@@ -29,7 +29,7 @@ def _box(seed: int) -> tuple[dict[Expr, Range], dict[Expr, Any]]:
     rng = np.random.default_rng(seed)
     ranges: dict[Expr, Range] = {}
     values: dict[Expr, Any] = {}
-    for symbol, high in ((I, 200), (J, 200), (NK, 300)):
+    for symbol, high in ((ROW, 200), (J, 200), (NK, 300)):
         lo = int(rng.integers(0, high))
         hi = lo + int(rng.choice((0, 1, 7, 63)))
         ranges[symbol], values[symbol] = IntRange(lo, hi), rng.integers(lo, hi, COUNT, endpoint=True)

@@ -15,7 +15,7 @@ from flashgen.ir.expr import Expr, literal, walk
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from tests.ir.expressions import expr
-from tests.ir.strategies import NK, P, S, I, J, bools, floats, ints
+from tests.ir.strategies import NK, ROW, J, P, S, bools, floats, ints
 from tests.ir.values import evaluate
 
 COUNT = 40
@@ -24,7 +24,7 @@ COUNT = 40
 def values(seed: int = 0) -> dict[Expr, Any]:
     rng = np.random.default_rng(seed)
     return {
-        I: rng.integers(0, 64, COUNT),
+        ROW: rng.integers(0, 64, COUNT),
         J: rng.integers(0, 64, COUNT),
         NK: np.full(COUNT, 64),
         S: rng.normal(size=COUNT) * 3,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from functools import reduce
 
 from flashgen.diagnostics.span import Source, Span
-from flashgen.ir.build import apply, constant, power
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, score_input, size, substitute
+from flashgen.ir.build import apply, conjunction, constant, power
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, score_input, size
 from flashgen.ir.spec import (
     AttentionSpec,
     CapturedTensor,
@@ -65,15 +66,14 @@ LAYOUTS = {
 Tensors = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
-def expr(
-    code: str,
-    tensors: Tensors | None = None,
-    source: Source | None = None,
-    **values: Expr | float,
-) -> Expr:
+def expr(code: str, tensors: Tensors | None = None, **values: Expr | float) -> Expr:
     """The expression that ``code`` writes; ``values`` are numbers or expressions by name."""
+    return _read(code, tensors or {}, values, None)
+
+
+def _read(code: str, tensors: Tensors, values: Mapping[str, Expr | float], source: Source | None) -> Expr:
     names = _NAMES | {name: v if isinstance(v, Expr) else constant(v) for name, v in values.items()}
-    return _Reader(names, tensors or {}, source, code).read(ast.parse(code.strip(), mode="eval").body)
+    return _Reader(names, tensors, source, code).read(ast.parse(code.strip(), mode="eval").body)
 
 
 class _Reader:
@@ -96,38 +96,37 @@ class _Reader:
                 return self.names[name]
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return power(self.read(left), self.read(right))
-            case ast.BinOp(left=left, op=op, right=right):
-                return apply(_BINARY[type(op)], self.read(left), self.read(right))
-            case ast.UnaryOp(op=op, operand=operand):
-                return apply("not" if isinstance(op, ast.Not) else "neg", self.read(operand))
-            case ast.BoolOp(op=op, values=values):
-                name = "and" if isinstance(op, ast.And) else "or"
-                result = self.read(values[0])
-                for value in values[1:]:
-                    result = apply(name, result, self.read(value))
-                return result
-            case ast.Compare(left=left, ops=ops, comparators=rights):
-                operands = [self.read(each) for each in (left, *rights)]
-                result = apply(_COMPARE[type(ops[0])], operands[0], operands[1])
-                for op, x, y in zip(ops[1:], operands[1:], operands[2:], strict=False):
-                    result = apply("and", result, apply(_COMPARE[type(op)], x, y))
-                return result
+            case ast.BinOp(left=left, op=operation, right=right):
+                return apply(_BINARY[type(operation)], self.read(left), self.read(right))
+            case ast.UnaryOp(op=sign, operand=operand):
+                return apply("not" if isinstance(sign, ast.Not) else "neg", self.read(operand))
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 return apply("where", self.read(test), self.read(body), self.read(orelse))
             case ast.Call(func=ast.Name(id=name), args=args):
-                name = {"int": "to_int", "float": "to_float"}.get(name, name)
-                return apply(name, *(self.read(each) for each in args))
+                row = {"int": "to_int", "float": "to_float"}.get(name, name)
+                return apply(row, *(self.read(each) for each in args))
             case ast.Subscript(value=ast.Name(id=name), slice=place):
                 indices = place.elts if isinstance(place, ast.Tuple) else [place]
                 element = ElementType(self.tensors[name][0])
                 found = tuple(self.read(each) for each in indices)
                 return Load(element.scalar, tensor=name, indices=found, span=self.span(node))
+        return self.read_logic(node)
+
+    def read_logic(self, node: ast.expr) -> Expr:
+        match node:
+            case ast.BoolOp(op=join, values=values):
+                name = "and" if isinstance(join, ast.And) else "or"
+                return reduce(lambda x, y: apply(name, x, y), map(self.read, values))
+            case ast.Compare(left=left, ops=relations, comparators=rights):
+                operands = [self.read(each) for each in (left, *rights)]
+                pairs = zip(relations, operands, operands[1:], strict=False)
+                return conjunction(*(apply(_COMPARE[type(relation)], x, y) for relation, x, y in pairs))
         raise AssertionError(ast.dump(node))
 
 
 def formula(name: str, tensors: Tensors | None = None, **values: Expr | float) -> Expr:
     """A mask or layout of the prelude."""
-    return expr((PRELUDE | LAYOUTS)[name], tensors, **values)
+    return _read((PRELUDE | LAYOUTS)[name], tensors or {}, values, None)
 
 
 def spec(
@@ -147,13 +146,13 @@ def spec(
     source = Source("test.attn", "\n".join(lines) + "\n")
     names: dict[str, Expr | float] = dict(constants)
     for name, code in (lets or {}).items():
-        names[name] = expr(code, tensors, source, **names)
+        names[name] = _read(code, tensors, names, source)
     statements = [
         Statement("let", f"let {name} = {code}", Span(source.name, 2 + k, 5, 2 + k, 5 + len(f"let {name} = {code}")))
         for k, (name, code) in enumerate((lets or {}).items())
     ]
     captured = tuple(
-        CapturedTensor(name, ElementType(element), tuple(expr(each, **names) for each in shape), grad=False)
+        CapturedTensor(name, ElementType(element), tuple(_read(each, {}, names, None) for each in shape), grad=False)
         for name, (element, shape) in tensors.items()
     )
     return AttentionSpec(
@@ -164,15 +163,12 @@ def spec(
         params=(),
         tensors=captured,
         scale=literal(0.125),
-        score=expr(score, tensors, source, **names),
-        mask=expr(mask, tensors, source, **names),
-        layout=None if layout is None else Layout(layout[0], expr(layout[1], tensors, source, **names)),
+        score=_read(score, tensors, names, source),
+        mask=_read(mask, tensors, names, source),
+        layout=None if layout is None else Layout(layout[0], _read(layout[1], tensors, names, source)),
         weights=weights or Softmax(),
         dropout=None,
         schedule=Schedule(),
         statements=tuple(statements),
         sources=(source,),
     )
-
-
-__all__ = ["LAYOUTS", "PRELUDE", "expr", "formula", "spec", "substitute"]

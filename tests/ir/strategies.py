@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from hypothesis import strategies as st
 
 from flashgen.ir.build import apply, power
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, score_input, size, substitute
 from flashgen.ir.types import ScalarType
 
-B, I, J, NK, S = index("b"), index("i"), index("j"), size("Nk"), score_input("s")
+B, ROW, J, NK, S = index("b"), index("i"), index("j"), size("Nk"), score_input("s")
 P = Symbol(ScalarType.FLOAT, name="p", kind=SymbolKind.PARAM)
 
-_INTS = st.sampled_from([I, J, NK]) | st.integers(-9, 70).map(literal)
+_INTS = st.sampled_from([ROW, J, NK]) | st.integers(-9, 70).map(literal)
 # Dyadic constants: moving them between products rounds nothing, so that steps stay where they are.
 _FLOATS = st.sampled_from([S, P]) | st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 0.25, -3.0, 1.5]).map(literal)
 _VALID = Load(ScalarType.BOOL, tensor="valid", indices=(J,))
@@ -27,6 +29,7 @@ _STEPS = ("floor", "ceil", "round", "sign")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
+@cache
 def ints(depth: int) -> st.SearchStrategy[Expr]:
     """Int expressions."""
     if depth == 0:
@@ -44,6 +47,7 @@ def ints(depth: int) -> st.SearchStrategy[Expr]:
     )
 
 
+@cache
 def floats(depth: int, *, steps: bool = True) -> st.SearchStrategy[Expr]:
     """Float expressions; without ``steps`` only those that are continuous in s and p almost everywhere."""
     if depth == 0:
@@ -61,6 +65,7 @@ def floats(depth: int, *, steps: bool = True) -> st.SearchStrategy[Expr]:
     )
 
 
+@cache
 def bools(depth: int) -> st.SearchStrategy[Expr]:
     """Conditions."""
     if depth == 0:
@@ -78,11 +83,8 @@ def bools(depth: int) -> st.SearchStrategy[Expr]:
 @st.composite
 def conditions_on_positions(draw: st.DrawFn, depth: int) -> Expr:
     """Masks: up to four comparisons of ints, joined. In place of s and p stand the positions as floats."""
-    inputs = {
-        S: apply("to_float", I),
-        P: apply("to_float", J),
-        _VALID: Load(ScalarType.BOOL, tensor="valid", indices=(B, J)),
-    }
+    valid = Load(ScalarType.BOOL, tensor="valid", indices=(B, J))
+    inputs = {S: apply("to_float", ROW), P: apply("to_float", J), _VALID: valid}
     result: Expr | None = None
     for _ in range(draw(st.integers(1, 4))):
         x, y = draw(ints(depth - 1)), draw(ints(depth - 1))

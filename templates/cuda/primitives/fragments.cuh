@@ -60,13 +60,16 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
 
 // ---- operands from shared memory -------------------------------------------------------------------------------------
 
-// A square of 2 x 2 matrices of 8 rows by 16 bytes: upper left, lower left, upper right, lower right. (row, column) is its
-// corner, `row` a multiple of 8 and `column` of two chunks. Every operand is read in this order, so that all share the few
-// addresses of a lane: its place in the first square, with the bits of the chunk flipped.
-template <bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column) {
+// A square of 2 x 2 matrices of 8 rows by 16 bytes, numbered down the columns or along the rows; (row, column) is its corner,
+// `row` a multiple of 8 and `column` of two chunks. Either order has one place a lane in its first square; the
+// chunk's number flips bits of it, so that few registers hold every address.
+enum class Order { down, along };
+template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
-  const int lane = lane_index(), place = lane / 16 ^ lane % 16 / group % Tile::row_chunks;
-  const int in_square = lane % 16 * Tile::row_chunks * 16 + place * 16;
+  const int lane = lane_index();
+  const int lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
+  const int lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
+  const int in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
   const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
   const char* const address = reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
   if constexpr (transposed) load_matrix_x4_transposed(r, address);
@@ -76,35 +79,35 @@ template <bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[
 // Rows row … row + 15 of the tile are rows of A.
 template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner) {
   Left<typename Tile::element> a;
-  load_square<false>(a.r, tile, row, inner);
+  load_square<Order::down, false>(a.r, tile, row, inner);
   return a;
 }
 // Rows row … row + 15 of the tile are columns of B: two operands.
 template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner) {
   uint32_t r[4];
-  load_square<false>(r, tile, row, inner);
-  b[0] = {{r[0], r[2]}}, b[1] = {{r[1], r[3]}};
+  load_square<Order::along, false>(r, tile, row, inner);
+  b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
 // Columns column … column + 15 of the tile are rows of A.
 template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column) {
   using T = typename Tile::element;
-  uint32_t r[4];
+  Left<T> a;
   if constexpr (sizeof(T) == 2) {
-    load_square<true>(r, tile, inner, column);
+    load_square<Order::along, true>(a.r, tile, inner, column);
   } else {
     const int lane = lane_index();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8)));
+      a.r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i / 2, column + lane / 4 + i % 2 * 8)));
   }
-  return Left<T>{{r[0], r[2], r[1], r[3]}};
+  return a;
 }
 // Columns column … column + 15 of the tile are columns of B: two operands.
 template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column) {
   using T = typename Tile::element;
   uint32_t r[4];
   if constexpr (sizeof(T) == 2) {
-    load_square<true>(r, tile, inner, column);
+    load_square<Order::down, true>(r, tile, inner, column);
   } else {
     const int lane = lane_index();
 #pragma unroll
