@@ -24,7 +24,7 @@ from typing import Protocol
 
 from flashgen.runtime.cache import Cache
 
-REQUIRED_FLAGS = ("-std=c++17", "-O3", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Each is left out where the compiler refuses it: slower, never wrong.
 OPTIONAL_FLAGS = ("-march=native", "-fopenmp")
 CANDIDATES = ("c++", "g++", "clang++")
