@@ -12,15 +12,12 @@ import click
 from flashgen.cli.bench import bench
 from flashgen.cli.build import build
 from flashgen.cli.check import check
-from flashgen.cli.console import fail, near_matches, note, show_diagnostics
+from flashgen.cli.console import exit_code, fail, near_matches, note, show_diagnostics
 from flashgen.cli.machine import cache, devices
 from flashgen.cli.plan import plan
 from flashgen.cli.verify import verify
 from flashgen.diagnostics import SpecError
 from flashgen.version import __version__
-
-# Diagnostics that speak of the command line and not of the spec: an unknown or unfit --set, --target or --device.
-ABOUT_THE_COMMAND = frozenset({"E109", "E212", "E405"})
 
 
 class Commands(click.Group):
@@ -44,8 +41,7 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except SpecError as error:
             show_diagnostics(error.diagnostics, error.sources)
-            about_the_command = all(diagnostic.code in ABOUT_THE_COMMAND for diagnostic in error.diagnostics)
-            ctx.exit(2 if about_the_command else 1)
+            ctx.exit(exit_code(error.diagnostics))
         except CompilerMissing as error:
             fail(str(error), code=2)
         except CompileFailed as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from flashgen.cli.console import note, print_json, show_diagnostics
+from flashgen.cli.console import exit_code, note, print_json, show_diagnostics
 from flashgen.cli.options import Constant, json_option, set_option, spec_arguments
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
@@ -25,7 +25,7 @@ def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], 
     from flashgen.pipeline import check_file
 
     everything: list[dict[str, object]] = []
-    errors = warnings = 0
+    errors = warnings = worst = 0
     for file in files:
         names: tuple[str, ...] = ()
         diagnostics: Sequence[Diagnostic]
@@ -37,6 +37,7 @@ def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], 
         else:
             names = tuple(spec.name for spec in checked.specs)
             diagnostics, sources = checked.warnings, checked.sources
+        worst = _worse(worst, exit_code(diagnostics))
         found = sum(diagnostic.severity == "error" for diagnostic in diagnostics)
         errors += found
         warnings += len(diagnostics) - found
@@ -52,8 +53,12 @@ def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], 
     if as_json:
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
-    if errors:
-        sys.exit(1)
+    sys.exit(worst)
+
+
+def _worse(one: int, other: int) -> int:
+    """A wrong spec (1) weighs more than wrong usage (2), and that more than neither."""
+    return 1 if 1 in (one, other) else max(one, other)
 
 
 def _as_dict(diagnostic: Diagnostic) -> dict[str, object]:

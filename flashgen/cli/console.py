@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+# Diagnostics that speak of the command line and not of the spec: an unknown or unfit --set, --target or --device.
+ABOUT_THE_COMMAND = frozenset({"E109", "E212", "E405"})
+
+
+def exit_code(diagnostics: Iterable[Diagnostic]) -> int:
+    """0 without an error, 2 if every error is about the command line, else 1."""
+    codes = {diagnostic.code for diagnostic in diagnostics if diagnostic.severity == "error"}
+    if not codes:
+        return 0
+    return 2 if codes <= ABOUT_THE_COMMAND else 1
+
 
 def fail(message: str, code: int) -> NoReturn:
     """Say what went wrong on stderr and leave with this exit code."""

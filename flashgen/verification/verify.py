@@ -133,10 +133,9 @@ def dense(
     """The reference, with the captured tensors and params that an operator takes by name."""
     names = {tensor.name for tensor in spec.tensors}
     params = {name: value for name, value in named.items() if name not in names}
+    plain = {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in params.items()}
     sizes = Shard(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]).sizes(q.shape[-1], v.shape[-1])
-    probability = drop_probability(
-        spec, param_values(spec, {name: float(value) for name, value in params.items()}, sizes), sizes
-    )
+    probability = drop_probability(spec, param_values(spec, plain, sizes), sizes)
     return attention(
         spec,
         q,
@@ -189,7 +188,7 @@ def widened(inputs: Inputs) -> Inputs:
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth; infinite where infinities or NaNs disagree."""
-    value, truth = value.double(), truth.double()
+    value, truth = value.detach().double(), truth.detach().double()
     finite = truth.isfinite()
     if value.shape != truth.shape or not torch.equal(value[~finite], truth[~finite]):
         return math.inf

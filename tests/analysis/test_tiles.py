@@ -20,7 +20,7 @@ from tests.ir.strategies import conditions_on_positions
 from tests.ir.values import evaluate
 
 NQ, NK, BLOCK = 96, 112, 16
-VALUES = {
+VALUES: dict[str, Expr | float] = {
     "w": 20, "p": 40, "c": 32, "r": 3, "n": 10, "l": 24, "height": 8, "width": 14, "g": 1, "k": 2, "seed": 5,
 }  # fmt: skip
 TENSORS = {"doc": ("i32", ("B", "Nk")), "valid": ("bool", ("B", "Nk"))}
@@ -78,8 +78,7 @@ def test_prelude_masks(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("block", [16, 32])
 def test_layouts_are_exact_on_whole_blocks(name: str, block: int) -> None:
-    values = VALUES | {"w": 1, "p": 0.3}
-    layout = Layout(block, formula(name, **values))
+    layout = Layout(block, formula(name, None, **(VALUES | {"w": 1, "p": 0.3})))
     expected = dense(layout.keep, block)
     for tile, rows, columns in tiles():
         assert classify(expr("true"), tile, layout) is truth(expected[rows, columns])

@@ -39,7 +39,7 @@ def test_an_unknown_command_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("build", "--target", "cqu"), "'cpu'"),
+        (("build", "--target", "cup"), "'cpu'"),
         (("plan", "--device", "genric"), "'generic'"),
         (("plan", "--sram", "0"), "0"),
         (("plan", "--sram", "lots"), "lots"),

@@ -11,7 +11,7 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.emit.cpu import emit_cpu
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.language import parse_file, parse_text
+from flashgen.language import parse_text
 from flashgen.plan.cpu_model import backward_working_set, forward_working_set
 from flashgen.plan.devices import GENERIC_CPU
 from flashgen.plan.planner import plan
@@ -91,16 +91,34 @@ def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -
     text = EVERYTHING if name == "everything" else (specs / f"{name}.attn").read_text()
     file = tmp_path / "kernel.cpp"
     file.write_text(emitted(text).text)
-    command = [*find_compiler().command, "-std=c++17", "-O1", "-fsyntax-only", "-Wall", "-Wextra", "-fopenmp", "-march=native"]
+    command = [
+        *find_compiler().command,
+        "-std=c++17",
+        "-O1",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-fopenmp",
+        "-march=native",
+    ]
     # Hooks take every input of a pair, and few use all of them.
-    command += ["-fwrapv", "-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Werror", str(file)]
+    command += [
+        "-fwrapv",
+        "-Wno-unused-parameter",
+        "-Wno-unused-function",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("head_dim", ["64", "40/24", "128"])
 def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp_path: Path) -> None:
-    spec = parse_text(f"attention a {{ head_dim {head_dim} tensor t: f32[B, H, Nk] grad score s + t[b, h, j] }}").specs[0]
+    spec = parse_text(f"attention a {{ head_dim {head_dim} tensor t: f32[B, H, Nk] grad score s + t[b, h, j] }}").specs[
+        0
+    ]
     variant = analyse(spec, spec.head_dims[0])
     kernel = tmp_path / "kernel.cpp"
     kernel.write_text(emit_cpu(variant, plan(variant, GENERIC_CPU)).text)
@@ -124,4 +142,6 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp
     assert forward_bytes - forward_working_set(variant, tiles[0], tiles[1], lanes) in range(-slack, slack + 1)
     # dK and dV of the tile's keys lie outside the scratch.
     outside = 4 * tiles[3] * sum(-(-each // lanes) * lanes for each in (spec.head_dims[0].qk, spec.head_dims[0].v))
-    assert backward_bytes + outside - backward_working_set(variant, tiles[2], tiles[3], lanes) in range(-slack, slack + 1)
+    assert backward_bytes + outside - backward_working_set(variant, tiles[2], tiles[3], lanes) in range(
+        -slack, slack + 1
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from flashgen.runtime.emulator import DeviceMemory, Report, compile_program
 
 KERNELS = Path(__file__).parent / "kernels"
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 
 @dataclass
@@ -72,4 +73,3 @@ def launch(
             if not isinstance(value, int)
         },
     )
-

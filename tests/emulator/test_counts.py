@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashgen.runtime.emulator import LineRequests, Report, Traffic
-from tests.emulator.helpers import Array, Outcome, kernel, launch
+from tests.emulator.helpers import Outcome, kernel, launch
 
 BANKS = kernel("banks")
 
@@ -25,17 +25,25 @@ def test_bytes_of_a_tiled_product() -> None:
 
 
 def test_bytes_of_copies_that_are_not_valid_are_not_counted() -> None:
-    arrays: dict[str, Array | int] = {"x": np.zeros((100, 4), np.float32), "y": np.zeros((128, 4), np.float32), "n": 100}
     report = launch(
-        kernel("primitives"), arrays, name="copy_async", grid=(2, 1, 1), threads=64, shared_bytes=1024
+        kernel("primitives"),
+        {"x": np.zeros((100, 4), np.float32), "y": np.zeros((128, 4), np.float32), "n": 100},
+        name="copy_async",
+        grid=(2, 1, 1),
+        threads=64,
+        shared_bytes=1024,
     ).report
     assert report.traffic == {"x": Traffic(loaded=16 * 100), "y": Traffic(stored=16 * 128)}
 
 
 def test_atomic_additions_are_counted_apart() -> None:
-    arrays: dict[str, Array | int] = {"x": np.zeros(300, np.int32), "y": np.zeros(8, np.float32), "n": 300}
     report = launch(
-        kernel("primitives"), arrays, name="histogram", grid=(3, 1, 1), threads=128, shared_bytes=32
+        kernel("primitives"),
+        {"x": np.zeros(300, np.int32), "y": np.zeros(8, np.float32), "n": 300},
+        name="histogram",
+        grid=(3, 1, 1),
+        threads=128,
+        shared_bytes=32,
     ).report
     assert report.traffic == {"x": Traffic(loaded=4 * 300), "y": Traffic(added=3 * 8 * 4)}
 

@@ -40,11 +40,10 @@ def test_seeds_differ() -> None:
 
 def test_the_first_fault_is_the_same_for_a_seed() -> None:
     def message(seed: int) -> str:
-        arguments = {"x": np.zeros(512, np.float32), "y": np.zeros(512, np.float32), "n": 512}
         with pytest.raises(EmulatorError) as caught:
             launch(
                 kernel("faults"),
-                {**arguments},
+                {"x": np.zeros(512, np.float32), "y": np.zeros(512, np.float32), "n": 512},
                 name="no_barrier_before_write",
                 grid=(7, 1, 1),
                 threads=64,

@@ -1,4 +1,4 @@
-"""Each primitive under the emulator does what the instruction does: against NumPy, PyTorch and the PTX ISA's layouts."""
+"""Each primitive under the emulator does what its instruction does: by NumPy, PyTorch and the PTX ISA's layouts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_conversions_round_to_nearest_even(random: np.random.Generator) -> None:
     edges = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e30, np.inf, -np.inf, 5.96e-8, 2.98e-8, 2.99e-8, 6.1e-5, 1e-45]
     ties = np.array([0x3F801000, 0x3F803000, 0x3F808000, 0x3F818000, 0x3F801001], np.uint32).view(np.float32)
     bits = random.integers(0, 2**32, 4000, dtype=np.uint32).view(np.float32)
-    scaled = random.standard_normal(2000).astype(np.float32) * np.exp2(random.integers(-26, 18, 2000)).astype(np.float32)
+    scaled = (random.standard_normal(2000) * np.exp2(random.integers(-26, 18, 2000))).astype(np.float32)
     x = np.concatenate([np.array(edges, np.float32), ties, bits[~np.isnan(bits)], scaled])
     y = call("conversions", x, np.zeros((x.size, 4), np.uint32), x.size, blocks=x.size // 256 + 1, threads=256)
     value = torch.from_numpy(x)
@@ -149,6 +149,5 @@ def cut(x: Array) -> Array:
 def call(name: str, x: Array, y: Array, n: int, *, blocks: int = 1, threads: int = 32, shared_bytes: int = 0) -> Array:
     """``y`` after the kernel."""
     arguments: dict[str, Array | int] = {"x": x, "y": y, "n": n}
-    return launch(
-        SOURCE, arguments, name=name, grid=(blocks, 1, 1), threads=threads, shared_bytes=shared_bytes
-    ).arrays["y"]
+    outcome = launch(SOURCE, arguments, name=name, grid=(blocks, 1, 1), threads=threads, shared_bytes=shared_bytes)
+    return outcome.arrays["y"]

@@ -16,7 +16,7 @@ from flashgen.ir.types import ScalarType
 def evaluate(
     expr: Expr, values: Mapping[Expr, Any], xp: ArrayNamespace = NUMPY, tensors: Mapping[str, Any] | None = None
 ) -> Any:
-    """The value of ``expr``; ``values`` holds arrays for symbols (or other nodes), ``tensors`` those that loads read."""
+    """The value of ``expr``; ``values`` holds arrays for symbols (or other nodes), ``tensors`` what loads read."""
     done: dict[Expr, Any] = dict(values)
     with np.errstate(all="ignore"):
         for node in walk(expr):

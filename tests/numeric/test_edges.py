@@ -9,6 +9,7 @@ import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification import random_inputs
+from flashgen.verification.inputs import tensor_shape
 from tests.numeric.helpers import GALLERY, assert_close, dtypes, normal, operator
 
 D = 64
@@ -36,7 +37,10 @@ def test_empty_tensors(batch: int, q_len: int, kv_len: int) -> None:
 def test_no_keys_for_any_spec(name: str) -> None:
     op = operator(name)
     head_dim, dtype = op.spec.head_dims[0], TORCH_DTYPES[dtypes(op.spec)[0]]
-    inputs = random_inputs(op.spec, Shape(2, 2, 2, 0, 0), head_dim, dtype)
+    shape = Shape(2, 2, 2, 0, 0)
+    if any(extent < 0 for tensor in op.spec.tensors for extent in tensor_shape(tensor, shape, head_dim)):
+        pytest.skip("a captured tensor has no shape at these sizes")
+    inputs = random_inputs(op.spec, shape, head_dim, dtype)
     o = op(inputs.q, inputs.k, inputs.v, **inputs.named)
     assert o.shape == (2, 2, 0, head_dim.v)
 

@@ -84,7 +84,9 @@ def test_the_machine_at_hand() -> None:
 
 
 def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:
-    for number, (level, kind, size) in enumerate([("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M")]):
+    for number, (level, kind, size) in enumerate(
+        [("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M")]
+    ):
         folder = tmp_path / f"index{number}"
         folder.mkdir()
         for name, content in (("level", level), ("type", kind), ("size", size)):

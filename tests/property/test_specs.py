@@ -43,11 +43,7 @@ def check(text: str, shapes: list[Shape], dtype: ElementType, backend: str | Non
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_specs_on_the_cpu(part: int) -> None:
     @hypothesis.seed(part)
-    @settings(
-        max_examples=SPECS_A_PART,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @settings(GENERATE, max_examples=SPECS_A_PART)
     @given(specs(), st.lists(SHAPES, min_size=2, max_size=2), st.sampled_from((ElementType.BF16, ElementType.F16)))
     def run(text: str, shapes: list[Shape], dtype: ElementType) -> None:
         check(text, shapes, dtype, None)

@@ -256,7 +256,7 @@ def test_two_threads(backend: str) -> None:
                 found = gradients(op(RICH, backend)(*inputs, deterministic=True, **arguments), learned)
                 if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
                     wrong.append("differs")
-        except Exception as exception:  # noqa: BLE001
+        except Exception as exception:
             wrong.append(exception)
 
     threads = [threading.Thread(target=work) for _ in range(2)]

@@ -117,7 +117,7 @@ class Program:
                     lines,
                     len(allocations),
                     (_Allocation * len(allocations))(
-                        *((name.encode(), address, size) for name, (address, size) in allocations.items())
+                        *(_Allocation(name.encode(), *place) for name, place in allocations.items())
                     ),
                     traffic,
                     shared,
@@ -153,9 +153,7 @@ def compile_program(source: str, *, name: str = "kernel", cache: Cache | None = 
     """Compile all kernels of a source; raises ``CompilerMissing`` and ``CompileFailed``."""
     found = find_compiler()
     compiler = Compiler((*found.command, "-g1"), found.version)  # line numbers, for the trace of a fault
-    machine, kernels = compile_sources(
-        [machine_source(), kernel_source(source, name)], cache=cache, compiler=compiler
-    )
+    machine, kernels = compile_sources([machine_source(), kernel_source(source, name)], cache=cache, compiler=compiler)
     return Program(name, source, kernel_names(source), kernels.seconds, _load(kernels.path), _load(machine.path))
 
 

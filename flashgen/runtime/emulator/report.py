@@ -48,12 +48,10 @@ class EmulatorError(Exception):
         self.line_text = _line(lines, line)
         self.other_line_text = _line(lines, other_line)
         self.trace = trace
-        shown = [(line, ""), *((each, "called from") for each in trace if each != line), (other_line, "and")]
-        places = [f"{number:>6} | {_line(lines, number)}" for number, _ in shown if number]
-        intros = [f"{intro}\n" if intro else "" for number, intro in shown if number]
-        super().__init__(
-            "\n".join([f"{kind}: {message}", *(a + b for a, b in zip(intros, places, strict=True))])
-        )
+        shown = [_shown(lines, line)] if line else []
+        shown += [f"called from\n{_shown(lines, caller)}" for caller in trace if caller != line]
+        shown += [f"and\n{_shown(lines, other_line)}"] if other_line else []
+        super().__init__("\n".join([f"{kind}: {message}", *shown]))
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,10 @@ class Report:
                     old.least + each.least,
                 )
         return cls(traffic, tuple(shared[line] for line in sorted(shared)))
+
+
+def _shown(lines: list[str], number: int) -> str:
+    return f"{number:>6} | {_line(lines, number)}"
 
 
 def _line(lines: list[str], number: int) -> str:

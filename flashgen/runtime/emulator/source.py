@@ -22,6 +22,12 @@ _KERNEL = re.compile(
     rf"\b__global__\s+(?:__launch_bounds__\s*{_NESTED}\s*)?void\s+(?:__launch_bounds__\s*{_NESTED}\s*)?(\w+)\s*\("
 )
 
+_REGISTERS = 'extern "C" void* flashgen_registers() { return &fg::emulator::registers; }\n'
+_ENTRY = """\
+extern "C" void flashgen_enter_KERNEL(const void* arguments) { fg::emulator::enter(KERNEL, arguments); }
+extern "C" size_t flashgen_argument_bytes_KERNEL() { return fg::emulator::argument_bytes(KERNEL); }
+"""
+
 
 @dataclass(frozen=True)
 class HostSource:
@@ -38,21 +44,11 @@ def kernel_names(text: str) -> tuple[str, ...]:
 
 
 def kernel_source(text: str, name: str) -> HostSource:
-    """A generated source for the host's compiler. Its kernels stand in namespaces of nobody: ``extern "C"``."""
+    """A generated source for the host's compiler. Its kernels are ``extern "C"``, so their names are theirs alone."""
     header = f'#define FLASHGEN_EMULATOR 1\n{_pasted(HEADER)}#line 1 "{name}.cu"\n'
     body = _INCLUDE.sub(lambda found: "" if Path(found[1]).name == HEADER else found[0], text)
-    entries = [
-        f'#line 1 "{name}.entries"',
-        'extern "C" void* flashgen_registers() { return &fg::emulator::registers; }',
-    ]
-    for kernel in kernel_names(text):
-        entries += [
-            f'extern "C" void flashgen_enter_{kernel}(const void* arguments)'
-            f" {{ fg::emulator::enter({kernel}, arguments); }}",
-            f'extern "C" size_t flashgen_argument_bytes_{kernel}()'
-            f" {{ return fg::emulator::argument_bytes({kernel}); }}",
-        ]
-    return HostSource(name, f"{header}{body}\n" + "\n".join(entries) + "\n")
+    entries = "".join(_ENTRY.replace("KERNEL", kernel) for kernel in kernel_names(text))
+    return HostSource(name, f'{header}{body}\n#line 1 "{name}.entries"\n{_REGISTERS}{entries}')
 
 
 @functools.cache

@@ -12,8 +12,6 @@
 
 namespace fg {
 
-FG_DEVICE int lane_index() { return int(threadIdx.x) % 32; }
-FG_DEVICE int warp_index() { return int(threadIdx.x) / 32; }
 FG_DEVICE int fragment_row(int e) { return lane_index() / 4 + 8 * (e / 2); }
 FG_DEVICE int fragment_column(int e) { return lane_index() % 4 * 2 + e % 2; }
 

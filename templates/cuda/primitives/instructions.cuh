@@ -125,6 +125,10 @@ template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0
 // Bit l: the condition in lane l.
 FG_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
 
+FG_DEVICE int lane_index() { return int(threadIdx.x) % 32; }
+// The same in all lanes, and the compiler knows it.
+FG_DEVICE int warp_index() { return shuffle(int(threadIdx.x) / 32, 0); }
+
 // ---- matrices ------------------------------------------------------------------------------------------------------
 
 // ldmatrix: lane l supplies the address of row l % 8 of matrix l / 8 (16 bytes each).

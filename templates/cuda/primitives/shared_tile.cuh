@@ -31,37 +31,41 @@ template <class T, int rows_, int columns_> struct SharedTile {
   }
 };
 
-// Rows of global memory, `stride` elements from one to the next. Where a row of the data is a whole number of chunks, every
-// row starts at a multiple of 16 bytes; the caller sees to it.
+// Rows of global memory: the first at base + offset, `stride` elements from one to the next, all of them within 2^31. Where
+// a row of the data is a whole number of chunks, every row starts at a multiple of 16 bytes; the caller sees to it.
 template <class T> struct GlobalRows {
   const T* base;
-  int64_t stride;
+  int offset, stride;
+
+  FG_DEVICE const T* at(int row, int column) const { return base + uint32_t(offset + row * stride + column); }
 };
+template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t offset, int64_t stride) {
+  return {static_cast<const T*>(base), int(offset), int(stride)};
+}
 
 // Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero. Rows
 // that are no whole number of chunks go element by element. All `threads` of the block take part.
 template <int threads, int width, class Tile>
-FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int64_t first, int count) {
+FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk;
   constexpr int lanes = chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : chunks <= 32 ? 32 : 64;
   constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
   const int row0 = int(threadIdx.x) / lanes, column = int(threadIdx.x) % lanes * chunk;
-  const T* const start = from.base + (first + row0) * from.stride + column;
   const bool inside = lanes == chunks || column < Tile::columns;
 #pragma unroll
   for (int row = 0; row < Tile::rows; row += step) {
     if (!inside || (Tile::rows % step != 0 && row0 + row >= Tile::rows)) continue;
-    T* const place = to.at(row0 + row, column);
+    T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;  // the permutation repeats every 8 rows
     if constexpr (width % chunk == 0) {
-      copy_async_16(place, start + row * from.stride, row0 + row < count && (width == Tile::columns || column < width));
+      copy_async_16(place, from.at(first + row0 + row, column), row0 + row < count && (width == Tile::columns || column < width));
     } else {
       Chunk<T> values;
 #pragma unroll
       for (int e = 0; e < chunk; ++e) {
         values.element[e] = T{};
-        if (row0 + row < count && column + e < width) values.element[e] = global_load(start + row * from.stride + e);
+        if (row0 + row < count && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
       }
       shared_store(reinterpret_cast<Chunk<T>*>(place), values);
     }
