@@ -8,6 +8,7 @@ show that it stays inside. Does NOT prove anything over all sizes (``bounds.py``
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,6 @@ from flashgen.ir.text import text
 
 _UNBOUNDED = 2**28  # an end beyond this comes from unknown sizes or values, and says nothing to a reader
 _MAX_BOXES = 2000
-_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 # When a spec is checked -----------------------------------------------------------------------------------------------
@@ -100,29 +100,32 @@ def _written(proof: IndexProof, sources: Sequence[Source]) -> _Written:
 
 
 def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
-    """The indices between the brackets of ``t[…, …]`` at ``span``, if that is what stands there, on one line."""
+    """The indices between the brackets of ``t[…, …]`` at ``span``, if that is what stands there."""
     source = next((each for each in sources if each.name == span.file), None)
-    if source is None or span.line != span.end_line:
+    if source is None:
         return []
-    line = source.text.split("\n")[span.line - 1]
-    code = line[span.column - 1 : span.end_column - 1]
-    opening = re.match(rf"{re.escape(load.tensor)}\s*\[", code)
+    starts = [0, *(at + 1 for at, character in enumerate(source.text) if character == "\n")]
+    first, end = starts[span.line - 1] + span.column - 1, starts[span.end_line - 1] + span.end_column - 1
+    code = source.text[:end]
+    opening = re.compile(rf"{re.escape(load.tensor)}\s*\[").match(code, first)
     if opening is None or not code.endswith("]"):
         return []
     parts, depth, start = [], 0, opening.end()
-    for at in range(start, len(code)):
-        depth += (code[at] in "([") - (code[at] in ")]" and at < len(code) - 1)
-        if (code[at] == "," and depth == 0) or at == len(code) - 1:
-            parts.append(_part(code[start:at], start, span))
+    for at in range(start, end):
+        depth += (code[at] in "([") - (code[at] in ")]")
+        if (code[at] == "," and depth == 0) or at == end - 1:
+            parts.append(_part(code[start:at], start, span.file, starts))
             start = at + 1
     return parts
 
 
-def _part(code: str, start: int, span: Span) -> _Written:
-    lead = len(code) - len(code.lstrip())
-    stripped = code.strip()
-    column = span.column + start + lead
-    return _Written(stripped, Span(span.file, span.line, column, span.line, column + len(stripped)))
+def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _Written:
+    """One index, without the space around it; ``starts`` are the offsets at which lines begin."""
+    first = start + len(code) - len(code.lstrip())
+    end = start + len(code.rstrip())
+    line, end_line = bisect_right(starts, first), bisect_right(starts, end)
+    span = Span(file, line, first - starts[line - 1] + 1, end_line, end - starts[end_line - 1] + 1)
+    return _Written(" ".join(code.split()), span)
 
 
 # When an op is called -------------------------------------------------------------------------------------------------

@@ -52,16 +52,20 @@ def sdpa_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
     _check_expressible(spec)
     shard = Shard(inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2], inputs.k.shape[2])
     evaluate = _position_evaluator(spec, inputs, shard)
-    scale = float(evaluate(spec.scale))
+    scale = float(evaluate.real(spec.scale))
     bias = simplify(substitute(apply("to_float", spec.score), {score_input("s"): literal(0.0)}))
     keeps_all = spec.mask == literal(True) and spec.layout is None
     is_causal = spec.mask == CAUSAL and spec.layout is None and shard.q_len == shard.kv_len
     additive: Tensor | None = None
     if bias != literal(0.0):
-        additive = evaluate(bias).expand(shard.batch, shard.heads, shard.q_len, shard.kv_len).to(inputs.q.dtype)
+        additive = evaluate.real(bias).expand(shard.batch, shard.heads, shard.q_len, shard.kv_len).to(inputs.q.dtype)
         is_causal = False
     if not keeps_all and not is_causal:
-        keep = evaluate(spec.mask) if spec.layout is None else evaluate(spec.mask) & evaluate(spec.layout.keep)
+        keep = (
+            evaluate.boolean(spec.mask)
+            if spec.layout is None
+            else evaluate.boolean(spec.mask) & evaluate.boolean(spec.layout.keep)
+        )
         additive = keep if additive is None else torch.where(keep, additive, -torch.inf)
 
     def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:  # noqa: ARG001 - the bias holds them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, walk
 from flashgen.ir.spec import AttentionSpec, Normalize, Pointwise
 from flashgen.language import syntax
@@ -22,26 +21,19 @@ def warn(spec: AttentionSpec, block: Block, tree: syntax.Attention) -> None:
     if "score" in stated and not score_counts:
         _without_effect(block, stated["score"], "the weights do not use 's'")
     if "scale" in stated and not (score_counts and _uses(spec.score, "s")):
-        _without_effect(
-            block, stated["scale"], "the score does not use 's'" if score_counts else "the weights do not use 's'"
-        )
+        _without_effect(block, stated["scale"], f"the {'score does' if score_counts else 'weights do'} not use 's'")
     empty = stated.get("schedule")
     if isinstance(empty, syntax.Schedule) and not empty.entries:
         _without_effect(block, empty, "it pins nothing")
     for word, expr in (("mask", spec.mask), ("layout", spec.layout.keep if spec.layout else literal(True))):
         if word in stated and isinstance(expr, Literal) and not expr.value:
             message = f"the {word} keeps no pair, so every output is zero"
-            block.report.add("W504", message, _word(stated[word]))
+            block.report.add("W504", message, stated[word].word)
 
 
 def _without_effect(block: Block, statement: syntax.Statement, reason: str) -> None:
     message = f"'{statement.keyword}' has no effect: {reason}"
-    block.report.add("W503", message, _word(statement), hints=("leave the statement out",))
-
-
-def _word(statement: syntax.Statement) -> Span:
-    span = statement.span
-    return Span(span.file, span.line, span.column, span.line, span.column + len(statement.keyword))
+    block.report.add("W503", message, statement.word, hints=("leave the statement out",))
 
 
 def _uses(expr: Expr, name: str) -> bool:

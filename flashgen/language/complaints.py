@@ -76,21 +76,16 @@ def complain_about_character(text: str, position: int, here: Span) -> CharacterC
     character = text[position]
     if character == '"':
         line = text[position:].split("\n", 1)[0]
-        diagnostic = Diagnostic(
-            "E004",
-            "text in quotes does not end on its line",
-            _across(here, len(line)),
-            hints=("close it with '\"'",),
-        )
+        message = "text in quotes does not end on its line"
+        diagnostic = Diagnostic("E004", message, _across(here, len(line)), hints=("close it with '\"'",))
         return CharacterComplaint(diagnostic, len(line), harmless=False)
     found_run = _UNREADABLE.match(text, position)
     run = found_run.group() if found_run else character
     if run.isspace() or unicodedata.category(character) == "Cf":
         length = len(run) if run.isspace() else 1
         name = unicodedata.name(character, f"U+{ord(character):04X}").lower()
-        diagnostic = Diagnostic(
-            "E004", f"the character '{name}' cannot stand here", _across(here, length), hints=("write a plain space",)
-        )
+        message = f"the character '{name}' cannot stand here"
+        diagnostic = Diagnostic("E004", message, _across(here, length), hints=("write a plain space",))
         return CharacterComplaint(diagnostic, length, harmless=True)
     shown = run if len(run) <= 20 else run[:19] + "…"
     hint = _CHARACTER_HINTS.get(character)
@@ -130,9 +125,8 @@ def complain_about_token(
         return TokenComplaint(Diagnostic("E106", message, token.span, hints=hints), use_as_name=True)
     if block is None and token.type in words.STATEMENT_TERMINALS and accepted >= words.TOP_LEVEL_TERMINALS:
         message = f"the statement '{text}' stands outside an 'attention' block"
-        return TokenComplaint(
-            Diagnostic("E013", message, token.span, hints=("write 'attention NAME { … }' around it",))
-        )
+        hints = ("write 'attention NAME { … }' around it",)
+        return TokenComplaint(Diagnostic("E013", message, token.span, hints=hints))
     if token.type == "NAME" and statement_ended(accepted):
         unknown = _no_statement(token, last, block)
         if unknown is not None:
@@ -143,18 +137,15 @@ def complain_about_token(
     brackets = opened[1:] if block is not None else opened
     notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
     left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
-    diagnostic = Diagnostic(
-        "E007" if left_open else "E006", message, token.span, notes=notes, hints=_hints(token, accepted, last)
-    )
-    return TokenComplaint(diagnostic)
+    code = "E007" if left_open else "E006"
+    return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=_hints(token, accepted, last)))
 
 
 def not_closed(block: Word, token: Word) -> Diagnostic:
     """For an attention block without its closing brace."""
     notes = (f"attention '{block}' is opened at {_place(block, token)}",)
-    return Diagnostic(
-        "E007", f"expected '}}' to close attention '{block}', found {description(token)}", token.span, notes=notes
-    )
+    message = f"expected '}}' to close attention '{block}', found {description(token)}"
+    return Diagnostic("E007", message, token.span, notes=notes)
 
 
 def _declares(last: Word | None) -> bool:
@@ -199,8 +190,8 @@ def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...
         return ("write 'and'",)
     if adjacent and pair == ("PIPE", "PIPE"):
         return ("write 'or'",)
-    if pair == ("TIMES", "TIMES") or pair[1] == "PLUS":
-        return ("there is no unary '+'",) if pair[1] == "PLUS" else ()
+    if token.type == "PLUS":
+        return ("there is no unary '+'",)
     if token.type == "ASSIGN" and "PLUS" in accepted:
         return ("write '==' to compare",)
     if pair == ("ELSE", "IF") or (pair[1] == "COLON" and pair[0] != "NAME"):

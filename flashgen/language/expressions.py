@@ -80,7 +80,7 @@ class Expressions:
         self, op: str, operands: list[Expr | None], span: Span, spans: list[Span], written: str = ""
     ) -> Expr | None:
         places = [self.frame.place(each) for each in spans]
-        return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes(), written)
+        return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes, written)
 
     # --- leaves
 

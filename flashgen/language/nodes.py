@@ -6,7 +6,7 @@ reported before and make the result None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashgen.diagnostics import Span
@@ -56,10 +56,12 @@ class Nodes:
         operands: Sequence[Expr | None],
         span: Span,
         spans: Sequence[Span] = (),
-        notes: tuple[str, ...] = (),
+        notes: Callable[[], tuple[str, ...]] = tuple,
         written: str = "",
     ) -> Expr | None:
-        """``op(operands)``; ``spans`` are the places of the operands, ``written`` the user's form of the operator."""
+        """``op(operands)``; ``spans`` are the places of the operands, ``written`` the user's form of the operator;
+        ``notes`` is asked only when there is something to report.
+        """
         self.step(span)
         known = [operand for operand in operands if operand is not None]
         if len(known) < len(operands):
@@ -71,13 +73,13 @@ class Nodes:
             place = spans[error.argument] if culprit and error.argument is not None else span
             hints = (error.hint,) if error.hint else ()
             message = error.message.replace(f"'{op}'", f"'{written}'") if written else error.message
-            self.report.add("E201", message, place, notes=notes, hints=hints)
+            self.report.add("E201", message, place, notes=notes(), hints=hints)
             return None
         try:
             folded = self._folded(node, span)
         except ConstantError as error:
             place = spans[-1] if error.code == "E206" and len(spans) == 2 else span
-            self.constant_error(error, place, notes)
+            self.constant_error(error, place, notes())
             return None
         if folded is not None:
             return folded
@@ -106,12 +108,12 @@ class Nodes:
             value = bool(value)
         return literal(value, span)
 
-    def settled(self, node: Expr | None, notes: tuple[str, ...] = ()) -> Expr | None:
+    def settled(self, node: Expr | None, notes: Callable[[], tuple[str, ...]] = tuple) -> Expr | None:
         """The node, once it is sure that the IR can hold it."""
         if isinstance(node, Literal):
             error = fits(node.value)
             if error is not None:
-                self.constant_error(error, node.span, notes)
+                self.constant_error(error, node.span, notes())
                 return None
         return node
 

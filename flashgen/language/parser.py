@@ -22,9 +22,9 @@ from flashgen.diagnostics import Diagnostic, Source, Span, nearest
 from flashgen.language import syntax, words
 from flashgen.language.complaints import complain_about_character, complain_about_token, not_closed, unknown_statement
 from flashgen.language.expected import statement_ended
+from flashgen.language.report import GiveUpError, Report
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
 
-MAX_ERRORS = 100
 MAX_TOKENS = 20_000
 _MAX_STACK = 1_000
 
@@ -58,11 +58,10 @@ def grammar() -> Lark:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The tree, the errors, and whether the text was read to its end."""
+    """The tree, empty where the text was given up, and the errors."""
 
     file: syntax.File
     diagnostics: tuple[Diagnostic, ...]
-    complete: bool
     lost: frozenset[str] = frozenset()  # names that misspelt statements would have declared
 
 
@@ -71,16 +70,12 @@ def parse(source: Source) -> Parsed:
     return _Parser(source).run()
 
 
-class _GiveUpError(Exception):
-    """Too many errors, or a text too long to be read in full."""
-
-
 @dataclass
 class _Parser:
     """The automaton over one text, with the memory that recovery needs."""
 
     source: Source
-    diagnostics: list[Diagnostic] = field(default_factory=list)
+    report: Report = field(default_factory=Report)
     last: Word | None = None  # the last token that was accepted
     statement: list[Word] = field(default_factory=list)  # the first tokens of the statement being read
     open: list[Word] = field(default_factory=list)  # brackets not yet closed, the block's own brace first
@@ -106,12 +101,11 @@ class _Parser:
                 if token is not None:
                     self._feed(token)
                 if self.file is not None:
-                    return Parsed(self.file, tuple(self.diagnostics), complete=True, lost=frozenset(self.lost))
-            message = f"the text has more than {MAX_TOKENS:,} words and signs"
-            self.diagnostics.append(Diagnostic("E002", message, self._here()))
-        except _GiveUpError:
+                    return Parsed(self.file, tuple(self.report.diagnostics), frozenset(self.lost))
+            self.report.add("E002", f"the text has more than {MAX_TOKENS:,} words and signs", self._here())
+        except GiveUpError:
             pass
-        return Parsed(syntax.File(()), tuple(self.diagnostics), complete=False)
+        return Parsed(syntax.File(()), tuple(self.report.diagnostics))
 
     # --- tokens
 
@@ -127,10 +121,10 @@ class _Parser:
         span = Span(self.source.name, token.line, token.column, token.end_line, token.end_column)
         if token.type == "NUMBER" and _LEADING_ZERO.match(token):
             hints = ("drop the zeros, or write 0o for octal",)
-            self._report(Diagnostic("E005", f"the number '{token}' starts with a zero", span, hints=hints))
+            self.report.add("E005", f"the number '{token}' starts with a zero", span, hints=hints)
         text = str(token)
         if token.type == "NAME" and len(text) > _LONGEST_NAME:
-            self._report(Diagnostic("E004", f"a name has more than {_LONGEST_NAME} characters", span))
+            self.report.add("E004", f"a name has more than {_LONGEST_NAME} characters", span)
             text = text[:_LONGEST_NAME]
         return Word.make(token.type, text, span)
 
@@ -142,7 +136,7 @@ class _Parser:
     def _unreadable(self, position: int) -> None:
         """Report characters that form no token, pass over them and, where needed, over the rest of the statement."""
         complaint = complain_about_character(self.source.text, position, self._here())
-        self._report(complaint.diagnostic)
+        self.report.put(complaint.diagnostic)
         self._move(position + complaint.length)
         if not complaint.harmless:
             self._recover(None, finished=False)
@@ -200,16 +194,9 @@ class _Parser:
 
     # --- errors
 
-    def _report(self, diagnostic: Diagnostic) -> None:
-        self.diagnostics.append(diagnostic)
-        if len(self.diagnostics) >= MAX_ERRORS:
-            message = f"there are more than {MAX_ERRORS - 1} syntax errors; the rest of the file was not read"
-            self.diagnostics.append(Diagnostic("E010", message, diagnostic.span))
-            raise _GiveUpError
-
     def _too_deep(self, span: Span) -> None:
         message = "the expression is nested too deeply or is too long"
-        self._report(Diagnostic("E008", message, span, hints=("give parts of it names with 'let'",)))
+        self.report.add("E008", message, span, hints=("give parts of it names with 'let'",))
         self._recover(None, finished=False)
 
     def _unexpected(self, token: Word) -> None:
@@ -222,7 +209,7 @@ class _Parser:
             self._close_block(token)
             return
         complaint = complain_about_token(token, accepted, self.last, self.statement, self.open, self.block)
-        self._report(complaint.diagnostic)
+        self.report.put(complaint.diagnostic)
         if complaint.new_statement:
             self._lose(self.source.text[self.lexer.line_ctr.char_pos - len(token) :])
         if complaint.use_as_name:
@@ -240,7 +227,7 @@ class _Parser:
     def _close_block(self, token: Word) -> None:
         """Report the missing brace, and read on as if it stood before the token."""
         assert self.block is not None
-        self._report(not_closed(self.block, token))
+        self.report.put(not_closed(self.block, token))
         self.queue += [Word.make("RBRACE", "}", token.span), token]
 
     def _recover(self, token: Word | None, *, finished: bool) -> None:
@@ -336,7 +323,7 @@ class _Parser:
             close = nearest(word[1], words.STATEMENTS) if word and word[1] not in words.RESERVED else ()
             if word and close:
                 span = Span(self.source.name, line + offset, word.start(1) + 1, line + offset, word.end(1) + 1)
-                self._report(unknown_statement(word[1], span, close))
+                self.report.put(unknown_statement(word[1], span, close))
                 self._lose(text)
 
     def _lose(self, text: str) -> None:

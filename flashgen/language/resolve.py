@@ -67,8 +67,7 @@ def resolve(
             block.position = position
             _read(block, statement, parts)
         constants = tuple(block.constants())
-        broken = any(isinstance(statement, syntax.Broken) for statement in tree.statements)
-        if local.has_errors or broken:
+        if local.has_errors or report.has_errors:  # an error in a definition empties what uses it
             return None
         spec = _spec(tree, parts, constants, library)
         warn(spec, block, tree)
@@ -87,7 +86,7 @@ def _check_name(tree: syntax.Attention, report: Report) -> None:
 def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
     first: dict[str, Span] = {}
     for statement in tree.statements:
-        word = keyword_span(statement)
+        word = statement.word
         if statement.keyword in first and statement.keyword not in _REPEATABLE:
             notes = (f"the first stands at line {first[statement.keyword].line}",)
             report.add("E302", f"the statement '{statement.keyword}' occurs twice", word, notes=notes)
@@ -95,12 +94,6 @@ def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
     if "head_dim" not in first:
         message = f"attention '{tree.name.text}' does not state its head dimensions"
         report.add("E301", message, tree.name.span, hints=("add a line such as 'head_dim 64, 128'",))
-
-
-def keyword_span(statement: syntax.Statement) -> Span:
-    """The word that starts a statement."""
-    span = statement.span
-    return Span(span.file, span.line, span.column, span.line, span.column + len(statement.keyword))
 
 
 def _read(block: Block, statement: syntax.Statement, parts: _Parts) -> None:

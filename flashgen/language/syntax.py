@@ -166,6 +166,12 @@ class Statement:
     span: Span
     keyword: str
 
+    @property
+    def word(self) -> Span:
+        """Where the keyword stands."""
+        span = self.span
+        return Span(span.file, span.line, span.column, span.line, span.column + len(self.keyword))
+
 
 @dataclass(frozen=True, eq=False)
 class HeadDims(Statement):

@@ -62,6 +62,8 @@ def attention(
     dtype = dtype or q.dtype
     shard = shard or Shard.whole(q.shape, k.shape)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if shard.heads == 0:
+        k, v = k[:, :0], v[:, :0]
     if shard.group != 1:
         k, v = (x.unsqueeze(2).expand(-1, -1, shard.group, -1, -1).flatten(1, 2) for x in (k, v))
     evaluate, indices = _evaluator(spec, q, v, shard, tensors or {}, params or {}, dtype)

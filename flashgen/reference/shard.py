@@ -36,7 +36,7 @@ class Shard:
     @property
     def group(self) -> int:
         """Query heads for each key/value head."""
-        return self.heads // self.kv_heads if self.kv_heads else 1
+        return max(1, self.heads // self.kv_heads) if self.kv_heads else 1
 
     @property
     def is_empty(self) -> bool:

@@ -25,7 +25,7 @@ from flashgen.runtime.call import Call, CallChecker
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.signature import Signature
 
-# A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them.
+# A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
 _PROCESS = os.getpid()
 
 
@@ -170,7 +170,7 @@ class Engine:
             values[slots[name]] = tensor.data_ptr()
         for name, value in zip(self._param_fields, a.params, strict=True):
             values[slots[name]] = value
-        values[slots["threads"]] = torch.get_num_threads() if os.getpid() == _PROCESS else 1
+        values[slots["threads"]] = _threads()
         values[slots["deterministic"]] = a.deterministic
         if a.dropout is not None:
             values[slots["dropout_threshold"]] = drop_threshold(a.dropout.probability)
@@ -179,6 +179,8 @@ class Engine:
         return values
 
     def _problem(self, a: _Arguments) -> tiled.Problem:
+        if _threads() != torch.get_num_threads():
+            torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
         names = [param.name for param in self.spec.params]
         return tiled.Problem(
             spec=self.spec,
@@ -209,6 +211,10 @@ def _run(
     scratch = torch.empty(needed, dtype=torch.uint8)
     values[layout.slots["workspace"]] = scratch.data_ptr()
     run(layout.pack(*values))
+
+
+def _threads() -> int:
+    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -223,6 +223,9 @@ def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
 def _fake_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError("q, k and v have four dimensions")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     if not signature.has_lse:
         return o

@@ -76,9 +76,11 @@ struct Traffic {
   uint64_t loaded, stored, added;
 };
 
-// Requests of a line to shared memory; a request without conflicts takes `least` wavefronts.
+// Requests to shared memory from one place of the compiled code; without conflicts they take `least` wavefronts.
 struct SharedRequests {
+  uint64_t place;  // an address in the kernel's library, or 0
   uint64_t requests, wavefronts, least;
+  int line;
 };
 
 enum class Fault : int {
@@ -115,8 +117,10 @@ struct Launch {
   int lines;  // of the source
   int allocations;
   const Allocation* allocation;
-  Traffic* traffic;         // one an allocation
-  SharedRequests* shared;   // lines + 1
+  Traffic* traffic;        // one an allocation
+  SharedRequests* shared;  // room for `places`; what is beyond is not told
+  int places;
+  int* places_used;
   Failure* failure;
 };
 

@@ -13,6 +13,7 @@ from flashgen.diagnostics.render import render
 from flashgen.ir.expr import Load, index, size
 from flashgen.ir.spec import AttentionSpec, HeadDim, Pointwise, Softmax
 from flashgen.ir.types import ScalarType
+from flashgen.language.front import parse_text
 from tests.ir.expressions import expr, spec
 from tests.ir.values import evaluate
 
@@ -222,3 +223,20 @@ def test_the_refusal_names_everything() -> None:
     assert check_index(proof, sizes) == (
         "index 'i' of tensor 'doc' is 127, but dimension 1 of it has 64 entries (i = 127, Nq = 128, Nk = 64)"
     )
+
+
+def test_an_index_on_a_line_of_its_own() -> None:
+    text = """
+attention far {
+    head_dim 64
+    tensor table: f32[8, H]
+    score s + table[
+        min(abs(i - j), 9),
+        h]
+}
+"""
+    file = parse_text(text)
+    (warning,) = index_diagnostics(file.specs[0], prove_indices(file.specs[0], HeadDim(64, 64)))
+    assert warning.span is not None
+    assert (warning.span.line, warning.span.column, warning.span.end_column) == (6, 9, 27)
+    assert "write min(min(abs(i - j), 9), 7) and" in warning.hints[0]

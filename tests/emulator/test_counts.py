@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
-from flashgen.runtime.emulator import LineRequests, Report, Traffic
+from flashgen.runtime.emulator import Report, SharedRequests, Traffic
 from tests.emulator.helpers import Outcome, kernel, launch
 
 BANKS = kernel("banks")
@@ -115,7 +115,7 @@ def counted(name: str, stride: int) -> tuple[int, int, int]:
     return marked[0].requests, marked[0].wavefronts, marked[0].least
 
 
-def line_of(source: str, requests: LineRequests) -> str:
+def line_of(source: str, requests: SharedRequests) -> str:
     return source.splitlines()[requests.line - 1]
 
 

@@ -255,3 +255,9 @@ def test_at_the_limit_there_is_a_spec_or_a_diagnostic(body: str) -> None:
 def test_literals_hold_floats_for_floats() -> None:
     literals = [node for node in walk(spec("score s * 2 + 1").score) if isinstance(node, Literal)]
     assert all(isinstance(node.value, float) for node in literals)
+
+
+def test_what_uses_an_unsound_definition_is_left_out_quietly() -> None:
+    text = "def f(x) = x + nope\nattention a {{ {} }}"
+    for body in ("head_dim f(1)", "head_dim 64 score f(s) mask f(i) > 0 scale f(1) dropout f(0) weights f(s)"):
+        assert codes(text.format(body)) == ["E101"]

@@ -94,7 +94,7 @@ def test_params(backend: str) -> None:
     assert torch.equal(default, given)
     truth = rich.reference(*inputs, **arguments, ell=ell)
     assert error(*gradients(given, [ell]), *gradients(truth, [ell])) < 2e-5
-    changed = {"bias": 0.5, "cut": 5, "ell": 0.75}
+    changed: dict[str, Any] = {"bias": 0.5, "cut": 5, "ell": 0.75}
     assert error(rich(*inputs, **arguments, **changed), rich.reference(*inputs, **arguments, **changed)) < 2e-5
 
 
@@ -132,13 +132,10 @@ def test_strides(backend: str) -> None:
         o = op(CAUSAL, backend)(*inputs)
         assert torch.equal(o, expected)
         assert o.is_contiguous()
-        (o.transpose(-1, -2) * random(16, 37)).sum().backward()
         plain = [x.clone().requires_grad_() for x in (q, k, v)]
-        (op(CAUSAL, backend)(*plain).transpose(-1, -2) * random(16, 37)).sum().backward()
-        for x, y in zip(inputs, plain, strict=True):
-            assert x.grad is not None
-            assert y.grad is not None
-            torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
+        towards = random(2, 4, 16, 37).transpose(-1, -2)
+        truth = torch.autograd.grad(op(CAUSAL, backend)(*plain), plain, towards)
+        torch.testing.assert_close(torch.autograd.grad(o, inputs, towards), truth, rtol=0, atol=0)
 
 
 def test_expanded_tensors(backend: str) -> None:
@@ -212,7 +209,7 @@ def test_deterministic_follows_pytorch(backend: str) -> None:
 def test_second_derivatives_are_refused(backend: str) -> None:
     inputs = qkv()
     first = torch.autograd.grad(op(CAUSAL, backend)(*inputs).sum(), inputs[0], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="cannot be differentiated again.*op.reference"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(first.sum(), inputs[0])
 
 
@@ -277,7 +274,7 @@ def test_a_forked_child(backend: str) -> None:
     """The parent has used its OpenMP threads; the child has none of them."""
     inputs = qkv(203)
     o = op(CAUSAL, backend)(*inputs)
-    o.sum().backward()
+    torch.autograd.grad(o.sum(), inputs)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(CAUSAL, backend, inputs, queue))

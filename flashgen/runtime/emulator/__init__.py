@@ -7,7 +7,7 @@ checks and counts is described in templates/emulator/machine, one file for each 
 
 from flashgen.runtime.emulator.memory import DeviceMemory
 from flashgen.runtime.emulator.program import Program, compile_program, run
-from flashgen.runtime.emulator.report import EmulatorError, FaultKind, LineRequests, Report, Traffic
+from flashgen.runtime.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
 
 __all__ = [
     "run",
@@ -16,7 +16,8 @@ __all__ = [
     "DeviceMemory",
     "Report",
     "Traffic",
-    "LineRequests",
+    "SharedRequests",
+    "Conflict",
     "EmulatorError",
     "FaultKind",
 ]

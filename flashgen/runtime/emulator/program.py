@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashgen.runtime.cache import Cache
 from flashgen.runtime.compiler import Compiler, compile_sources, find_compiler
-from flashgen.runtime.emulator.report import EmulatorError, FaultKind, LineRequests, Report, Traffic
+from flashgen.runtime.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
 from flashgen.runtime.emulator.source import kernel_names, kernel_source, machine_source
 from flashgen.runtime.emulator.trace import lines_of
 
 _KINDS = tuple(FaultKind)
+_MOST_PLACES = 1 << 14
 
 
 class _Allocation(ctypes.Structure):
@@ -30,7 +31,13 @@ class _Traffic(ctypes.Structure):
 
 
 class _SharedRequests(ctypes.Structure):
-    _fields_ = (("requests", ctypes.c_uint64), ("wavefronts", ctypes.c_uint64), ("least", ctypes.c_uint64))
+    _fields_ = (
+        ("place", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("wavefronts", ctypes.c_uint64),
+        ("least", ctypes.c_uint64),
+        ("line", ctypes.c_int),
+    )
 
 
 class _Failure(ctypes.Structure):
@@ -61,6 +68,8 @@ class _Launch(ctypes.Structure):
         ("allocation", ctypes.POINTER(_Allocation)),
         ("traffic", ctypes.POINTER(_Traffic)),
         ("shared", ctypes.POINTER(_SharedRequests)),
+        ("places", ctypes.c_int),
+        ("places_used", ctypes.POINTER(ctypes.c_int)),
         ("failure", ctypes.POINTER(_Failure)),
     )
 
@@ -99,9 +108,9 @@ class Program:
         expected.restype = ctypes.c_size_t
         if len(arguments) != expected():
             raise ValueError(f"the arguments of '{kernel}' have {expected()} bytes, not {len(arguments)}")
-        lines = self.source.count("\n") + 1
         traffic = (_Traffic * len(allocations))()
-        shared = (_SharedRequests * (lines + 1))()
+        shared = (_SharedRequests * _MOST_PLACES)()
+        used = ctypes.c_int(0)
         failure = _Failure()
         self._machine.flashgen_emulator_run(
             ctypes.byref(
@@ -114,13 +123,15 @@ class Program:
                     shared_bytes,
                     seed,
                     host_threads,
-                    lines,
+                    self.source.count("\n") + 1,
                     len(allocations),
                     (_Allocation * len(allocations))(
                         *(_Allocation(name.encode(), *place) for name, place in allocations.items())
                     ),
                     traffic,
                     shared,
+                    _MOST_PLACES,
+                    ctypes.pointer(used),
                     ctypes.pointer(failure),
                 )
             )
@@ -133,7 +144,7 @@ class Program:
                 message,
                 failure.line,
                 failure.other_line,
-                lines_of(Path(self._library._name), frames, f"{self.name}.cu"),
+                self._lines_of(frames),
                 self.source,
             )
         return Report(
@@ -142,11 +153,22 @@ class Program:
                 for name, moved in zip(allocations, traffic, strict=True)
             },
             tuple(
-                LineRequests(line, each.requests, each.wavefronts, each.least)
-                for line, each in enumerate(shared)
-                if each.requests
+                SharedRequests(each.line, each.place, each.requests, each.wavefronts, each.least)
+                for each in shared[: used.value]
             ),
         )
+
+    def conflicts(self, *reports: Report) -> tuple[Conflict, ...]:
+        """Bank conflicts with the calls that led to them, the most wavefronts lost first."""
+        found: dict[tuple[int, ...], int] = {}
+        for each in Report.total(reports).places:
+            if each.conflicts:
+                trace = self._lines_of([each.place]) or (each.line,)
+                found[trace] = found.get(trace, 0) + each.conflicts
+        return tuple(Conflict(trace, lost) for trace, lost in sorted(found.items(), key=lambda item: (-item[1], item)))
+
+    def _lines_of(self, addresses: Sequence[int]) -> tuple[int, ...]:
+        return lines_of(Path(self._library._name), addresses, f"{self.name}.cu")
 
 
 def compile_program(source: str, *, name: str = "kernel", cache: Cache | None = None) -> Program:

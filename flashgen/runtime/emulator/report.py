@@ -72,10 +72,11 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class LineRequests:
-    """Requests of one line to shared memory. A request without conflicts takes its ``least`` wavefronts."""
+class SharedRequests:
+    """Requests to shared memory from one place of the code. Without conflicts they take the ``least`` wavefronts."""
 
     line: int
+    place: int
     requests: int
     wavefronts: int
     least: int
@@ -87,16 +88,29 @@ class LineRequests:
 
 
 @dataclass(frozen=True)
+class Conflict:
+    """Wavefronts lost by one line under one chain of callers, the innermost line first."""
+
+    trace: tuple[int, ...]
+    wavefronts: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """Counts of one launch: global memory by allocation, shared memory by line."""
+    """Counts of one launch: global memory by allocation, shared memory by place in the compiled code."""
 
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    shared: tuple[LineRequests, ...] = ()
+    places: tuple[SharedRequests, ...] = ()
 
     @property
     def hbm_bytes(self) -> int:
         """All bytes of global memory."""
         return sum(traffic.total for traffic in self.traffic.values())
+
+    @property
+    def shared(self) -> tuple[SharedRequests, ...]:
+        """Requests to shared memory by line, with no place."""
+        return _sums((each.line, 0, each) for each in self.places)
 
     @property
     def bank_conflicts(self) -> Mapping[int, int]:
@@ -106,20 +120,21 @@ class Report:
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:
         """The sum over launches of one source: the kernels of a pass."""
+        all_of_them = tuple(reports)
         traffic: dict[str, Traffic] = {}
-        shared: dict[int, LineRequests] = {}
-        for report in reports:
+        for report in all_of_them:
             for name, moved in report.traffic.items():
                 traffic[name] = traffic.get(name, Traffic()) + moved
-            for each in report.shared:
-                old = shared.get(each.line, LineRequests(each.line, 0, 0, 0))
-                shared[each.line] = LineRequests(
-                    each.line,
-                    old.requests + each.requests,
-                    old.wavefronts + each.wavefronts,
-                    old.least + each.least,
-                )
-        return cls(traffic, tuple(shared[line] for line in sorted(shared)))
+        return cls(traffic, _sums((each.line, each.place, each) for report in all_of_them for each in report.places))
+
+
+def _sums(requests: Iterable[tuple[int, int, SharedRequests]]) -> tuple[SharedRequests, ...]:
+    """Sums over equal lines and places, in their order."""
+    found: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for line, place, each in requests:
+        a, b, c = found.get((line, place), (0, 0, 0))
+        found[line, place] = (a + each.requests, b + each.wavefronts, c + each.least)
+    return tuple(SharedRequests(*key, *found[key]) for key in sorted(found))
 
 
 def _shown(lines: list[str], number: int) -> str:

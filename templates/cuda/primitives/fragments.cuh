@@ -60,11 +60,11 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
 
 // A square of 2 x 2 matrices of 8 rows by 16 bytes, numbered down the columns or along the rows; (row, column) is its corner,
 // `row` a multiple of 8 and `column` of two chunks. Either order has one place a lane in its first square; the
-// chunk's number flips bits of it, so that few registers hold every address.
+// chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are repeated
+// in every product instead of every address being kept in a register.
 enum class Order { down, along };
-template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column) {
+template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, int lane) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
-  const int lane = lane_index();
   const int lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
   const int lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
   const int in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
@@ -75,25 +75,24 @@ template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(u
 }
 
 // Rows row … row + 15 of the tile are rows of A.
-template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner) {
+template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner, int lane) {
   Left<typename Tile::element> a;
-  load_square<Order::down, false>(a.r, tile, row, inner);
+  load_square<Order::down, false>(a.r, tile, row, inner, lane);
   return a;
 }
 // Rows row … row + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner) {
+template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner, int lane) {
   uint32_t r[4];
-  load_square<Order::along, false>(r, tile, row, inner);
+  load_square<Order::along, false>(r, tile, row, inner, lane);
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
 // Columns column … column + 15 of the tile are rows of A.
-template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column) {
+template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column, int lane) {
   using T = typename Tile::element;
   Left<T> a;
   if constexpr (sizeof(T) == 2) {
-    load_square<Order::along, true>(a.r, tile, inner, column);
+    load_square<Order::along, true>(a.r, tile, inner, column, lane);
   } else {
-    const int lane = lane_index();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       a.r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i / 2, column + lane / 4 + i % 2 * 8)));
@@ -101,13 +100,12 @@ template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int 
   return a;
 }
 // Columns column … column + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column) {
+template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column, int lane) {
   using T = typename Tile::element;
   uint32_t r[4];
   if constexpr (sizeof(T) == 2) {
-    load_square<Order::down, true>(r, tile, inner, column);
+    load_square<Order::down, true>(r, tile, inner, column, lane);
   } else {
-    const int lane = lane_index();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8)));
@@ -152,15 +150,16 @@ template <int m_tiles, int n_tiles, class TileA, class TileB>
 FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
   using T = typename TileA::element;
   static_assert(n_tiles % 2 == 0 && TileA::columns == TileB::columns, "operands come in pairs, of one inner dimension");
+  const int lane = again(lane_index());
 #pragma unroll
   for (int inner = 0; inner < TileA::columns; inner += Element<T>::depth) {
     Left<T> left[m_tiles];
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) left[m] = load_left(a, row + 16 * m, inner);
+    for (int m = 0; m < m_tiles; ++m) left[m] = load_left(a, row + 16 * m, inner, lane);
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
-      load_right(right, b, column + 8 * n, inner);
+      load_right(right, b, column + 8 * n, inner, lane);
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
     }
@@ -173,21 +172,23 @@ template <class T, int m_tiles, int inner> struct LeftRows {
   Left<T> at[m_tiles][steps];
 };
 template <class T, int m_tiles, int inner, class Tile> FG_DEVICE void load(LeftRows<T, m_tiles, inner>& a, Tile tile, int row) {
+  const int lane = lane_index();
 #pragma unroll
   for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
     for (int step = 0; step < inner / Element<T>::depth; ++step)
-      a.at[m][step] = load_left(tile, row + 16 * m, step * Element<T>::depth);
+      a.at[m][step] = load_left(tile, row + 16 * m, step * Element<T>::depth, lane);
 }
 template <int m_tiles, int n_tiles, class T, int inner, class TileB>
 FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, const LeftRows<T, m_tiles, inner>& a, TileB b, int column) {
   static_assert(n_tiles % 2 == 0 && inner == TileB::columns, "operands come in pairs, of one inner dimension");
+  const int lane = again(lane_index());
 #pragma unroll
   for (int step = 0; step < inner / Element<T>::depth; ++step)
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
-      load_right(right, b, column + 8 * n, step * Element<T>::depth);
+      load_right(right, b, column + 8 * n, step * Element<T>::depth, lane);
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
         multiply(d.at[m][n], a.at[m][step], right[0]), multiply(d.at[m][n + 1], a.at[m][step], right[1]);
@@ -199,6 +200,7 @@ template <int m_tiles, int p_tiles, int n_tiles, class TileB>
 FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulators<m_tiles, p_tiles>& p, TileB b, int column) {
   using T = typename TileB::element;
   static_assert(n_tiles % 2 == 0 && 8 * p_tiles == TileB::rows, "operands come in pairs, of one inner dimension");
+  const int lane = again(lane_index());
 #pragma unroll
   for (int step = 0; step < 8 * p_tiles / Element<T>::depth; ++step) {
     Left<T> left[m_tiles];
@@ -207,7 +209,7 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulat
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
-      load_right_across(right, b, step * Element<T>::depth, column + 8 * n);
+      load_right_across(right, b, step * Element<T>::depth, column + 8 * n, lane);
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
     }
@@ -219,15 +221,16 @@ template <int m_tiles, int n_tiles, class TileA, class TileB>
 FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
   using T = typename TileA::element;
   static_assert(n_tiles % 2 == 0 && TileA::rows == TileB::rows, "operands come in pairs, of one inner dimension");
+  const int lane = again(lane_index());
 #pragma unroll
   for (int inner = 0; inner < TileA::rows; inner += Element<T>::depth) {
     Left<T> left[m_tiles];
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) left[m] = load_left_across(a, inner, row + 16 * m);
+    for (int m = 0; m < m_tiles; ++m) left[m] = load_left_across(a, inner, row + 16 * m, lane);
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
-      load_right_across(right, b, inner, column + 8 * n);
+      load_right_across(right, b, inner, column + 8 * n, lane);
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
     }

@@ -125,7 +125,18 @@ template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0
 // Bit l: the condition in lane l.
 FG_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
 
+// Never kept in a register: what is needed before and after a long loop is computed from it twice.
+FG_DEVICE int block_index() {
+  int r;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(r));
+  return r;
+}
 FG_DEVICE int lane_index() { return int(threadIdx.x) % 32; }
+// x, but the compiler does not know it: what follows from it is computed again each time, instead of kept in registers.
+FG_DEVICE int again(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 // The same in all lanes, and the compiler knows it.
 FG_DEVICE int warp_index() { return shuffle(int(threadIdx.x) / 32, 0); }
 

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <initializer_list>
+
 #include "../interface.h"
 
 #define __CUDA_ARCH__ 800  // what kernels may ask for: the sm_80 family
@@ -20,6 +22,7 @@
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 #define FG_DEVICE inline
+#define FG_PRIMITIVE inline __attribute__((always_inline))  // calls of the machine return to the line that asked
 
 namespace fg {
 namespace emulator {

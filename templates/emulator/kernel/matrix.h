@@ -7,27 +7,27 @@
 namespace fg {
 
 namespace emulator {
-FG_DEVICE void load_matrix(Together what, uint32_t (&r)[4], const void* row, int line) {
+FG_PRIMITIVE void load_matrix(Together what, uint32_t (&r)[4], const void* row, int line) {
   registers.machine->together({what, line, r, {row, nullptr}, 0, 0});
 }
-FG_DEVICE void mma(Together what, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line) {
+FG_PRIMITIVE void mma(Together what, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line) {
   registers.machine->together({what, line, d, {a, b}, 0, 0});
 }
 }  // namespace emulator
 
-FG_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row, int line = __builtin_LINE()) {
+FG_PRIMITIVE void load_matrix_x4(uint32_t (&r)[4], const void* row, int line = __builtin_LINE()) {
   emulator::load_matrix(emulator::Together::load_matrix, r, row, line);
 }
-FG_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row, int line = __builtin_LINE()) {
+FG_PRIMITIVE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row, int line = __builtin_LINE()) {
   emulator::load_matrix(emulator::Together::load_matrix_transposed, r, row, line);
 }
-FG_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
+FG_PRIMITIVE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
   emulator::mma(emulator::Together::mma_f16, d, a, b, line);
 }
-FG_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
+FG_PRIMITIVE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
   emulator::mma(emulator::Together::mma_bf16, d, a, b, line);
 }
-FG_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
+FG_PRIMITIVE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {
   emulator::mma(emulator::Together::mma_tf32, d, a, b, line);
 }
 

@@ -12,39 +12,39 @@ template <class T> constexpr void assert_accessible() {
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16,
                 "no instruction moves this many bytes");
 }
-template <class T> T read(const T* p) {
+template <class T> inline T read(const T* p) {
   T value;
   memcpy(static_cast<void*>(&value), p, sizeof(T));
   return value;
 }
 }  // namespace emulator
 
-template <class T> FG_DEVICE T global_load(const T* p, int line = __builtin_LINE()) {
+template <class T> FG_PRIMITIVE T global_load(const T* p, int line = __builtin_LINE()) {
   emulator::assert_accessible<T>();
   emulator::registers.machine->global_access(emulator::Access::load, p, sizeof(T), line);
   return emulator::read(p);
 }
-template <class T> FG_DEVICE void global_store(T* p, T value, int line = __builtin_LINE()) {
+template <class T> FG_PRIMITIVE void global_store(T* p, T value, int line = __builtin_LINE()) {
   emulator::assert_accessible<T>();
   emulator::registers.machine->global_access(emulator::Access::store, p, sizeof(T), line);
   memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
-FG_DEVICE void global_add(float* p, float value, int line = __builtin_LINE()) {
+FG_PRIMITIVE void global_add(float* p, float value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_add(p, value, line);
 }
 
-FG_DEVICE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
-template <class T> FG_DEVICE T shared_load(const T* p, int line = __builtin_LINE()) {
+FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
+template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {
   emulator::assert_accessible<T>();
   emulator::registers.machine->shared_access(emulator::Access::load, p, sizeof(T), line);
   return emulator::read(p);
 }
-template <class T> FG_DEVICE void shared_store(T* p, T value, int line = __builtin_LINE()) {
+template <class T> FG_PRIMITIVE void shared_store(T* p, T value, int line = __builtin_LINE()) {
   emulator::assert_accessible<T>();
   emulator::registers.machine->shared_access(emulator::Access::store, p, sizeof(T), line);
   memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
-FG_DEVICE void shared_add(float* p, float value, int line = __builtin_LINE()) {
+FG_PRIMITIVE void shared_add(float* p, float value, int line = __builtin_LINE()) {
   emulator::registers.machine->shared_access(emulator::Access::add, p, sizeof(float), line);
   *p += value;  // threads of a block run on one host thread
 }

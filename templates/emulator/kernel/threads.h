@@ -1,4 +1,4 @@
-// Barriers and shuffles.
+// Barriers, shuffles, and what a thread knows of itself.
 //
 // Contract: all threads of the block, or all lanes of the warp, call together, from the same line.
 #pragma once
@@ -7,34 +7,42 @@
 namespace fg {
 
 namespace emulator {
-template <class T> FG_DEVICE T shuffle_from(T value, int lane, int line) {
+template <class T> FG_PRIMITIVE T shuffle_from(T value, int lane, int line) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move words");
   T result;
   registers.machine->together({Together::shuffle, line, &result, {&value, nullptr}, lane, sizeof(T)});
   return result;
 }
-FG_DEVICE int lane() {
+FG_PRIMITIVE int lane() {
   const Index3 &t = registers.thread, &n = registers.block_size;
   return static_cast<int>((t.x + n.x * (t.y + n.y * t.z)) % warp_lanes);
 }
 }  // namespace emulator
 
-FG_DEVICE void block_barrier(int line = __builtin_LINE()) {
+FG_PRIMITIVE void block_barrier(int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::block_barrier, line, nullptr, {}, 0, 0});
 }
-FG_DEVICE void warp_barrier(int line = __builtin_LINE()) {
+FG_PRIMITIVE void warp_barrier(int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::warp_barrier, line, nullptr, {}, 0, 0});
 }
-template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
+template <class T> FG_PRIMITIVE T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
   return emulator::shuffle_from(value, emulator::lane() ^ lane_mask, line);
 }
-template <class T> FG_DEVICE T shuffle(T value, int lane, int line = __builtin_LINE()) {
+template <class T> FG_PRIMITIVE T shuffle(T value, int lane, int line = __builtin_LINE()) {
   return emulator::shuffle_from(value, lane, line);
 }
-FG_DEVICE uint32_t ballot(bool condition, int line = __builtin_LINE()) {
+FG_PRIMITIVE uint32_t ballot(bool condition, int line = __builtin_LINE()) {
   uint32_t bits;
   emulator::registers.machine->together({emulator::Together::ballot, line, &bits, {}, condition, 0});
   return bits;
 }
+
+FG_PRIMITIVE int block_index() { return static_cast<int>(emulator::registers.block.x); }
+FG_PRIMITIVE int lane_index() { return static_cast<int>(emulator::registers.thread.x) % emulator::warp_lanes; }
+// As on a GPU: from lane 0, so the warp must be together.
+FG_PRIMITIVE int warp_index(int line = __builtin_LINE()) {
+  return shuffle(static_cast<int>(emulator::registers.thread.x) / emulator::warp_lanes, 0, line);
+}
+FG_PRIMITIVE int again(int x) { return x; }
 
 }  // namespace fg

@@ -1,4 +1,4 @@
-// Bank conflicts of shared memory, counted for each line.
+// Bank conflicts of shared memory, counted for each place in the code.
 //
 // The model: 32 banks of 4 bytes. A warp's request of up to 4 bytes a lane is served at once, one of 8 bytes in two
 // halves of the warp, one of 16 bytes in four quarters (ldmatrix: its four matrices). Each of these takes as many
@@ -7,6 +7,7 @@
 // What belongs to one request: lanes run one after the other between two points where the warp is together, so the n-th
 // time that a lane passes a line since then is taken as one request with the n-th time of the other lanes.
 #pragma once
+#include <unordered_map>
 #include <vector>
 
 #include "../interface.h"
@@ -18,15 +19,15 @@ class Banks {
  public:
   enum Kind : int { load, store, copy, kinds };
 
-  explicit Banks(int lines) : counts(static_cast<size_t>(lines) + 1), sites_(counts.size() * kinds) {}
+  explicit Banks(int lines) : lines_(static_cast<size_t>(lines)), sites_((lines_ + 1) * kinds) {}
 
-  std::vector<SharedRequests> counts;
+  std::unordered_map<uint64_t, SharedRequests> counts;  // by line and place, the address that the call returns to
 
   // The next lane of the warp runs.
   void begin_lane() { ++turn_; }
 
-  void access(Kind kind, int lane, size_t offset, unsigned bytes, int line) {
-    if (line < 0 || static_cast<size_t>(line) >= counts.size()) return;
+  void access(Kind kind, int lane, size_t offset, unsigned bytes, int line, const void* place) {
+    if (line < 0 || static_cast<size_t>(line) > lines_) return;
     Site& site = sites_[static_cast<size_t>(line) * kinds + kind];
     if (site.segment != segment_) {
       site.segment = segment_;
@@ -40,7 +41,7 @@ class Banks {
     if (occurrence == site.requests.size()) {
       site.requests.push_back(used_);
       if (used_ == requests_.size()) requests_.emplace_back();
-      requests_[used_++] = {line, bytes, 0, {}};
+      requests_[used_++] = {place, line, bytes, 0, {}};
     }
     Request& request = requests_[site.requests[occurrence]];
     if (bytes > request.bytes) request.bytes = bytes;
@@ -58,6 +59,7 @@ class Banks {
 
  private:
   struct Request {
+    const void* place;  // of the first lane
     int line;
     unsigned bytes;
     uint32_t lanes;
@@ -70,7 +72,10 @@ class Banks {
   };
 
   void count(const Request& request) {
-    SharedRequests& total = counts[static_cast<size_t>(request.line)];
+    const uint64_t place = reinterpret_cast<uint64_t>(request.place);
+    SharedRequests& total = counts[place ^ static_cast<uint64_t>(request.line) << 48];
+    total.place = place;
+    total.line = request.line;
     const int lanes = request.bytes <= 4 ? 32 : request.bytes == 8 ? 16 : 8;  // served at a time
     ++total.requests;
     for (int first = 0; first < warp_lanes; first += lanes) {
@@ -97,6 +102,7 @@ class Banks {
     return fullest;
   }
 
+  size_t lines_;
   std::vector<Site> sites_;
   std::vector<Request> requests_;
   size_t used_ = 0;

@@ -83,7 +83,8 @@ class Block final : public Machine {
   void shared_access(Access access, const void* p, unsigned bytes, int line) override {
     const char* verb = access == Access::load ? "reads" : access == Access::store ? "writes" : "adds to";
     const size_t offset = shared_.place(verb, p, bytes, line);
-    banks.access(access == Access::load ? Banks::load : Banks::store, thread_.lane, offset, bytes, line);
+    banks.access(access == Access::load ? Banks::load : Banks::store, thread_.lane, offset, bytes, line,
+                 __builtin_return_address(0));
     if (access == Access::load) return shared_.read(thread_, offset, bytes, line);
     if (access == Access::add) shared_.require_written(offset, bytes, line);
     shared_.write(thread_, offset, bytes, line, access == Access::add ? Mark::atomic : 0);
@@ -91,19 +92,21 @@ class Block final : public Machine {
   void copy_async(void* target, const void* source, unsigned bytes, bool valid, int line) override {
     const size_t offset = shared_.place("copies to", target, bytes, line);
     if (valid) global.access(Access::load, source, bytes, writer(), line);
-    banks.access(Banks::copy, thread_.lane, offset, bytes, line);
+    banks.access(Banks::copy, thread_.lane, offset, bytes, line, __builtin_return_address(0));
     copies_.issue(thread_, offset, valid ? source : nullptr, line);
   }
   void copy_async_commit(int) override { copies_.commit(thread_); }
   void copy_async_wait(int pending, int) override { copies_.wait(thread_, pending); }
   void together(const Call& call) override {
     current().call = call;
+    current().place = __builtin_return_address(0);
     next_lane();
   }
 
  private:
   struct Lane {
     Call call;
+    const void* place;  // where the call returns to
     Index3 index;
     bool ended;
   };
@@ -235,7 +238,7 @@ class Block final : public Machine {
       const size_t offset = shared_.place("reads", call.in[0], 16, call.line);
       shared_.read({warp, lane}, offset, 16, call.line);
       banks.begin_lane();
-      banks.access(Banks::load, lane, offset, 16, call.line);
+      banks.access(Banks::load, lane, offset, 16, call.line, lane_of({warp, 0}).place);
     }
     banks.end_segment();
     matrix::load(calls, transposed);

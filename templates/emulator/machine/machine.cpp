@@ -5,6 +5,7 @@
 #include "fiber.h"  // first: it changes how <setjmp.h> is read
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -36,6 +37,7 @@ class Grid {
     for (size_t k = 1; k < std::min(wanted, order_.size()); ++k) others.emplace_back([this] { work(); });
     work();
     for (std::thread& each : others) each.join();
+    report_places();
   }
 
  private:
@@ -74,16 +76,30 @@ class Grid {
       launch_.traffic[k].stored += block.global.traffic[k].stored;
       launch_.traffic[k].added += block.global.traffic[k].added;
     }
-    for (size_t k = 0; k < block.banks.counts.size(); ++k) {
-      launch_.shared[k].requests += block.banks.counts[k].requests;
-      launch_.shared[k].wavefronts += block.banks.counts[k].wavefronts;
-      launch_.shared[k].least += block.banks.counts[k].least;
+    for (const auto& [key, found] : block.banks.counts) {
+      const void* place = reinterpret_cast<const void*>(found.place);
+      SharedRequests& sum = shared_[{call_at(reinterpret_cast<const void*>(launch_.enter), place), found.line}];
+      sum.requests += found.requests;
+      sum.wavefronts += found.wavefronts;
+      sum.least += found.least;
     }
+  }
+
+  void report_places() {
+    int used = 0;
+    for (const auto& [key, found] : shared_) {
+      if (used == launch_.places) break;
+      launch_.shared[used] = found;
+      launch_.shared[used].place = key.first;
+      launch_.shared[used++].line = key.second;
+    }
+    *launch_.places_used = used;
   }
 
   const Launch& launch_;
   GlobalShadow shadow_;
   std::vector<uint64_t> order_;
+  std::map<std::pair<uint64_t, int>, SharedRequests> shared_;  // by place and line
   std::atomic<size_t> next_{0};
   std::atomic<bool> failed_{false};
   std::mutex mutex_;

@@ -15,17 +15,22 @@
 namespace fg {
 namespace emulator {
 
+// The address of a call, given where it returns to, in the library that `in_kernel` lies in; 0 if it is elsewhere.
+inline uint64_t call_at(const void* in_kernel, const void* returns_to) {
+  Dl_info kernel, found;
+  if (!dladdr(const_cast<void*>(in_kernel), &kernel) || !dladdr(const_cast<void*>(returns_to), &found)) return 0;
+  if (kernel.dli_fbase != found.dli_fbase) return 0;
+  return reinterpret_cast<uint64_t>(returns_to) - reinterpret_cast<uint64_t>(kernel.dli_fbase) - 1;
+}
+
 // The number of frames.
 inline int trace(const void* in_kernel, uint64_t (&frames)[most_frames]) {
   int count = 0;
 #ifdef FG_HAS_BACKTRACE
-  Dl_info kernel, each;
   void* found[64];
-  if (!dladdr(const_cast<void*>(in_kernel), &kernel)) return 0;
   const int depth = backtrace(found, 64);
   for (int k = 0; k < depth && count < most_frames; ++k)
-    if (dladdr(found[k], &each) && each.dli_fbase == kernel.dli_fbase)
-      frames[count++] = reinterpret_cast<uint64_t>(found[k]) - reinterpret_cast<uint64_t>(kernel.dli_fbase) - 1;
+    if (const uint64_t address = call_at(in_kernel, found[k])) frames[count++] = address;
 #else
   (void)in_kernel, (void)frames;
 #endif
