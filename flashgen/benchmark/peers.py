@@ -83,14 +83,14 @@ PEERS: Mapping[str, Callable[[AttentionSpec, Inputs], Peer]] = MappingProxyType(
 
 def _check_expressible(spec: AttentionSpec) -> None:
     if not isinstance(spec.weights, Softmax) or spec.weights.sink is not None:
-        raise Inexpressible("its weights are a plain softmax")
+        raise Inexpressible("it computes a plain softmax only")
     if spec.dropout is not None:
-        raise Inexpressible("its dropout draws other decisions")
+        raise Inexpressible("its dropout makes other decisions")
     symbols = {node.name for node in walk(spec.score) if isinstance(node, Symbol) and node.kind is SymbolKind.SCORE}
     if not symbols <= {"s"} or simplify(derivative(apply("to_float", spec.score), score_input("s"))) != literal(1.0):
-        raise Inexpressible("its score is s plus a function of positions")
+        raise Inexpressible("it adds a function of positions to s, and does nothing else with s")
     if any(tensor.grad for tensor in spec.tensors) or any(param.grad for param in spec.params):
-        raise Inexpressible("its bias is one matrix, and takes no gradient back to what it was made from")
+        raise Inexpressible("it takes its bias as one matrix, and passes no gradient to what that was made from")
 
 
 def _position_evaluator(spec: AttentionSpec, inputs: Inputs, shard: Shard) -> Evaluator:

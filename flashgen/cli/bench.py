@@ -81,7 +81,7 @@ def bench(
     for title, comparisons in everything.items():
         _print(title, comparisons)
         for peer, reason in dict.fromkeys(pair for entry in comparisons for pair in entry.absent):
-            note(f"{peer} cannot compute '{title}': {reason}")
+            note(f"no {peer} for '{title}': {reason}")
 
 
 def _print(title: str, comparisons: Iterable[Comparison]) -> None:

@@ -37,6 +37,7 @@ class Expressions:
         self.report = report
         self.nodes = Nodes(report, budget)
         self.level = 0
+        self.written_out: dict[Macro, Expr | None] = {}  # definitions without parameters, each once
         self.rules: Mapping[type[syntax.Expression], Callable[[syntax.Expression], Expr | None]] = {
             syntax.Reference: self._reference,
             syntax.Number: self._number,
@@ -178,7 +179,7 @@ class Expressions:
         hints = suggestion(name, known)
         if not hints and nearest(name, (*FUNCTIONS, *scope.function_names())):
             hints = suggestion(name, (*FUNCTIONS, *scope.function_names()))
-        self._error("E101", f"unknown name '{name}'", node.span, hints or _FOREIGN_NAMES.get(name, ()))
+        self._error("E101", f"unknown name '{name}'", node.span, hints or names.FOREIGN_NAMES.get(name, ()))
 
     # --- operators
 
@@ -350,13 +351,18 @@ class Expressions:
         bound = {name: self._argument(each) for name, each in zip(parameters, arguments, strict=True)}
         if not macro.sound:
             return None
+        if macro in self.written_out:
+            return self.written_out[macro]
         self.nodes.step(self.frame.place(span))
         outer = self.frame
         self.frame = Frame(macro.scope, bound, macro, span, outer)
         try:
-            return self._resolve(macro.body)
+            value = self._resolve(macro.body)
         finally:
             self.frame = outer
+        if macro.parameters is None:
+            self.written_out[macro] = value
+        return value
 
     def _argument(self, node: syntax.Expression) -> Bound:
         while isinstance(node, syntax.Group):
@@ -385,13 +391,3 @@ def _divides(node: syntax.Expression) -> bool:
     while isinstance(node, syntax.Group):
         node = node.inner
     return isinstance(node, syntax.Binary) and node.operator == "/"
-
-
-_FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "q": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
-    "k": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
-    "v": ("the values enter after the weights; no expression sees them",),
-    "N": ("the lengths are 'Nq' and 'Nk'",),
-    "None": ("leave the statement out",),
-    "tau": ("'scale' states τ; 's' has it already",),
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.diagnostics import Span
@@ -45,6 +46,17 @@ _HOME = {
     "s": "'score' and 'weights' only",
     "dot": "'score' only",
     "sqdist": "'score' only",
+}
+
+
+# Names from other notations, and what stands for them here.
+FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "q": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
+    "k": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
+    "v": ("the values enter after the weights; no expression sees them",),
+    "N": ("the lengths are 'Nq' and 'Nk'",),
+    "None": ("leave the statement out",),
+    "tau": ("'scale' states τ; 's' has it already",),
 }
 
 

@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
-from flashgen.runtime.emulator import Report, SharedRequests, Traffic
+from flashgen.runtime.emulator import Report, SharedRequests, Traffic, compile_program
 from tests.emulator.helpers import Outcome, kernel, launch
 
 BANKS = kernel("banks")
@@ -101,6 +101,19 @@ def test_rows_of_matrices(stride: int, each: int) -> None:
 
 def test_swizzled_rows_of_matrices() -> None:
     assert counted("load_swizzled_matrix", 0) == (1, 4, 4)
+
+
+@pytest.mark.parametrize(("stride", "each"), [(16, 1), (32, 2), (128, 8)])
+def test_asynchronous_copies_write_in_quarters(stride: int, each: int) -> None:
+    assert counted("copies", stride) == (1, 4 * each, 4)
+
+
+def test_conflicts_tell_who_called() -> None:
+    report = launch(BANKS, {"stride": 32}, name="two_callers", shared_bytes=4096).report
+    conflicts = compile_program(BANKS, name="test").conflicts(report, report)
+    lines = BANKS.splitlines()
+    assert [each.wavefronts for each in conflicts] == [2 * 31]
+    assert ["INNER" in lines[conflicts[0].trace[0] - 1], "OUTER" in lines[conflicts[0].trace[1] - 1]] == [True, True]
 
 
 def test_each_time_a_line_is_passed_is_a_request() -> None:

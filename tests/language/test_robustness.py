@@ -96,11 +96,14 @@ def outcome(text: str) -> str:
         + "".join(f"def d{n}(x) = d{n - 1}(d{n - 1}(x))\n" for n in range(1, 60))
         + A
         + "d59(s) }",
-        "def d0 = 1\n" + "".join(f"def d{n} = d{n - 1} * d{n - 1}\n" for n in range(1, 60)) + A + "s * d59 }",
-        "def d0 = 1\n"
-        + "".join(f"def d{n} = d{n - 1} * d{n - 1}\n" for n in range(1, 13))
+        "def d0(x) = x\n"
+        + "".join(f"def d{n}(x) = d{n - 1}(x) * d{n - 1}(x)\n" for n in range(1, 60))
+        + A
+        + "s * d59(1) }",
+        "def d0(x) = x\n"
+        + "".join(f"def d{n}(x) = d{n - 1}(x) * d{n - 1}(x)\n" for n in range(1, 13))
         + "attention a { head_dim 64 "
-        + "".join(f"let x{n} = d12\n" for n in range(2000))
+        + "".join(f"let x{n} = d12(1)\n" for n in range(2000))
         + "}",
         "attention a { head_dim 64 " + "".join(f"const x{n} = x{(n + 1) % 3000}\n" for n in range(3000)) + "}",
         "attention a { head_dim 64 let x0 = s "

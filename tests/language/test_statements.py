@@ -261,3 +261,10 @@ def test_what_uses_an_unsound_definition_is_left_out_quietly() -> None:
     text = "def f(x) = x + nope\nattention a {{ {} }}"
     for body in ("head_dim f(1)", "head_dim 64 score f(s) mask f(i) > 0 scale f(1) dropout f(0) weights f(s)"):
         assert codes(text.format(body)) == ["E101"]
+
+
+def test_a_definition_without_parameters_is_written_out_once_a_statement() -> None:
+    before = "def d0 = i\n" + "".join(f"def d{n} = d{n - 1} - d{n - 1} + 1\n" for n in range(1, 8))
+    found = mask("d7 > 0", before=before)
+    assert len(list(walk(found))) < 30
+    assert found == mask("d7 > 0", before=before)

@@ -52,12 +52,3 @@ def test_continuous_integration_runs_the_command_of_the_readme(repository: Path)
     assert "make test" in script.read_text()
     assert "make test" in (repository / "README.md").read_text()
     assert "make demo" in (repository / "README.md").read_text()
-
-
-def test_every_link_of_the_documents_leads_somewhere(repository: Path) -> None:
-    documents = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "specs/LANGUAGE.md", "flashgen/ARCHITECTURE.md")
-    for document in documents:
-        page = repository / document
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{document} links to '{target}'"

@@ -65,4 +65,5 @@ def captured(n: int = 37) -> dict[str, Any]:
 
 def error(value: Tensor, truth: Tensor) -> float:
     """Relative distance in the Frobenius norm."""
-    return float((value.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
+    value, truth = value.detach().double(), truth.detach().double()
+    return float((value - truth).norm() / truth.norm().clamp(min=1e-30))

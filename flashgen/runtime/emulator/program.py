@@ -20,6 +20,8 @@ from flashgen.runtime.emulator.trace import lines_of
 
 _KINDS = tuple(FaultKind)
 _MOST_PLACES = 1 << 14
+# Line numbers, and calls that return to the line that made them: for traces.
+_FLAGS = ("-g1", "-fno-optimize-sibling-calls")
 
 
 class _Allocation(ctypes.Structure):
@@ -174,7 +176,7 @@ class Program:
 def compile_program(source: str, *, name: str = "kernel", cache: Cache | None = None) -> Program:
     """Compile all kernels of a source; raises ``CompilerMissing`` and ``CompileFailed``."""
     found = find_compiler()
-    compiler = Compiler((*found.command, "-g1"), found.version)  # line numbers, for the trace of a fault
+    compiler = Compiler((*found.command, *_FLAGS), found.version)
     machine, kernels = compile_sources([machine_source(), kernel_source(source, name)], cache=cache, compiler=compiler)
     return Program(name, source, kernel_names(source), kernels.seconds, _load(kernels.path), _load(machine.path))
 

@@ -47,25 +47,30 @@ FG_INLINE ranges::Int range_of(int32_t x) { return ranges::point(x); }
 FG_INLINE ranges::Bool range_of(bool x) { return ranges::point(x); }
 FG_INLINE ranges::Float range_of(float x) { return ranges::point(x); }
 
-// A float32 gradient buffer that is one task's own (plain additions) or shared between tasks (atomic ones).
+// Where one task adds the gradient of a captured value: to a double precision copy of its own, or to the float32 result,
+// plainly or, where tasks share elements, atomically. Neither: nobody asked for it.
 struct Gradient {
-  float* base;  // null where nobody asked for it
-  bool shared;
+  double* own = nullptr;
+  float* result = nullptr;
+  bool shared = false;
+
+  bool wanted() const { return own || result; }
 };
 
-FG_INLINE void add(Gradient gradient, int64_t offset, float value) {
-  float* p = gradient.base + offset;
-  if (!gradient.shared) {
-    *p += value;
-    return;
-  }
+template <class Value> FG_INLINE void add(const Gradient& gradient, int64_t offset, Value value) {
+  if (gradient.own) {
+    gradient.own[offset] += value;
+  } else if (!gradient.shared) {
+    gradient.result[offset] += float(value);
+  } else {
 #pragma omp atomic
-  *p += value;
+    gradient.result[offset] += float(value);
+  }
 }
 
 // Adds one value a row; only the first n rows count.
 template <class... Rest>
-FG_INLINE void add_rows(Gradient gradient, int n, VecF value, int64_t offset0, Rest... indices) {
+FG_INLINE void add_rows(const Gradient& gradient, int n, VecF value, int64_t offset0, Rest... indices) {
   int64_t offset[W] = {};
   add_offsets(offset, indices...);
   for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);

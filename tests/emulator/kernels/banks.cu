@@ -52,3 +52,14 @@ extern "C" __global__ void two_rounds(const Arguments p) {
   clear(32 * 32);
   for (int k = 0; k < 2; ++k) fg::shared_load(shared<float>() + thread() * (k ? p.stride : 1));  // HERE
 }
+// Conflicts in a function that two lines call, of which one has none.
+FG_DEVICE float column(int stride) { return fg::shared_load(shared<float>() + thread() * stride); }  // INNER
+
+extern "C" __global__ void two_callers(const Arguments p) {
+  clear(32 * 32);
+  column(1);
+  column(p.stride);  // OUTER
+}
+extern "C" __global__ void copies(const Arguments p) {
+  fg::copy_async_16(fg::shared_memory() + thread() * p.stride, nullptr, false);  // HERE
+}

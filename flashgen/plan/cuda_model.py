@@ -1,0 +1,35 @@
+"""What the CUDA templates keep in shared memory, byte for byte.
+
+In: a variant, an element type, a tile. Out: bytes. The buffers are those of ``templates/cuda/forward.cuh.jinja`` and
+``backward.cuh.jinja``; the generated source asserts that its own sizes are these.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.types import ElementType
+
+WINDOW = 1024  # tiles that one list of visits covers
+VISIT_LIST = 2 * WINDOW // 8 + 2 * WINDOW
+FLOAT = 4
+
+
+def padded(head_dim: int) -> int:
+    """A head dimension in whole matrix instructions."""
+    return -(-head_dim // 16) * 16
+
+
+def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
+    """A ``SharedTile``: panels of 2, 4 or 8 chunks of 16 bytes a row."""
+    chunks = columns * element.bytes // 16
+    width = 8 if chunks >= 5 else 4 if chunks >= 3 else 2
+    return -(-chunks // width) * width * 16 * rows
+
+
+def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
+    """Q, rings of K and V, the visits, norms where the score uses them; O takes their place at the end."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    total = tile_bytes(Br, D, element) + stages * (tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)) + VISIT_LIST
+    if variant.uses_sqdist:
+        total += FLOAT * (Br + Bc)
+    return max(total, tile_bytes(Br, Dv, element))

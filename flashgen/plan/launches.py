@@ -1,0 +1,80 @@
+"""Launches: which kernels make up a pass on a GPU, over what grids, with what memory; data that every host can follow.
+
+Stage 3, plan. In: nothing. Out: the types. A host fills ``struct Arguments`` (``plan/arguments.py``), allocates
+``workspace_bytes``, clears the buffers that ask for it, and starts the launches one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ALIGNMENT = 256  # of every buffer in the workspace
+
+
+@dataclass(frozen=True)
+class Factor:
+    """⌈size / tile⌉ · times, where ``size`` is the name of an integer field of ``struct Arguments``."""
+
+    size: str
+    tile: int = 1
+    times: int = 1
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        """The number at these sizes."""
+        return -(-sizes[self.size] // self.tile) * self.times
+
+
+@dataclass(frozen=True)
+class Count:
+    """A constant times the product of its factors."""
+
+    factors: tuple[Factor, ...]
+    times: int = 1
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        """The number at these sizes."""
+        result = self.times
+        for factor in self.factors:
+            result *= factor.value(sizes)
+        return result
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A part of the workspace; ``clear``: it has to be zero when the first launch starts."""
+
+    name: str
+    bytes: Count
+    clear: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel on a grid of blocks in one dimension. A grid of none is not started."""
+
+    kernel: str
+    grid: Count
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class PassLaunches:
+    """One pass: its workspace and its kernels, in order."""
+
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+
+    def offsets(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[int, int]]:
+        """Where each buffer begins in the workspace, and its bytes; one behind the other, aligned."""
+        at, found = 0, {}
+        for buffer in self.buffers:
+            length = buffer.bytes.value(sizes)
+            found[buffer.name] = (at, length)
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
+        """The bytes that ``workspace`` has to point to."""
+        return sum(-(-length // ALIGNMENT) * ALIGNMENT for _, length in self.offsets(sizes).values())
