@@ -72,7 +72,7 @@ def bench(
     from flashgen.benchmark.bench import bench as compare
 
     everything: dict[str, list[Comparison]] = {}
-    for op in loaded_operators(file, name, backend, constants):
+    for op in loaded_operators(file, name, backend, shape, constants):
         steps = compare(op, shape=shape, dtype=ElementType(dtype) if dtype else None, peers=peers)
         everything[op.spec.name] = list(progress(steps, f"timing {op.spec.name}"))
     if as_json:

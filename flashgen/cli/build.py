@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from flashgen.cli.console import note, print_json
+from flashgen.cli.console import note, print_json, progress
 from flashgen.cli.options import Constant, json_option, read_names, set_option, spec_arguments
 
 
@@ -51,12 +51,15 @@ def build(
     """Compile specs: write a Python package of operator and sources for each attention."""
     from flashgen.pipeline import build_file
 
-    results = [
+    built = (
         result
         for file in files
         for result in build_file(file, output=output, targets=targets, constants=dict(constants), check=check)
-    ]
+    )
+    results = list(progress(built, "building"))
     stale = [result for result in results if result.changed]
+    if not check:
+        _warn_without_compiler()
     if as_json:
         print_json(
             [
@@ -78,6 +81,15 @@ def build(
             f"{len(stale)} of {len(results)} folders are not what would be written; run flashgen build without --check"
         )
         sys.exit(1)
+
+
+def _warn_without_compiler() -> None:
+    from flashgen.runtime.compiler import CompilerMissing, find_compiler
+
+    try:
+        find_compiler()
+    except CompilerMissing as error:
+        note(f"warning: nothing was compiled; here the operators run as PyTorch code, which is slow: {error}")
 
 
 def _print(

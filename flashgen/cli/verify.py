@@ -49,7 +49,7 @@ def verify(
     from flashgen import verification
 
     reports: dict[str, list[Case]] = {}
-    for op in loaded_operators(file, name, backend, constants):
+    for op in loaded_operators(file, name, backend, shape, constants):
         shapes = (shape,) if shape else verification.default_shapes(op.spec)
         reports[op.spec.name] = list(progress(verification.verify(op, shapes), f"verifying {op.spec.name}"))
     rows = [row for cases in reports.values() for case in cases for row in case.rows]

@@ -35,7 +35,7 @@ def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
     floats = Br * Dp + D * ld + Br * Dvp + variant.head_dim.v * ld + bc * (Dp + Dvp) + 2 * bc * ld + Dp * ld
-    floats += bc * (Dp + Dvp) + 2 * Br
+    floats += bc * (Dp + Dvp) + 3 * Br
     for gradient in variant.gradients:
         floats += {Level.ROW: Br, Level.COLUMN: Bc * lanes}.get(gradient.level, 0)
     return FLOAT * floats

@@ -28,6 +28,10 @@ from flashgen.runtime.signature import Signature
 # A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
 _PROCESS = os.getpid()
 
+# Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
+_SPARE_BYTES = 1 << 22
+_MOST_SPARE = 4
+
 
 class _Arguments(NamedTuple):
     """A checked call: tensors as kernels take them, and the values of params and dropout."""
@@ -55,6 +59,7 @@ class Engine:
         self.spec = spec
         self.signature = Signature.of(spec)
         self._pairs = pairs
+        self._spare: list[Tensor] = []  # workspaces that no call is using; popping and appending are atomic
         is_reference = kernels is None and pairs is None
         self.checker = CallChecker(spec, kernels, any_dtype=is_reference, cpu_only=not is_reference)
         self._tensors_end = 3 + len(spec.tensors)
@@ -82,7 +87,7 @@ class Engine:
             if self.signature.has_lse:
                 lse = torch.empty(call.o_shape[:3])
                 values[slots["lse"]] = lse.data_ptr()
-            _run(call, kernel, values, values[slots["threads"]], kernel.forward_workspace, kernel.forward)
+            self._run(call, kernel, values, values[slots["threads"]], kernel.forward_workspace, kernel.forward)
         return o if lse is None else (o, lse)
 
     def backward(self, d_o: Tensor, *args: Any) -> list[Tensor]:
@@ -101,9 +106,11 @@ class Engine:
                 gradients = tiled.backward(self._problem(a), d_o, d_lse, needs)
         else:
             gradients = self._run_backward(a, a.call.kernel, d_o, (d_lse, o, lse), needs)
-        found: list[Any] = [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
-        types = [x.dtype for x, need in zip(inputs, needs, strict=True) if need]
-        return [gradient.to(dtype) for gradient, dtype in zip(found, types, strict=True)]
+        return [
+            gradient if gradient.dtype is x.dtype else gradient.to(x.dtype)
+            for gradient, x in zip(gradients, inputs, strict=True)
+            if gradient is not None
+        ]
 
     def _run_backward(
         self,
@@ -113,20 +120,19 @@ class Engine:
         rows: tuple[Tensor | None, Tensor | None, Tensor | None],
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Gradients of q, k, v in their type and of the rest in float32; None for a captured one not asked for."""
+        """Gradients of q, k, v in their type and of the rest in float32; None where not asked for."""
         d_lse, o, lse = rows
         d_o = _unit_stride(d_o)
         d_lse = None if d_lse is None else d_lse.contiguous()
         values, slots = self._values(a, kernel), kernel.layout.slots
         for name, tensor in (("d_o", d_o), ("d_lse", d_lse), ("o", o), ("lse", lse)):
             values[slots[name]] = 0 if tensor is None else tensor.data_ptr()
-        for axis, stride in zip("bhn", d_o.stride(), strict=False):
-            values[slots[f"d_o_stride_{axis}"]] = stride
-        gradients: list[Tensor | None] = []
-        for name, x in (("dq", a.q), ("dk", a.k), ("dv", a.v)):
-            buffer = torch.empty(x.shape, dtype=x.dtype)
-            gradients.append(buffer)
+        values[slots["d_o_stride_b"]], values[slots["d_o_stride_h"]], values[slots["d_o_stride_n"]], _ = d_o.stride()
+        # Kernels write all three, asked for or not.
+        buffers = [torch.empty(x.shape, dtype=x.dtype) for x in (a.q, a.k, a.v)]
+        for name, buffer in zip(("dq", "dk", "dv"), buffers, strict=True):
             values[slots[name]] = buffer.data_ptr()
+        gradients = [buffer if need else None for buffer, need in zip(buffers, needs, strict=False)]
         for name, captured, need in zip(self.signature.names, (*a.tensors, *a.given), needs[3:], strict=True):
             if captured is None or not need:
                 gradients.append(None)
@@ -135,8 +141,30 @@ class Engine:
             gradients.append(buffer)
             values[slots[gradient_field(name)]] = buffer.data_ptr()
         key = (values[slots["threads"]], a.deterministic, *needs[3:])
-        _run(a.call, kernel, values, key, kernel.backward_workspace, kernel.backward)
+        self._run(a.call, kernel, values, key, kernel.backward_workspace, kernel.backward)
         return gradients
+
+    def _run(
+        self,
+        call: Call,
+        kernel: Kernel,
+        values: list[float],
+        key: object,
+        workspace: Callable[[bytes], int],
+        run: Callable[[bytes], object],
+    ) -> None:
+        """One pass of a kernel, with the workspace that it asks for: its size depends on the call and on ``key``."""
+        layout = kernel.layout
+        needed = call.workspaces.get(key)
+        if needed is None:
+            needed = call.workspaces[key] = workspace(layout.pack(*values))
+        scratch = self._spare.pop() if self._spare else None
+        if scratch is None or scratch.numel() < needed:
+            scratch = torch.empty(needed, dtype=torch.uint8)
+        values[layout.slots["workspace"]] = scratch.data_ptr()
+        run(layout.pack(*values))
+        if scratch.numel() <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
+            self._spare.append(scratch)
 
     def _check(self, args: Sequence[Any]) -> _Arguments:
         """The arguments of the forward operator, checked."""
@@ -193,24 +221,6 @@ class Engine:
             dropout=a.dropout,
             pairs=self._pairs,
         )
-
-
-def _run(
-    call: Call,
-    kernel: Kernel,
-    values: list[float],
-    key: object,
-    workspace: Callable[[bytes], int],
-    run: Callable[[bytes], object],
-) -> None:
-    """One pass of a kernel, with the workspace that it asks for: its size depends on the call and on ``key``."""
-    layout = kernel.layout
-    needed = call.workspaces.get(key)
-    if needed is None:
-        needed = call.workspaces[key] = workspace(layout.pack(*values))
-    scratch = torch.empty(needed, dtype=torch.uint8)
-    values[layout.slots["workspace"]] = scratch.data_ptr()
-    run(layout.pack(*values))
 
 
 def _threads() -> int:

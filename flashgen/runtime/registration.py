@@ -105,13 +105,14 @@ def _register(name: str, engine: Engine) -> Registered:
 class Attention(torch.autograd.Function):
     """Saves the inputs, o and lse; backward is one call of the backward operator.
 
-    Arguments: the op, what runs it (the operator below autograd, or the engine itself), and the operator's own.
+    Arguments: the op, what runs it (the operator below autograd, or the engine itself), and the operator's own, those
+    that are no tensors as one tuple: PyTorch looks at every argument several times.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Registered, run: Callable[..., Any], *args: Any) -> Any:
-        result = run(*args)
-        _save(ctx, op, args, result)
+    def forward(ctx: Any, op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any) -> Any:
+        result = run(*tensors, *rest)
+        _save(ctx, op, rest, tensors, result)
         return result
 
     @staticmethod
@@ -119,10 +120,9 @@ class Attention(torch.autograd.Function):
         op: Registered = ctx.op
         count = op.signature.tensor_arguments
         saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2 : 2 + op.signature.inputs]
-        rest = (None,) * (count - op.signature.inputs + len(ctx.rest))
+        needs = ctx.needs_input_grad[3 : 3 + op.signature.inputs]
         if d_o is None and d_lse is None:
-            return (None,) * (2 + op.signature.inputs) + rest
+            return (None,) * (3 + count)
         if d_o is None:
             q, v = saved[0], saved[2]
             d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
@@ -132,20 +132,23 @@ class Attention(torch.autograd.Function):
         else:
             backward = functools.partial(_Once.apply, op) if transforming() else op.backward
         found = iter(backward(d_o, *lse, *saved[:count], *ctx.rest, needs))
-        return (None, None, *(next(found) if need else None for need in needs), *rest)
+        seed_and_probability = (None,) * (count - op.signature.inputs)
+        return (None, None, None, *(next(found) if need else None for need in needs), *seed_and_probability)
 
 
 class TransformedAttention(Attention):
     """``Attention`` in the form that torch.func asks for, at the price of a slower call."""
 
     @staticmethod
-    def forward(_op: Registered, run: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        return run(*args)
+    def forward(  # type: ignore[override]
+        _op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any
+    ) -> Any:
+        return run(*tensors, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        op, _, *args = inputs
-        _save(ctx, op, args, output)
+        op, _, rest, *tensors = inputs
+        _save(ctx, op, rest, tensors, output)
 
 
 class _Once(torch.autograd.Function):
@@ -167,22 +170,32 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _save(ctx: Any, op: Registered, args: Sequence[Any], result: Any) -> None:
-    """Keep what backward needs."""
-    count = op.signature.tensor_arguments
-    ctx.save_for_backward(*args[:count], *(result if op.signature.has_lse else ()))
+def _save(ctx: Any, op: Registered, rest: tuple[Any, ...], tensors: Sequence[Any], result: Any) -> None:
+    """Keep what backward needs. Raises ``ValueError`` where a gradient is wanted that the spec does not declare."""
+    for position, declaration in op.signature.fixed:
+        if ctx.needs_input_grad[3 + position]:
+            raise ValueError(
+                f"argument '{op.signature.names[position - 3]}' requires a gradient, which the spec does not give it; "
+                f"declare it `{declaration} grad`, or pass it detached"
+            )
+    ctx.save_for_backward(*tensors, *(result if op.signature.has_lse else ()))
     ctx.set_materialize_grads(False)
-    ctx.op, ctx.rest = op, args[count:]
+    ctx.op, ctx.rest = op, rest
+
+
+def _differentiable(function: type[Attention], op: Registered, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    count = op.signature.tensor_arguments
+    return function.apply(op, run, args[count:], *args[:count])  # type: ignore[no-untyped-call]
 
 
 def call(op: Registered, *args: Any) -> Any:
     """Call the op. Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel."""
     if is_plain(args[: op.signature.tensor_arguments]):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return Attention.apply(op, op.engine.forward, *args)  # type: ignore[no-untyped-call]
+            return _differentiable(Attention, op, op.engine.forward, args)
         return op.engine.forward(*args)
     if transforming():
-        return TransformedAttention.apply(op, op.forward_below_autograd, *args)  # type: ignore[no-untyped-call]
+        return _differentiable(TransformedAttention, op, op.forward_below_autograd, args)
     return op.forward(*args)
 
 
@@ -207,7 +220,7 @@ def transforming() -> bool:
 
 def _autograd(op: Registered, *args: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return Attention.apply(op, op.forward_below_autograd, *args)  # type: ignore[no-untyped-call]
+        return _differentiable(Attention, op, op.forward_below_autograd, args)
     return op.forward_below_autograd(*args)
 
 

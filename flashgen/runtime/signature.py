@@ -62,6 +62,13 @@ class Signature:
         """The number of arguments that may receive a gradient: q, k, v, tensors, params."""
         return 3 + len(self.names)
 
+    @cached_property
+    def fixed(self) -> tuple[tuple[int, str], ...]:
+        """Positions and declarations of the captured values that receive no gradient."""
+        tensors = [(tensor.grad, f"tensor {tensor.name}: {describe_tensor(tensor)}") for tensor in self.tensors]
+        params = [(param.grad, f"param {param.name}: {kind(param)}") for param in self.params]
+        return tuple((n, text) for n, (grad, text) in enumerate([*tensors, *params], start=3) if not grad)
+
     @property
     def tensor_arguments(self) -> int:
         """The number of leading arguments that are tensors or None: the inputs, then seed and dropout_p."""

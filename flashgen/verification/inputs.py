@@ -126,13 +126,21 @@ def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tup
     return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
 
 
-def accepts(spec: AttentionSpec, shape: Shape) -> bool:
-    """Whether no captured tensor is empty at these sizes and no index of one leaves it."""
+def refusal(spec: AttentionSpec, shape: Shape) -> str | None:
+    """Why the operator would refuse a call at these sizes; None if it would not."""
     head_dim = spec.head_dims[0]
+    for tensor in spec.tensors:
+        extents = tensor_shape(tensor, shape, head_dim)
+        if min(extents, default=0) < 0:
+            return f"tensor '{tensor.name}' would have the shape {list(extents)}"
     sizes = _sizes(shape, head_dim)
-    return all(extent > 0 for tensor in spec.tensors for extent in tensor_shape(tensor, shape, head_dim)) and all(
-        check_index(proof, sizes) is None for proof in prove_indices(spec, head_dim)
-    )
+    return next(filter(None, (check_index(proof, sizes) for proof in prove_indices(spec, head_dim))), None)
+
+
+def accepts(spec: AttentionSpec, shape: Shape) -> bool:
+    """Whether the operator can be called at these sizes, and no captured tensor is empty."""
+    extents = (extent for tensor in spec.tensors for extent in tensor_shape(tensor, shape, spec.head_dims[0]))
+    return 0 not in extents and refusal(spec, shape) is None
 
 
 def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:

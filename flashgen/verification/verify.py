@@ -37,7 +37,7 @@ _ROUNDS, _FEW = 4, 64
 _DEFAULT_SHAPES = (
     Shape(2, 4, 2, 113, 113),
     Shape(1, 2, 1, 77, 203),
-    Shape(2, 2, 2, 1, 64),
+    Shape(2, 2, 2, 5, 64),
     Shape(1, 1, 1, 256, 256),
 )
 

@@ -1,4 +1,4 @@
-// Layer 1 of the CUDA primitives under the emulator: the same names as instructions.cuh, one file an instruction family.
+// Layer 1 of the CUDA primitives under the emulator: the names of instructions.cuh, one file an instruction family.
 //
 // Contract: compiled as C++17 by the host's compiler with FLASHGEN_EMULATOR defined, before any other primitive. Every
 // name takes one argument more than on a GPU, the line it is called from, which no caller writes.

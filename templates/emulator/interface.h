@@ -1,7 +1,7 @@
 // The border between the two sides of the emulator, which are compiled apart.
 //
 //   kernel/    pasted into the generated source: CUDA's words and the names of layer 1, each of which calls a Machine
-//   machine/   one library for all kernels: fibers, memories, barriers, matrix units, counts. It never sees a kernel's types
+//   machine/   one library for all kernels: fibers, memories, barriers, matrix units, counts; it sees no kernel's types
 //
 // Contract: both sides are compiled by the same compiler from the same text of this file. Everything that crosses is
 // plain data; an error ends the launch and arrives as a Failure, never as an exception.
@@ -37,10 +37,10 @@ enum class Together : int {
 struct Call {
   Together what;
   int line;
-  void* out;           // shuffle: the value; ballot: the bits; load_matrix: 4 registers; mma: 4 accumulators, read and written
-  const void* in[2];   // shuffle: the value; load_matrix: the row; mma: a and b
-  int number;          // shuffle: the lane that is read; ballot: the condition
-  int bytes;           // shuffle: the size of the value
+  void* out;          // shuffle: the value; ballot: the bits; load_matrix: 4 registers; mma: d, read and written
+  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b
+  int number;         // shuffle: the lane that is read; ballot: the condition
+  int bytes;          // shuffle: the size of the value
 };
 
 class Machine {

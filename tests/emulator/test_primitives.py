@@ -62,7 +62,7 @@ def test_shuffles_and_votes(random: np.random.Generator) -> None:
     y = call("shuffles", x, np.zeros((32, 8), np.uint32), 0)
     lane = np.arange(32)
     votes = sum(int(bit) << int(at) for at, bit in zip(lane, x % 3 == 0, strict=True))
-    expected = [x, x[lane ^ 5], x[[3] * 32], x[(lane + 1) % 32], x[lane - 1], lane[lane - 1], [votes] * 32, [0] * 32]
+    expected = [x, x[lane ^ 5], x[[3] * 32], x[(lane + 1) % 32], x[lane - 1], lane[lane - 1], [votes] * 32, lane]
     assert np.array_equal(y, np.stack([np.asarray(each, np.uint32) for each in expected], 1))
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 RUN = """
-import resource, sys
+import sys
+from pathlib import Path
 import torch
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.verification import random_inputs
 
-path, length = sys.argv[1], int(sys.argv[2])
-op = flashgen.load(path)
+op = flashgen.load(sys.argv[1])
 
 def run(n):
     inputs = random_inputs(op.spec, Shape(1, 1, 1, n, n), op.spec.head_dims[0], torch.float32)
@@ -27,31 +27,25 @@ def run(n):
     torch.autograd.grad(o, list(leaves.values()), inputs.d_o)
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 run(256)  # what libraries take once
 before = peak()
-run(length)
+run(int(sys.argv[2]))
 print(peak() - before)
 """
 
 TOKENS = 65_536
-# q, k, v, o, d_o and three gradients of 64 floats a token, and as much again for copies in flight; a single boolean
-# for each pair would take 4.3 GB.
-BYTES_A_TOKEN = 2 * 8 * 64 * 4
+# q, k, v, d_o, o and three gradients, and as much again for workspaces; a boolean for each pair would take 4.3 GB.
+ROWS = 16
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "packed_documents", "sparse_butterfly"])
-def test_64k_tokens(name: str, specs: Path) -> None:
-    growth = {length: peak_growth(specs / f"{name}.attn", length) for length in (TOKENS // 2, TOKENS)}
-    head_dims = 2 if name == "packed_documents" else 1  # of 64
-    assert growth[TOKENS] < TOKENS * BYTES_A_TOKEN * head_dims * 1.5, growth
-    assert growth[TOKENS] < 2.5 * growth[TOKENS // 2], growth
-
-
-def peak_growth(spec: Path, length: int) -> int:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+@pytest.mark.parametrize(("name", "head_dim"), [("gpt_oss", 64), ("packed_documents", 128), ("sparse_butterfly", 64)])
+def test_64k_tokens(name: str, head_dim: int, specs: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(spec), str(length)],
+        [sys.executable, "-c", RUN, str(specs / f"{name}.attn"), str(TOKENS)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -59,4 +53,5 @@ def peak_growth(spec: Path, length: int) -> int:
         env={**os.environ, "MALLOC_ARENA_MAX": "1"},
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    grown = int(done.stdout)
+    assert 0 < grown < ROWS * TOKENS * head_dim * 4, f"{grown / 1e6:.0f} MB"

@@ -111,6 +111,20 @@ def test_dropout_has_to_be_in_the_spec(backend: str) -> None:
         call(*qkv(), dropout_p=0.0)
 
 
+def test_gradients_have_to_be_in_the_spec(backend: str) -> None:
+    fixed = flashgen.loads(
+        "attention f { head_dim 16 tensor slope: f32[H] param a: f32 = 1.0 score a * s - slope[h] * (i - j) }",
+        backend=backend,
+    )
+    slope = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match=r"'slope' requires a gradient.*`tensor slope: f32\[H\] grad`"):
+        fixed(*qkv(), slope=slope)
+    with pytest.raises(ValueError, match=r"'a' requires a gradient.*`param a: f32 grad`"):
+        fixed(*qkv(), slope=slope.detach(), a=torch.tensor(1.0, requires_grad=True))
+    with torch.no_grad():
+        fixed(*qkv(), slope=slope)
+
+
 def test_required_params(backend: str) -> None:
     gaussian = flashgen.loads("attention g { head_dim 16 param ell: f32 score s * ell }", backend=backend)
     with pytest.raises(TypeError, match="missing argument 'ell': the spec declares param ell: f32"):

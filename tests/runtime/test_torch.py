@@ -180,7 +180,8 @@ def test_activation_checkpointing(backend: str, use_reentrant: bool) -> None:
     del arguments["seed"]
 
     def run(*x: Tensor) -> Tensor:
-        return op(RICH, backend)(*x, deterministic=True, **arguments)
+        o: Tensor = op(RICH, backend)(*x, deterministic=True, **arguments)
+        return o
 
     torch.manual_seed(0)
     truth = torch.autograd.grad(run(*inputs).square().sum(), inputs)

@@ -10,7 +10,9 @@ namespace fg {
 FG_PRIMITIVE void copy_async_16(void* shared, const void* global, bool valid, int line = __builtin_LINE()) {
   emulator::registers.machine->copy_async(shared, global, 16, valid, line);
 }
-FG_PRIMITIVE void copy_async_commit(int line = __builtin_LINE()) { emulator::registers.machine->copy_async_commit(line); }
+FG_PRIMITIVE void copy_async_commit(int line = __builtin_LINE()) {
+  emulator::registers.machine->copy_async_commit(line);
+}
 template <int pending> FG_PRIMITIVE void copy_async_wait(int line = __builtin_LINE()) {
   static_assert(pending >= 0, "a number of groups");
   emulator::registers.machine->copy_async_wait(pending, line);

@@ -43,7 +43,7 @@ class Block final : public Machine {
   bool run(Index3 index, uint64_t number) {
     if (!shared_.allocated() || fibers_.contexts.empty()) {
       faults.failure.fault = Fault::launch;
-      snprintf(faults.failure.message, sizeof faults.failure.message, "no host memory for the stacks and the shared memory");
+      snprintf(faults.failure.message, sizeof faults.failure.message, "no host memory for stacks and shared memory");
       return false;
     }
     registers_ = {{}, index, launch_.block, launch_.grid, this};
@@ -115,9 +115,12 @@ class Block final : public Machine {
     int line = 0;  // of the barrier
   };
 
+  Warp& warp_of(int warp) { return warps_[static_cast<size_t>(warp)]; }
   Lane& lane_of(Thread t) { return lanes_[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
   Context& fiber_of(Thread t) { return fibers_.contexts[static_cast<size_t>(t.warp * warp_lanes + t.lane)]; }
-  GlobalShadow::Writer writer() const { return {number_, static_cast<uint32_t>(thread_.warp * warp_lanes + thread_.lane)}; }
+  GlobalShadow::Writer writer() const {
+    return {number_, static_cast<uint32_t>(thread_.warp * warp_lanes + thread_.lane)};
+  }
   Lane& current() { return lane_of(thread_); }
 
   static void run_thread(void* block) { static_cast<Block*>(block)->run_thread(); }
@@ -178,7 +181,7 @@ class Block final : public Machine {
     int ended = 0;
     for (int l = 0; l < warp_lanes; ++l) ended += lanes[l].ended;
     if (ended == warp_lanes) {
-      warps_[static_cast<size_t>(warp)].state = Warp::ended;
+      warp_of(warp).state = Warp::ended;
       return;
     }
     for (int l = 1; l < warp_lanes; ++l) compare(warp, 0, l);
@@ -194,21 +197,21 @@ class Block final : public Machine {
       const int waits = one.ended ? b : a, left = one.ended ? a : b;
       thread_.lane = waits;
       const Call& call = lane_of({warp, waits}).call;
-      faults.report(Fault::divergence, call.line, 0, "lane %d of warp %d comes to '%s', but lane %d has ended", waits, warp,
-                    name(call.what), left);
+      faults.report(Fault::divergence, call.line, 0, "lane %d of warp %d comes to '%s', but lane %d has ended", waits,
+                    warp, name(call.what), left);
     }
     if (one.call.what != other.call.what || one.call.line != other.call.line)
       faults.report(Fault::divergence, one.call.line, other.call.line,
-                    "lane %d of warp %d comes to '%s', but lane %d to '%s' of line %d", a, warp, name(one.call.what), b,
-                    name(other.call.what), other.call.line);
+                    "lane %d of warp %d comes to '%s', but lane %d to '%s' of line %d", a, warp, name(one.call.what),
+                    b, name(other.call.what), other.call.line);
   }
 
   void carry_out(int warp, const Call (&calls)[warp_lanes]) {
     switch (calls[0].what) {
       case Together::warp_barrier: clocks_.warp_barrier(warp); break;
       case Together::block_barrier:
-        warps_[static_cast<size_t>(warp)].state = Warp::at_barrier;
-        warps_[static_cast<size_t>(warp)].line = calls[0].line;
+        warp_of(warp).state = Warp::at_barrier;
+        warp_of(warp).line = calls[0].line;
         break;
       case Together::shuffle: shuffle(calls); break;
       case Together::ballot: ballot(calls); break;
@@ -247,17 +250,19 @@ class Block final : public Machine {
   // No warp is ready. True if a barrier was complete and all go on, false if all have ended.
   bool release_barrier() {
     int waits = -1, ended = -1;
-    for (int w = static_cast<int>(warps_.size()) - 1; w >= 0; --w) (warps_[static_cast<size_t>(w)].state == Warp::ended ? ended : waits) = w;
+    const int warps = static_cast<int>(warps_.size());
+    for (int w = warps - 1; w >= 0; --w) (warp_of(w).state == Warp::ended ? ended : waits) = w;
     if (waits < 0) return false;
-    const int line = warps_[static_cast<size_t>(waits)].line;
+    const int line = warp_of(waits).line;
     thread_ = {waits, 0};
     if (ended >= 0)
-      faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits, ended);
-    for (int w = 0; w < static_cast<int>(warps_.size()); ++w) {
-      const int other = warps_[static_cast<size_t>(w)].line;
+      faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits,
+                    ended);
+    for (int w = 0; w < warps; ++w) {
+      const int other = warp_of(w).line;
       if (other != line)
-        faults.report(Fault::deadlock, line, other, "warp %d waits at 'block_barrier', but warp %d at that of line %d", waits, w,
-                      other);
+        faults.report(Fault::deadlock, line, other,
+                      "warp %d waits at 'block_barrier', but warp %d at that of line %d", waits, w, other);
     }
     clocks_.block_barrier();
     for (Warp& warp : warps_) warp.state = Warp::ready;

@@ -1,7 +1,7 @@
 // How a launch ends early: the first fault is written down and the scheduler takes over.
 //
-// Contract: `report` does not return. It leaves the fibers where they are, so that nothing above it is unwound. The calls
-// that led to the fault are traced on the stack of the fiber at fault: here, or by the scheduler, which wakes it once more.
+// Contract: `report` does not return. It leaves the fibers where they are, so that nothing above it is unwound. The
+// calls that led to the fault are traced on the stack of its fiber: here, or by the scheduler, which wakes it once more.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>

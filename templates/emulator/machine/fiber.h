@@ -30,9 +30,10 @@ class Fibers {
  public:
   using Body = void (*)(void*);
 
-  static constexpr size_t stack_bytes = 256 << 10, guard_bytes = 16 << 10;  // pages that are never touched cost nothing
+  static constexpr size_t stack_bytes = 256 << 10, guard_bytes = 16 << 10;  // untouched pages cost nothing
 
-  Fibers(int count, Body body, void* argument) : contexts(static_cast<size_t>(count)), body_(body), argument_(argument) {
+  Fibers(int count, Body body, void* argument)
+      : contexts(static_cast<size_t>(count)), body_(body), argument_(argument) {
     bytes_ = contexts.size() * (stack_bytes + guard_bytes);
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
@@ -41,7 +42,8 @@ class Fibers {
       return;
     }
     memory_ = static_cast<char*>(memory);
-    for (size_t k = 0; k < contexts.size(); ++k) start(contexts[k], memory_ + k * (stack_bytes + guard_bytes), k % 64 * 1088);
+    for (size_t k = 0; k < contexts.size(); ++k)
+      start(contexts[k], memory_ + k * (stack_bytes + guard_bytes), k % 64 * 1088);
   }
   ~Fibers() {
     if (bytes_) munmap(memory_, bytes_);
@@ -52,7 +54,7 @@ class Fibers {
   std::vector<Context> contexts;  // empty where there was no memory for the stacks
 
  private:
-  // Stacks begin at different places of their pages, so that those of a warp do not fall into the same sets of the cache.
+  // Stacks begin at different places of their pages, so that those of a warp fall into different sets of the cache.
   void start(Context& fiber, char* stack, size_t shift) {
     mprotect(stack, guard_bytes, PROT_NONE);  // stacks grow down into it
     ucontext_t first;

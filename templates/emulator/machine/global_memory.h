@@ -26,8 +26,9 @@ class GlobalMemory {
     if (index < 0) refuse(access, address, bytes, line);
     if (address % bytes != 0) {
       const Allocation& hit = launch_.allocation[index];
-      faults_.report(Fault::misaligned, line, 0, "%s %u bytes at byte %" PRIu64 " of '%s': the address is no multiple of %u",
-                     verb(access), bytes, address - hit.address, hit.name, bytes);
+      faults_.report(Fault::misaligned, line, 0,
+                     "%s %u bytes at byte %" PRIu64 " of '%s': the address is no multiple of %u", verb(access), bytes,
+                     address - hit.address, hit.name, bytes);
     }
     const uint64_t offset = address - launch_.allocation[index].address;
     const auto found = shadow_.access(static_cast<size_t>(index), access, offset, bytes, thread, line);
@@ -55,11 +56,13 @@ class GlobalMemory {
     uint64_t distance = UINT64_MAX;
     for (int k = 0; k < launch_.allocations; ++k) {
       const Allocation& a = launch_.allocation[k];
-      const uint64_t d = address < a.address ? a.address - address : address < a.address + a.bytes ? 0 : address - a.address - a.bytes;
+      const uint64_t end = a.address + a.bytes;
+      const uint64_t d = address < a.address ? a.address - address : address < end ? 0 : address - end;
       if (d < distance) nearest = &a, distance = d;
     }
     if (address < 65536)
-      faults_.report(Fault::outside, line, 0, "%s %u bytes through a null pointer plus %" PRIu64, verb(access), bytes, address);
+      faults_.report(Fault::outside, line, 0, "%s %u bytes through a null pointer plus %" PRIu64, verb(access), bytes,
+                     address);
     if (!nearest)
       faults_.report(Fault::outside, line, 0, "%s %u bytes, and the launch has no allocation", verb(access), bytes);
     if (address < nearest->address)
@@ -75,7 +78,8 @@ class GlobalMemory {
                        : found.conflict == Conflict::stored_twice       ? "stored and was stored by another thread"
                                                                         : "stored by one block and added to by another";
     const int other = found.conflict == Conflict::written_after_load ? found.mark.load_line() : found.mark.write_line();
-    faults_.report(Fault::global_race, line, other, "byte %" PRIu64 " of '%s' is %s", found.offset, allocation.name, what);
+    faults_.report(Fault::global_race, line, other, "byte %" PRIu64 " of '%s' is %s", found.offset, allocation.name,
+                   what);
   }
 
   static const char* verb(Access access) {

@@ -78,7 +78,8 @@ class GlobalShadow {
   }
   static uint64_t with_write(Mark mark, Access access, Writer writer, int line) {
     const uint64_t flags = (mark.bits & 7) | (access == Access::store ? Mark::stored : Mark::added);
-    return flags | static_cast<uint64_t>(line & 0xffff) << 19 | uint64_t{writer.thread & 1023} << 35 | (writer.block & 0x7ffff) << 45;
+    const uint64_t who = uint64_t{writer.thread & 1023} << 35 | (writer.block & 0x7ffff) << 45;
+    return flags | static_cast<uint64_t>(line & 0xffff) << 19 | who;
   }
 
   struct Free {

@@ -29,7 +29,7 @@ class Grid {
   void run() {
     if (!shadow_.allocated()) {
       launch_.failure->fault = Fault::launch;
-      snprintf(launch_.failure->message, sizeof launch_.failure->message, "no host memory for the shadow of the allocations");
+      snprintf(launch_.failure->message, sizeof launch_.failure->message, "no host memory to watch the allocations");
       return;
     }
     const size_t wanted = static_cast<size_t>(launch_.host_threads < 1 ? 1 : launch_.host_threads);
@@ -108,10 +108,10 @@ class Grid {
 const char* impossible(const Launch& launch) {
   const uint64_t threads = volume(launch.block);
   if (threads == 0 || threads > most_threads) return "a block has between 1 and 1024 threads";
-  if (threads % warp_lanes != 0) return "the emulator runs whole warps: the threads of a block must be a multiple of 32";
+  if (threads % warp_lanes != 0) return "the emulator runs whole warps: a block's threads must be a multiple of 32";
   if (volume(launch.grid) == 0) return "a grid has at least one block in each dimension";
-  if (launch.grid.y > 65535 || launch.grid.z > 65535) return "a grid has at most 65535 blocks in its second and third dimension";
-  if (launch.grid.x > INT32_MAX) return "a grid has at most 2147483647 blocks in its first dimension";
+  if (launch.grid.y > 65535 || launch.grid.z > 65535) return "a grid has at most 65535 blocks in dimensions y and z";
+  if (launch.grid.x > INT32_MAX) return "a grid has at most 2147483647 blocks in dimension x";
   return nullptr;
 }
 

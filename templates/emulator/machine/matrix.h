@@ -7,31 +7,15 @@
 //   both       d: (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8, 2t + 1)
 //
 // Contract: products are exact and sums are rounded to float32 after each term, in the order of k; hardware's order and
-// rounding differ in the last place. A tf32 operand loses its 13 low bits: hardware does not look at them.
+// rounding differ in the last place.
 #pragma once
 #include <string.h>
 
+#include "../formats.h"
 #include "../interface.h"
 
 namespace fg {
 namespace emulator {
-
-inline float float_of_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline float float_of_half(uint32_t half) {
-  const uint32_t magnitude = (half & 0x7fff) << 13, sign = (half & 0x8000) << 16, rebase = (127u - 15u) << 23;
-  // A subnormal gets an implicit 1, which is then subtracted; infinity and NaN have the largest exponent in both.
-  const float subnormal = float_of_bits(magnitude + rebase + (1u << 23)) - 0x1p-14f;
-  uint32_t bits;
-  memcpy(&bits, &subnormal, sizeof bits);
-  bits = magnitude >= 31u << 23 ? magnitude + 2 * rebase : magnitude >= 1u << 23 ? magnitude + rebase : bits;
-  return float_of_bits(bits | sign);
-}
-inline float float_of_bfloat(uint32_t bfloat) { return float_of_bits(bfloat << 16); }
-inline float float_of_tf32(uint32_t tf32) { return float_of_bits(tf32 & 0xffffe000u); }
 
 namespace matrix {
 
@@ -62,7 +46,8 @@ template <float (*convert)(uint32_t)> void mma_16bit(const Call (&calls)[warp_la
       for (int half = 0; half < 2; ++half)
         a[g + r % 2 * 8][2 * t + r / 2 * 8 + half] = convert(operand(calls[lane], 0)[r] >> 16 * half & 0xffff);
     for (int r = 0; r < 2; ++r)
-      for (int half = 0; half < 2; ++half) b[2 * t + 8 * r + half][g] = convert(operand(calls[lane], 1)[r] >> 16 * half & 0xffff);
+      for (int half = 0; half < 2; ++half)
+        b[2 * t + 8 * r + half][g] = convert(operand(calls[lane], 1)[r] >> 16 * half & 0xffff);
   }
   product<16>(calls, a, b);
 }
@@ -77,8 +62,8 @@ inline void mma_tf32(const Call (&calls)[warp_lanes]) {
   product<8>(calls, a, b);
 }
 
-// ldmatrix: lane 8 m + r supplies row r of matrix m; every lane receives two neighbours of row lane / 4, or, transposed,
-// of column lane / 4, of each matrix. The rows have been checked.
+// ldmatrix: lane 8 m + r supplies row r of matrix m; every lane receives two neighbours of row lane / 4, or,
+// transposed, of column lane / 4, of each matrix. The rows have been checked.
 inline void load(const Call (&calls)[warp_lanes], bool transposed) {
   uint16_t matrix[4][8][8];
   for (int lane = 0; lane < warp_lanes; ++lane) memcpy(matrix[lane / 8][lane % 8], calls[lane].in[0], 16);

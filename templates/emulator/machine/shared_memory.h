@@ -5,7 +5,7 @@
 // additions do not race with each other; bytes of an asynchronous copy are not touched until a wait covers it.
 //
 // Two readers suffice. The first mark is the latest reader, the second the latest one from any other warp; so a writer
-// finds a reader of another warp if there was one. Readers of one warp and one step share a mark, which then says `many`.
+// finds a reader of another warp if there was one. Readers of one warp and one step share a mark: it then says `many`.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,8 @@ namespace emulator {
 // Step, line, flags and thread in 64 bits; zero is "nobody".
 class Mark {
  public:
-  static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11, many = 1u << 11;  // in_flight: writers, many: readers
+  // in_flight is of writers, many of readers.
+  static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11, many = 1u << 11;
 
   Mark() = default;
   Mark(uint32_t step, int line, Thread thread, uint64_t flags = 0)
@@ -66,18 +67,20 @@ class SharedMemory {
   size_t place(const char* verb, const void* p, unsigned bytes, int line) {
     const uint64_t offset = reinterpret_cast<uint64_t>(p) - reinterpret_cast<uint64_t>(data_);
     if (offset >= bytes_ || bytes_ - offset < bytes)
-      faults_.report(Fault::shared_outside, line, 0, "%s %u bytes of shared memory at byte %lld; the launch has %zu", verb,
-                     bytes, static_cast<long long>(offset), bytes_);
+      faults_.report(Fault::shared_outside, line, 0, "%s %u bytes of shared memory at byte %lld; the launch has %zu",
+                     verb, bytes, static_cast<long long>(offset), bytes_);
     if (offset % bytes != 0)
-      faults_.report(Fault::misaligned, line, 0, "%s %u bytes at byte %zu of shared memory: the address is no multiple of %u",
-                     verb, bytes, static_cast<size_t>(offset), bytes);
+      faults_.report(Fault::misaligned, line, 0,
+                     "%s %u bytes at byte %zu of shared memory: the address is no multiple of %u", verb, bytes,
+                     static_cast<size_t>(offset), bytes);
     return offset;
   }
 
   void require_written(size_t offset, unsigned bytes, int line) {
     for (size_t at = offset; at < offset + bytes; ++at)
       if (!shadow_[at].writer)
-        faults_.report(Fault::uninitialized, line, 0, "adds to byte %zu of shared memory, which nothing has written", at);
+        faults_.report(Fault::uninitialized, line, 0,
+                       "adds to byte %zu of shared memory, which nothing has written", at);
   }
 
   void read(Thread thread, size_t offset, unsigned bytes, int line) {
@@ -128,7 +131,9 @@ class SharedMemory {
  private:
   struct Shadow {
     Mark writer, reader, other_reader;
-    bool operator==(const Shadow& s) const { return writer == s.writer && reader == s.reader && other_reader == s.other_reader; }
+    bool operator==(const Shadow& s) const {
+      return writer == s.writer && reader == s.reader && other_reader == s.other_reader;
+    }
   };
 
   // Whether the thread has not seen the access: they may happen in either order.
@@ -175,21 +180,23 @@ class SharedMemory {
     const Thread copier = {writer.warp(), writer.lane()};
     if (commitments && !commitments->committed(copier, at))
       faults_.report(Fault::not_committed, line, writer.line(),
-                     "warp %d lane %d %s byte %zu of shared memory, the target of an asynchronous copy that warp %d lane %d "
-                     "has not committed",
+                     "warp %d lane %d %s byte %zu of shared memory, the target of an asynchronous copy that warp %d "
+                     "lane %d has not committed",
                      thread.warp, thread.lane, verb, at, copier.warp, copier.lane);
     faults_.report(Fault::not_awaited, line, writer.line(),
-                   "warp %d lane %d %s byte %zu of shared memory, the target of an asynchronous copy that no wait of warp %d "
-                   "lane %d has covered",
+                   "warp %d lane %d %s byte %zu of shared memory, the target of an asynchronous copy that no wait of "
+                   "warp %d lane %d has covered",
                    thread.warp, thread.lane, verb, at, copier.warp, copier.lane);
   }
 
-  [[noreturn]] void race(const char* now, const char* before, Thread thread, Mark mark, bool many, size_t at, int line) {
+  [[noreturn]] void race(const char* now, const char* before, Thread thread, Mark mark, bool many, size_t at,
+                         int line) {
     const bool same_warp = mark.warp() == thread.warp;
     char who[48];
     snprintf(who, sizeof who, many ? "several lanes of warp %d" : "warp %d lane %d", mark.warp(), mark.lane());
-    faults_.report(Fault::race, line, mark.line(), "byte %zu of shared memory is %s by warp %d lane %d and was %s by %s, with no %s between",
-                   at, now, thread.warp, thread.lane, before, who, same_warp ? "warp barrier" : "block barrier");
+    faults_.report(Fault::race, line, mark.line(),
+                   "byte %zu of shared memory is %s by warp %d lane %d and was %s by %s, with no %s between", at, now,
+                   thread.warp, thread.lane, before, who, same_warp ? "warp barrier" : "block barrier");
   }
 
   size_t bytes_;

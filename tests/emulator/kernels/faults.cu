@@ -154,7 +154,8 @@ FG_DEVICE const float4* mine() { return reinterpret_cast<const float4*>(fg::shar
 
 extern "C" __global__ void wait_too_weak(const Arguments p) {
   for (int k = 0; k < 2; ++k) {
-    fg::copy_async_16(fg::shared_memory() + 16 * (thread() + k * 32), p.x + 4 * (thread() + k * 32), true);  // OTHER
+    const int chunk = thread() + 32 * k;
+    fg::copy_async_16(fg::shared_memory() + 16 * chunk, p.x + 4 * chunk, true);  // OTHER
     fg::copy_async_commit();
   }
   fg::copy_async_wait<1>();

@@ -48,7 +48,8 @@ template <bool bfloat> FG_DEVICE void matmul(const Arguments& p) {
       uint32_t a[4], b[4];
       fg::load_matrix_x4(a, chunk<depth>(stage, 16 * warp + lane % 16, k + lane / 16 * 8));  // rows of A
       for (int n = 0; n < tile; n += 16) {
-        fg::load_matrix_x4_transposed(b, chunk<tile>(stage + 2 * tile * depth, k + lane % 16, n + lane / 16 * 8));  // rows of B
+        char* const rows = stage + 2 * tile * depth;
+        fg::load_matrix_x4_transposed(b, chunk<tile>(rows, k + lane % 16, n + lane / 16 * 8));  // rows of B
         for (int half = 0; half < 2; ++half) {
           const uint32_t operand[2] = {b[2 * half], b[2 * half + 1]};
           if (bfloat)
@@ -67,5 +68,5 @@ template <bool bfloat> FG_DEVICE void matmul(const Arguments& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) matmul_f16(const Arguments arguments) { matmul<false>(arguments); }
-extern "C" __global__ void __launch_bounds__(128, (1 + 1)) matmul_bf16(const Arguments arguments) { matmul<true>(arguments); }
+extern "C" __global__ void __launch_bounds__(128) matmul_f16(const Arguments p) { matmul<false>(p); }
+extern "C" __global__ void __launch_bounds__(128, (1 + 1)) matmul_bf16(const Arguments p) { matmul<true>(p); }

@@ -29,7 +29,8 @@ extern "C" __global__ void copy_16(const Arguments p) { copy<float4>(p); }
 
 // Bytes to floats.
 extern "C" __global__ void copy_1(const Arguments p) {
-  if (global_thread() < p.n) fg::global_store(out<float>(p) + global_thread(), float(fg::global_load(in<uint8_t>(p) + global_thread())));
+  const int k = global_thread();
+  if (k < p.n) fg::global_store(out<float>(p) + k, float(fg::global_load(in<uint8_t>(p) + k)));
 }
 
 // Chunks of 16 bytes in reverse order inside a block; chunks from n on are zeros and are not read.
@@ -60,7 +61,8 @@ extern "C" __global__ void indices(const Arguments p) {
   const int block = int(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
   const int inside = int(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
   const int threads = int(blockDim.x * blockDim.y * blockDim.z);
-  const int digits[6] = {int(blockIdx.x), int(blockIdx.y), int(blockIdx.z), int(threadIdx.x), int(threadIdx.y), int(threadIdx.z)};
+  const int digits[6] = {int(blockIdx.x),  int(blockIdx.y),  int(blockIdx.z),
+                         int(threadIdx.x), int(threadIdx.y), int(threadIdx.z)};
   for (int k = 0; k < 6; ++k) fg::global_store(out<int>(p) + 6 * (block * threads + inside) + k, digits[k]);
 }
 
@@ -77,13 +79,14 @@ extern "C" __global__ void block_sum(const Arguments p) {
   fg::global_store(out<float>(p) + blockIdx.x, sum);
 }
 
-// Rows of 8 words: the lane's own, xor 5, lane 3, the next lane, 8 bytes from the lane before, ballot.
+// Rows of 8 words: the lane's own, xor 5, lane 3, the next lane, 8 bytes from the lane before, ballot, warp and lane.
 extern "C" __global__ void shuffles(const Arguments p) {
   const uint32_t x = fg::global_load(in<uint32_t>(p) + thread());
   const uint64_t wide = uint64_t{x} << 32 | uint32_t(thread());
   const uint64_t before = fg::shuffle(wide, (thread() + 31) % 32);
-  const uint32_t words[8] = {x, fg::shuffle_xor(x, 5), fg::shuffle(x, 3), fg::shuffle(x, thread() + 1), uint32_t(before >> 32),
-                             uint32_t(before), fg::ballot(x % 3 == 0), 0};
+  const uint32_t words[8] = {x, fg::shuffle_xor(x, 5), fg::shuffle(x, 3), fg::shuffle(x, thread() + 1),
+                             uint32_t(before >> 32), uint32_t(before), fg::ballot(x % 3 == 0),
+                             uint32_t(100 * fg::warp_index() + fg::lane_index())};
   for (int k = 0; k < 8; ++k) fg::global_store(out<uint32_t>(p) + 8 * thread() + k, words[k]);
 }
 
@@ -103,13 +106,13 @@ extern "C" __global__ void load_matrices(const Arguments p) {
   }
 }
 
-// D = D + A B for A 16 x 8, B 8 x 8, D 16 x 8 in float32, one after the other in x; the fragments of the PTX ISA, spelled out.
+// D + A B for A 16 x 8, B 8 x 8, D 16 x 8 in float32, one after the other in x; the PTX ISA's fragments, spelled out.
 extern "C" __global__ void mma_tf32(const Arguments p) {
   const uint32_t *A = in<uint32_t>(p), *B = A + 128;
   const float* D = reinterpret_cast<const float*>(B + 64);
   const int g = thread() / 4, t = thread() % 4;
-  const uint32_t a[4] = {fg::global_load(A + 8 * g + t), fg::global_load(A + 8 * (g + 8) + t), fg::global_load(A + 8 * g + t + 4),
-                         fg::global_load(A + 8 * (g + 8) + t + 4)};
+  const uint32_t a[4] = {fg::global_load(A + 8 * g + t), fg::global_load(A + 8 * (g + 8) + t),
+                         fg::global_load(A + 8 * g + t + 4), fg::global_load(A + 8 * (g + 8) + t + 4)};
   const uint32_t b[2] = {fg::global_load(B + 8 * t + g), fg::global_load(B + 8 * (t + 4) + g)};
   float d[4];
   for (int k = 0; k < 4; ++k) d[k] = fg::global_load(D + 8 * (g + k / 2 * 8) + 2 * t + k % 2);
@@ -125,8 +128,8 @@ extern "C" __global__ void conversions(const Arguments p) {
   if (k >= p.n) return;
   const float x = fg::global_load(in<float>(p) + k);
   const uint32_t half = fg::pack_f16(x, -x);
-  uint4 words = make_uint4(half, fg::pack_bf16(x, -x), fg::round_tf32(x), __float_as_uint(fg::unpack_f16(uint16_t(half))));
-  fg::global_store(out<uint4>(p) + k, words);
+  const float back = fg::unpack_f16(uint16_t(half));
+  fg::global_store(out<uint4>(p) + k, make_uint4(half, fg::pack_bf16(x, -x), fg::round_tf32(x), __float_as_uint(back)));
 }
 
 // Pairs: 2^x, 1 / x.

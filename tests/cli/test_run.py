@@ -1,0 +1,142 @@
+"""The commands that plan, run and measure a spec, and those about the machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashgen import verification
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.verification import Case, Row
+from tests.cli.helpers import flashgen
+
+SMALL = ("--shape", "1,2,1,9,17")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("specs") / "two.attn"
+    file.write_text(
+        "attention first { head_dim 32 dtype f32, bf16 tensor slope: f32[H] grad score s - slope[h] * abs(i - j) }\n"
+        "attention second { head_dim 16 dtype f32 mask causal weights sigmoid(s) }\n"
+    )
+    return file
+
+
+def test_verify_shows_every_result(spec: Path) -> None:
+    outcome = flashgen("verify", spec, *SMALL)
+    assert outcome.code == 0, outcome.stdout
+    first, _, second = outcome.stdout.partition("second:")
+    for tensor in ("o", "lse", "dq", "dk", "dv", "dslope"):
+        assert len(re.findall(rf" {tensor} .* ok$", first, re.MULTILINE)) == 2, tensor
+    assert " lse " not in second
+    assert "16 of 16 tensors within tolerance" in outcome.stderr
+
+
+def test_verify_as_json(spec: Path) -> None:
+    outcome = flashgen("verify", spec, *SMALL, "--name", "first", "--json")
+    (case, _) = json.loads(outcome.stdout)["first"]
+    assert case["shape"] == [1, 2, 1, 9, 17]
+    row = case["tensors"][0]
+    assert row["tensor"] == "o"
+    assert row["ok"] is True
+    assert row["error"] <= row["tolerance"]
+
+
+def test_verify_on_the_reference(spec: Path) -> None:
+    assert flashgen("verify", spec, *SMALL, "--backend", "reference").code == 0
+
+
+def test_a_result_beyond_tolerance_exits_with_1(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> Iterator[Case]:
+        yield Case(HeadDim(32, 32), ElementType.F32, Shape(1, 1, 1, 1, 1), (Row("dq", 0.5, 1e-7, 2e-5),))
+
+    monkeypatch.setattr(verification, "verify", wrong)
+    outcome = flashgen("verify", spec, "--name", "second")
+    assert outcome.code == 1
+    assert re.search(r"dq +5\.0e-01 +1\.0e-07 +2\.0e-05 +FAIL", outcome.stdout)
+    assert "0 of 1 tensors within tolerance" in outcome.stderr
+
+
+@pytest.mark.parametrize("backend", ["cuda", "emulator"])
+def test_a_backend_that_is_not_there_is_wrong_usage(spec: Path, backend: str) -> None:
+    outcome = flashgen("verify", spec, "--backend", backend)
+    assert outcome.code == 2
+    assert backend in outcome.stderr
+
+
+def test_a_shape_that_the_spec_refuses_is_wrong_usage(tmp_path: Path) -> None:
+    file = tmp_path / "square.attn"
+    file.write_text("attention square { head_dim 16 tensor t: f32[Nk] score s + t[i] }")
+    outcome = flashgen("verify", file, "--shape", "1,1,1,20,10")
+    assert outcome.code == 2
+    assert "'t'" in outcome.stderr
+
+
+def test_plan_gives_its_reasons(spec: Path) -> None:
+    outcome = flashgen("plan", spec, "--device", "zen3")
+    assert outcome.code == 0
+    assert "first, head_dim 32, on 'zen3'" in outcome.stdout
+    assert "second, head_dim 16, on 'zen3'" in outcome.stdout
+    assert "B_r × B_c = " in outcome.stdout
+
+
+def test_plan_as_json_follows_the_sram(spec: Path) -> None:
+    plans = {}
+    for sram in (2**16, 2**21):
+        outcome = flashgen("plan", spec, "--device", "generic", "--sram", sram, "--json")
+        plans[sram] = json.loads(outcome.stdout)[0]
+    small, large = plans[2**16], plans[2**21]
+    assert small["sram_bytes"] == 2**16
+    assert small["forward"]["Br"] * small["forward"]["Bc"] < large["forward"]["Br"] * large["forward"]["Bc"]
+    assert large["reasons"]
+
+
+def test_bench_compares_in_the_same_run(spec: Path) -> None:
+    outcome = flashgen("bench", spec, *SMALL, "--name", "first", "--json")
+    assert outcome.code == 0, outcome.stderr
+    forward, both = json.loads(outcome.stdout)["first"]
+    assert (forward["pass"], both["pass"]) == ("forward", "forward+backward")
+    own, dense = forward["times"]
+    assert (own["name"], dense["name"]) == ("flashgen", "dense")
+    assert own["ratio"]["median"] == 1
+    assert own["seconds"]["low"] <= own["seconds"]["median"] <= own["seconds"]["high"]
+    assert "sdpa" in forward["absent"]
+
+
+def test_bench_says_why_a_peer_is_missing(spec: Path) -> None:
+    outcome = flashgen("bench", spec, *SMALL, "--name", "second")
+    assert outcome.code == 0
+    assert "forward+backward" in outcome.stdout
+    assert "no sdpa for 'second': it computes a plain softmax only" in outcome.stderr
+
+
+def test_devices() -> None:
+    outcome = flashgen("devices", "--json")
+    local, *others = json.loads(outcome.stdout)
+    assert local["name"] == "local"
+    assert local["cores"] >= 1
+    assert "generic" in {device["name"] for device in others}
+    for device in others:
+        assert device["name"] in flashgen("devices").stdout
+
+
+def test_cache_lists_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    empty = json.loads(flashgen("cache", "--json").stdout)
+    assert empty == {"folder": str(tmp_path / "cache"), "entries": []}
+    assert not (tmp_path / "cache").exists()
+    file = tmp_path / "one.attn"
+    file.write_text("attention one { head_dim 16 }")
+    assert flashgen("build", file, "-o", tmp_path / "out").code == 0
+    (entry,) = json.loads(flashgen("cache", "--json").stdout)["entries"]
+    assert entry["size"] > 0
+    assert "one_d16_cpu" in flashgen("cache").stdout
+    assert flashgen("cache", "clear").code == 0
+    assert json.loads(flashgen("cache", "--json").stdout)["entries"] == []
