@@ -36,8 +36,9 @@ imports: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 # The committed output is what the compiler writes today.
+PACKAGES := $(patsubst generated/%/manifest.json,%,$(wildcard generated/*/manifest.json))
 generated: .venv/.installed
-	$(BIN)/flashgen build --check $(foreach folder,$(wildcard generated/*/),specs/$(notdir $(patsubst %/,%,$(folder))).attn)
+	$(if $(PACKAGES),$(BIN)/flashgen build --check $(PACKAGES:%=specs/%.attn))
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.build_time

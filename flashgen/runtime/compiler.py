@@ -26,7 +26,7 @@ from flashgen.runtime.cache import Cache
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Each is left out where the compiler refuses it: slower, never wrong.
-OPTIONAL_FLAGS = ("-march=native", "-fopenmp")
+OPTIONAL_FLAGS = ("-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
 CANDIDATES = ("c++", "g++", "clang++")
 
 _LIBRARY = "library.so"

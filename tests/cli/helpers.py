@@ -21,7 +21,7 @@ class Outcome:
     stderr: str
 
 
-def flashgen(*arguments: str | Path) -> Outcome:
+def flashgen(*arguments: str | int | Path) -> Outcome:
     """Run a command in this process; an exception that reaches the top fails the test."""
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -30,7 +30,7 @@ def flashgen(*arguments: str | Path) -> Outcome:
 
 
 def flashgen_process(
-    *arguments: str | Path, folder: Path | None = None, environment: dict[str, str] | None = None
+    *arguments: str | int | Path, folder: Path | None = None, environment: dict[str, str] | None = None
 ) -> Outcome:
     """Run a command in a process of its own."""
     done = subprocess.run(

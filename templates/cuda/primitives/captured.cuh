@@ -18,4 +18,25 @@ FG_DEVICE bool element(const bool* tensor, int64_t index) {
   return global_load(reinterpret_cast<const uint8_t*>(tensor) + index) != 0;
 }
 
+// ---- sums whose order does not matter ----
+
+FG_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// `largest` are the bits of a float at least as large as any contribution's absolute value, less than 2^e: the unit is
+// 2^(e - 32), so that 2^31 contributions fit into 64 bits. Where it is no number, neither is any sum.
+FG_DEVICE int unit_exponent(uint32_t largest) { return int(largest >> 23) - 126 - 32; }
+FG_DEVICE double power_of_two(int exponent) {
+  const uint64_t bits = uint64_t(exponent + 1023) << 52;
+  double r;
+  memcpy(&r, &bits, sizeof(r));
+  return r;
+}
+FG_DEVICE uint64_t fixed_point(float value, uint32_t largest) {
+  return uint64_t(int64_t(rint(double(value) * power_of_two(-unit_exponent(largest)))));
+}
+FG_DEVICE float from_fixed_point(uint64_t sum, uint32_t largest) {
+  if (largest >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+  return float(double(int64_t(sum)) * power_of_two(unit_exponent(largest)));
+}
+
 }  // namespace fg

@@ -86,6 +86,21 @@ template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&
   load_square<Order::along, false>(r, tile, row, inner, lane);
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
+// Rows row … row + 15 of the tile are rows of A, for a B that is read across its tile.
+template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, int inner, int lane) {
+  using T = typename Tile::element;
+  Left<T> a;
+  if constexpr (sizeof(T) == 2) {
+    load_square<Order::down, false>(a.r, tile, row, inner, lane);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto pair = shared_load(reinterpret_cast<const uint2*>(tile.at(row + lane / 4 + 8 * half, inner + lane % 4 * 2)));
+      a.r[half] = pair.x, a.r[half + 2] = pair.y;
+    }
+  }
+  return a;
+}
 // Columns column … column + 15 of the tile are rows of A.
 template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column, int lane) {
   using T = typename Tile::element;
@@ -216,17 +231,22 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulat
   }
 }
 
-// D += Aᵀ B over the rows of both tiles; D's rows are columns row … of A, its columns are columns column … of B.
-template <int m_tiles, int n_tiles, class TileA, class TileB>
+// D += Aᵀ B over the rows of both tiles, or A B over A's columns and B's rows; D's rows are columns (or rows) row … of A, its
+// columns are columns column … of B.
+template <bool transposed = true, int m_tiles, int n_tiles, class TileA, class TileB>
 FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
   using T = typename TileA::element;
-  static_assert(n_tiles % 2 == 0 && TileA::rows == TileB::rows, "operands come in pairs, of one inner dimension");
+  static_assert(n_tiles % 2 == 0 && (transposed ? TileA::rows : TileA::columns) == TileB::rows,
+                "operands come in pairs, of one inner dimension");
   const int lane = again(lane_index());
 #pragma unroll
-  for (int inner = 0; inner < TileA::rows; inner += Element<T>::depth) {
+  for (int inner = 0; inner < TileB::rows; inner += Element<T>::depth) {
     Left<T> left[m_tiles];
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) left[m] = load_left_across(a, inner, row + 16 * m, lane);
+    for (int m = 0; m < m_tiles; ++m) {
+      if constexpr (transposed) left[m] = load_left_across(a, inner, row + 16 * m, lane);
+      else left[m] = load_left_for_across(a, row + 16 * m, inner, lane);
+    }
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
@@ -235,6 +255,21 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int ro
       for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
     }
   }
+}
+
+// ---- accumulators to global memory -----------------------------------------------------------------------------------
+
+// Adds an accumulator to 128 floats, atomically; number e of lane l has place 32 e + l.
+FG_DEVICE void global_add_fragment(float* sums, const float (&d)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) global_add(sums + 32 * e + lane_index(), d[e]);
+}
+
+// The largest number up to `most` that divides n.
+FG_CONSTEXPR int largest_divisor(int n, int most) {
+  int divisor = most;
+  while (n % divisor != 0) --divisor;
+  return divisor;
 }
 
 }  // namespace fg

@@ -75,8 +75,10 @@ template <class T> FG_DEVICE T global_load(const T* p) {
   return value;
 }
 template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
-// Atomic.
+// Atomic, all three.
 FG_DEVICE void global_add(float* p, float value) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory"); }
+FG_DEVICE void global_add(uint64_t* p, uint64_t value) { asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory"); }
+FG_DEVICE void global_max(uint32_t* p, uint32_t value) { asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory"); }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
