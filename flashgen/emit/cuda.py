@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from flashgen.analysis.levels import Level
-from flashgen.analysis.variant import DOT, Variant
+from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.emit.cpu import (
     _base_2,
     _by_name,
     _declaration,
     _Declaration,
     _formula,
+    _labels,
     _shallow,
     _tidy,
 )
@@ -26,12 +28,15 @@ from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Apply, Expr, Literal
+from flashgen.ir.expr import Apply, Expr, Literal, Load
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import argument_fields
-from flashgen.plan.cuda_plan import CudaPlan
+from flashgen.plan.arguments import argument_fields, gradient_field
+from flashgen.plan.cuda_launches import atomic_buffers, captured_elements, exact_buffers, passes
+from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
+from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
 
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
@@ -41,6 +46,12 @@ C_TYPES: Mapping[ElementType, str] = {
     ElementType.BF16: "fg::bfloat_t",
     ElementType.F32: "float",
 }
+
+
+class _AddHook(Protocol):
+    """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
+
+    def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,35 @@ class _Pass:
     name: str
     comment: str
     constants: Mapping[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True)
+class _RowFunction:
+    """A function of one row, evaluated where a pass begins or ends."""
+
+    name: str
+    code: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A captured gradient as the backward template sees it."""
+
+    level: str
+    number: int  # of the target
+    target: str  # the member of Arguments that receives it
+    value: str  # the variable that holds one pair's contribution
+    sum: str  # the member of a block that holds a sum
+    sum_index: str  # which of a lane's sums a pair belongs to
+    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
+    sink_name: str | None  # the function ∂sink/∂read
+    offset: str  # of the element
+    comment: str
+
+    @property
+    def sink_only(self) -> bool:
+        return self.pair_code is None
 
 
 @dataclass(frozen=True)
@@ -82,10 +122,19 @@ class _Context:
     sqdist: bool
     dropout: bool
     sink: str | None
+    row_functions: tuple[_RowFunction, ...]
+    padded_dims: tuple[int, int]
     score_factor: str | None
     lag: str
     lag_code: str
-    backward: bool
+    dot_factor: str | None
+    one_pass: bool
+    workspace_code: str
+    captured: tuple[str, ...]
+    captured_elements: dict[str, str]
+    key_gradients: tuple[_Gradient, ...]
+    query_gradients: tuple[_Gradient, ...]
+    sink_gradients: tuple[_Gradient, ...]
 
 
 def cuda_symbol(variant: Variant) -> str:
@@ -137,6 +186,12 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    cut = passes(variant)
+    row_functions = [] if sink_code is None else [_RowFunction("sink_score", sink_code, "The sink in base 2")]
+    gradients = {
+        gradient.read: _gradient(gradient, label, cut.captured, placement, hook, row_functions)
+        for gradient, label in zip(variant.gradients, _labels(variant.gradients), strict=True)
+    }
     keep_range = range_code(variant.keep, placement)
     elements = tuple(_Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     return _Context(
@@ -160,11 +215,103 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,
+        row_functions=tuple(row_functions),
+        padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
         score_factor=None if factor is None else c_literal(factor),
         lag=f"{LAG:g}",
         lag_code=c_literal(LAG if factor is None else LAG / factor),
-        backward=False,
+        dot_factor=_constant(variant.score_by_dot),
+        one_pass=cut.one_pass,
+        workspace_code=_workspace_code(variant),
+        captured=cut.captured,
+        captured_elements={name: _count_code(count) for name, count in captured_elements(variant).items()},
+        key_gradients=tuple(gradients[each.read] for each in cut.key_gradients),
+        query_gradients=tuple(gradients[each.read] for each in cut.query_gradients),
+        sink_gradients=tuple(gradients[each.read] for each in cut.sink_gradients),
     )
+
+
+def _constant(expr: Expr) -> str | None:
+    return c_literal(expr.value) if isinstance(expr, Literal) else None
+
+
+def _gradient(
+    gradient: CapturedGradient,
+    label: str,
+    captured: tuple[str, ...],
+    placement: Placement,
+    hook: _AddHook,
+    row_functions: list[_RowFunction],
+) -> _Gradient:
+    parts = []
+    if gradient.from_score is not None:
+        hook(f"score_by_{label}", gradient.from_score, comment=f"∂score/∂{text(gradient.read)}")
+        parts.append(f"d_score * score_by_{label}(INPUTS)")
+    if gradient.from_weight is not None:
+        hook(f"weight_by_{label}", gradient.from_weight, ", float s", f"∂weight/∂{text(gradient.read)}")
+        parts.append(f"d_weight * weight_by_{label}(a, u, x, r, c, safe)")
+    sink_name = None
+    if gradient.from_sink is not None:
+        sink_name = f"sink_by_{label}"
+        code = placement.value(sink_name, gradient.from_sink, Level.ROW)
+        row_functions.append(_RowFunction(sink_name, code, f"∂sink/∂{text(gradient.read)}"))
+    read, target = gradient.read, gradient_field(gradient.name)
+    offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
+    return _Gradient(
+        level=gradient.level.value,
+        number=captured.index(target),
+        target=target,
+        value=f"d_{label}",
+        sum=f"sum_{label}",
+        sum_index={Level.COLUMN: "[k]", Level.ROW: "[n]"}.get(gradient.level, ""),
+        pair_code=" + ".join(parts) or None,
+        sink_name=sink_name,
+        offset=offset,
+        comment=f"∂L/∂{text(gradient.read)}",
+    )
+
+
+def _workspace_code(variant: Variant) -> str:
+    """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
+    lines = []
+    for name, buffers in (("", atomic_buffers(variant)), ("exact", exact_buffers(variant))):
+        before: list[Buffer] = []
+        for buffer in buffers:
+            at = " + ".join(_aligned_code(each.bytes) for each in before) or "0"
+            function, c_type = {"delta": ("delta_of", "float"), "dq": ("dq_sums", "float")}.get(
+                buffer.name, ("largest_of", "uint32_t")
+            )
+            if not buffer.name.startswith("exact_") and not (name and function == "delta_of"):
+                lines.append(_pointer_code(function, c_type, at))
+            before.append(buffer)
+        sums = [each for each in buffers if each.name.startswith("exact_")]
+        if sums:
+            first = " + ".join(_aligned_code(each.bytes) for each in buffers if each not in sums)
+            lines.append("FG_DEVICE uint64_t* exact_sums(const Arguments& a, int k) {")
+            lines.append(f"  int64_t at = {first};")
+            for number, each in enumerate(sums[:-1]):
+                lines.append(f"  if (k > {number}) at += {_aligned_code(each.bytes)};")
+            lines.append("  return reinterpret_cast<uint64_t*>(static_cast<char*>(a.workspace) + at);")
+            lines.append("}")
+    return "\n".join(lines)
+
+
+def _pointer_code(function: str, c_type: str, at: str) -> str:
+    return (
+        f"FG_DEVICE {c_type}* {function}(const Arguments& a) {{\n"
+        f"  return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});\n}}"
+    )
+
+
+def _aligned_code(count: Count) -> str:
+    return f"fg::round_up({_count_code(count)}, {ALIGNMENT})"
+
+
+def _count_code(count: Count) -> str:
+    factors = [
+        f"a.{each.size}" if each.tile == 1 else f"fg::ceil_div(a.{each.size}, {each.tile})" for each in count.factors
+    ]
+    return " * ".join([f"int64_t({count.times})", *factors] if count.times != 1 or not factors else factors)
 
 
 def _factor(score: Expr) -> float | None:
@@ -178,14 +325,18 @@ def _factor(score: Expr) -> float | None:
 
 
 def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:
-    forward = {}
+    def constants(tiles: ForwardTiles | BackwardTiles | QueryTiles, **more: int) -> tuple[tuple[str, str], ...]:
+        shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages, **more}
+        return tuple((name, str(value)) for name, value in shared.items())
+
+    forward, backward, queries = {}, {}, {}
     for each in plan.elements:
-        tiles = each.forward
-        forward[str(each.element)] = (
-            ("BR", str(tiles.Br)),
-            ("BC", str(tiles.Bc)),
-            ("warps", str(tiles.warps)),
-            ("stages", str(tiles.stages)),
-            ("q_in_registers", str(int(tiles.q_in_registers))),
-        )
-    return (_Pass("ForwardPlan", "The plan of the forward pass.", forward),)
+        name = str(each.element)
+        forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers))
+        backward[name] = constants(each.backward, split=each.backward.split)
+        queries[name] = constants(each.queries)
+    return (
+        _Pass("ForwardPlan", "The plan of the forward pass.", forward),
+        _Pass("BackwardPlan", "The plan of dK and dV.", backward),
+        _Pass("QueryPlan", "The plan of dQ, where it has a kernel of its own.", queries),
+    )

@@ -15,8 +15,9 @@ FLOAT = 4
 
 
 def padded(head_dim: int) -> int:
-    """A head dimension in whole matrix instructions."""
-    return -(-head_dim // 16) * 16
+    """A head dimension in whole matrix instructions; a large one is divided among two warps."""
+    multiple = 16 if head_dim <= 128 else 32
+    return -(-head_dim // multiple) * multiple
 
 
 def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
@@ -33,3 +34,23 @@ def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stag
     if variant.uses_sqdist:
         total += FLOAT * (Br + Bc)
     return max(total, tile_bytes(Br, Dv, element))
+
+
+def backward_bytes(
+    variant: Variant, element: ElementType, Br: int, Bc: int, warps: int, stages: int, split: int, *, with_dq: bool
+) -> int:
+    """K, V, a ring of Q, dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    total = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
+    total += stages * tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
+    total += ((with_dq or split > 1) + (split > 1)) * tile_bytes(Bc, Br, element)
+    return total + (3 if variant.uses_sqdist else 2) * FLOAT * Br + VISIT_LIST + FLOAT * warps
+
+
+def query_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
+    """Q, dO, rings of K and V, what rows carry, the visits."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    total = tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
+    total += stages * (tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element))
+    total += (3 if variant.uses_sqdist else 2) * FLOAT * Br + (FLOAT * Bc if variant.uses_sqdist else 0)
+    return total + VISIT_LIST

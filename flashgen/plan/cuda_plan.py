@@ -23,11 +23,13 @@ class BackwardTiles(Tiles):
     """B_c keys over ``warps`` for dK and dV, B_r queries a step.
 
     ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
+    ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without.
     """
 
     warps: int
     stages: int
     split: int
+    keys_sram_bytes: int
 
 
 @dataclass(frozen=True)

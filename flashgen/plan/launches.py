@@ -14,30 +14,30 @@ ALIGNMENT = 256  # of every buffer in the workspace
 
 @dataclass(frozen=True)
 class Factor:
-    """⌈size / tile⌉ · times, where ``size`` is the name of an integer field of ``struct Arguments``."""
+    """⌈size / tile⌉, where ``size`` is the name of an integer field of ``struct Arguments``."""
 
     size: str
     tile: int = 1
-    times: int = 1
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The number at these sizes."""
-        return -(-sizes[self.size] // self.tile) * self.times
+        return -(-sizes[self.size] // self.tile)
 
 
 @dataclass(frozen=True)
 class Count:
-    """A constant times the product of its factors."""
+    """⌈times · Π factors / divide⌉."""
 
     factors: tuple[Factor, ...]
     times: int = 1
+    divide: int = 1
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The number at these sizes."""
         result = self.times
         for factor in self.factors:
             result *= factor.value(sizes)
-        return result
+        return -(-result // self.divide)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference.dense import constant_number, drop_probability, param_values
 from flashgen.reference.shard import Shard
-from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
 from flashgen.runtime.signature import TORCH_DTYPES, kind
 
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
@@ -35,11 +35,11 @@ _MOST_REMEMBERED = 512
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What follows from the shapes, strides, types and offsets of a call.
+    """What follows from the shapes, strides, types, offsets and device of a call.
 
     ``static`` are the values of ``struct Arguments`` known so far, in the order of its fields; empty where no kernel
-    runs. ``needs_copy``: some last dimension is not contiguous. ``workspaces`` remembers the bytes that passes asked
-    for, ``params`` the defaults.
+    runs. ``needs_copy``: the kernel cannot read some tensor where it is. ``prepared`` remembers passes, ``params`` the
+    defaults.
     """
 
     shard: Shard
@@ -49,22 +49,20 @@ class Call:
     kernel: Kernel | None
     static: list[float]
     needs_copy: bool
-    workspaces: dict[object, int] = field(default_factory=dict)
+    prepared: dict[object, Prepared] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
 
 class CallChecker:
     """Turns calls of one op into ``Call``s; remembers those of recent shapes."""
 
-    def __init__(
-        self, spec: AttentionSpec, kernels: Mapping[HeadDim, Kernel] | None, *, any_dtype: bool, cpu_only: bool
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool) -> None:
         self.spec = spec
         self._kernels = kernels
-        self._cpu_only = cpu_only
+        self._is_reference = is_reference
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
         self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
-        self._accepted = (*self.dtypes, torch.float64) if any_dtype else self.dtypes
+        self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
         self._known: dict[object, Call] = {}
         self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
         self._learned = any(
@@ -144,9 +142,12 @@ class CallChecker:
             refusal = check_index(proof, sizes)
             if refusal is not None:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
-        kernel = self._kernels.get(head_dim) if self._kernels is not None else None
+        provider = self._kernels.get(q.device.type)
+        kernel = None if provider is None else provider(head_dim, q.device.index or 0)
         static = [] if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors))
-        needs_copy = any(x.shape[3] > 1 and x.stride(3) != 1 for x in (q, k, v))
+        needs_copy = kernel is not None and not all(
+            kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
+        )
         o_shape = (shard.batch, shard.heads, shard.q_len, head_dim.v)
         return Call(shard, head_dim, sizes, o_shape, kernel, static, needs_copy)
 
@@ -166,11 +167,17 @@ class CallChecker:
         if q.dtype not in self._accepted:
             known = ", ".join(str(dtype) for dtype in self._accepted)
             raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}")
-        if self._cpu_only and q.device.type != "cpu":
+        if not self._is_reference and q.device.type not in self._kernels:
+            known = " and ".join(kind.upper() for kind in self._kernels)
             raise ValueError(
-                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on CPU tensors "
+                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on {known} tensors "
                 "(backend='reference' runs on any device)"
             )
+
+
+def is_readable(kernel: Kernel, x: Tensor) -> bool:
+    """Whether a kernel can read this tensor where it is."""
+    return x.data_ptr() % kernel.row_alignment == 0 and kernel.reads(x.shape, x.stride(), x.element_size())
 
 
 def check_shapes(

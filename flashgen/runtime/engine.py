@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.arguments import gradient_field, param_field, tensor_field
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
-from flashgen.runtime.call import Call, CallChecker
-from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.call import Call, CallChecker, is_readable
+from flashgen.runtime.kernel import Kernel, KernelProvider, PassName
 from flashgen.runtime.signature import Signature
 
 # A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
@@ -48,20 +48,20 @@ class _Arguments(NamedTuple):
 
 
 class Engine:
-    """Forward and backward of one spec, on kernels where there are some, else in slices of the reference.
+    """Forward and backward of one spec: on kernels, or on the reference.
 
-    ``pairs`` bounds a slice; None runs the reference densely.
+    ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
+    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device.
     """
 
     def __init__(
-        self, spec: AttentionSpec, kernels: Mapping[HeadDim, Kernel] | None, pairs: int | None = tiled.SLICE_PAIRS
+        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], pairs: int | None = tiled.SLICE_PAIRS
     ) -> None:
         self.spec = spec
         self.signature = Signature.of(spec)
         self._pairs = pairs
         self._spare: list[Tensor] = []  # workspaces that no call is using; popping and appending are atomic
-        is_reference = kernels is None and pairs is None
-        self.checker = CallChecker(spec, kernels, any_dtype=is_reference, cpu_only=not is_reference)
+        self.checker = CallChecker(spec, kernels, is_reference=pairs is None)
         self._tensors_end = 3 + len(spec.tensors)
         self._params_end = self.signature.inputs
         self._tensor_fields = [tensor_field(tensor.name) for tensor in spec.tensors]
@@ -80,14 +80,14 @@ class Engine:
             o, lse = tiled.forward(self._problem(a))
             lse = None if lse is None else lse.to(_lse_dtype(a.q))
         else:
-            o = torch.empty(call.o_shape, dtype=a.q.dtype)
+            o = torch.empty(call.o_shape, dtype=a.q.dtype, device=a.q.device)
             values = self._values(a, kernel)
             slots = kernel.layout.slots
             values[slots["o"]] = o.data_ptr()
             if self.signature.has_lse:
-                lse = torch.empty(call.o_shape[:3])
+                lse = torch.empty(call.o_shape[:3], device=a.q.device)
                 values[slots["lse"]] = lse.data_ptr()
-            self._run(call, kernel, values, values[slots["threads"]], kernel.forward_workspace, kernel.forward)
+            self._run(a, kernel, "forward", values, ())
         return o if lse is None else (o, lse)
 
     def backward(self, d_o: Tensor, *args: Any) -> list[Tensor]:
@@ -121,15 +121,15 @@ class Engine:
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """Gradients of q, k, v in their type and of the rest in float32; None where not asked for."""
-        d_lse, o, lse = rows
-        d_o = _unit_stride(d_o)
-        d_lse = None if d_lse is None else d_lse.contiguous()
+        d_o = _readable(kernel, d_o)
+        d_lse, o, lse = (None if x is None else x.contiguous() for x in rows)
+        device = a.q.device
         values, slots = self._values(a, kernel), kernel.layout.slots
         for name, tensor in (("d_o", d_o), ("d_lse", d_lse), ("o", o), ("lse", lse)):
             values[slots[name]] = 0 if tensor is None else tensor.data_ptr()
         values[slots["d_o_stride_b"]], values[slots["d_o_stride_h"]], values[slots["d_o_stride_n"]], _ = d_o.stride()
         # Kernels write all three, asked for or not.
-        buffers = [torch.empty(x.shape, dtype=x.dtype) for x in (a.q, a.k, a.v)]
+        buffers = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (a.q, a.k, a.v)]
         for name, buffer in zip(("dq", "dk", "dv"), buffers, strict=True):
             values[slots[name]] = buffer.data_ptr()
         gradients = [buffer if need else None for buffer, need in zip(buffers, needs, strict=False)]
@@ -137,33 +137,28 @@ class Engine:
             if captured is None or not need:
                 gradients.append(None)
                 continue
-            buffer = torch.zeros(captured.shape)
+            buffer = torch.zeros(captured.shape, device=device)
             gradients.append(buffer)
             values[slots[gradient_field(name)]] = buffer.data_ptr()
-        key = (values[slots["threads"]], a.deterministic, *needs[3:])
-        self._run(a.call, kernel, values, key, kernel.backward_workspace, kernel.backward)
+        self._run(a, kernel, "backward", values, needs[3:])
         return gradients
 
     def _run(
-        self,
-        call: Call,
-        kernel: Kernel,
-        values: list[float],
-        key: object,
-        workspace: Callable[[bytes], int],
-        run: Callable[[bytes], object],
+        self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], needs: Sequence[bool]
     ) -> None:
-        """One pass of a kernel, with the workspace that it asks for: its size depends on the call and on ``key``."""
-        layout = kernel.layout
-        needed = call.workspaces.get(key)
-        if needed is None:
-            needed = call.workspaces[key] = workspace(layout.pack(*values))
-        scratch = self._spare.pop() if self._spare else None
-        if scratch is None or scratch.numel() < needed:
-            scratch = torch.empty(needed, dtype=torch.uint8)
-        values[layout.slots["workspace"]] = scratch.data_ptr()
-        run(layout.pack(*values))
-        if scratch.numel() <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
+        """One pass of a kernel, with the workspace that it takes."""
+        slots = kernel.layout.slots
+        key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, *needs)
+        prepared = a.call.prepared.get(key)
+        if prepared is None:
+            prepared = a.call.prepared[key] = kernel.prepare(name, values)
+        keeps = a.q.is_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
+        scratch = self._spare.pop() if keeps and self._spare else None
+        if scratch is None or scratch.numel() < prepared.workspace_bytes:
+            scratch = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=a.q.device)
+        values[slots["workspace"]] = scratch.data_ptr()
+        prepared.run(values)
+        if keeps and scratch.numel() <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
             self._spare.append(scratch)
 
     def _check(self, args: Sequence[Any]) -> _Arguments:
@@ -173,8 +168,11 @@ class Engine:
         tensors, given = args[3 : self._tensors_end], args[self._tensors_end : end]
         offsets = tuple(args[-9:-1])
         call = self.checker(q, k, v, tensors, offsets)
-        if call.needs_copy:
-            q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+        kernel = call.kernel
+        if kernel is not None and (
+            call.needs_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % kernel.row_alignment
+        ):
+            q, k, v = (_readable(kernel, x) for x in (q, k, v))
             call = self.checker(q, k, v, tensors, offsets)
         params = self.checker.params(call, given) if given else ()
         dropout = None
@@ -227,9 +225,9 @@ def _threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    """``x`` with its last dimension contiguous: itself, or a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+def _readable(kernel: Kernel, x: Tensor) -> Tensor:
+    """``x`` as the kernel reads it: itself, or a copy."""
+    return x if is_readable(kernel, x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

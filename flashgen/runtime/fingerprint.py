@@ -33,9 +33,9 @@ class KernelText(Protocol):
 
 
 def fingerprint(spec: AttentionSpec, kind: str, sources: Sequence[KernelText]) -> str:
-    """A hash over all that decides what an operator computes and how; sources count for kernels only."""
+    """A hash over all that decides what an operator computes and how."""
     digest = hashlib.sha256(f"{kind} {canonical(spec)}".encode())
-    for source in sources if kind == "cpu" else ():
+    for source in sources:
         digest.update(f"{source.name} {source.defines} {source.text}".encode())
     return digest.hexdigest()[:8]
 

@@ -1,7 +1,8 @@
-"""Stage 6, load: a compiled library as two functions that take one struct.
+"""Stage 6, load: the passes of one spec at one head dimension, as functions of one struct.
 
 In: the path of a library, the prefix of its functions and the fields of its ``struct Arguments``. Out: a
-``Kernel``. Calls release the interpreter lock. Nothing here imports torch.
+``LibraryKernel``, the ``Kernel`` of CPUs; those of GPUs are in ``cuda.py``, those of the emulator in ``emulated.py``.
+Calls release the interpreter lock. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal as OneOf
+from typing import Protocol
 
+from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import Field
+
+PassName = OneOf["forward", "backward"]
+Values = Sequence[float]
 
 _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
 
@@ -21,28 +28,65 @@ class ArgumentLayout:
     """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
+        self.fields = tuple(fields)
         self.names = tuple(field.name for field in fields)
         self.slots: Mapping[str, int] = {name: slot for slot, name in enumerate(self.names)}
         formats = [_FORMATS[field.kind] for field in fields]
-        self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats)).pack
+        # "0P" pads the end as C pads the struct.
+        self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats) + "0P").pack
 
     def values(self, known: Mapping[str, float]) -> list[float]:
         """One value a field; zero, a null pointer, where nothing is known."""
         return [known.get(name, 0) for name in self.names]
 
+    def named(self, values: Values) -> dict[str, float]:
+        """Values by the names of their fields."""
+        return dict(zip(self.names, values, strict=True))
+
 
 @dataclass(frozen=True)
-class Kernel:
-    """The functions of one spec at one head dimension. Each takes the packed arguments."""
+class Prepared:
+    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values of all fields."""
+
+    workspace_bytes: int
+    run: Callable[[Values], object]
+
+
+class Kernel(Protocol):
+    """Forward and backward of one spec at one head dimension, on one device."""
+
+    @property
+    def layout(self) -> ArgumentLayout:
+        """How values of fields become ``struct Arguments``."""
+
+    @property
+    def row_alignment(self) -> int:
+        """Where q, k, v and d_o may start: at multiples of this many bytes."""
+
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+        """Whether q, k, v or d_o can be read where they are, or have to be copied."""
+
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        """A pass for every call that differs from ``values`` in pointers, params and seeds alone."""
+
+
+# The kernel of a head dimension on the device with this index; there is one such function for each type of device.
+KernelProvider = Callable[[HeadDim, int], Kernel]
+
+
+@dataclass(frozen=True)
+class LibraryKernel:
+    """The functions of a shared library. Each takes the packed arguments."""
 
     layout: ArgumentLayout
     forward: Callable[[bytes], object]
     backward: Callable[[bytes], object]
     forward_workspace: Callable[[bytes], int]
     backward_workspace: Callable[[bytes], int]
+    row_alignment: int = 1
 
     @classmethod
-    def load(cls, path: Path, symbol: str, fields: Sequence[Field]) -> Kernel:
+    def load(cls, path: Path, symbol: str, fields: Sequence[Field]) -> LibraryKernel:
         """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions.
 
         Raises ``OSError`` where the library cannot be loaded or lacks one of them.
@@ -65,3 +109,12 @@ class Kernel:
             function("forward_workspace", ctypes.c_int64),
             function("backward_workspace", ctypes.c_int64),
         )
+
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002
+        return shape[3] < 2 or strides[3] == 1
+
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        is_forward = name == "forward"
+        workspace = self.forward_workspace if is_forward else self.backward_workspace
+        call, pack = self.forward if is_forward else self.backward, self.layout.pack
+        return Prepared(workspace(pack(*values)), lambda values: call(pack(*values)))

@@ -14,28 +14,31 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec
 from flashgen.reference import dense
 from flashgen.runtime.call import check_shapes
 from flashgen.runtime.engine import Engine
 from flashgen.runtime.fingerprint import KernelText, fingerprint
-from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.registration import NAMESPACE, call, register
 from flashgen.runtime.signature import as_scalar
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
+# Their kernels do not go by the type of device.
+_HOST_BACKENDS = ("emulator", "reference")
 
 
 @dataclass(frozen=True)
 class OpParts:
     """What an op is made of.
 
-    ``kernels`` None: no compiler was found, and the tiled reference stands in. ``plan`` is kept for the user.
-    ``backend`` is what was asked for. ``reopen`` makes the op again in another process, for pickling.
+    ``kernels`` holds what gives the kernels for each type of device; None where the tiled reference stands in, as no
+    compiler was found. ``plan`` is kept for the user. ``backend`` is what was asked for. ``reopen`` makes the op again
+    in another process, for pickling.
     """
 
     spec: AttentionSpec
-    kernels: Mapping[HeadDim, Kernel] | None
+    kernels: Mapping[str, KernelProvider | None]
     plan: object = None
     sources: tuple[KernelText, ...] = ()
     backend: str | None = None
@@ -44,23 +47,19 @@ class OpParts:
 
 def make_op(
     spec: AttentionSpec,
-    kernels: Mapping[HeadDim, Kernel] | None,
+    kernels: Mapping[str, KernelProvider | None] | None,
     *,
     plan: object = None,
     sources: Sequence[KernelText] = (),
     backend: str | None = None,
     reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
 ) -> AttentionOp:
-    """The op of a spec. Raises ``ValueError`` for a backend that is not there."""
-    return AttentionOp(OpParts(spec, kernels, plan, tuple(sources), backend, reopen))
+    """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
+    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, plan, tuple(sources), backend, reopen))
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise ``ValueError`` for a backend that does not exist or that this build does not have."""
-    if backend in ("cuda", "emulator"):
-        raise ValueError(
-            f"backend '{backend}': this build of flashgen has no CUDA backend yet; use 'cpu' or 'reference'"
-        )
+    """Raise ``ValueError`` for a backend that does not exist."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"unknown backend '{backend}'; known are {', '.join(repr(each) for each in BACKENDS)}")
 
@@ -71,13 +70,13 @@ class BaseOp:
     def __init__(self, parts: OpParts) -> None:
         check_backend(parts.backend)
         self._parts = parts
-        dense_reference = parts.backend == "reference"
-        kernels = None if dense_reference else parts.kernels
 
         def engine() -> Engine:
-            return Engine(parts.spec, kernels, pairs=None) if dense_reference else Engine(parts.spec, kernels)
+            return Engine(parts.spec, {}, pairs=None) if parts.backend == "reference" else Engine(parts.spec, parts.kernels)
 
-        kind = "reference" if dense_reference else "tiled" if kernels is None else "cpu"
+        # Ops of one spec are one operator where all that they run is the same.
+        kind = parts.backend if parts.backend in _HOST_BACKENDS else "kernels"
+        kind += "".join(f" {name}" if provider else f" {name}-tiled" for name, provider in parts.kernels.items())
         registered = register(f"{parts.spec.name}_{fingerprint(parts.spec, kind, parts.sources)}", engine)
         self._registered = registered
         self._signature = registered.signature
@@ -100,7 +99,11 @@ class BaseOp:
     @property
     def backends(self) -> tuple[str, ...]:
         """The backends that this op can run on here."""
-        return ("reference",) if self._parts.kernels is None else ("cpu", "reference")
+        if self._parts.backend in _HOST_BACKENDS:
+            return tuple(dict.fromkeys((self._parts.backend, "reference")))
+        there = {"cuda": torch.cuda.is_available()}
+        names = (name for name, provider in self._parts.kernels.items() if provider and there.get(name, True))
+        return (*names, "reference")
 
     @property
     def name(self) -> str:

@@ -1,0 +1,153 @@
+"""Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
+
+In: a ``Variant``, a ``CudaPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those at the ends
+of ``templates/cuda/forward.cuh.jinja`` and ``backward.cuh.jinja``, which take the places of the buffers from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.ir.expr import Load
+from flashgen.ir.spec import Pointwise
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_plan import CudaPlan
+from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches
+
+_HEADS = (Factor("batch"), Factor("heads"))
+_KV_HEADS = (Factor("batch"), Factor("kv_heads"))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How the backward pass of a variant is cut into kernels.
+
+    ``one_pass``: the kernel of dK and dV can add up dQ as well, because nothing is summed over rows. ``captured`` are
+    the fields of ``struct Arguments`` that receive gradients of captured values, in the order of their numbers.
+    """
+
+    one_pass: bool
+    row_state: bool
+    key_gradients: tuple[CapturedGradient, ...]
+    query_gradients: tuple[CapturedGradient, ...]
+    sink_gradients: tuple[CapturedGradient, ...]
+    captured: tuple[str, ...]
+
+
+def passes(variant: Variant) -> Passes:
+    """Which kernel reduces which gradient."""
+    of_pairs = [each for each in variant.gradients if each.from_score is not None or each.from_weight is not None]
+    query = tuple(each for each in of_pairs if each.level is Level.ROW)
+    return Passes(
+        one_pass=not query and not variant.uses_sqdist,
+        row_state=not isinstance(variant.weights, Pointwise),
+        key_gradients=tuple(each for each in of_pairs if each.level is not Level.ROW),
+        query_gradients=query,
+        sink_gradients=tuple(each for each in variant.gradients if each.from_sink is not None),
+        captured=tuple(dict.fromkeys(gradient_field(each.name) for each in variant.gradients)),
+    )
+
+
+def captured_elements(variant: Variant) -> dict[str, Count]:
+    """The number of elements behind each captured gradient."""
+    found: dict[str, Count] = {}
+    for gradient in variant.gradients:
+        rank = len(gradient.read.indices) if isinstance(gradient.read, Load) else 0
+        factors = tuple(Factor(dimension_field(gradient.name, axis)) for axis in range(rank))
+        found[gradient_field(gradient.name)] = Count(factors)
+    return found
+
+
+def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """The workspace where atomic additions of floats are allowed."""
+    cut = passes(variant)
+    groups = Count((*_HEADS, Factor("q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
+    return (*_delta(cut), *((Buffer("dq", groups, clear=True),) if cut.one_pass else ()))
+
+
+def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """The workspace where results have to repeat."""
+    cut = passes(variant)
+    if not cut.captured:
+        return _delta(cut)
+    elements = captured_elements(variant)
+    sums = (Buffer(f"exact_{name}", Count(elements[name].factors, 8), clear=True) for name in cut.captured)
+    return (*_delta(cut), Buffer("largest", Count((), 4 * len(cut.captured)), clear=True), *sums)
+
+
+def _delta(cut: Passes) -> tuple[Buffer, ...]:
+    return (Buffer("delta", Count((*_HEADS, Factor("q_len")), 4)),) if cut.row_state else ()
+
+
+def forward_launches(symbol: str, plan: CudaPlan, element: ElementType, *, dropped: bool) -> PassLaunches:
+    """The forward pass: one kernel, no workspace."""
+    tiles = plan.by_element[element].forward
+    name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
+    grid = Count((*_HEADS, Factor("q_len", tiles.Br)))
+    return PassLaunches((), (Launch(name, grid, 32 * tiles.warps, tiles.sram_bytes),))
+
+
+def backward_launches(
+    symbol: str,
+    variant: Variant,
+    plan: CudaPlan,
+    element: ElementType,
+    *,
+    dropped: bool,
+    deterministic: bool,
+    captured: bool = True,
+) -> PassLaunches:
+    """The backward pass. ``deterministic``: every gradient is bitwise repeatable; ``captured``: one is wanted."""
+    cut = passes(variant)
+    tiles = plan.by_element[element]
+    suffix = f"{element}{'_dropout' if dropped else ''}"
+    key_grid = Count((*_KV_HEADS, Factor("kv_len", tiles.backward.Bc)))
+    query_grid = Count((*_HEADS, Factor("q_len", tiles.queries.Br)))
+
+    def rows(how: str = "") -> list[Launch]:
+        if not cut.row_state:
+            return []
+        grid = Count((*_HEADS, Factor("q_len")), divide=rows_of_a_block(variant.head_dim.v, element))
+        return [Launch(f"{symbol}_rows_{element}{how if cut.sink_gradients else ''}", grid, 128, 0)]
+
+    def keys(kernel: str, how: str = "") -> Launch:
+        shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
+        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, 32 * tiles.backward.warps, shared)
+
+    def queries(how: str = "") -> Launch:
+        name = f"{symbol}_queries_{suffix}{how}"
+        return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
+
+    if not deterministic:
+        if cut.one_pass:
+            convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
+            convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
+            return PassLaunches(atomic_buffers(variant), (*rows(), keys("backward"), convert_launch))
+        return PassLaunches(atomic_buffers(variant), (*rows(), keys("keys"), queries()))
+    if not cut.captured:
+        return PassLaunches(exact_buffers(variant), (*rows(), keys("keys"), queries()))
+    launches: list[Launch] = []
+    if captured:
+        launches += rows("_measure")
+        launches += [keys("keys", "_measure")] if cut.key_gradients else []
+        launches += [queries("_measure")] if cut.query_gradients else []
+    launches += [*rows("_exact"), keys("keys", "_exact"), queries("_exact" if cut.query_gradients else "")]
+    if captured:
+        for name, elements in captured_elements(variant).items():
+            grid = Count(elements.factors, divide=256)
+            launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
+    return PassLaunches(exact_buffers(variant), tuple(launches))
+
+
+def rows_of_a_block(head_dim: int, element: ElementType) -> int:
+    """Rows of O that a block of the first kernel of the backward pass takes."""
+    chunk = 16 // element.bytes
+    chunks = head_dim // chunk if head_dim % chunk == 0 else head_dim
+    lanes = 1
+    while lanes < 32 and 2 * lanes <= chunks:
+        lanes *= 2
+    return 128 // lanes

@@ -1,0 +1,199 @@
+"""One pass on a GPU, real or emulated, with all its numbers: what is cleared, what is started on which grid.
+
+In: the launches of a pass (``plan/launches.py``) and the values of ``struct Arguments``. Out: a ``Schedule`` of one
+``Part`` or several: kernels index q, k, v and dO by 32 bits from the pointers that they get, so that a call on larger
+tensors becomes several, over batches and then heads, each a shard of the call. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashgen.ir.spec import HeadDim
+from flashgen.plan.launches import PassLaunches
+from flashgen.runtime.kernel import ArgumentLayout, PassName, Values
+
+# The launches of a pass for the values of ``struct Arguments`` by name: element, dropout and repeatability decide.
+FindLaunches = Callable[[PassName, Mapping[str, float]], PassLaunches]
+MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
+ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are read element by element
+ELEMENT_BYTES = (4, 2, 2)  # by the codes of ``element``: float32, bfloat16, float16
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch, with numbers."""
+
+    kernel: str
+    grid: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Launches over a shard of the call, whose values differ in a few slots.
+
+    ``changes`` are new values by slot, ``moves`` distances in bytes of pointers that are not null. ``buffers`` are the
+    offsets and bytes in the workspace; ``clear`` of these have to be zero when the first step starts.
+    """
+
+    changes: tuple[tuple[int, int], ...]
+    moves: tuple[tuple[int, int], ...]
+    buffers: Mapping[str, tuple[int, int]]
+    clear: tuple[tuple[int, int], ...]
+    steps: tuple[Step, ...]
+
+    def values(self, values: Values) -> Values:
+        """The values of the call as this part's kernels take them."""
+        if not self.changes:
+            return values
+        own = list(values)
+        for slot, value in self.changes:
+            own[slot] = value
+        for slot, distance in self.moves:
+            if own[slot]:
+                own[slot] += distance
+        return own
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pass. All its parts use the workspace, one after another."""
+
+    workspace_bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Batches b … b + batch - 1, key/value heads head … head + kv_heads - 1."""
+
+    b: int
+    batch: int
+    head: int
+    kv_heads: int
+
+
+def schedule(
+    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, values: Values, most: int = MOST_ELEMENTS
+) -> Schedule:
+    """The parts of one pass. Raises ``ValueError`` where a single key/value head is too large for one."""
+    known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
+    shards = tuple(_shards(known, head_dim, most))
+    parts = tuple(_part(launches, layout, head_dim, known, each, is_whole=len(shards) == 1) for each in shards)
+    return Schedule(max(launches.workspace_bytes(known | _changes(known, each)) for each in shards), parts)
+
+
+def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, those of one head not too far apart."""
+    if shape[3] > 1 and strides[3] != 1:
+        return False
+    if span((shape[2],), (strides[2],), shape[3]) > MOST_ELEMENTS:
+        return False
+    if shape[3] * element_bytes % ROW_ALIGNMENT:
+        return True
+    rows = zip(shape[:3], strides[:3], strict=True)
+    return all(size < 2 or stride * element_bytes % ROW_ALIGNMENT == 0 for size, stride in rows)
+
+
+def span(counts: Sequence[int], strides: Sequence[int], width: int) -> int:
+    """Elements from the first to behind the last of rows of ``width`` elements."""
+    if min(counts) < 1:
+        return 0
+    return sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True)) + width
+
+
+def _shards(known: Mapping[str, int], head_dim: HeadDim, most: int) -> Iterator[_Shard]:
+    batch, kv_heads = known["batch"], known["kv_heads"]
+    group = known["heads"] // kv_heads
+
+    def fits(batch: int, kv_heads: int) -> bool:
+        spans = [
+            span((batch, kv_heads * (group if name in ("q", "d_o") else 1), known[length]), _strides(known, name), width)
+            for name, length, width in (
+                ("q", "q_len", head_dim.qk), ("k", "kv_len", head_dim.qk), ("v", "kv_len", head_dim.v),
+                ("d_o", "q_len", head_dim.v),
+            )
+        ]  # fmt: skip
+        return max(spans) <= most
+
+    batches = next((n for n in _halves(batch) if fits(n, kv_heads)), 1)
+    heads = next((n for n in _halves(kv_heads) if fits(batches, n)), 0)
+    if heads == 0:
+        raise ValueError(
+            f"q, k or v of one key/value head reaches over more than {most} elements; "
+            "kernels take fewer rows, or fewer query heads for each key/value head"
+        )
+    for b in range(0, batch, batches):
+        for head in range(0, kv_heads, heads):
+            yield _Shard(b, min(batches, batch - b), head, min(heads, kv_heads - head))
+
+
+def _halves(count: int) -> Iterator[int]:
+    while count > 1:
+        yield count
+        count = -(-count // 2)
+    yield count
+
+
+def _strides(known: Mapping[str, int], name: str) -> tuple[int, int, int]:
+    return known[f"{name}_stride_b"], known[f"{name}_stride_h"], known[f"{name}_stride_n"]
+
+
+def _changes(known: Mapping[str, int], shard: _Shard) -> dict[str, int]:
+    group = known["heads"] // known["kv_heads"]
+    return {
+        "batch": shard.batch,
+        "heads": shard.kv_heads * group,
+        "kv_heads": shard.kv_heads,
+        "b_start": known["b_start"] + shard.b,
+        "h_start": known["h_start"] + shard.head * group,
+    }
+
+
+def _moves(known: Mapping[str, int], shard: _Shard, head_dim: HeadDim) -> dict[str, int]:
+    """Bytes from the pointers of the call to those of a shard; heads are divided within one batch alone."""
+    size = ELEMENT_BYTES[known["element"]]
+    heads, kv_heads = known["heads"], known["kv_heads"]
+    head = shard.head * (heads // kv_heads)
+    rows = (shard.b * heads + head) * known["q_len"]
+    keys = (shard.b * kv_heads + shard.head) * known["kv_len"]
+    moves = {
+        "o": rows * head_dim.v * size,
+        "dq": rows * head_dim.qk * size,
+        "lse": rows * 4,
+        "d_lse": rows * 4,
+        "dk": keys * head_dim.qk * size,
+        "dv": keys * head_dim.v * size,
+    }
+    for name, first in (("q", head), ("d_o", head), ("k", shard.head), ("v", shard.head)):
+        by_batch, by_head, _ = _strides(known, name)
+        moves[name] = (shard.b * by_batch + first * by_head) * size
+    return moves
+
+
+def _part(
+    launches: PassLaunches,
+    layout: ArgumentLayout,
+    head_dim: HeadDim,
+    known: Mapping[str, int],
+    shard: _Shard,
+    *,
+    is_whole: bool,
+) -> Part:
+    changes = _changes(known, shard)
+    sizes = {**known, **changes}
+    buffers = launches.offsets(sizes)
+    steps = (
+        Step(each.kernel, each.grid.value(sizes), each.threads, each.shared_bytes) for each in launches.launches
+    )
+    moves = {} if is_whole else _moves(known, shard, head_dim)
+    return Part(
+        changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),
+        moves=tuple((layout.slots[name], distance) for name, distance in moves.items() if distance),
+        buffers=buffers,
+        clear=tuple(buffers[each.name] for each in launches.buffers if each.clear and buffers[each.name][1]),
+        steps=tuple(each for each in steps if each.grid),
+    )
