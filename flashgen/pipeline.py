@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec
 from flashgen.language import SpecFile, parse_file, parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.devices import DEVICES, GENERIC_CPU, Device, local_cpu
@@ -30,7 +30,7 @@ from flashgen.runtime.compiler import CompilerMissing, compile_sources
 
 if TYPE_CHECKING:
     from flashgen.emit.kernel_source import KernelSource
-    from flashgen.runtime.kernel import Kernel
+    from flashgen.runtime.kernel import KernelProvider
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
 
 TARGETS = ("cpu",)
@@ -257,7 +257,7 @@ def _parts(spec: AttentionSpec, kernels: Sequence[CompiledKernel], backend: str 
 
     return OpParts(
         spec=spec,
-        kernels=None if backend == "reference" else _loaded(spec, kernels),
+        kernels={} if backend == "reference" else {"cpu": _loaded(spec, kernels)},
         plan={kernel.source.head_dim: kernel.plan for kernel in kernels},
         sources=tuple(kernel.source for kernel in kernels),
         backend=backend,
@@ -265,9 +265,9 @@ def _parts(spec: AttentionSpec, kernels: Sequence[CompiledKernel], backend: str 
     )
 
 
-def _loaded(spec: AttentionSpec, kernels: Sequence[CompiledKernel]) -> dict[HeadDim, Kernel] | None:
+def _loaded(spec: AttentionSpec, kernels: Sequence[CompiledKernel]) -> KernelProvider | None:
     """The kernels as functions; None, with a warning, where this machine has no compiler."""
-    from flashgen.runtime.kernel import Kernel
+    from flashgen.runtime.kernel import LibraryKernel
 
     fields = argument_fields(spec)
     try:
@@ -275,10 +275,11 @@ def _loaded(spec: AttentionSpec, kernels: Sequence[CompiledKernel]) -> dict[Head
     except CompilerMissing as error:
         warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {error}", stacklevel=4)
         return None
-    return {
-        kernel.source.head_dim: Kernel.load(binary.path, kernel.source.symbol, fields)
+    found = {
+        kernel.source.head_dim: LibraryKernel.load(binary.path, kernel.source.symbol, fields)
         for kernel, binary in zip(kernels, binaries, strict=True)
     }
+    return lambda head_dim, _: found[head_dim]
 
 
 def _choose(specs: Sequence[AttentionSpec], name: str | None) -> AttentionSpec:

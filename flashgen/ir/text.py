@@ -4,6 +4,8 @@ In: an expression. Out: text that parses to the same expression (``let``s and ``
 """
 
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol
+from flashgen.ir.operators import OPERATORS
+from flashgen.ir.types import ScalarType
 
 # Binding strength as in Python, weakest first; the IR's operator names to their infix spelling.
 _INFIX = {
@@ -48,10 +50,8 @@ def _text(expr: Expr) -> tuple[str, int]:
             return name, _ATOM
         case Load(tensor=tensor, indices=indices):
             return f"{tensor}[{', '.join(text(index) for index in indices)}]", _ATOM
-        case Apply(op="to_float", args=(argument,)):
-            return _text(argument)
-        case Apply(op="to_int", args=(argument,)):
-            return f"int({text(argument)})", _ATOM
+        case Apply(op="to_float" | "to_int" as op, args=(argument,)):
+            return f"{'float' if op == 'to_float' else 'int'}({text(argument)})", _ATOM
         case Apply(op="neg", args=(argument,)):
             return f"-{_within(argument, _UNARY)}", _UNARY
         case Apply(op="not", args=(argument,)):
@@ -59,15 +59,32 @@ def _text(expr: Expr) -> tuple[str, int]:
         case Apply(op="where", args=(condition, yes, no)):
             shown = f"{_within(yes, 1)} if {_within(condition, 1)} else {_within(no, _CONDITIONAL)}"
             return shown, _CONDITIONAL
-        case Apply(op=op, args=(left, right)) if op in _INFIX:
+        case Apply(op=op, args=args) if op in _INFIX:
             symbol, strength = _INFIX[op]
+            left, right = _without_conversions(op, args)
             # ** groups to the right and comparisons do not chain; everything else groups to the left.
             left_strength = strength + (1 if symbol == "**" or strength == 4 else 0)
             right_strength = strength + (0 if symbol == "**" else 1)
             return f"{_within(left, left_strength)} {symbol} {_within(right, right_strength)}", strength
         case Apply(op=op, args=args):
-            return f"{op}({', '.join(text(argument) for argument in args)})", _ATOM
+            return f"{op}({', '.join(text(argument) for argument in _without_conversions(op, args))})", _ATOM
     raise AssertionError(f"no text for {type(expr).__name__}")
+
+
+def _without_conversions(op: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The arguments without the conversions that typing the operator puts back: int among floats promotes."""
+
+    def bare(argument: Expr) -> Expr:
+        converted = isinstance(argument, Apply) and argument.op == "to_float" and argument.args[0].type is ScalarType.INT
+        return argument.children[0] if converted else argument
+
+    types = tuple(argument.type for argument in args)
+    found = list(args)
+    for position, argument in enumerate(args):
+        without = [*found[:position], bare(argument), *found[position + 1 :]]
+        if OPERATORS[op].signature(tuple(each.type for each in without)).arguments == types:
+            found = without
+    return tuple(found)
 
 
 def _within(expr: Expr, strength: int) -> str:

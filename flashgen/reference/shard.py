@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
+# Positions are 32-bit integers in a kernel, and their sums and differences must be so too.
+MOST_POSITIONS = 2**30
+
+
 @dataclass(frozen=True)
 class Shard:
     """One part of a problem: local lengths, where it starts, lengths of the whole (None: start + local)."""
@@ -91,5 +95,5 @@ class Shard:
                     f"'{name}_total' is {total}, but this call reaches to {start + length} "
                     f"({name}_start = {start}, local length {length})"
                 )
-            if total >= 2**31:
-                raise ValueError(f"'{name}_total' is {total}; positions are 32-bit integers")
+            if total >= MOST_POSITIONS:
+                raise ValueError(f"'{name}_total' is {total}; it must be less than {MOST_POSITIONS} (2**30)")

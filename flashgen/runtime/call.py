@@ -56,7 +56,9 @@ class Call:
 class CallChecker:
     """Turns calls of one op into ``Call``s; remembers those of recent shapes."""
 
-    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool) -> None:
+    def __init__(
+        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool
+    ) -> None:
         self.spec = spec
         self._kernels = kernels
         self._is_reference = is_reference

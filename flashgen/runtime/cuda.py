@@ -85,7 +85,7 @@ class CudaKernel:
                 return self._run(parts, values)
         stream, workspace = driver.stream(), int(values[self.layout.slots["workspace"]])
         for part, steps in parts:
-            # A kernel takes one argument, the struct; a launch copies it from the address that it finds at this address.
+            # A kernel takes one argument, the struct, which a launch copies from the address that this object holds.
             packed = ctypes.c_char_p(self.layout.pack(*part.values(values)))
             for offset, size in part.clear:
                 driver.clear(workspace + offset, size, stream)
@@ -102,8 +102,8 @@ class CupyDriver:
         self._cupy = import_cupy()
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
-        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
-        self._current: Callable[[], int] = torch._C._cuda_getDevice  # type: ignore[attr-defined]
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current: Callable[[], int] = torch._C._cuda_getDevice
         self._kernels: list[Any] = []  # a kernel's module lives as long as it
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:

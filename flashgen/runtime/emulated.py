@@ -95,7 +95,13 @@ class EmulatedKernel:
         packed = self.layout.pack(*own)
         reports = [
             self.program.launch(
-                step.kernel, (step.grid, 1, 1), (step.threads, 1, 1), step.shared_bytes, packed, allocations, seed=self.seed
+                step.kernel,
+                (step.grid, 1, 1),
+                (step.threads, 1, 1),
+                step.shared_bytes,
+                packed,
+                allocations,
+                seed=self.seed,
             )
             for step in part.steps
         ]

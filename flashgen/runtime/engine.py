@@ -143,9 +143,7 @@ class Engine:
         self._run(a, kernel, "backward", values, needs[3:])
         return gradients
 
-    def _run(
-        self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], needs: Sequence[bool]
-    ) -> None:
+    def _run(self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], needs: Sequence[bool]) -> None:
         """One pass of a kernel, with the workspace that it takes."""
         slots = kernel.layout.slots
         key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, *needs)

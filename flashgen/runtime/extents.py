@@ -58,7 +58,7 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int]) -> int:
 
 def _dimensions(captured: str, known: Mapping[str, int]) -> tuple[int, ...]:
     """The dimensions of a captured tensor; none for a param."""
-    found = []
+    found: list[int] = []
     while dimension_field(captured, len(found)) in known:
         found.append(known[dimension_field(captured, len(found))])
     return tuple(found)

@@ -55,7 +55,9 @@ def make_op(
     reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
 ) -> AttentionOp:
     """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
-    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, plan, tuple(sources), backend, reopen))
+    return AttentionOp(
+        OpParts(spec, {"cpu": None} if kernels is None else kernels, plan, tuple(sources), backend, reopen)
+    )
 
 
 def check_backend(backend: str | None) -> None:
@@ -72,7 +74,9 @@ class BaseOp:
         self._parts = parts
 
         def engine() -> Engine:
-            return Engine(parts.spec, {}, pairs=None) if parts.backend == "reference" else Engine(parts.spec, parts.kernels)
+            if parts.backend == "reference":
+                return Engine(parts.spec, {}, pairs=None)
+            return Engine(parts.spec, parts.kernels)
 
         # Ops of one spec are one operator where all that they run is the same.
         kind = parts.backend if parts.backend in _HOST_BACKENDS else "kernels"

@@ -87,7 +87,7 @@ def schedule(
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, those of one head not too far apart."""
+    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, and a head's not too far apart."""
     if shape[3] > 1 and strides[3] != 1:
         return False
     if span((shape[2],), (strides[2],), shape[3]) > MOST_ELEMENTS:
@@ -110,14 +110,14 @@ def _shards(known: Mapping[str, int], head_dim: HeadDim, most: int) -> Iterator[
     group = known["heads"] // kv_heads
 
     def fits(batch: int, kv_heads: int) -> bool:
-        spans = [
-            span((batch, kv_heads * (group if name in ("q", "d_o") else 1), known[length]), _strides(known, name), width)
-            for name, length, width in (
-                ("q", "q_len", head_dim.qk), ("k", "kv_len", head_dim.qk), ("v", "kv_len", head_dim.v),
-                ("d_o", "q_len", head_dim.v),
-            )
-        ]  # fmt: skip
-        return max(spans) <= most
+        queries, keys = (batch, kv_heads * group, known["q_len"]), (batch, kv_heads, known["kv_len"])
+        rows = (
+            ("q", queries, head_dim.qk),
+            ("d_o", queries, head_dim.v),
+            ("k", keys, head_dim.qk),
+            ("v", keys, head_dim.v),
+        )
+        return all(span(counts, _strides(known, name), width) <= most for name, counts, width in rows)
 
     batches = next((n for n in _halves(batch) if fits(n, kv_heads)), 1)
     heads = next((n for n in _halves(kv_heads) if fits(batches, n)), 0)
@@ -186,9 +186,7 @@ def _part(
     changes = _changes(known, shard)
     sizes = {**known, **changes}
     buffers = launches.offsets(sizes)
-    steps = (
-        Step(each.kernel, each.grid.value(sizes), each.threads, each.shared_bytes) for each in launches.launches
-    )
+    steps = (Step(each.kernel, each.grid.value(sizes), each.threads, each.shared_bytes) for each in launches.launches)
     moves = {} if is_whole else _moves(known, shard, head_dim)
     return Part(
         changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),

@@ -22,7 +22,7 @@ from flashgen.runtime.compiler import (
     compile_sources,
     find_compiler,
 )
-from flashgen.runtime.kernel import ArgumentLayout, Kernel
+from flashgen.runtime.kernel import ArgumentLayout, LibraryKernel
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -171,7 +171,7 @@ extern "C" void k_backward(const Arguments* a) { *static_cast<double*>(a->o) = -
 
 def test_arguments_arrive_as_c_lays_them_out(cache: Cache) -> None:
     (binary,) = compile_sources([KERNEL], cache=cache)
-    kernel = Kernel.load(binary.path, "k", FIELDS)
+    kernel = LibraryKernel.load(binary.path, "k", FIELDS)
     q, o = (ctypes.c_double * 1)(2.5), (ctypes.c_double * 5)()
     values = kernel.layout.values(
         {"threads": 3, "stride": -(2**40), "threshold": 2**32 - 1, "scale": 0.75, "seed": 2**63}
@@ -191,7 +191,7 @@ def test_arguments_arrive_as_c_lays_them_out(cache: Cache) -> None:
 def test_missing_functions(cache: Cache) -> None:
     (binary,) = compile_sources([KERNEL], cache=cache)
     with pytest.raises(OSError, match="has no function 'other_forward'"):
-        Kernel.load(binary.path, "other", FIELDS)
+        LibraryKernel.load(binary.path, "other", FIELDS)
 
 
 def test_layout_starts_from_zero() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import check_backend
+from flashgen.runtime.op import BACKENDS, check_backend
 from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, op, qkv
 
 Change = Callable[[list[Any], dict[str, Any]], None]
@@ -143,15 +143,11 @@ def test_indices_are_proved_for_the_sizes_of_the_call(backend: str) -> None:
         packed(q, k[:, :, :20], v[:, :, :20], doc=doc)
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [("cuda", "no CUDA backend yet"), ("emulator", "no CUDA backend yet"), ("gpu", "known are 'cpu', 'cuda'")],
-)
-def test_backends(backend: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"backend '{backend}'.*{message}"):
-        flashgen.loads(CAUSAL, backend=backend)
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'gpu'; known are 'cpu', 'cuda', 'emulator', 'reference'"):
+        flashgen.loads(CAUSAL, backend="gpu")
 
 
 def test_backends_that_are_there() -> None:
-    for backend in (None, "cpu", "reference"):
+    for backend in (None, *BACKENDS):
         check_backend(backend)

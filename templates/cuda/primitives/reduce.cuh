@@ -22,13 +22,14 @@ FG_DEVICE float warp_sum(float x) {
 }
 // Over the block, by way of one float a warp in shared memory; the sum arrives in thread 0.
 template <int threads> FG_DEVICE float block_sum(float x, float* shared) {
+  const int warp = warp_index();
   x = warp_sum(x);
   block_barrier();
-  if (lane_index() == 0) shared_store(shared + warp_index(), x);
+  if (lane_index() == 0) shared_store(shared + warp, x);
   block_barrier();
   float sum = 0.0f;
   if (threadIdx.x == 0)
-    for (int warp = 0; warp < threads / 32; ++warp) sum += shared_load(shared + warp);
+    for (int each = 0; each < threads / 32; ++each) sum += shared_load(shared + each);
   return sum;
 }
 
