@@ -75,7 +75,7 @@ def test_sizes() -> None:
     [
         ({"q_start": -1}, "'q_start' is -1"),
         ({"kv_total": 5}, "'kv_total' is 5, but this call reaches to 6"),
-        ({"b_total": 2**31}, "'b_total' is 2147483648; positions are 32-bit"),
+        ({"b_total": 2**30}, "'b_total' is 1073741824; it must be less than"),
     ],
 )
 def test_offsets_that_cannot_be(change: dict[str, int], message: str) -> None:
