@@ -9,6 +9,7 @@ Nothing here imports torch until an operator is asked for.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,17 +20,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.spec import AttentionSpec
-from flashgen.language import SpecFile, parse_file, parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.devices import DEVICES, GENERIC_CPU, Device, local_cpu
-from flashgen.plan.manifest import Manifest, rebuild_hint
+from flashgen.plan.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
 from flashgen.plan.plan import Plan
 from flashgen.plan.planner import plan, schedule_warnings
 from flashgen.runtime.compiler import CompilerMissing, compile_sources
 
 if TYPE_CHECKING:
     from flashgen.emit.kernel_source import KernelSource
+    from flashgen.language import SpecFile
     from flashgen.runtime.kernel import KernelProvider
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
 
@@ -89,6 +91,8 @@ def compile_spec(spec: AttentionSpec, device: Device) -> tuple[CompiledKernel, .
 
 def check_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
     """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error."""
+    from flashgen.language import parse_file
+
     return _checked(parse_file(path, constants or {}))
 
 
@@ -205,6 +209,8 @@ def load(
     ``name`` chooses among several attention blocks; ``const`` overrides constants. Raises ``SpecError`` for a wrong
     spec and ``ValueError`` for a name or backend that is not there.
     """
+    from flashgen.language import parse_file
+
     again = (load, (str(Path(path).resolve()), name, dict(const or {}), backend))
     return _load(parse_file(path, const or {}), name, backend, again)
 
@@ -213,6 +219,8 @@ def loads(
     text: str, name: str | None = None, const: Mapping[str, Constant] | None = None, backend: str | None = None
 ) -> AttentionOp:
     """``load`` for the text of a spec."""
+    from flashgen.language import parse_text
+
     return _load(
         parse_text(text, constants=const or {}), name, backend, (loads, (text, name, dict(const or {}), backend))
     )
@@ -228,12 +236,12 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
 
     manifest = Manifest.read(folder)
     try:
-        text = (folder / manifest.spec).read_text(encoding="utf-8")
+        spec = spec_from_data(json.loads((folder / SPEC_FILE_NAME).read_text(encoding="utf-8")))
         texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in manifest.kernels}
     except OSError as error:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
-    parsed = parse_text(text, name=manifest.spec, constants=manifest.constants, imports=manifest.imports)
-    spec = _choose(parsed.specs, manifest.name)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ImportError(f"'{folder / SPEC_FILE_NAME}' is damaged ({error}); {rebuild_hint(folder)}") from None
     kernels = []
     for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=True):
         variant = analyse(spec, head_dim)

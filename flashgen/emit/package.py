@@ -6,16 +6,19 @@ a copy of the spec, and a manifest that says what is what. The same bytes on eve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.text import pascal_case, spec_digest, spec_lines
+from flashgen.ir.serialize import spec_to_data
 from flashgen.ir.spec import AttentionSpec, Param, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
-from flashgen.plan.manifest import FILE_NAME, Manifest, ManifestKernel
+from flashgen.plan.manifest import FILE_NAME, SPEC_FILE_NAME, Manifest, ManifestKernel
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
@@ -32,8 +35,26 @@ class _Argument:
 
 def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]]) -> Mapping[str, str]:
     """The files of the package by name."""
-    files = {"__init__.py": _module(spec), _spec_file(spec): spec.sources[0].text, FILE_NAME: _manifest(spec, kernels)}
+    files = {
+        "__init__.py": _module(spec),
+        _spec_file(spec): spec.sources[0].text,
+        SPEC_FILE_NAME: json.dumps(spec_to_data(_portable(spec)), indent=1, ensure_ascii=False) + "\n",
+        FILE_NAME: _manifest(spec, kernels),
+    }
     return files | {source.file_name: source.text for source, _ in kernels}
+
+
+def _portable(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with its sources under their own names alone: where they lay is no matter of the package."""
+    names = {source.name: PurePath(source.name).name for source in spec.sources}
+    return replace(
+        spec,
+        sources=tuple(replace(source, name=names[source.name]) for source in spec.sources),
+        statements=tuple(
+            replace(each, span=replace(each.span, file=names.get(each.span.file, each.span.file)))
+            for each in spec.statements
+        ),
+    )
 
 
 def _spec_file(spec: AttentionSpec) -> str:
@@ -44,9 +65,6 @@ def _manifest(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]])
     return Manifest(
         name=spec.name,
         sha256=spec_digest(spec),
-        spec=_spec_file(spec),
-        imports={source.name: source.text for source in spec.sources[1:]},
-        constants=dict(spec.constants),
         kernels=tuple(
             ManifestKernel(
                 source.file_name, source.target, source.symbol, str(source.head_dim), plan.forward, plan.backward

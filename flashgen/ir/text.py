@@ -75,7 +75,9 @@ def _without_conversions(op: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """The arguments without the conversions that typing the operator puts back: int among floats promotes."""
 
     def bare(argument: Expr) -> Expr:
-        converted = isinstance(argument, Apply) and argument.op == "to_float" and argument.args[0].type is ScalarType.INT
+        converted = (
+            isinstance(argument, Apply) and argument.op == "to_float" and argument.args[0].type is ScalarType.INT
+        )
         return argument.children[0] if converted else argument
 
     types = tuple(argument.type for argument in args)

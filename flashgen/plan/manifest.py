@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from flashgen.plan.plan import Tiles
 from flashgen.version import __version__
 
 FILE_NAME = "manifest.json"
+SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
 # Counts up when the files of a package or the kernels' arguments change their meaning.
 FORMAT = 1
 
@@ -30,13 +30,10 @@ class ManifestKernel:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A package: the operator's name, the spec that it was made from, the constants in force, the sources."""
+    """A package: the operator's name, what identifies its spec, the generated sources."""
 
     name: str
     sha256: str
-    spec: str
-    imports: Mapping[str, str]
-    constants: Mapping[str, bool | int | float]
     kernels: tuple[ManifestKernel, ...]
 
     def to_json(self) -> str:

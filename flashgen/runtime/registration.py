@@ -200,7 +200,7 @@ def call(op: Registered, *args: Any) -> Any:
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU."""
+    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU or a GPU."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -209,7 +209,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
         and not torch._C._is_any_autocast_enabled()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
-        and all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in tensors)
+        and all(x is None or (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)) for x in tensors)
     )
 
 

@@ -33,7 +33,7 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Path) -> None:
     output = tmp_path / "generated"
     (first,) = build_file(spec, output=output)
-    names = {"__init__.py", "tiny.attn", "manifest.json", "tiny_d16_cpu.cpp", "tiny_d32_cpu.cpp"}
+    names = {"__init__.py", "tiny.attn", "spec.json", "manifest.json", "tiny_d16_cpu.cpp", "tiny_d32_cpu.cpp"}
     assert {file.name for file in first.files} == names == {file.name for file in first.changed}
     assert not build_file(spec, output=output)[0].changed
     assert not build_file(spec, output=output, check=True)[0].changed
@@ -41,7 +41,7 @@ def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Pa
 
 def test_check_writes_nothing_and_names_what_differs(spec: Path, tmp_path: Path) -> None:
     output = tmp_path / "generated"
-    assert len(build_file(spec, output=output, check=True)[0].changed) == 5
+    assert len(build_file(spec, output=output, check=True)[0].changed) == 6
     assert not output.exists()
     build_file(spec, output=output)
     (output / "tiny" / "tiny_d16_cpu.cpp").write_text("// edited\n")

@@ -10,6 +10,12 @@ namespace fg {
 
 FG_CONSTEXPR int panel_chunks(int chunks) { return chunks >= 5 ? 8 : chunks >= 3 ? 4 : 2; }
 
+FG_CONSTEXPR int power_of_two_above(int n, int most) {
+  int power = 1;
+  while (power < n && power < most) power *= 2;
+  return power;
+}
+
 template <class T, int rows_, int columns_> struct SharedTile {
   using element = T;
   static constexpr int rows = rows_, columns = columns_;
@@ -48,26 +54,29 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
 template <int threads, int width, class Tile>
 FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count) {
   using T = typename Tile::element;
-  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk;
-  constexpr int lanes = chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : chunks <= 32 ? 32 : 64;
+  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
   constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
-  const int row0 = int(threadIdx.x) / lanes, column = int(threadIdx.x) % lanes * chunk;
-  const bool inside = lanes == chunks || column < Tile::columns;
+  const int row0 = int(threadIdx.x) / lanes, column0 = int(threadIdx.x) % lanes * chunk;
 #pragma unroll
-  for (int row = 0; row < Tile::rows; row += step) {
-    if (!inside || (Tile::rows % step != 0 && row0 + row >= Tile::rows)) continue;
-    T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;  // the permutation repeats every 8 rows
-    if constexpr (width % chunk == 0) {
-      copy_async_16(place, from.at(first + row0 + row, column), row0 + row < count && (width == Tile::columns || column < width));
-    } else {
-      Chunk<T> values;
+  for (int part = 0; part < chunks; part += lanes) {
+    const int column = column0 + part * chunk;
+    if (chunks % lanes != 0 && column >= Tile::columns) continue;
 #pragma unroll
-      for (int e = 0; e < chunk; ++e) {
-        values.element[e] = T{};
-        if (row0 + row < count && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
+    for (int row = 0; row < Tile::rows; row += step) {
+      if (Tile::rows % step != 0 && row0 + row >= Tile::rows) continue;
+      T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;  // the permutation repeats every 8 rows
+      if constexpr (width % chunk == 0) {
+        copy_async_16(place, from.at(first + row0 + row, column), row0 + row < count && (width == Tile::columns || column < width));
+      } else {
+        Chunk<T> values;
+#pragma unroll
+        for (int e = 0; e < chunk; ++e) {
+          values.element[e] = T{};
+          if (row0 + row < count && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
+        }
+        shared_store(reinterpret_cast<Chunk<T>*>(place), values);
       }
-      shared_store(reinterpret_cast<Chunk<T>*>(place), values);
     }
   }
 }
