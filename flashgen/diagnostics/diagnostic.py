@@ -1,4 +1,4 @@
-"""``Diagnostic``: one thing that is wrong in a user's text; ``SpecError``: all of them, raised once."""
+"""``Diagnostic``: one thing that is wrong in a user's text."""
 
 from __future__ import annotations
 
@@ -30,21 +30,6 @@ class Diagnostic:
     def severity(self) -> Severity:
         """From the code: W… is a warning, E… an error."""
         return "warning" if self.code.startswith("W") else "error"
-
-
-class SpecError(Exception):
-    """A user's mistake, as data: every diagnostic of one run and the texts that they point into."""
-
-    def __init__(self, diagnostics: Sequence[Diagnostic], sources: Sequence[Source] = ()) -> None:
-        self.diagnostics = tuple(diagnostics)
-        self.sources = tuple(sources)
-        super().__init__(self.diagnostics, self.sources)
-
-    def __str__(self) -> str:
-        # Imported when shown: the renderer builds on this module.
-        from flashgen.diagnostics.render import render  # noqa: PLC0415
-
-        return render(self.diagnostics, self.sources)
 
 
 def in_reading_order(diagnostics: Iterable[Diagnostic], sources: Sequence[Source]) -> tuple[Diagnostic, ...]:
