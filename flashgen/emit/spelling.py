@@ -8,6 +8,9 @@ from flashgen.ir.operators import OPERATORS
 # A name with members, perhaps a call whose arguments hold no further parentheses.
 _ATOM = re.compile(r"[\w.:]+(\([^()]*\))?|\([^()]*\)")
 
+# Products of such names bind closer than + and -.
+_PRODUCT = re.compile(rf"({_ATOM.pattern})( \* ({_ATOM.pattern}))+")
+
 _RESERVED_WORDS = """
     alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
     const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
@@ -45,7 +48,8 @@ def c_operator(name: str, args: tuple[str, ...]) -> str:
     row = OPERATORS[name]
     if not row.is_infix:
         return f"fg::{row.c}({', '.join(args)})"
-    operands = tuple(_operand(each) for each in args)
+    keeps_products = row.c in ("+", "-") and len(args) == 2
+    operands = tuple(each if keeps_products and _PRODUCT.fullmatch(each) else _operand(each) for each in args)
     return f"{row.c}{operands[0]}" if len(operands) == 1 else f"{operands[0]} {row.c} {operands[1]}"
 
 

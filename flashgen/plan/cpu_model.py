@@ -11,6 +11,8 @@ from flashgen.analysis.variant import Variant
 
 KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h
 FLOAT = 4
+# Of a causal sequence: pairs in tiles on the diagonal that are computed for nothing, as a fraction, are (Br + Bc) / N.
+TYPICAL_LENGTH = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -47,9 +49,9 @@ def overhead(variant: Variant, Br: int, Bc: int) -> float:
     A key tile is copied once for Br rows; Oᵀ is read, rescaled and written once for Bc keys; and a tile on the border
     of the mask computes about half its pairs for nothing, which counts for more the larger the tile.
     """
-    copied = 6.0 / Br
-    rescaled = 3.0 / Bc
-    border = 0.0 if variant.keep_everything else (Br + Bc) / 8192
+    copied = 5.0 / Br
+    rescaled = 1.5 / Bc
+    border = 0.0 if variant.keep_everything else (Br + Bc) / TYPICAL_LENGTH
     return copied + rescaled + border
 
 

@@ -10,7 +10,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 
 WINDOW = 1024  # tiles that one list of visits covers
-VISIT_LIST = 2 * WINDOW // 8 + 2 * WINDOW
+VISIT_LIST = 8 + 2 * WINDOW // 8 + 2 * WINDOW
 FLOAT = 4
 
 

@@ -42,5 +42,7 @@ def test_names_of_cpp_and_of_the_templates_get_an_underscore() -> None:
 def test_operands_are_parenthesised_where_they_have_operators() -> None:
     assert c_operator("mul", ("a + b", "c")) == "(a + b) * c"
     assert c_operator("sub", ("f(x)", "(a + b)")) == "f(x) - (a + b)"
-    assert c_operator("add", ("f(x) * g(y)", "z")) == "(f(x) * g(y)) + z"
+    assert c_operator("add", ("f(x) * g(y)", "z")) == "f(x) * g(y) + z"
+    assert c_operator("sub", ("z", "f(x) * g(y)")) == "z - f(x) * g(y)"
+    assert c_operator("sub", ("z", "a - b")) == "z - (a - b)"
     assert c_operator("tanh", ("a + b",)) == "fg::tanh(a + b)"
