@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-
 # Positions are 32-bit integers in a kernel, and their sums and differences must be so too.
 MOST_POSITIONS = 2**30
 
