@@ -128,9 +128,11 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp
         f'#include "{kernel.name}"\n#include <cstdio>\n'
         "template <class S> long edges() { return sizeof(S::o) + sizeof(S::columns); }\n"
         "int main() {\n"
-        "  using F = forward::Scratch; using B = backward::Scratch;\n"
-        '  std::printf("%d %d %d %d %d %ld %ld\\n", W, forward::BR, forward::BC, backward::BR, backward::BC,\n'
-        "    long(sizeof(F)) - edges<F>() - long(sizeof(F::q)), long(sizeof(B)) - edges<B>() - long(sizeof(B::dq)));\n}\n"
+        "  using F = forward::Scratch;\n  using B = backward::Scratch;\n"
+        '  std::printf("%d %d %d %d %d %ld %ld\\n", W, forward::BR, forward::BC,\n'
+        "    backward::BR, backward::BC,\n"
+        "    long(sizeof(F)) - edges<F>() - long(sizeof(F::q)),\n"
+        "    long(sizeof(B)) - edges<B>() - long(sizeof(B::dq)));\n}\n"
     )
     program = tmp_path / "main"
     compiler = find_compiler().command
@@ -144,5 +146,3 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp
     outside = 4 * tiles[3] * sum(-(-each // lanes) * lanes for each in (spec.head_dims[0].qk, spec.head_dims[0].v))
     predicted = backward_working_set(variant, tiles[2], tiles[3], lanes)
     assert backward_bytes + outside - predicted in range(-slack, slack + 1)
-        -slack, slack + 1
-    )
