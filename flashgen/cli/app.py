@@ -12,7 +12,7 @@ import click
 from flashgen.cli.bench import bench
 from flashgen.cli.build import build
 from flashgen.cli.check import check
-from flashgen.cli.console import exit_code, fail, near_matches, note, show_diagnostics
+from flashgen.cli.console import exit_code, fail, note, show_diagnostics
 from flashgen.cli.machine import cache, devices
 from flashgen.cli.plan import plan
 from flashgen.cli.verify import verify
@@ -21,20 +21,10 @@ from flashgen.version import __version__
 
 
 class Commands(click.Group):
-    """A group that suggests near matches and turns the library's errors into messages."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; where there is none, name those that are spelled alike."""
-        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            ctx.fail(f"No such command '{args[0]}'.{near_matches(args[0], self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
+    """A group that turns the library's errors into messages and exit codes."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; a wrong spec exits with 1, a file that cannot be read or written with 2."""
-        from flashgen.runtime.compiler import CompileFailed, CompilerMissing
-
+        """Run the command. An error that nobody can expect of a user passes through, with its traceback."""
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
@@ -42,15 +32,29 @@ class Commands(click.Group):
         except SpecError as error:
             show_diagnostics(error.diagnostics, error.sources)
             ctx.exit(exit_code(error.diagnostics))
-        except CompilerMissing as error:
-            fail(str(error), code=2)
-        except CompileFailed as error:
-            fail(str(error), code=1)
-        except BrokenPipeError:
-            raise  # click ends the process quietly
-        except OSError as error:
-            place = f"'{error.filename}': " if error.filename else ""
-            fail(f"{place}{error.strerror or error}", code=2)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click knows what to do
+        except Exception as error:
+            explained = _explained(error)
+            if explained is None:
+                raise
+            fail(*explained)
+
+
+def _explained(error: Exception) -> tuple[str, int] | None:
+    """A message and an exit code: 1 where the result is wrong, 2 where the machine lacks something or refuses."""
+    from flashgen.runtime.compiler import CompileFailed, CompilerMissing
+
+    if isinstance(error, CompileFailed):
+        return str(error), 1
+    if isinstance(error, CompilerMissing):
+        return str(error), 2
+    if isinstance(error, OSError):
+        place = f"'{error.filename}': " if error.filename else ""
+        return f"{place}{error.strerror or error}", 2
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch raises a RuntimeError
+        return "there is not enough memory for this; choose a smaller --shape", 2
+    return None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

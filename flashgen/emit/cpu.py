@@ -5,40 +5,36 @@ In: a ``Variant`` and a ``Plan``. Out: a ``KernelSource``. The context below is 
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.context import (
+    AddHook,
+    Declaration,
+    declaration,
+    formula,
+    in_base_2,
+    labels,
+    template_hooks,
+    template_values,
+    tidy,
+)
 from flashgen.emit.environment import environment, templates_folder
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.emit.placement import Hooks, Placement
+from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, index_set, literal
+from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-from flashgen.plan.arguments import Field, argument_fields, dimension_field, gradient_field
+from flashgen.plan.arguments import argument_fields, dimension_field, gradient_field
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
-LOG2_E = math.log2(math.e)
-
-
-class _AddHook(Protocol):
-    """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
-
-    def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
-
-
 _PRIMITIVES = ("flush.h", "vector.h", "convert.h", "vector_math.h", "ranges.h", "captured.h", "tile_product.h")
-_C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +68,6 @@ class _Observed:
 
 
 @dataclass(frozen=True)
-class _Declaration:
-    declaration: str
-    comment: str
-
-
-@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
 
@@ -90,7 +80,7 @@ class _Context:
     head_dim: object
     plan: Plan
     primitives: tuple[str, ...]
-    arguments: tuple[_Declaration, ...]
+    arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
@@ -113,19 +103,15 @@ def emit_cpu(variant: Variant, plan: Plan) -> KernelSource:
     spec, head_dim = variant.spec, variant.head_dim
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
     context = _context(variant, plan, symbol)
-    rendered = environment().get_template("cpu/kernel.cpp.jinja").render(_shallow(context))
+    rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
     return KernelSource(
         name=f"{symbol}_cpu",
         target="cpu",
         symbol=symbol,
         head_dim=head_dim,
-        text=_tidy(rendered),
+        text=tidy(rendered),
         defines=plan.defines,
     )
-
-
-def _shallow(context: _Context) -> dict[str, object]:
-    return {name: getattr(context, name) for name in context.__dataclass_fields__}
 
 
 def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
@@ -141,8 +127,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     match variant.weights:
         case Softmax(sink):
             kind = "softmax"
-            hook("score", _base_2(variant.score), comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
-            sink_code = None if sink is None else placement.value("sink", _base_2(sink), Level.ROW)
+            hook("score", in_base_2(variant.score), comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+            sink_code = None if sink is None else placement.value("sink", in_base_2(sink), Level.ROW)
         case Pointwise(weight) | Normalize(weight):
             kind = "pointwise" if isinstance(variant.weights, Pointwise) else "normalize"
             sink_code = None
@@ -156,7 +142,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
     gradients = tuple(
         _gradient(gradient, label, placement, hook)
-        for gradient, label in zip(variant.gradients, _labels(variant.gradients), strict=True)
+        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(_observed(load, placement) for load in observable_loads(variant.keep))
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
@@ -167,12 +153,12 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         version=__version__,
         digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
-        formula=_formula(variant),
+        formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
         primitives=_primitives(dropout=spec.dropout is not None),
-        arguments=tuple(_declaration(field) for field in argument_fields(spec)),
-        hooks=_by_name(placement.hooks()),
+        arguments=tuple(declaration(field) for field in argument_fields(spec)),
+        hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
@@ -190,20 +176,6 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     )
 
 
-@dataclass(frozen=True)
-class _TemplateHooks:
-    members: dict[str, object]
-    functions: dict[str, object]
-
-
-def _by_name(hooks: Hooks) -> _TemplateHooks:
-    return _TemplateHooks({level.value: members for level, members in hooks.members.items()}, dict(hooks.functions))
-
-
-def _base_2(expr: Expr) -> Expr:
-    return simplify(apply("mul", literal(LOG2_E), expr))
-
-
 def _observed(load: Load, placement: Placement) -> _Observed:
     member = placement.value(load.tensor, load, level_of(load))
     struct = "rows" if level_of(load) is Level.ROW else "columns"
@@ -211,17 +183,7 @@ def _observed(load: Load, placement: Placement) -> _Observed:
     return _Observed(load, struct, member.split(".")[1], f"fg::ranges::{c_type}", member, text(load))
 
 
-def _labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:
-    """A name for each read: the tensor's, numbered from its second read on."""
-    seen: Counter[str] = Counter()
-    labels = []
-    for gradient in gradients:
-        seen[gradient.name] += 1
-        labels.append(gradient.name if seen[gradient.name] == 1 else f"{gradient.name}_{seen[gradient.name]}")
-    return tuple(labels)
-
-
-def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: _AddHook) -> _Gradient:
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:
     parts = []
     if gradient.from_score is not None:
         name = f"score_by_{label}"
@@ -271,28 +233,6 @@ def _owned_by_head(variant: Variant, name: str) -> bool:
     )
 
 
-def _formula(variant: Variant) -> str:
-    match variant.weights:
-        case Softmax(None):
-            return "P = exp(S) / Σ exp(S)"
-        case Softmax(sink):
-            return f"P = exp(S) / (exp({text(sink) if sink else ''}) + Σ exp(S))"
-        case Pointwise(weight):
-            return f"P = {text(weight)}"
-        case Normalize(weight):
-            return f"P = w / Σ w, w = {text(weight)}"
-
-
-def _declaration(field: Field) -> _Declaration:
-    match field.kind:
-        case "const pointer":
-            return _Declaration(f"const {field.element}* {field.name}", field.comment)
-        case "pointer":
-            return _Declaration(f"{field.element}* {field.name}", field.comment)
-        case kind:
-            return _Declaration(f"{_C_TYPES[kind]} {field.name}", field.comment)
-
-
 def _primitives(*, dropout: bool) -> tuple[str, ...]:
     """The primitive layer as text to paste: its own includes are already there, in order."""
     names = (*_PRIMITIVES, *(("philox.h",) if dropout else ()))
@@ -302,9 +242,3 @@ def _primitives(*, dropout: bool) -> tuple[str, ...]:
 
 def _without_includes(header: str) -> str:
     return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)
-
-
-def _tidy(rendered: str) -> str:
-    """No trailing blanks, no runs of empty lines, one newline at the end."""
-    lines = "\n".join(line.rstrip() for line in rendered.splitlines())
-    return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"

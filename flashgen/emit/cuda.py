@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from flashgen.analysis.levels import Level
-from flashgen.analysis.variant import DOT, CapturedGradient, Variant
-from flashgen.emit.cpu import (
-    _base_2,
-    _by_name,
-    _declaration,
-    _Declaration,
-    _formula,
-    _labels,
-    _shallow,
-    _tidy,
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.context import (
+    AddHook,
+    Declaration,
+    declaration,
+    formula,
+    in_base_2,
+    labels,
+    template_hooks,
+    template_values,
+    tidy,
 )
 from flashgen.emit.cuda_primitives import primitives
 from flashgen.emit.environment import environment
@@ -28,13 +28,13 @@ from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Apply, Expr, Literal, Load
+from flashgen.ir.expr import Expr, Literal, Load
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import argument_fields, gradient_field
 from flashgen.plan.cuda_launches import atomic_buffers, captured_elements, exact_buffers, passes
-from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_model import constant_factor, padded
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
@@ -46,12 +46,6 @@ C_TYPES: Mapping[ElementType, str] = {
     ElementType.BF16: "fg::bfloat_t",
     ElementType.F32: "float",
 }
-
-
-class _AddHook(Protocol):
-    """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
-
-    def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,7 @@ class _Context:
     head_dim: object
     plan: CudaPlan
     primitives: tuple[str, ...]
-    arguments: tuple[_Declaration, ...]
+    arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
@@ -146,13 +140,13 @@ def emit_cuda(variant: Variant, plan: CudaPlan) -> KernelSource:
     """The CUDA C++ source of one head dimension for one target."""
     symbol = cuda_symbol(variant)
     context = _context(variant, plan, symbol)
-    rendered = environment().get_template("cuda/kernel.cu.jinja").render(_shallow(context))  # type: ignore[arg-type]
+    rendered = environment().get_template("cuda/kernel.cu.jinja").render(template_values(context))
     return KernelSource(
         name=f"{symbol}_{plan.target}",
         target=plan.target,
         symbol=symbol,
         head_dim=variant.head_dim,
-        text=_tidy(rendered),
+        text=tidy(rendered),
         defines=(),
     )
 
@@ -171,10 +165,10 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     match variant.weights:
         case Softmax(sink):
             kind = "softmax"
-            score = _base_2(variant.score)
-            factor = _factor(score)
+            score = in_base_2(variant.score)
+            factor = constant_factor(score)
             hook("score", score, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
-            sink_code = None if sink is None else placement.value("sink", _base_2(sink), Level.ROW)
+            sink_code = None if sink is None else placement.value("sink", in_base_2(sink), Level.ROW)
         case Pointwise(weight) | Normalize(weight):
             kind = "pointwise" if isinstance(variant.weights, Pointwise) else "normalize"
             sink_code = None
@@ -190,7 +184,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     row_functions = [] if sink_code is None else [_RowFunction("sink_score", sink_code, "The sink in base 2")]
     gradients = {
         gradient.read: _gradient(gradient, label, cut.captured, placement, hook, row_functions)
-        for gradient, label in zip(variant.gradients, _labels(variant.gradients), strict=True)
+        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     }
     keep_range = range_code(variant.keep, placement)
     elements = tuple(_Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
@@ -201,12 +195,12 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         version=__version__,
         digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
-        formula=_formula(variant),
+        formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
         primitives=primitives(dropout=spec.dropout is not None),
-        arguments=tuple(_declaration(field) for field in argument_fields(spec)),
-        hooks=_by_name(placement.hooks()),
+        arguments=tuple(declaration(field) for field in argument_fields(spec)),
+        hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
         elements=elements,
@@ -240,7 +234,7 @@ def _gradient(
     label: str,
     captured: tuple[str, ...],
     placement: Placement,
-    hook: _AddHook,
+    hook: AddHook,
     row_functions: list[_RowFunction],
 ) -> _Gradient:
     parts = []
@@ -314,26 +308,18 @@ def _count_code(count: Count) -> str:
     return " * ".join([f"int64_t({count.times})", *factors] if count.times != 1 or not factors else factors)
 
 
-def _factor(score: Expr) -> float | None:
-    """c where the score is c · dot with a positive constant: then maxima are taken of dot itself."""
-    match score:
-        case Apply(op="mul", args=(Literal(value=float() as value), other)) if other == DOT and value > 0:
-            return value
-        case Apply(op="mul", args=(other, Literal(value=float() as value))) if other == DOT and value > 0:
-            return value
-    return 1.0 if score == DOT else None
-
-
 def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:
     def constants(tiles: ForwardTiles | BackwardTiles | QueryTiles, **more: int) -> tuple[tuple[str, str], ...]:
-        shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages, **more}
+        shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages}
+        shared |= {"shared_bytes": tiles.sram_bytes, **more}
         return tuple((name, str(value)) for name, value in shared.items())
 
     forward, backward, queries = {}, {}, {}
     for each in plan.elements:
         name = str(each.element)
         forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers))
-        backward[name] = constants(each.backward, split=each.backward.split)
+        keys_bytes = each.backward.keys_sram_bytes
+        backward[name] = constants(each.backward, split=each.backward.split, keys_shared_bytes=keys_bytes)
         queries[name] = constants(each.queries)
     return (
         _Pass("ForwardPlan", "The plan of the forward pass.", forward),

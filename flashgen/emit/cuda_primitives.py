@@ -1,7 +1,7 @@
 """Stage 4, emit for GPUs: the primitive layer as text to paste, so that a source is one self-contained file.
 
-In: what the kernel uses. Out: the files of ``templates/cuda/primitives`` in order, without their includes of each other,
-and the ranges that all backends share, in CUDA's words.
+In: what the kernel uses. Out: the files of ``templates/cuda/primitives`` in order, without their includes of each
+other, and the ranges that all backends share, in CUDA's words.
 """
 
 from __future__ import annotations

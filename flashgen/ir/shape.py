@@ -26,6 +26,8 @@ class Shape:
             raise ValueError(f"'{text}' has {len(numbers)} numbers; five are expected: B,H,Hkv,Nq,Nk")
         if min(numbers) < 0 or min(numbers[1:3]) < 1:
             raise ValueError(f"'{text}' has a size that is too small: heads start at 1, the others at 0")
+        if max(numbers) >= 2**31:
+            raise ValueError(f"'{text}' has a size that is too large: positions are 32-bit integers")
         shape = cls(*numbers)
         if shape.heads % shape.kv_heads:
             raise ValueError(f"H = {shape.heads} is not a multiple of Hkv = {shape.kv_heads}")

@@ -6,12 +6,30 @@ In: a variant, an element type, a tile. Out: bytes. The buffers are those of ``t
 
 from __future__ import annotations
 
-from flashgen.analysis.variant import Variant
+from flashgen.analysis.variant import DOT, Variant
+from flashgen.ir.expr import Apply, Expr, Literal
+from flashgen.ir.spec import Softmax
 from flashgen.ir.types import ElementType
 
 WINDOW = 1024  # tiles that one list of visits covers
-VISIT_LIST = 8 + 2 * WINDOW // 8 + 2 * WINDOW
+VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
 FLOAT = 4
+
+
+def constant_factor(score: Expr) -> float | None:
+    """c where a score is c · dot with a positive constant; then maxima are taken of dot itself."""
+    match score:
+        case Apply(op="mul", args=(Literal(value=float() as value), other)) if other == DOT and value > 0:
+            return value
+        case Apply(op="mul", args=(other, Literal(value=float() as value))) if other == DOT and value > 0:
+            return value
+    return 1.0 if score == DOT else None
+
+
+def is_plain(variant: Variant) -> bool:
+    """Whether a pair's weight takes no more than a product and an exponential."""
+    plain_score = isinstance(variant.weights, Softmax) and constant_factor(variant.score) is not None
+    return plain_score and variant.spec.dropout is None
 
 
 def padded(head_dim: int) -> int:
@@ -30,7 +48,8 @@ def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
 def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
     """Q, rings of K and V, the visits, norms where the score uses them; O takes their place at the end."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    total = tile_bytes(Br, D, element) + stages * (tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)) + VISIT_LIST
+    keys = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
+    total = tile_bytes(Br, D, element) + stages * keys + VISIT_LIST
     if variant.uses_sqdist:
         total += FLOAT * (Br + Bc)
     return max(total, tile_bytes(Br, Dv, element))

@@ -11,7 +11,7 @@ from flashgen.plan.plan import Rejection, Tiles
 
 @dataclass(frozen=True)
 class ForwardTiles(Tiles):
-    """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes`` is the block's shared memory."""
+    """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block."""
 
     warps: int
     stages: int

@@ -107,7 +107,7 @@ class Engine:
         else:
             gradients = self._run_backward(a, a.call.kernel, d_o, (d_lse, o, lse), needs)
         return [
-            gradient if gradient.dtype is x.dtype else gradient.to(x.dtype)
+            gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
             for gradient, x in zip(gradients, inputs, strict=True)
             if gradient is not None
         ]

@@ -58,6 +58,18 @@ class Inputs:
         """Captured tensors and params, as keyword arguments."""
         return {**self.captured, **self.params}
 
+    def to(self, device: str) -> Inputs:
+        """The same arguments on a device; params stay where they are."""
+        return dataclasses.replace(
+            self,
+            q=self.q.to(device),
+            k=self.k.to(device),
+            v=self.v.to(device),
+            captured={name: value.to(device) for name, value in self.captured.items()},
+            d_o=self.d_o.to(device),
+            d_lse=self.d_lse.to(device),
+        )
+
     def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """Every tensor that receives a gradient, under the name of its gradient's row in a report."""
         found = {"q": self.q, "k": self.k, "v": self.v}

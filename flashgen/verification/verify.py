@@ -24,6 +24,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim, Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
+from flashgen.runtime.emulated import Counted, recording
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
@@ -59,12 +60,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """The results at one head dimension, element type and shape."""
+    """The results at one head dimension, element type and shape; ``counted`` is what the emulator saw, if it ran."""
 
     head_dim: HeadDim
     dtype: ElementType
     shape: Shape
     rows: tuple[Row, ...]
+    counted: tuple[Counted, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -77,15 +79,17 @@ def default_shapes(spec: AttentionSpec) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(fitting(spec, shape, pairs=_MOST_PAIRS) for shape in _DEFAULT_SHAPES))
 
 
-def verify(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0) -> Iterator[Case]:
-    """Every head dimension and element type of the spec at every shape."""
+def verify(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0, device: str = "cpu") -> Iterator[Case]:
+    """Every head dimension and element type of the spec at every shape, on tensors of a device."""
     for head_dim in op.spec.head_dims:
         for dtype in op.spec.dtypes or _DEFAULT_DTYPES:
             for shape in shapes:
-                yield verify_case(op, head_dim, dtype, shape, seed=seed)
+                yield verify_case(op, head_dim, dtype, shape, seed=seed, device=device)
 
 
-def verify_case(op: AttentionOp, head_dim: HeadDim, dtype: ElementType, shape: Shape, *, seed: int = 0) -> Case:
+def verify_case(
+    op: AttentionOp, head_dim: HeadDim, dtype: ElementType, shape: Shape, *, seed: int = 0, device: str = "cpu"
+) -> Case:
     """One case on random inputs.
 
     Where a result has few elements, the errors of several inputs are taken together: that of one number says little.
@@ -95,7 +99,9 @@ def verify_case(op: AttentionOp, head_dim: HeadDim, dtype: ElementType, shape: S
     more = [
         random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[dtype], seed=seed + 1000 * n) for n in range(1, rounds)
     ]
-    return Case(head_dim, dtype, shape, compare(op, (first, *more)))
+    with recording() as counted:
+        rows = compare(op, [inputs.to(device) for inputs in (first, *more)])
+    return Case(head_dim, dtype, shape, rows, tuple(counted))
 
 
 def compare(op: AttentionOp, inputs: Sequence[Inputs]) -> tuple[Row, ...]:
@@ -162,7 +168,12 @@ def results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[st
         found["lse"] = lse.detach()
         outputs.append(lse)
         arriving.append(inputs.d_lse.to(lse.dtype))
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
+    # Where there are no keys, results are constants.
+    connected = [(output, gradient) for output, gradient in zip(outputs, arriving, strict=True) if output.requires_grad]
+    outputs, arriving = [output for output, _ in connected], [gradient for _, gradient in connected]
+    gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    if connected:
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
     for name, gradient in zip(leaves, gradients, strict=True):
         found[f"d{name}"] = gradient
     return found

@@ -86,6 +86,13 @@ template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&
   load_square<Order::along, false>(r, tile, row, inner, lane);
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
+// Rows row … row + 7 of the tile are the columns of one B.
+template <class Tile> FG_DEVICE void load_last_right(Right<typename Tile::element>& b, Tile tile, int row, int inner, int lane) {
+  static_assert(sizeof(typename Tile::element) == 4, "16-bit operands come in pairs");
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    b.r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(row + lane / 4, inner + lane % 4 + 4 * i)));
+}
 // Rows row … row + 15 of the tile are rows of A, for a B that is read across its tile.
 template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, int inner, int lane) {
   using T = typename Tile::element;
@@ -144,12 +151,12 @@ template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_til
 
 // ---- accumulators to shared memory -----------------------------------------------------------------------------------
 
-// Rounds an accumulator to the tile's type and stores it at (row, column).
-template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4]) {
+// Rounds an accumulator to the tile's type and stores it at (row, column); `lane` as for load_square.
+template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], int lane) {
   using T = typename Tile::element;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    T* const place = tile.at(row + fragment_row(2 * half), column + fragment_column(0));
+    T* const place = tile.at(row + lane / 4 + 8 * half, column + lane % 4 * 2);
     if constexpr (sizeof(T) == 2) {
       shared_store(reinterpret_cast<uint32_t*>(place), Element<T>::pack(d[2 * half], d[2 * half + 1]));
     } else {
@@ -164,7 +171,7 @@ template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int colu
 template <int m_tiles, int n_tiles, class TileA, class TileB>
 FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
   using T = typename TileA::element;
-  static_assert(n_tiles % 2 == 0 && TileA::columns == TileB::columns, "operands come in pairs, of one inner dimension");
+  static_assert(TileA::columns == TileB::columns, "operands are of one inner dimension");
   const int lane = again(lane_index());
 #pragma unroll
   for (int inner = 0; inner < TileA::columns; inner += Element<T>::depth) {
@@ -174,9 +181,14 @@ FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, Tile
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
       Right<T> right[2];
-      load_right(right, b, column + 8 * n, inner, lane);
+      if constexpr (n_tiles % 2 == 0) load_right(right, b, column + 8 * n, inner, lane);
+      else if (n + 1 < n_tiles) load_right(right, b, column + 8 * n, inner, lane);
+      else load_last_right(right[0], b, column + 8 * n, inner, lane);
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+      for (int m = 0; m < m_tiles; ++m) {
+        multiply(d.at[m][n], left[m], right[0]);
+        if (n + 1 < n_tiles) multiply(d.at[m][n + 1], left[m], right[1]);
+      }
     }
   }
 }
@@ -267,7 +279,7 @@ FG_DEVICE void global_add_fragment(float* sums, const float (&d)[4]) {
 
 // The largest number up to `most` that divides n.
 FG_CONSTEXPR int largest_divisor(int n, int most) {
-  int divisor = most;
+  int divisor = most < n ? most : n;
   while (n % divisor != 0) --divisor;
   return divisor;
 }

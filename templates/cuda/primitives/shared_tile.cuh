@@ -57,7 +57,7 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
   constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
-  const int row0 = int(threadIdx.x) / lanes, column0 = int(threadIdx.x) % lanes * chunk;
+  const int thread = again(int(threadIdx.x)), row0 = thread / lanes, column0 = thread % lanes * chunk;
 #pragma unroll
   for (int part = 0; part < chunks; part += lanes) {
     const int column = column0 + part * chunk;

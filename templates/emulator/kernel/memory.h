@@ -32,6 +32,16 @@ template <class T> FG_PRIMITIVE void global_store(T* p, T value, int line = __bu
 FG_PRIMITIVE void global_add(float* p, float value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_add(p, value, line);
 }
+FG_PRIMITIVE void global_add(uint64_t* p, uint64_t value, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_access(emulator::Access::add, p, sizeof *p, line);
+  __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
+}
+FG_PRIMITIVE void global_max(uint32_t* p, uint32_t value, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_access(emulator::Access::add, p, sizeof *p, line);
+  uint32_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (old < value && !__atomic_compare_exchange_n(p, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
 
 FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
 template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {

@@ -1,0 +1,102 @@
+"""Stage 4, emit: what the contexts of all kernel templates share.
+
+In: parts of a ``Variant``. Out: the same parts as templates want them. Does NOT know a target.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flashgen.analysis.simplify import simplify
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.placement import Hooks
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, literal
+from flashgen.ir.spec import Normalize, Pointwise, Softmax
+from flashgen.ir.text import text
+from flashgen.plan.arguments import Field
+
+LOG2_E = math.log2(math.e)
+
+_C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
+
+
+class AddHook(Protocol):
+    """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
+
+    def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One member of ``struct Arguments``."""
+
+    declaration: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class TemplateHooks:
+    """``Hooks`` by the names of levels, which templates know."""
+
+    members: dict[str, object]
+    functions: dict[str, object]
+
+
+def declaration(field: Field) -> Declaration:
+    """The C++ declaration of a field."""
+    match field.kind:
+        case "const pointer":
+            return Declaration(f"const {field.element}* {field.name}", field.comment)
+        case "pointer":
+            return Declaration(f"{field.element}* {field.name}", field.comment)
+        case kind:
+            return Declaration(f"{_C_TYPES[kind]} {field.name}", field.comment)
+
+
+def template_hooks(hooks: Hooks) -> TemplateHooks:
+    """Members by level, functions by name."""
+    return TemplateHooks({level.value: members for level, members in hooks.members.items()}, dict(hooks.functions))
+
+
+def template_values(context: Any) -> dict[str, object]:
+    """The fields of a context, by name; their values stay what they are."""
+    return {name: getattr(context, name) for name in context.__dataclass_fields__}
+
+
+def in_base_2(expr: Expr) -> Expr:
+    """The exponent for which exp2 gives what exp gives of ``expr``."""
+    return simplify(apply("mul", literal(LOG2_E), expr))
+
+
+def labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:
+    """A name for each read: the tensor's, numbered from its second read on."""
+    seen: Counter[str] = Counter()
+    found = []
+    for gradient in gradients:
+        seen[gradient.name] += 1
+        found.append(gradient.name if seen[gradient.name] == 1 else f"{gradient.name}_{seen[gradient.name]}")
+    return tuple(found)
+
+
+def formula(variant: Variant) -> str:
+    """The weights as a formula, for comments."""
+    match variant.weights:
+        case Softmax(None):
+            return "P = exp(S) / Σ exp(S)"
+        case Softmax(sink):
+            return f"P = exp(S) / (exp({text(sink) if sink else ''}) + Σ exp(S))"
+        case Pointwise(weight):
+            return f"P = {text(weight)}"
+        case Normalize(weight):
+            return f"P = w / Σ w, w = {text(weight)}"
+
+
+def tidy(rendered: str) -> str:
+    """No trailing blanks, no runs of empty lines, one newline at the end."""
+    lines = "\n".join(line.rstrip() for line in rendered.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"

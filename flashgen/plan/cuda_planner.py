@@ -1,0 +1,238 @@
+"""Stage 3, plan for GPUs: the tiles of every pass and element type for one architecture, and why.
+
+In: a ``Variant`` and a ``Target``. Out: a ``CudaPlan`` with its reasons and what it rejected. Candidates come from
+``cuda_tables.py`` in the order of preference; every buffer that the templates keep is counted, and the first that fits
+the shared memory of a block is taken. Kernels that turned out to spill registers are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic, SpecError
+from flashgen.ir.types import ElementType
+from flashgen.plan import cuda_tables
+from flashgen.plan.cuda_devices import Target
+from flashgen.plan.cuda_model import backward_bytes, forward_bytes, is_plain, query_bytes
+from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
+from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.plan.plan import Rejection
+
+# Bytes of registers that a kernel may spill and still be taken: numbers that live across the loops, and are read once a
+# tile at most.
+HARMLESS_SPILL = 64
+MOST_WARPS = 16
+
+Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """A tile whose kernel was compiled and spilled registers."""
+
+    element: ElementType
+    pass_name: str
+    tile: ForwardChoice | BackwardChoice | QueryChoice
+    bytes: int
+
+    def is_of(self, element: ElementType, pass_name: str, tile: object) -> bool:
+        """Whether it is this tile's."""
+        return (self.element, self.pass_name, self.tile) == (element, pass_name, tile)
+
+
+def plan_cuda(variant: Variant, target: Target, spills: Collection[Spill] = ()) -> CudaPlan:
+    """The plan; ``SpecError`` where the spec pins tiles that cannot work, or nothing fits a type that it asks for."""
+    _check_schedule(variant)
+    wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
+    plans: list[ElementPlan] = []
+    block, multiprocessor = target.block_bytes // 1024, target.sm_bytes // 1024
+    reasons = [f"{block} KiB of shared memory a block on {target.name}, {multiprocessor} KiB a multiprocessor"]
+    rejected: list[Rejection] = []
+    for element in wanted:
+        found = _plan_element(variant, target, element, spills, reasons, rejected)
+        if found is not None:
+            plans.append(found)
+        elif variant.spec.dtypes is not None or element is not ElementType.F32:
+            message = f"no tile of '{variant.spec.name}' in {element} fits {target.name} at head dimension "
+            raise SpecError(
+                [Diagnostic("E406", f"{message}{variant.head_dim}", variant.spec.span, notes=tuple(reasons))],
+                variant.spec.sources,
+            )
+    return CudaPlan(
+        spec_name=variant.spec.name,
+        head_dim=str(variant.head_dim),
+        target=target.name,
+        sram_bytes=target.block_bytes,
+        elements=tuple(plans),
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+    )
+
+
+def _plan_element(
+    variant: Variant,
+    target: Target,
+    element: ElementType,
+    spills: Collection[Spill],
+    reasons: list[str],
+    rejected: list[Rejection],
+) -> ElementPlan | None:
+    """The tiles of one element type; None, with a reason, where a pass has none that fits."""
+
+    def choose(pass_name: str, choices: Sequence[Choice], size: Callable[[Any], int]) -> Choice | None:
+        for choice in choices:
+            needed = size(choice)
+            spilled = [each.bytes for each in spills if each.is_of(element, pass_name, choice)]
+            if needed > target.block_bytes:
+                why = f"{element}: needs {needed / 1024:.1f} KiB, {target.block_bytes // 1024} KiB are there"
+            elif spilled and choice is not choices[-1]:
+                why = f"{element}: {_describe(choice)} spills {max(spilled)} bytes of registers"
+            else:
+                blocks = target.sm_bytes // (needed + 1024)
+                reasons.append(
+                    f"{pass_name}, {element}: B_r × B_c = {_describe(choice)}, {needed / 1024:.1f} KiB: "
+                    f"{blocks} {'block' if blocks == 1 else 'blocks'} fit a multiprocessor's shared memory"
+                )
+                return choice
+            rejected.append(Rejection(pass_name, choice.Br, choice.Bc, why))
+        reasons.append(f"{pass_name}, {element}: left out, because no tile fits")
+        return None
+
+    def forward_size(choice: ForwardChoice) -> int:
+        return _forward_bytes(variant, element, choice)
+
+    def backward_size(choice: BackwardChoice) -> int:
+        return _backward_bytes(variant, element, choice, with_dq=True)
+
+    def query_size(choice: QueryChoice) -> int:
+        return _query_bytes(variant, element, choice)
+
+    forward = choose("forward", _forward_choices(variant, element, target), forward_size)
+    backward = choose("backward", _backward_choices(variant, element), backward_size)
+    queries = choose("queries", _query_choices(variant, element), query_size)
+    if forward is None or backward is None or queries is None:
+        return None
+    return ElementPlan(
+        element,
+        ForwardTiles(
+            forward.Br,
+            forward.Bc,
+            _forward_bytes(variant, element, forward),
+            forward.warps,
+            forward.stages,
+            forward.q_in_registers,
+        ),
+        BackwardTiles(
+            backward.Br,
+            backward.Bc,
+            _backward_bytes(variant, element, backward, with_dq=True),
+            backward.warps,
+            backward.stages,
+            backward.split,
+            _backward_bytes(variant, element, backward, with_dq=False),
+        ),
+        QueryTiles(
+            queries.Br, queries.Bc, _query_bytes(variant, element, queries), queries.warps, queries.stages
+        ),
+    )
+
+
+def _describe(choice: ForwardChoice | BackwardChoice | QueryChoice) -> str:
+    stages = f"{choice.stages} stages" if choice.stages > 1 else "1 stage"
+    return f"{choice.Br} × {choice.Bc} by {choice.warps} warps, {stages}"
+
+
+def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice) -> int:
+    return forward_bytes(variant, element, choice.Br, choice.Bc, choice.stages)
+
+
+def _backward_bytes(variant: Variant, element: ElementType, choice: BackwardChoice, *, with_dq: bool) -> int:
+    return backward_bytes(
+        variant, element, choice.Br, choice.Bc, choice.warps, choice.stages, choice.split, with_dq=with_dq
+    )
+
+
+def _query_bytes(variant: Variant, element: ElementType, choice: QueryChoice) -> int:
+    return query_bytes(variant, element, choice.Br, choice.Bc, choice.stages)
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def _forward_choices(variant: Variant, element: ElementType, target: Target) -> list[ForwardChoice]:
+    """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
+    single = element is ElementType.F32
+    rows = _rows_for(variant, cuda_tables.SINGLE_FORWARD if single else cuda_tables.HALF_FORWARD)
+    if not single and not is_plain(variant):
+        rows = [row for row in rows if row.Bc <= 64]
+    if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
+        rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
+    schedule = variant.spec.schedule
+    return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
+
+
+def _backward_choices(variant: Variant, element: ElementType) -> list[BackwardChoice]:
+    table = cuda_tables.SINGLE_BACKWARD if element is ElementType.F32 else cuda_tables.HALF_BACKWARD
+    schedule = variant.spec.schedule
+    pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
+    return _pinned(_rows_for(variant, table), *pins)
+
+
+def _query_choices(variant: Variant, element: ElementType) -> list[QueryChoice]:
+    return _rows_for(variant, cuda_tables.SINGLE_QUERIES if element is ElementType.F32 else cuda_tables.HALF_QUERIES)
+
+
+def _rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]) -> list[Choice]:
+    larger = max(variant.head_dim.qk, variant.head_dim.v)
+    return list(next(rows for most, rows in table if larger <= most))
+
+
+def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | None, stages: int | None) -> list[Choice]:
+    """The candidates with what the schedule pins; warps follow the tile where they are left free."""
+    if (Br, Bc, warps, stages) == (None, None, None, None):
+        return rows
+    found: dict[Choice, None] = {}
+    for row in rows:
+        tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
+        counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
+        for count in counts:
+            candidate = replace(tile, warps=count)
+            if not list(_problems(candidate)):
+                found[candidate] = None
+                break
+    return list(found)
+
+
+def _problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[str]:
+    """Why the templates cannot work with a tile; nothing where they can."""
+    if choice.Br % 16 or choice.Bc % 16:
+        yield "rows and columns come in multiples of 16"
+    if isinstance(choice, BackwardChoice):
+        if choice.warps % choice.split or choice.Bc % (16 * (choice.warps // choice.split)):
+            yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
+        if choice.Br % (16 * choice.split):
+            yield "warps that share keys divide the query rows into sixteens"
+        if choice.Br > 32 * choice.warps:
+            yield "there are fewer threads than query rows"
+        if choice.stages > 2:
+            yield "Q has one stage or two"
+    elif choice.Br % (16 * choice.warps):
+        yield "a warp has 16 or more whole query rows: write B_r as a multiple of 16 times the warps"
+
+
+def _check_schedule(variant: Variant) -> None:
+    """Refuse pins with which no candidate works, whatever the memory."""
+    problems = []
+    if not _forward_choices(variant, ElementType.F16, Target("", 0, 0, 0)):
+        problems.append("'Br', 'Bc' and 'warps' of the forward pass: a warp has 16 or more whole query rows")
+    if not _backward_choices(variant, ElementType.F16):
+        problems.append("'backward_Br', 'backward_Bc' and 'backward_warps': a warp has 16 or more whole keys")
+    if problems:
+        span = variant.spec.schedule.span
+        raise SpecError(
+            [Diagnostic("E403", f"the schedule cannot work on a GPU: {problem}", span) for problem in problems],
+            variant.spec.sources,
+        )

@@ -1,0 +1,127 @@
+"""Stage 5, compile for GPUs: CUDA source to a binary for one architecture, by NVRTC, through the cache. No GPU is needed.
+
+In: a ``KernelSource`` and a target such as ``sm_80``. Out: a ``CudaBinary``: the path of a cubin, and what each of its
+kernels takes of a multiprocessor. The key of an entry is the sha256 of the source, the options and NVRTC's version.
+NVRTC is reached through CuPy, whose own compile call would refuse some targets. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.runtime.cache import Cache
+from flashgen.runtime.compiler import CompileFailed, Source
+
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
+INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
+
+_CUBIN, _LOG = "kernels.cubin", "compile.log"
+_KERNEL = re.compile(r"Function properties for (\w+)\n")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_LOCK = threading.Lock()  # NVRTC compiles one program at a time
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers a thread, bytes of its own shared memory, bytes that spill from registers."""
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True)
+class CudaBinary:
+    """A compiled source. ``seconds``: from asking to having it; ``cached``: it was there before."""
+
+    name: str
+    target: str
+    path: Path
+    kernels: tuple[Resources, ...]
+    seconds: float
+    cached: bool
+
+
+class NvrtcMissing(Exception):  # noqa: N818 - reads as what happened  # noqa: N818 - reads as what happened
+    """NVRTC cannot be used; the message says what to install."""
+
+
+def compile_cuda(source: Source, target: str, *, cache: Cache | None = None) -> CudaBinary:
+    """Compile a source, or take it from the cache.
+
+    Raises ``NvrtcMissing``, and ``CompileFailed`` where NVRTC refuses the source or the target.
+    """
+    start = time.perf_counter()
+    cache = cache or Cache.default()
+    nvrtc, version = find_nvrtc()
+    options = (f"-arch={target}", *OPTIONS, *(f"-D{name}={value}" for name, value in source.defines))
+    parts = "\0".join([source.text, *options, version])
+    key = hashlib.sha256(parts.encode()).hexdigest()
+    path = cache.find(key, _CUBIN)
+    cached = path is not None and (path.parent / _LOG).is_file()
+    if path is None or not cached:
+        try:
+            path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options))
+        except CompileFailed as failure:
+            folder = cache.keep(key, {f"{source.name}.cu": source.text.encode(), _LOG: failure.log.encode()})
+            kept = "" if folder is None else f"\nsource and log: {folder}"
+            raise CompileFailed(f"{failure}{kept}", failure.log) from None
+    log = (path.parent / _LOG).read_text(encoding="utf-8")
+    return CudaBinary(source.name, target, path, resources(log), time.perf_counter() - start, cached)
+
+
+def resources(log: str) -> tuple[Resources, ...]:
+    """What the assembler said of each kernel, in the order of their names."""
+    found = []
+    names = list(_KERNEL.finditer(log))
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        said = log[name.end() : len(log) if following is None else following.start()]
+        stack, registers, shared = _STACK.search(said), _REGISTERS.search(said), _SHARED.search(said)
+        if stack and registers:
+            spills = int(stack[2]) + int(stack[3])
+            found.append(Resources(name[1], int(registers[1]), int(shared[1]) if shared else 0, spills, int(stack[1])))
+    return tuple(sorted(found, key=lambda each: each.name))
+
+
+@functools.cache
+def find_nvrtc() -> tuple[Any, str]:
+    """CuPy's binding and NVRTC's version. Raises ``NvrtcMissing``."""
+    try:
+        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+        version = ".".join(map(str, nvrtc.getVersion()))
+    except Exception as error:  # an import error, or whatever the search for the library raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NvrtcMissing(
+            f"CUDA sources are compiled by NVRTC through CuPy, which cannot be used ({reason}): {INSTALL}"
+        ) from None
+    return nvrtc, version
+
+
+def _build(nvrtc: Any, source: Source, options: tuple[str, ...]) -> dict[str, bytes]:
+    """The files of an entry."""
+    with _LOCK:
+        program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, options)
+            log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            complaints = [line for line in log.splitlines() if "error" in line] or [str(error)]
+            raise CompileFailed(
+                f"NVRTC could not compile '{source.name}' for {options[0]}: {complaints[0]}", log
+            ) from None
+        finally:
+            nvrtc.destroyProgram(program)
+    return {_CUBIN: cubin, f"{source.name}.cu": source.text.encode(), _LOG: log.encode()}
