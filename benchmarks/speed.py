@@ -1,125 +1,277 @@
-"""Speed beside PyTorch's scaled_dot_product_attention and compiled FlexAttention, all in one process, taking turns.
+"""Speed on a CPU beside PyTorch's, all in one process, taking turns: the goals, and whether each is met.
 
-FlexAttention has no backward on a CPU; SDPA has no soft-capping. What a peer cannot do is marked so.
+    python -m benchmarks.speed [--quick] [--only speed,variants,overhead,window]
+
+Every ratio is how many times longer the peer takes, round by round; a goal is met where the median reaches it. Beside
+it stands the share of the speed of a float32 matrix product (2048 × 2048) that takes turns with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from benchmarks.report import publish
-from flashgen.benchmark.timing import Times, paired_times
+from flashgen.benchmark.bench import SGEMM_FLOPS, Comparison, compare
+from flashgen.benchmark.timing import Spread, paired_times
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
+from flashgen.runtime.op import AttentionOp
+from flashgen.verification.inputs import Inputs, random_inputs
 
-ROOT = Path(__file__).resolve().parent.parent
+F32, BF16 = torch.float32, torch.bfloat16
+BASE = Shape(1, 8, 8, 4096, 4096)
+DOCUMENTS = 8
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
+Table = tuple[list[str], list[list[str]], str]
+
+BODIES = {
+    "plain": "",
+    "causal": "mask causal",
+    "window 256": "mask causal and window_left(256)",
+    "window 512": "mask causal and window_left(512)",
+    "ALiBi": "score s - alibi_slope(h) * (i - j)  mask causal",
+    "soft-cap": "score softcap(s, 30.0)  mask causal",
+    "documents": "tensor doc: i32[B, Nk]  mask causal and same_document(doc)",
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table."""
+    """One row: what is timed, against whom, and the goal for the ratio."""
 
-    heads: int
-    length: int
+    variant: str
     head_dim: int
-    dtype: torch.dtype
+    goal: float
+    shape: Shape = BASE
+    dtype: torch.dtype = F32
+    backward: bool = False
+    peer: str = "sdpa"
 
-
-SETTINGS = (
-    Setting(8, 1024, 64, torch.float32),
-    Setting(8, 4096, 64, torch.float32),
-    Setting(8, 4096, 128, torch.float32),
-    Setting(8, 4096, 64, torch.bfloat16),
-)
+    @property
+    def pass_name(self) -> str:
+        """As tables show it."""
+        return "forward+backward" if self.backward else "forward"
 
 
 def main() -> None:
     """Measure and publish."""
-    causal = flashgen.load(ROOT / "specs" / "causal.attn")
-    full = flashgen.loads("attention full { head_dim 64, 128 }")
-    rows = [
-        measure(setting, op, is_causal=is_causal, backward=backward)
-        for setting in SETTINGS
-        for is_causal, op in ((False, full), (True, causal))
-        for backward in (False, True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="a first look: D 64, few rounds, printed and not published"
+    )
+    parser.add_argument("--only", default=",".join(SECTIONS), help="tables, with commas between them")
+    given = parser.parse_args()
+    for name in given.only.split(","):
+        begin, busy = time.perf_counter(), time.process_time()
+        columns, rows, remark = SECTIONS[name](quick=given.quick)
+        seconds = time.perf_counter() - begin
+        cores = (time.process_time() - busy) / seconds
+        remark += (
+            f" {torch.get_num_threads()} threads, which had {cores:.1f} cores on average: where other work ran, ratios "
+            f"can be trusted further than speeds. Measured in {seconds:.0f} s."
+        )
+        if given.quick:
+            print(f"\n{name}\n", *(" | ".join(line) for line in (columns, *rows)), remark, sep="\n")
+        else:
+            publish(name, "python -m benchmarks.speed", columns, rows, remark)
+
+
+def speed(*, quick: bool) -> Table:
+    """Beside peers."""
+    rounds = 3 if quick else 7
+    chosen = [row for row in settings() if not quick or (row.head_dim == 64 and row.shape == BASE)]
+    measured = [(setting, measure(setting, rounds)) for setting in chosen]
+    speeds = sorted(SGEMM_FLOPS / comparison.sgemm.seconds.median / 1e9 for _, comparison in measured)
+    columns = ["B,H,Hkv,Nq,Nk", "D", "dtype", "variant", "pass", "GFLOP/s", "of sgemm", "against"]
+    remark = (
+        f"Medians of up to {rounds} rounds. × is the peer's time over flashgen's. FLOPs are those of the pairs that "
+        "the mask keeps: 4·D a pair forward, 2.5 times that backward. "
+        f"sgemm: {speeds[0]:.0f} to {speeds[-1]:.0f} GFLOP/s, median {statistics.median(speeds):.0f}."
+    )
+    return [*columns, "× (quartiles)", "goal", "met"], [row(*pair) for pair in measured], remark
+
+
+def settings() -> list[Setting]:
+    """Every row against a peer; the goals hold within 15 % at the other shapes."""
+    goals = {("plain", False): 1.15, ("plain", True): 1.1, ("causal", False): 1.3, ("causal", True): 1.3}
+    rows = [Setting(name, d, goal, backward=both) for d in (64, 128, 96) for (name, both), goal in goals.items()]
+    rows = [dataclasses.replace(row, goal=_within(row.goal)) if row.head_dim == 96 else row for row in rows]
+    others = (
+        Shape(1, 8, 8, 1024, 1024),
+        Shape(1, 8, 8, 3000, 3000),
+        Shape(4, 12, 12, 1024, 1024),
+        Shape(1, 8, 2, 4096, 4096),
+    )
+    rows += [
+        Setting(name, 64, _within(goal), shape, backward=both)
+        for shape in others
+        for (name, both), goal in goals.items()
     ]
-    publish(
-        "speed",
-        "make bench",
-        ["B,H,N,D", "dtype", "mask", "pass", "flashgen GFLOP/s", "SDPA GFLOP/s", "Flex GFLOP/s", "SDPA/flashgen time"],
-        rows,
-        "Medians of rounds in which all take turns; the ratio is taken within a round, with its quartiles. "
-        "FLOPs: 4·B·H·N²·D forward, 2.5 times that backward, half of both when causal.",
+    rows += [
+        Setting(name, d, goal, dtype=BF16, backward=both)
+        for d in (64, 128)
+        for name in ("plain", "causal")
+        for both, goal in ((False, 1.0), (True, 2.0))
+    ]
+    return rows + [Setting("window 256", d, 10.0, peer="flex") for d in (64, 128)]
+
+
+def _within(goal: float) -> float:
+    return 0.85 * goal
+
+
+def measure(setting: Setting, rounds: int) -> Comparison:
+    """The operator and its peer."""
+    op = operator(setting.variant, setting.head_dim)
+    (found,) = compare(
+        op, inputs(op, setting), peers=(setting.peer,), passes=(setting.backward,), rounds=rounds, budget=4.0
+    )
+    print(setting, *row(setting, found)[5:], flush=True)
+    return found
+
+
+def row(setting: Setting, found: Comparison) -> list[str]:
+    """A line of the first table."""
+    head = [str(setting.shape), str(setting.head_dim), str(found.dtype), setting.variant, setting.pass_name]
+    own = found.times[0]
+    head += [f"{found.speed(own) / 1e9:.0f}", f"{found.of_sgemm(own):.0%}", setting.peer]
+    if len(found.times) < 2:
+        return [*head, found.absent[0][1], f"{setting.goal:.2f}", "not measured"]
+    return [*head, *verdict(found.times[1].ratio, setting.goal)]
+
+
+def verdict(ratio: Spread, goal: float, *, most: bool = False) -> list[str]:
+    """The ratio, the goal, and whether it is met; ``most``: the goal is an upper limit."""
+    met = ratio.median <= goal if most else ratio.median >= goal
+    return [f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})", f"{goal:.2f}", "yes" if met else "**no**"]
+
+
+def variants(*, quick: bool) -> Table:
+    """Other masks and scores beside flashgen's own causal kernel."""
+    names = ("ALiBi", "soft-cap", "documents")
+    table = []
+    for d in (64,) if quick else (64, 128):
+        calls, work = {}, {}
+        for name in ("causal", *names):
+            op = operator(name, d)
+            given = inputs(op, Setting(name, d, 0.85))
+            (found,) = compare(op, given, peers=(), passes=(False,), rounds=2, budget=0.0)
+            calls[name], work[name] = forward(op, given), found.flops
+        for times in paired_times(calls, rounds=3 if quick else 9)[1:]:
+            ratio = Spread(1 / times.ratio.median, 1 / times.ratio.high, 1 / times.ratio.low)
+            share = work[times.name] / work["causal"]
+            each = [f"{work[times.name] / times.seconds.median / 1e9:.0f}", f"{share * ratio.median:.2f}"]
+            table.append([times.name, str(d), *each, *verdict(ratio, 0.85)])
+            print(*table[-1], flush=True)
+    return (
+        ["variant", "D", "GFLOP/s", "× a kept pair", "× (quartiles)", "goal", "met"],
+        table,
+        (
+            "Forward, float32, B 1, H 8, N 4096, beside flashgen's own causal kernel in the same rounds: × is the "
+            "causal kernel's time over the variant's; counted by the pairs that each keeps in the column before. "
+            f"{DOCUMENTS} documents of random lengths."
+        ),
     )
 
 
-def measure(setting: Setting, op: Attention, *, is_causal: bool, backward: bool) -> list[str]:
-    """One row."""
-    q, k, v = (torch.randn(1, setting.heads, setting.length, setting.head_dim, dtype=setting.dtype) for _ in range(3))
-    candidates: dict[str, Attention] = {
-        "flashgen": op,
-        "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-    }
-    if not backward:
-        candidates["flex"] = flex(setting.length, is_causal=is_causal)
-    calls = {name: run(attention, q, k, v, backward=backward) for name, attention in candidates.items()}
-    times = {entry.name: entry for entry in paired_times(calls, rounds=11, budget=60.0)}
-    flops = 4.0 * setting.heads * setting.length**2 * setting.head_dim
-    flops *= (3.5 if backward else 1.0) * (0.5 if is_causal else 1.0)
-    ratio = times["sdpa"].ratio
-    return [
-        f"1,{setting.heads},{setting.length},{setting.head_dim}",
-        str(setting.dtype).removeprefix("torch."),
-        "causal" if is_causal else "none",
-        "forward+backward" if backward else "forward",
-        rate(times["flashgen"], flops),
-        rate(times["sdpa"], flops),
-        rate(times["flex"], flops) if "flex" in times else "has none",
-        f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})",
-    ]
+def overhead(*, quick: bool) -> Table:
+    """Small work, where Python, dispatch and threads show."""
+    table = []
+    for shape in (Shape(1, 8, 8, 128, 128), Shape(1, 1, 1, 128, 128), Shape(1, 1, 1, 16, 16)):
+        for name in ("plain", "causal"):
+            for both in (False, True):
+                op = operator(name, 64)
+                setting = Setting(name, 64, 1.0, shape, backward=both)
+                calls: dict[str, Attention] = {
+                    "flashgen": op,
+                    "sdpa": functools.partial(sdpa, is_causal=name == "causal"),
+                }
+                make = both_passes if both else forward
+                given = inputs(op, setting)
+                candidates = {who: make(call, given) for who, call in calls.items()}
+                own, peer = paired_times(candidates, rounds=9 if quick else 25, budget=4.0)
+                place = f"{shape.batch},{shape.heads},{shape.q_len},64"
+                micros = [f"{times.seconds.median * 1e6:.0f}" for times in (own, peer)]
+                table.append([place, name, setting.pass_name, *micros, *verdict(peer.ratio, setting.goal)])
+                print(*table[-1], flush=True)
+    columns = ["B,H,N,D", "variant", "pass", "flashgen (µs)", "SDPA (µs)", "× (quartiles)", "goal", "met"]
+    return columns, table, "Calls of which Python, dispatch and threads are a large part."
 
 
-def flex(length: int, *, is_causal: bool) -> Attention:
-    """FlexAttention, compiled; its block mask is made outside the time."""
-    torch.compiler.reset()
-    mask = None
-    if is_causal:
-        mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device="cpu")
-    compiled = torch.compile(flex_attention)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = compiled(q, k, v, block_mask=mask)
-        assert isinstance(o, Tensor)
-        return o
-
-    return attention
-
-
-def run(attention: Attention, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Callable[[], object]:
-    """One pass as a function without arguments."""
-    if not backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attention(q, k, v)
-
-        return forward
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    d_o = torch.randn_like(q)
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, d_o)
+def window(*, quick: bool) -> Table:
+    """Whether the time of a windowed mask is linear in the number of tokens."""
+    op = operator("window 512", 64)
+    short, long = 8192, 65536
+    given = {n: inputs(op, Setting("window 512", 64, 1.2, Shape(1, 1, 1, n, n))) for n in (short, long)}
+    table = []
+    for name, make in (("forward", forward), ("forward+backward", both_passes)):
+        first, second = paired_times({str(n): make(op, x) for n, x in given.items()}, rounds=3 if quick else 9)
+        found = second.ratio
+        ratio = Spread(*(x * short / long for x in (found.median, found.low, found.high)))
+        each = [f"{x.seconds.median / n * 1e9:.0f}" for x, n in ((first, short), (second, long))]
+        table.append([name, *each, *verdict(ratio, 1.2, most=True)])
+        print(*table[-1], flush=True)
+    columns = ["pass", "N 8192 (ns a token)", "N 65536 (ns a token)", "ratio (quartiles)", "goal: at most", "met"]
+    return columns, table, "Causal window of 512, B 1, H 1, D 64, float32."
 
 
-def rate(times: Times, flops: float) -> str:
-    """GFLOP/s of the median."""
-    return f"{flops / times.seconds.median / 1e9:.0f}"
+@functools.cache
+def operator(variant: str, head_dim: int) -> AttentionOp:
+    """The operator of one variant, compiled or from the cache."""
+    name = "bench_" + "".join(x if x.isalnum() else "_" for x in variant.lower())
+    return flashgen.loads(f"attention {name} {{ head_dim {head_dim}  {BODIES[variant]} }}")
+
+
+def inputs(op: AttentionOp, setting: Setting) -> Inputs:
+    """Random arguments, the same every time."""
+    given = random_inputs(op.spec, setting.shape, HeadDim(setting.head_dim, setting.head_dim), setting.dtype)
+    if "doc" not in given.captured:
+        return given
+    ends = torch.randperm(setting.shape.kv_len, generator=torch.Generator().manual_seed(1))[: DOCUMENTS - 1]
+    doc = torch.zeros_like(given.captured["doc"])
+    doc[:, ends] = 1
+    return dataclasses.replace(given, captured={"doc": doc.cumsum(1).to(doc.dtype)})
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """PyTorch's own."""
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def forward(attention: Attention, given: Inputs) -> Callable[[], Tensor]:
+    """One forward pass."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return attention(given.q, given.k, given.v, **given.captured)
+
+    return run
+
+
+def both_passes(attention: Attention, given: Inputs) -> Callable[[], object]:
+    """One forward and backward pass."""
+    leaves = [x.detach().clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    return lambda: torch.autograd.grad(attention(*leaves, **given.captured), leaves, given.d_o)
+
+
+SECTIONS: Mapping[str, Callable[..., Table]] = {
+    "speed": speed,
+    "variants": variants,
+    "overhead": overhead,
+    "window": window,
+}
 
 
 if __name__ == "__main__":

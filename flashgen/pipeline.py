@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,9 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
 from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.spec import AttentionSpec
-from flashgen.plan.arguments import argument_fields
+from flashgen.plan.cuda_devices import GPUS, Target
+from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
+from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.devices import DEVICES, GENERIC_CPU, Device, local_cpu
 from flashgen.plan.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
 from flashgen.plan.plan import Plan
@@ -31,11 +32,13 @@ from flashgen.runtime.compiler import CompilerMissing, compile_sources
 
 if TYPE_CHECKING:
     from flashgen.emit.kernel_source import KernelSource
+    from flashgen.emit.package import GpuFiles
     from flashgen.language import SpecFile
-    from flashgen.runtime.kernel import KernelProvider
+    from flashgen.plan.cuda_plan import CudaPlan
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
 
-TARGETS = ("cpu",)
+CPU_TARGET = "cpu"
+TARGETS = (CPU_TARGET, *GPU_TARGETS)
 Constant = bool | int | float
 _Reopen = tuple[Callable[..., Any], tuple[Any, ...]]
 Operator = TypeVar("Operator", bound="BaseOp")
@@ -55,35 +58,46 @@ class CompiledKernel:
     """One head dimension after every stage but the last."""
 
     variant: Variant
-    plan: Plan
+    plan: Plan | CudaPlan
     source: KernelSource
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """One generated package; ``changed`` are the files that were not yet as they are to be."""
+    """One generated package; ``changed`` are the files that were not yet as they are to be.
+
+    ``rejected`` are sentences about tiles of GPU kernels that were passed over because registers spilled.
+    """
 
     name: str
     folder: Path
     files: tuple[Path, ...]
     changed: tuple[Path, ...]
     seconds: float
+    rejected: tuple[str, ...] = ()
 
 
-def compile_spec(spec: AttentionSpec, device: Device) -> tuple[CompiledKernel, ...]:
-    """Analyse, plan and emit every head dimension of a spec for a device.
+def compile_spec(spec: AttentionSpec, device: Device | Target) -> tuple[CompiledKernel, ...]:
+    """Analyse, plan and emit every head dimension of a spec for a device."""
+    variants = (analyse(spec, head_dim) for head_dim in spec.head_dims)
+    return tuple(
+        _compile_gpu(each, device) if isinstance(device, Target) else _compile_cpu(each, device) for each in variants
+    )
 
-    The text depends on the spec alone: it shows the plan for a generic CPU, and macros carry the device's own tiles.
-    """
+
+def _compile_cpu(variant: Variant, device: Device) -> CompiledKernel:
+    """The text depends on the spec alone: it shows a plan for a generic CPU; macros carry the tiles of the device."""
     from flashgen.emit.cpu import emit_cpu
 
-    kernels = []
-    for head_dim in spec.head_dims:
-        variant = analyse(spec, head_dim)
-        decisions = plan(variant, device)
-        source = emit_cpu(variant, plan(variant, GENERIC_CPU))
-        kernels.append(CompiledKernel(variant, decisions, replace(source, defines=decisions.defines)))
-    return tuple(kernels)
+    decisions = plan(variant, device)
+    source = emit_cpu(variant, plan(variant, GENERIC_CPU))
+    return CompiledKernel(variant, decisions, replace(source, defines=decisions.defines))
+
+
+def _compile_gpu(variant: Variant, target: Target) -> CompiledKernel:
+    from flashgen.targets import source_for
+
+    return CompiledKernel(variant, *source_for(variant, target))
 
 
 # -- check and plan ----------------------------------------------------------------------------------------------------
@@ -102,26 +116,31 @@ def plan_file(
     device: str | None = None,
     sram: int | None = None,
     constants: Mapping[str, Constant] | None = None,
-) -> tuple[Plan, ...]:
+) -> tuple[Plan | CudaPlan, ...]:
     """The plans of every spec and head dimension of a file, for a device by name or the machine at hand."""
     target = local_cpu() if device is None else _device(device)
     if sram is not None:
-        target = replace(target, name=f"{target.name} with {sram} bytes", sram_bytes=sram, source="given")
+        target = target.with_sram(sram)
     checked = check_file(path, constants)
-    return tuple(plan(analyse(spec, head_dim), target) for spec in checked.specs for head_dim in spec.head_dims)
+    variants = (analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
+    return tuple(plan_cuda(each, target) if isinstance(target, Target) else plan(each, target) for each in variants)
 
 
 def device_names() -> tuple[str, ...]:
-    """The devices that plans can be made for."""
-    return ("local", *DEVICES)
+    """The devices that plans can be made for: CPUs, GPUs, and architectures of GPUs."""
+    return ("local", *DEVICES, *GPUS, *GPU_TARGETS)
 
 
-def _device(name: str) -> Device:
+def _device(name: str) -> Device | Target:
     if name == "local":
         return local_cpu()
     if name in DEVICES:
         return DEVICES[name]
-    raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=_did_you_mean(name, DEVICES))])
+    architecture = GPUS[name].target if name in GPUS else name
+    if architecture in GPU_TARGETS:
+        return GPU_TARGETS[architecture]
+    hints = _did_you_mean(name, device_names())
+    raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=hints)])
 
 
 def _checked(parsed: SpecFile) -> Checked:
@@ -146,41 +165,42 @@ def build_file(
     path: Path | str,
     *,
     output: Path = Path("generated"),
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] = (CPU_TARGET,),
     constants: Mapping[str, Constant] | None = None,
     check: bool = False,
 ) -> tuple[BuildResult, ...]:
     """Write ``output/<name>/`` for every spec of a file and compile it into the cache.
 
-    With ``check`` nothing is written or compiled; ``changed`` then names the files that differ. Raises ``SpecError``,
-    ``CompileFailed``, ``OSError``. Where there is no compiler the package is written all the same.
+    With ``check`` nothing is written; ``changed`` then names the files that differ. Raises ``SpecError``,
+    ``CompileFailed``, ``OSError``, and ``NvrtcMissing`` where there is a GPU among the targets. Where there is no C++
+    compiler the package is written all the same.
     """
     for target in targets:
         if target not in TARGETS:
             raise SpecError(
                 [Diagnostic("E405", f"there is no target '{target}'", None, hints=_did_you_mean(target, TARGETS))]
             )
-    return tuple(_build(spec, output, check=check) for spec in check_file(path, constants).specs)
+    return tuple(_build(spec, output, targets, check=check) for spec in check_file(path, constants).specs)
 
 
-def _build(spec: AttentionSpec, output: Path, *, check: bool) -> BuildResult:
+def _build(spec: AttentionSpec, output: Path, targets: Sequence[str], *, check: bool) -> BuildResult:
     from flashgen.emit.package import package_files
 
     start = time.perf_counter()
-    kernels = compile_spec(spec, local_cpu())
+    kernels = compile_spec(spec, local_cpu()) if CPU_TARGET in targets else ()
+    binaries = _binaries(spec, [GPU_TARGETS[target] for target in targets if target != CPU_TARGET])
     folder = output / spec.name
     changed = []
-    texts = package_files(spec, [(kernel.source, plan(kernel.variant, GENERIC_CPU)) for kernel in kernels])
-    for name, text in texts.items():
+    files = package_files(spec, [(kernel.source, plan(kernel.variant, GENERIC_CPU)) for kernel in kernels], binaries)
+    for name, content in files.items():
         file = folder / name
-        content = text.encode()
         if file.is_file() and file.read_bytes() == content:
             continue
         changed.append(file)
         if not check:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-    stale = _stale(folder, texts)
+    stale = _stale(folder, files)
     changed += stale
     if not check:
         for file in stale:
@@ -189,13 +209,34 @@ def _build(spec: AttentionSpec, output: Path, *, check: bool) -> BuildResult:
         with contextlib.suppress(CompilerMissing):
             compile_sources([kernel.source for kernel in kernels])
     return BuildResult(
-        spec.name, folder, tuple(folder / name for name in texts), tuple(changed), time.perf_counter() - start
+        name=spec.name,
+        folder=folder,
+        files=tuple(folder / name for name in files),
+        changed=tuple(changed),
+        seconds=time.perf_counter() - start,
+        rejected=tuple(
+            f"{binary.file}: {lost.pass_name}, {lost.reason}"
+            for binary in (each.binary for each in binaries)
+            for lost in binary.rejected
+            if "spills" in lost.reason
+        ),
     )
 
 
-def _stale(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Sources that an earlier build wrote and this one does not."""
-    return sorted(file for file in folder.glob("*.cpp") if file.name not in texts)
+def _binaries(spec: AttentionSpec, targets: Sequence[Target]) -> Sequence[GpuFiles]:
+    """Every head dimension for every GPU target."""
+    if not targets:
+        return ()
+    from flashgen.targets import compile_variant, files_of
+
+    variants = [analyse(spec, head_dim) for head_dim in spec.head_dims]
+    return [files_of(compile_variant(variant, target)) for target in targets for variant in variants]
+
+
+def _stale(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Sources and binaries that an earlier build wrote and this one does not."""
+    written = (file for suffix in ("cpp", "cu", "cubin") for file in folder.glob(f"*.{suffix}"))
+    return sorted(file for file in written if file.name not in files)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -229,8 +270,9 @@ def loads(
 def open_package(folder: Path, operator: type[Operator]) -> Operator:
     """The operator of a generated package, an instance of the class that the package defines.
 
-    The sources are compiled as they stand in the folder, with the plan for the machine at hand. Raises
-    ``ImportError`` where the folder is damaged or was written by another version.
+    The sources are compiled as they stand in the folder, with the plan for the machine at hand; those for GPUs where
+    no binary runs on the one that a call meets. Raises ``ImportError`` where the folder is damaged or was written by
+    another version.
     """
     from flashgen.emit.kernel_source import KernelSource
 
@@ -242,14 +284,14 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ImportError(f"'{folder / SPEC_FILE_NAME}' is damaged ({error}); {rebuild_hint(folder)}") from None
-    kernels = []
-    for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=True):
+    kernels = [] if manifest.kernels else [*compile_spec(spec, local_cpu())]
+    for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=bool(manifest.kernels)):
         variant = analyse(spec, head_dim)
         decisions = plan(variant, local_cpu())
         name = Path(entry.file).stem
         source = KernelSource(name, entry.target, entry.symbol, head_dim, texts[entry.symbol], decisions.defines)
         kernels.append(CompiledKernel(variant, decisions, source))
-    return operator(_parts(spec, kernels, None, (open_package, (folder, operator))))
+    return operator(_parts(spec, kernels, None, (open_package, (folder, operator)), (folder, manifest)))
 
 
 def _load(parsed: SpecFile, name: str | None, backend: str | None, again: _Reopen) -> AttentionOp:
@@ -257,37 +299,35 @@ def _load(parsed: SpecFile, name: str | None, backend: str | None, again: _Reope
 
     check_backend(backend)
     spec = _choose(_checked(parsed).specs, name)
-    return AttentionOp(_parts(spec, compile_spec(spec, local_cpu()), backend, again))
+    return AttentionOp(_parts(spec, compile_spec(spec, _device_of(backend)), backend, again))
 
 
-def _parts(spec: AttentionSpec, kernels: Sequence[CompiledKernel], backend: str | None, again: _Reopen) -> OpParts:
+def _device_of(backend: str | None) -> Device | Target:
+    """What the sources of an op are made for that runs on this machine."""
+    from flashgen.backends import EMULATED, gpu_at_hand
+
+    return {"emulator": lambda: EMULATED, "cuda": gpu_at_hand}.get(str(backend), local_cpu)()
+
+
+def _parts(
+    spec: AttentionSpec,
+    kernels: Sequence[CompiledKernel],
+    backend: str | None,
+    again: _Reopen,
+    package: tuple[Path, Manifest] | None = None,
+) -> OpParts:
+    from flashgen.backends import providers
     from flashgen.runtime.op import OpParts
 
+    sources = tuple(kernel.source for kernel in kernels)
     return OpParts(
         spec=spec,
-        kernels={} if backend == "reference" else {"cpu": _loaded(spec, kernels)},
+        kernels=providers(spec, backend, sources, package),
         plan={kernel.source.head_dim: kernel.plan for kernel in kernels},
-        sources=tuple(kernel.source for kernel in kernels),
+        sources=sources,
         backend=backend,
         reopen=again,
     )
-
-
-def _loaded(spec: AttentionSpec, kernels: Sequence[CompiledKernel]) -> KernelProvider | None:
-    """The kernels as functions; None, with a warning, where this machine has no compiler."""
-    from flashgen.runtime.kernel import LibraryKernel
-
-    fields = argument_fields(spec)
-    try:
-        binaries = compile_sources([kernel.source for kernel in kernels])
-    except CompilerMissing as error:
-        warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {error}", stacklevel=4)
-        return None
-    found = {
-        kernel.source.head_dim: LibraryKernel.load(binary.path, kernel.source.symbol, fields)
-        for kernel, binary in zip(kernels, binaries, strict=True)
-    }
-    return lambda head_dim, _: found[head_dim]
 
 
 def _choose(specs: Sequence[AttentionSpec], name: str | None) -> AttentionSpec:

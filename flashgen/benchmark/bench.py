@@ -1,6 +1,7 @@
 """Times an operator and its peers, forward and forward with backward, in the same run.
 
-In: an ``AttentionOp`` and a shape. Out: a ``Comparison`` a pass; its first entry is flashgen, the others are peers.
+In: an ``AttentionOp`` and a shape. Out: a ``Comparison`` a pass; its first entry is flashgen, the others are peers. A
+matrix product of float32 takes turns with them: its speed is what the machine can do, with the same threads, then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.benchmark.peers import PEERS, Inexpressible
+from flashgen.benchmark.peer import Inexpressible
+from flashgen.benchmark.peers import PEERS, kept_share
 from flashgen.benchmark.timing import Times, paired_times
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
@@ -23,12 +25,19 @@ from flashgen.verification.inputs import Inputs, fitting, random_inputs
 DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 _MOST_PAIRS = 2**24  # of which the dense peer forms several matrices
 
+_SGEMM = 2048  # a square matrix product of this size
+SGEMM_FLOPS = 2.0 * _SGEMM**3
+
 _Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One pass at one head dimension, element type and shape; ``absent`` says why a peer is not among ``times``."""
+    """One pass at one head dimension, element type and shape; ``absent`` says why a peer is not among ``times``.
+
+    ``flops`` is what the kept pairs need, ``sgemm`` the times of a matrix product of ``SGEMM_FLOPS``, and
+    ``first_call_seconds`` what the first call of a peer that compiles took, which is in none of the times.
+    """
 
     head_dim: HeadDim
     dtype: ElementType
@@ -36,6 +45,18 @@ class Comparison:
     backward: bool
     times: tuple[Times, ...]
     absent: tuple[tuple[str, str], ...]
+    flops: float
+    sgemm: Times
+    first_call_seconds: tuple[tuple[str, float], ...]
+    threads: int
+
+    def speed(self, times: Times) -> float:
+        """FLOP/s of the median."""
+        return self.flops / times.seconds.median
+
+    def of_sgemm(self, times: Times) -> float:
+        """The speed as a fraction of the matrix product's, both in the same rounds."""
+        return self.flops / SGEMM_FLOPS * self.sgemm.ratio.median / times.ratio.median
 
 
 def bench(
@@ -50,16 +71,62 @@ def bench(
     chosen = dtype or (op.spec.dtypes or (ElementType.F32,))[0]
     for head_dim in op.spec.head_dims:
         inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[chosen])
+        yield from compare(op, inputs, peers=peers)
+
+
+def compare(
+    op: AttentionOp,
+    inputs: Inputs,
+    *,
+    peers: Sequence[str] = tuple(PEERS),
+    passes: Sequence[bool] = (False, True),
+    rounds: int = 15,
+    budget: float = 30.0,
+) -> Iterator[Comparison]:
+    """With these arguments, forward, then forward and backward (``passes``: whether backward)."""
+    absent, made = {}, {}
+    for name in peers:
+        try:
+            made[name] = PEERS[name](op.spec, inputs)
+        except Inexpressible as reason:
+            absent[name] = str(reason)
+    head_dim = HeadDim(inputs.q.shape[-1], inputs.v.shape[-1])
+    element = next(element for element, dtype in TORCH_DTYPES.items() if dtype is inputs.q.dtype)
+    (batch, heads, q_len), (kv_heads, kv_len) = inputs.q.shape[:3], inputs.k.shape[1:3]
+    shape = Shape(batch, heads, kv_heads, q_len, kv_len)
+    pairs = kept_share(op.spec, inputs) * shape.batch * shape.heads * shape.q_len * shape.kv_len
+    for backward in passes:
         calls: dict[str, _Call] = {"flashgen": lambda q, k, v, named: op(q, k, v, **named)}
-        absent = []
-        for name in peers:
-            try:
-                calls[name] = PEERS[name](op.spec, inputs)
-            except Inexpressible as reason:
-                absent.append((name, str(reason)))
-        for backward in (False, True):
-            candidates = {name: _run(call, op, inputs, backward=backward) for name, call in calls.items()}
-            yield Comparison(head_dim, chosen, shape, backward, paired_times(candidates), tuple(absent))
+        calls |= {name: peer.run for name, peer in made.items() if not (backward and peer.no_backward)}
+        candidates = {name: _run(call, op, inputs, backward=backward) for name, call in calls.items()}
+        *times, sgemm = paired_times(candidates | {"sgemm": _matrix_product()}, rounds=rounds, budget=budget)
+        cannot = {name: peer.no_backward for name, peer in made.items() if backward and peer.no_backward}
+        yield Comparison(
+            head_dim=head_dim,
+            dtype=element,
+            shape=shape,
+            backward=backward,
+            times=tuple(times),
+            absent=tuple((absent | cannot).items()),
+            flops=2.0 * pairs * _products(head_dim, backward=backward),
+            sgemm=sgemm,
+            first_call_seconds=tuple(
+                (name, peer.first_call_seconds) for name, peer in made.items() if peer.first_call_seconds is not None
+            ),
+            threads=torch.get_num_threads(),
+        )
+
+
+def _products(head_dim: HeadDim, *, backward: bool) -> int:
+    """Multiplications a pair: QKᵀ and PV; backward QKᵀ, dO Vᵀ, dV, dQ and dK."""
+    forward = head_dim.qk + head_dim.v
+    return forward + 3 * head_dim.qk + 2 * head_dim.v if backward else forward
+
+
+def _matrix_product() -> Callable[[], object]:
+    a, b = torch.randn(_SGEMM, _SGEMM), torch.randn(_SGEMM, _SGEMM)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def _run(call: _Call, op: AttentionOp, inputs: Inputs, *, backward: bool) -> Callable[[], object]:

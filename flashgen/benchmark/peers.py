@@ -1,26 +1,30 @@
 """What an operator is timed against: PyTorch's own ways to compute the same attention.
 
-In: an ``AttentionSpec`` and the sizes of a call. Out: a function of q, k, v and the captured arguments, or
-``Inexpressible`` with the reason why a peer cannot compute this spec.
+In: an ``AttentionSpec`` and the arguments of a call. Out: a ``Peer``, or ``Inexpressible`` with the reason why a peer
+cannot compute this spec.
 
     dense   the formula composed of PyTorch's operators, every Nq × Nk matrix formed
     sdpa    torch.nn.functional.scaled_dot_product_attention: with is_causal where that is all, else with a mask or
             bias of size Nq × Nk, which is made once, outside the time, in the peer's favour
+    flex    torch.nn.attention.flex_attention, compiled, its block mask made outside the time; forward only on a CPU
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashgen.analysis.differentiate import derivative
 from flashgen.analysis.simplify import simplify
+from flashgen.benchmark.flex import flex_peer
+from flashgen.benchmark.peer import Arguments, Inexpressible, Peer
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Symbol, SymbolKind, index, literal, score_input, substitute, walk
+from flashgen.ir.expr import Symbol, SymbolKind, index, index_set, literal, score_input, substitute, walk
 from flashgen.ir.spec import AttentionSpec, Softmax
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
@@ -28,14 +32,9 @@ from flashgen.reference.shard import Shard
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import dense
 
-Arguments = Mapping[str, Any]
-Peer = Callable[[Tensor, Tensor, Tensor, Arguments], Tensor]
+_MOST_COUNTED, _MOST_AT_ONCE = 2**26, 2**22
 
 CAUSAL = apply("le", index("j"), index("i"))
-
-
-class Inexpressible(Exception):  # noqa: N818 - reads as what it says
-    """A peer cannot compute this spec; the message says why."""
 
 
 def dense_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
@@ -44,13 +43,13 @@ def dense_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
     def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:
         return dense(spec, q, k, v, named, inputs.q.dtype)[0]
 
-    return run
+    return Peer(run)
 
 
 def sdpa_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
     """``scaled_dot_product_attention``, for softmax over s plus a function of positions."""
     _check_expressible(spec)
-    shard = Shard(inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1], inputs.q.shape[2], inputs.k.shape[2])
+    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
     evaluate = _position_evaluator(spec, inputs, shard)
     scale = float(evaluate.real(spec.scale))
     bias = simplify(substitute(apply("to_float", spec.score), {score_input("s"): literal(0.0)}))
@@ -73,11 +72,11 @@ def sdpa_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
             q, k, v, attn_mask=additive, is_causal=is_causal, scale=scale, enable_gqa=shard.group > 1
         )
 
-    return run
+    return Peer(run)
 
 
 PEERS: Mapping[str, Callable[[AttentionSpec, Inputs], Peer]] = MappingProxyType(
-    {"sdpa": sdpa_peer, "dense": dense_peer}
+    {"sdpa": sdpa_peer, "flex": flex_peer, "dense": dense_peer}
 )
 
 
@@ -93,14 +92,37 @@ def _check_expressible(spec: AttentionSpec) -> None:
         raise Inexpressible("it takes its bias as one matrix, and passes no gradient to what that was made from")
 
 
-def _position_evaluator(spec: AttentionSpec, inputs: Inputs, shard: Shard) -> Evaluator:
-    """Evaluates what depends on positions, sizes, params and captured tensors."""
+def kept_share(spec: AttentionSpec, inputs: Inputs) -> float:
+    """The share of pairs that mask and layout keep; of evenly spaced rows where there are very many."""
+    heads, q_len, kv_len = inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
+    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
+    keep = spec.mask if spec.layout is None else apply("and", spec.mask, spec.layout.keep)
+    axes = index_set(keep)
+    if not axes or 0 in (heads, q_len, kv_len):
+        return 1.0
+    if axes <= {"i", "j"}:
+        shard = replace(shard, batch=1, heads=shard.group, kv_heads=1, b_total=inputs.q.shape[0], h_total=heads)
+    per_row = shard.batch * shard.heads * kv_len
+    rows = range(0, q_len, max(1, per_row * q_len // _MOST_COUNTED))
+    step = max(1, _MOST_AT_ONCE // per_row)
+    kept = 0.0
+    for start in range(0, len(rows), step):
+        evaluate = _position_evaluator(spec, inputs, shard, torch.tensor(rows[start : start + step]))
+        value = evaluate.boolean(keep)
+        full = (shard.batch, shard.heads, len(rows[start : start + step]), kv_len)
+        kept += float(value.double().mean()) * math.prod(full)
+    return kept / (per_row * len(rows))
+
+
+def _position_evaluator(spec: AttentionSpec, inputs: Inputs, shard: Shard, rows: Tensor | None = None) -> Evaluator:
+    """Evaluates what depends on positions, sizes, params and captured tensors; of these query rows, or all."""
     sizes = shard.sizes(inputs.q.shape[-1], inputs.v.shape[-1])
     symbols: dict[str, Tensor] = {name: torch.tensor(value) for name, value in sizes.items()}
     for axis, (name, length) in enumerate(
         zip("bhij", (shard.batch, shard.heads, shard.q_len, shard.kv_len), strict=True)
     ):
-        symbols[name] = torch.arange(length).view([length if axis == place else 1 for place in range(4)])
+        positions = rows if rows is not None and name == "i" else torch.arange(length)
+        symbols[name] = positions.view([-1 if axis == place else 1 for place in range(4)])
     symbols["hkv"] = symbols["h"] // shard.group
     if spec.layout is not None:
         symbols |= {"I": symbols["i"] // spec.layout.block, "J": symbols["j"] // spec.layout.block}

@@ -5,10 +5,13 @@ In: named functions without arguments. Out: ``Times`` for each, with the ratio t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+_TURN_SECONDS, _MOST_CALLS = 0.02, 1000
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,23 @@ def paired_times(
 ) -> tuple[Times, ...]:
     """Time the candidates against the first of them.
 
-    Each is called twice to warm up, then once a round, in an order that rotates. Rounds stop early when
-    ``budget`` seconds are spent, but not before the third.
+    Each is called twice to warm up, then in turn within a round, in an order that rotates and reverses; a turn of a
+    short candidate is many calls. Rounds stop early when ``budget`` seconds are spent, but not before the third.
     """
     names = list(candidates)
+    calls = {}
     for name in names:
         candidates[name]()
-        candidates[name]()
+        calls[name] = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / _seconds(candidates[name], 1)))
     samples: dict[str, list[float]] = {name: [] for name in names}
     stop = time.perf_counter() + budget
     for turn in range(rounds):
         if turn >= 3 and time.perf_counter() > stop:
             break
         start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            begin = time.perf_counter()
-            candidates[name]()
-            samples[name].append(time.perf_counter() - begin)
+        order = names[start:] + names[:start]
+        for name in order if turn // len(names) % 2 == 0 else reversed(order):
+            samples[name].append(_seconds(candidates[name], calls[name]))
     first = samples[names[0]]
     return tuple(
         Times(
@@ -62,6 +65,14 @@ def paired_times(
         )
         for name in names
     )
+
+
+def _seconds(candidate: Callable[[], object], calls: int) -> float:
+    """Seconds a call, over some calls in a row."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        candidate()
+    return (time.perf_counter() - begin) / calls
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from flashgen.benchmark.bench import Comparison
     from flashgen.benchmark.timing import Spread
 
-PEER_NAMES = ("sdpa", "dense")
+PEER_NAMES = ("sdpa", "flex", "dense")
+DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 
 
 @click.command(short_help="Time against PyTorch in the same run.")
@@ -38,8 +39,8 @@ PEER_NAMES = ("sdpa", "dense")
     "--vs",
     "peers",
     type=read_names("peer", lambda: PEER_NAMES),
-    default=PEER_NAMES,
-    show_default=",".join(PEER_NAMES),
+    default=DEFAULT_PEERS,
+    show_default=",".join(DEFAULT_PEERS),
     metavar="NAME,...",
     help="Whom to compare with.",
 )
@@ -65,9 +66,10 @@ def bench(
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
 ) -> None:
-    """Time a spec forward, and forward with backward, beside its peers.
+    """Time a spec forward, and forward with backward, beside its peers: sdpa, flex (compiled FlexAttention), dense.
 
-    All take turns in every round; ratios are taken within a round, and shown as the median with the quartiles.
+    All take turns in every round; ratios are taken within a round, and shown as the median with the quartiles. A
+    float32 matrix product of 2048 x 2048 takes turns with them, and every speed is shown as a share of its speed.
     """
     from flashgen.benchmark.bench import bench as compare
 
@@ -82,21 +84,16 @@ def bench(
         _print(title, comparisons)
         for peer, reason in dict.fromkeys(pair for entry in comparisons for pair in entry.absent):
             note(f"no {peer} for '{title}': {reason}")
+        for entry in comparisons:
+            for peer, seconds in () if entry.backward else entry.first_call_seconds:
+                note(f"{peer} at head_dim {entry.head_dim} compiled for {seconds:.1f} s, outside the times")
 
 
-def _print(title: str, comparisons: Iterable[Comparison]) -> None:
-    columns = [
-        "head_dim",
-        "dtype",
-        "B,H,Hkv,Nq,Nk",
-        "pass",
-        "who",
-        "ms",
-        "quartiles",
-        "× flashgen",
-        "quartiles",
-        "rounds",
-    ]
+def _print(title: str, comparisons: Sequence[Comparison]) -> None:
+    from flashgen.benchmark.bench import SGEMM_FLOPS
+
+    columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "who", "ms", "quartiles", "× flashgen", "quartiles"]
+    columns += ["GFLOP/s", "of sgemm"]
     table = plain_table(title, columns, left=["dtype", "pass", "who"])
     for entry in comparisons:
         place = (str(entry.head_dim), str(entry.dtype), str(entry.shape), _pass_name(entry))
@@ -108,11 +105,19 @@ def _print(title: str, comparisons: Iterable[Comparison]) -> None:
                 _quartiles(times.seconds, 1e3),
                 f"{times.ratio.median:.2f}",
                 _quartiles(times.ratio, 1.0),
-                str(times.rounds),
+                f"{entry.speed(times) / 1e9:.1f}",
+                f"{entry.of_sgemm(times):.0%}",
             )
             place = ("", "", "", "")
         table.add_section()
     print_table(table)
+    if comparisons:
+        sgemm = sorted(SGEMM_FLOPS / entry.sgemm.seconds.median / 1e9 for entry in comparisons)
+        rounds = sorted(entry.sgemm.rounds for entry in comparisons)
+        note(
+            f"sgemm: {sgemm[0]:.0f} to {sgemm[-1]:.0f} GFLOP/s; {comparisons[0].threads} threads; "
+            f"medians of {rounds[0]} to {rounds[-1]} rounds; FLOPs of the pairs that the mask keeps"
+        )
 
 
 def _quartiles(spread: Spread, factor: float) -> str:
@@ -124,11 +129,20 @@ def _pass_name(entry: Comparison) -> str:
 
 
 def _as_dict(entry: Comparison) -> dict[str, object]:
+    from flashgen.benchmark.bench import SGEMM_FLOPS
+
     return {
         "head_dim": str(entry.head_dim),
         "dtype": str(entry.dtype),
         "shape": dataclasses.astuple(entry.shape),
         "pass": _pass_name(entry),
-        "times": [dataclasses.asdict(times) for times in entry.times],
+        "flops": entry.flops,
+        "threads": entry.threads,
+        "times": [
+            dataclasses.asdict(times) | {"gflops": entry.speed(times) / 1e9, "of_sgemm": entry.of_sgemm(times)}
+            for times in entry.times
+        ],
+        "sgemm": {**dataclasses.asdict(entry.sgemm.seconds), "gflops": SGEMM_FLOPS / entry.sgemm.seconds.median / 1e9},
+        "first_call_seconds": dict(entry.first_call_seconds),
         "absent": dict(entry.absent),
     }

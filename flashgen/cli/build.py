@@ -35,7 +35,7 @@ def _targets() -> tuple[str, ...]:
     default=("cpu",),
     show_default="cpu",
     metavar="NAME,...",
-    help="What to generate for.",
+    help="What to generate for: cpu, and GPU architectures such as sm_80, whose binaries are made without a GPU.",
 )
 @set_option
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a folder is not what would be written.")
@@ -58,7 +58,9 @@ def build(
     )
     results = list(progress(built, "building"))
     stale = [result for result in results if result.changed]
-    if not check:
+    for lost in dict.fromkeys(sentence for result in results for sentence in result.rejected):
+        note(f"passed over: {lost}")
+    if not check and "cpu" in targets:
         _warn_without_compiler()
     if as_json:
         print_json(
@@ -69,6 +71,7 @@ def build(
                     "files": [str(file) for file in result.files],
                     "changed": [str(file) for file in result.changed],
                     "seconds": result.seconds,
+                    "rejected": list(result.rejected),
                 }
                 for result in results
             ]

@@ -15,14 +15,17 @@ from flashgen.cli.options import json_option
 @json_option
 def devices(as_json: bool) -> None:
     """List the devices that plans can be made for; the first is this machine's CPU."""
+    from flashgen.plan.cuda_devices import GPUS, TARGETS
     from flashgen.plan.devices import DEVICES, local_cpu
 
     known = (local_cpu(), *DEVICES.values())
+    sram = {gpu.name: TARGETS[gpu.target].block_bytes for gpu in GPUS.values()}
     if as_json:
-        print_json([dataclasses.asdict(device) for device in known])
+        gpus = [dataclasses.asdict(gpu) | {"kind": "gpu", "sram_bytes": sram[gpu.name]} for gpu in GPUS.values()]
+        print_json([dataclasses.asdict(device) for device in known] + gpus)
         return
     columns = ["device", "kind", "cores", "lanes", "L1 KiB", "SRAM KiB", "figures from"]
-    table = plain_table("Devices; SRAM is the memory that a tile lives in", columns, left=["device", "figures from"])
+    table = plain_table("CPUs; SRAM is the memory that a tile lives in", columns, left=["device", "figures from"])
     for device in known:
         table.add_row(
             device.name,
@@ -33,6 +36,12 @@ def devices(as_json: bool) -> None:
             f"{device.sram_bytes // 1024}",
             device.source,
         )
+    print_table(table)
+    columns = ["device", "target", "multiprocessors", "L2 MiB", "SRAM KiB", "figures from"]
+    table = plain_table("GPUs; SRAM is what one block may use", columns, left=["device", "target", "figures from"])
+    for gpu in GPUS.values():
+        numbers = (str(gpu.sms), f"{gpu.l2_bytes // 2**20}", f"{sram[gpu.name] // 1024}")
+        table.add_row(gpu.name, gpu.target, *numbers, gpu.source)
     print_table(table)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +11,14 @@ from flashgen.cli.console import plain_table, print_json, print_table
 from flashgen.cli.options import Constant, json_option, read_name, set_option, spec_argument
 
 if TYPE_CHECKING:
+    from flashgen.plan.cuda_plan import CudaPlan
     from flashgen.plan.plan import Plan
 
 
 def _devices() -> tuple[str, ...]:
-    from flashgen.plan.devices import DEVICES
+    from flashgen.pipeline import device_names
 
-    return ("local", *DEVICES)
+    return device_names()
 
 
 @click.command(short_help="Show the tile sizes and why these.")
@@ -51,16 +51,16 @@ def plan(
 
     plans = plan_file(file, device=device, sram=sram, constants=dict(constants))
     if as_json:
-        print_json([dataclasses.asdict(entry) for entry in plans])
+        print_json([entry.to_json() for entry in plans])
         return
     for entry in plans:
         _print(entry)
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: Plan | CudaPlan) -> None:
     title = f"{plan.spec_name}, head_dim {plan.head_dim}, on '{plan.device}'"
     table = plain_table(title, ["pass", "B_r", "B_c", "KiB kept", "of M"], left=["pass"])
-    for name, tiles in (("forward", plan.forward), ("backward", plan.backward)):
+    for name, tiles in plan.passes.items():
         share = tiles.sram_bytes / plan.sram_bytes
         table.add_row(name, str(tiles.Br), str(tiles.Bc), f"{tiles.sram_bytes / 1024:.0f}", f"{share:.0%}")
     print_table(table)

@@ -51,7 +51,8 @@ def verify(
     reports: dict[str, list[Case]] = {}
     for op in loaded_operators(file, name, backend, shape, constants):
         shapes = (shape,) if shape else verification.default_shapes(op.spec)
-        reports[op.spec.name] = list(progress(verification.verify(op, shapes), f"verifying {op.spec.name}"))
+        steps = verification.verify(op, shapes, device="cuda" if backend == "cuda" else "cpu")
+        reports[op.spec.name] = list(progress(steps, f"verifying {op.spec.name}"))
     rows = [row for cases in reports.values() for case in cases for row in case.rows]
     failed = sum(not row.ok for row in rows)
     if as_json:

@@ -11,13 +11,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import CapturedGradient, Variant
-from flashgen.emit.placement import Hooks
+from flashgen.emit.placement import Hooks, Placement
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, literal
+from flashgen.ir.expr import Expr, Load, literal
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
+from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import Field
 
 LOG2_E = math.log2(math.e)
@@ -47,6 +49,18 @@ class TemplateHooks:
     functions: dict[str, object]
 
 
+@dataclass(frozen=True)
+class Observed:
+    """An element that the mask reads, whose range over a tile the kernel observes."""
+
+    load: Load
+    struct: str  # rows or columns
+    name: str
+    c_type: str
+    member: str  # its value at one row or column
+    comment: str
+
+
 def declaration(field: Field) -> Declaration:
     """The C++ declaration of a field."""
     match field.kind:
@@ -71,6 +85,14 @@ def template_values(context: Any) -> dict[str, object]:
 def in_base_2(expr: Expr) -> Expr:
     """The exponent for which exp2 gives what exp gives of ``expr``."""
     return simplify(apply("mul", literal(LOG2_E), expr))
+
+
+def observed_load(load: Load, placement: Placement) -> Observed:
+    """The load as a member of its level's struct, and of the struct of ranges."""
+    member = placement.value(load.tensor, load, level_of(load))
+    struct = "rows" if level_of(load) is Level.ROW else "columns"
+    c_type = {ScalarType.BOOL: "Bool", ScalarType.INT: "Int", ScalarType.FLOAT: "Float"}[load.type]
+    return Observed(load, struct, member.split(".")[1], f"fg::ranges::{c_type}", member, text(load))
 
 
 def labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
     Declaration,
+    Observed,
     declaration,
     formula,
     in_base_2,
     labels,
+    observed_load,
     template_hooks,
     template_values,
     tidy,
@@ -29,7 +31,6 @@ from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
-from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import argument_fields, dimension_field, gradient_field
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
@@ -56,18 +57,6 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
-class _Observed:
-    """An element that the mask reads, whose range over a tile the kernel observes."""
-
-    load: Load
-    struct: str  # rows or columns
-    name: str
-    c_type: str
-    member: str  # its value at one row or column
-    comment: str
-
-
-@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
 
@@ -84,8 +73,8 @@ class _Context:
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
-    observed_rows: tuple[_Observed, ...]
-    observed_columns: tuple[_Observed, ...]
+    observed_rows: tuple[Observed, ...]
+    observed_columns: tuple[Observed, ...]
     observed_by_head: bool
     weights: str
     sqdist: bool
@@ -144,7 +133,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         _gradient(gradient, label, placement, hook)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
-    observed = tuple(_observed(load, placement) for load in observable_loads(variant.keep))
+    observed = tuple(observed_load(load, placement) for load in observable_loads(variant.keep))
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
     captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
     return _Context(
@@ -174,13 +163,6 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         captured_elements={gradient_field(name): code for name, code in _elements(variant).items()},
         captured_owned={gradient_field(name): _owned_by_head(variant, name) for name in _elements(variant)},
     )
-
-
-def _observed(load: Load, placement: Placement) -> _Observed:
-    member = placement.value(load.tensor, load, level_of(load))
-    struct = "rows" if level_of(load) is Level.ROW else "columns"
-    c_type = {ScalarType.BOOL: "Bool", ScalarType.INT: "Int", ScalarType.FLOAT: "Float"}[load.type]
-    return _Observed(load, struct, member.split(".")[1], f"fg::ranges::{c_type}", member, text(load))
 
 
 def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:

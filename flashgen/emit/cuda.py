@@ -13,10 +13,12 @@ from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
     Declaration,
+    Observed,
     declaration,
     formula,
     in_base_2,
     labels,
+    observed_load,
     template_hooks,
     template_values,
     tidy,
@@ -25,20 +27,27 @@ from flashgen.emit.cuda_primitives import primitives
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
-from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.expr import Expr, Literal, Load
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
-from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import argument_fields, gradient_field
+from flashgen.ir.types import ElementType, ScalarType
+from flashgen.plan.arguments import argument_fields, gradient_field, param_field
 from flashgen.plan.cuda_launches import atomic_buffers, captured_elements, exact_buffers, passes
 from flashgen.plan.cuda_model import constant_factor, padded
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
 
+_BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
+    "row_bounds": ("row_bounds_of", "int2"),
+    "column_bounds": ("column_bounds_of", "int2"),
+    "delta": ("delta_of", "float"),
+    "dq": ("dq_sums", "float"),
+    "largest": ("largest_of", "uint32_t"),
+}
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
 LAG = 8.0
 C_TYPES: Mapping[ElementType, str] = {
@@ -49,7 +58,9 @@ C_TYPES: Mapping[ElementType, str] = {
 
 
 @dataclass(frozen=True)
-class _Element:
+class _Typed:
+    """A name and its type in C++."""
+
     name: str
     c_type: str
 
@@ -110,12 +121,15 @@ class _Context:
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
-    elements: tuple[_Element, ...]
+    observed_rows: tuple[Observed, ...]
+    observed_columns: tuple[Observed, ...]
+    elements: tuple[_Typed, ...]
     passes: tuple[_Pass, ...]
     weights: str
     sqdist: bool
     dropout: bool
     sink: str | None
+    params: tuple[_Typed, ...]
     row_functions: tuple[_RowFunction, ...]
     padded_dims: tuple[int, int]
     score_factor: str | None
@@ -186,8 +200,9 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         gradient.read: _gradient(gradient, label, cut.captured, placement, hook, row_functions)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     }
-    keep_range = range_code(variant.keep, placement)
-    elements = tuple(_Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
+    observed = tuple(observed_load(load, placement) for load in observable_loads(variant.keep))
+    keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
+    elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     return _Context(
         name=spec.name,
         symbol=symbol,
@@ -203,12 +218,18 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
+        observed_rows=tuple(each for each in observed if each.struct == "rows"),
+        observed_columns=tuple(each for each in observed if each.struct == "columns"),
         elements=elements,
         passes=_passes(plan),
         weights=kind,
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,
+        params=tuple(
+            _Typed(param_field(each.name), "float" if each.type is ScalarType.FLOAT else "int32_t")
+            for each in spec.params
+        ),
         row_functions=tuple(row_functions),
         padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
         score_factor=None if factor is None else c_literal(factor),
@@ -268,15 +289,14 @@ def _gradient(
 def _workspace_code(variant: Variant) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
     lines = []
-    for name, buffers in (("", atomic_buffers(variant)), ("exact", exact_buffers(variant))):
+    for buffers in (atomic_buffers(variant), exact_buffers(variant)):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes) for each in before) or "0"
-            function, c_type = {"delta": ("delta_of", "float"), "dq": ("dq_sums", "float")}.get(
-                buffer.name, ("largest_of", "uint32_t")
-            )
-            if not buffer.name.startswith("exact_") and not (name and function == "delta_of"):
-                lines.append(_pointer_code(function, c_type, at))
+            if buffer.name in _BUFFER_FUNCTIONS:
+                pointer = _pointer_code(*_BUFFER_FUNCTIONS[buffer.name], at)
+                if pointer not in lines:
+                    lines.append(pointer)
             before.append(buffer)
         sums = [each for each in buffers if each.name.startswith("exact_")]
         if sums:

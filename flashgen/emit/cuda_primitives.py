@@ -22,7 +22,8 @@ def primitives(*, dropout: bool) -> tuple[str, ...]:
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
     standard = _without_includes((folder / "standard.cuh").read_text(encoding="utf-8"))
-    return (instructions, *others, standard, _ranges())
+    observed = _without_includes((folder / "observed.cuh").read_text(encoding="utf-8"))
+    return (instructions, *others, standard, _ranges(), observed)
 
 
 def _without_includes(header: str) -> str:

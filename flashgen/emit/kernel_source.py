@@ -19,4 +19,4 @@ class KernelSource:
     @property
     def file_name(self) -> str:
         """The name of the file in a generated package."""
-        return f"{self.name}.cpp"
+        return f"{self.name}.{'cpp' if self.target == 'cpu' else 'cu'}"

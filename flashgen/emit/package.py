@@ -1,7 +1,8 @@
 """Stage 4c: everything that ``flashgen build`` writes for one spec, as file names and texts.
 
-In: a spec, its kernels' sources and plans. Out: the files of ``generated/<name>/``: the operator module, the sources,
-a copy of the spec, and a manifest that says what is what. The same bytes on every machine.
+In: a spec, its kernels' sources and plans, binaries for GPUs. Out: the files of ``generated/<name>/``: the operator
+module, the sources, the binaries, a copy of the spec, and a manifest that says what is what. The same bytes on every
+machine; binaries, for the same version of their compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from flashgen.ir.serialize import spec_to_data
 from flashgen.ir.spec import AttentionSpec, Param, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
-from flashgen.plan.manifest import FILE_NAME, SPEC_FILE_NAME, Manifest, ManifestKernel
+from flashgen.plan.manifest import (
+    FILE_NAME,
+    SPEC_FILE_NAME,
+    Manifest,
+    ManifestBinary,
+    ManifestGpuKernel,
+    ManifestKernel,
+)
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
@@ -33,15 +41,30 @@ class _Argument:
     description: str
 
 
-def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]]) -> Mapping[str, str]:
+@dataclass(frozen=True)
+class GpuFiles:
+    """One head dimension for one GPU architecture: what is written, and what the manifest says of it."""
+
+    source: KernelSource
+    image: bytes
+    binary: ManifestBinary
+    kernels: tuple[ManifestGpuKernel, ...]
+
+
+def package_files(
+    spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]], gpu: Sequence[GpuFiles] = ()
+) -> Mapping[str, bytes]:
     """The files of the package by name."""
-    files = {
+    texts = {
         "__init__.py": _module(spec),
         _spec_file(spec): spec.sources[0].text,
         SPEC_FILE_NAME: json.dumps(spec_to_data(_portable(spec)), indent=1, ensure_ascii=False) + "\n",
-        FILE_NAME: _manifest(spec, kernels),
+        FILE_NAME: _manifest(spec, kernels, gpu),
     }
-    return files | {source.file_name: source.text for source, _ in kernels}
+    texts |= {
+        source.file_name: source.text for source in (*(source for source, _ in kernels), *(each.source for each in gpu))
+    }
+    return {name: text.encode() for name, text in texts.items()} | {each.binary.file: each.image for each in gpu}
 
 
 def _portable(spec: AttentionSpec) -> AttentionSpec:
@@ -61,7 +84,7 @@ def _spec_file(spec: AttentionSpec) -> str:
     return f"{spec.name}.attn"
 
 
-def _manifest(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]]) -> str:
+def _manifest(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]], gpu: Sequence[GpuFiles]) -> str:
     return Manifest(
         name=spec.name,
         sha256=spec_digest(spec),
@@ -71,6 +94,8 @@ def _manifest(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Plan]])
             )
             for source, plan in kernels
         ),
+        gpu_kernels=tuple(kernel for each in gpu for kernel in each.kernels),
+        binaries=tuple(each.binary for each in gpu),
     ).to_json()
 
 

@@ -74,7 +74,8 @@ class Hooks:
 class Placement:
     """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``.
 
-    ``vectors`` False: rows are computed one by one, and every value is a scalar.
+    ``vectors`` False, for GPUs: rows are computed one by one, and every value is a scalar; params are members of the
+    launch, which may have to fetch them.
     """
 
     def __init__(self, proofs: Sequence[IndexProof], *, vectors: bool = True) -> None:
@@ -164,7 +165,7 @@ class Placement:
             case Symbol(kind=SymbolKind.SIZE, name=name):
                 return f"u.{name}"
             case Symbol(kind=SymbolKind.PARAM, name=name):
-                return f"a.{param_field(name)}"
+                return f"{'a' if self._vectors else 'u'}.{param_field(name)}"
             case Symbol(name=name):
                 return name
         own = level_of(node)

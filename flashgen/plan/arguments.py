@@ -45,6 +45,11 @@ def param_field(name: str) -> str:
     return f"param_{name}"
 
 
+def param_place_field(name: str) -> str:
+    """The pointer to a param that is not known on the host."""
+    return f"param_{name}_at"
+
+
 def gradient_field(name: str) -> str:
     """The float32 buffer that receives the gradient of a tensor or param."""
     return f"grad_{name}"
@@ -74,6 +79,7 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         Field("dropout_threshold", "u32", "a pair is kept where its random word is not below this"),
         Field("dropout_scale", "f32", "1 / (1 - p)"),
         Field("seed", "u64"),
+        Field("seed_at", "const pointer", "where the seed lies, if that is the memory of a GPU; else null", "uint64_t"),
     ]
     fields += [Field(name, "i64", "of this shard") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len")]
     fields += [Field(f"{name}_start", "i64", "of this shard in the whole") for name in ("b", "h", "q", "kv")]
@@ -81,7 +87,11 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     for tensor in spec.tensors:
         fields += _tensor_fields(tensor)
     for param in spec.params:
-        fields.append(Field(param_field(param.name), "f32" if param.type is ScalarType.FLOAT else "i32", "param"))
+        is_float = param.type is ScalarType.FLOAT
+        fields.append(Field(param_field(param.name), "f32" if is_float else "i32", "param"))
+        where = "where the param lies, if that is the memory of a GPU; else null"
+        element = "float" if is_float else "int32_t"
+        fields.append(Field(param_place_field(param.name), "const pointer", where, element))
         if param.grad:
             fields.append(
                 Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float")

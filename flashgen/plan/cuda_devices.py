@@ -7,7 +7,7 @@ paper's M) and what a multiprocessor has for all of its blocks; figures are thos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 KIB = 1024
@@ -21,6 +21,10 @@ class Target:
     capability: int
     block_bytes: int
     sm_bytes: int
+
+    def with_sram(self, size: int) -> Target:
+        """The same architecture with another limit to a block's shared memory."""
+        return replace(self, block_bytes=size, sm_bytes=max(size, self.sm_bytes))
 
 
 def _target(name: str, capability: int, block_kib: int, sm_kib: int) -> Target:

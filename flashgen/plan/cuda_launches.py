@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant
-from flashgen.ir.expr import Load
+from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
@@ -18,6 +18,7 @@ from flashgen.plan.cuda_model import padded
 from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches
 
+GRANULE = 16  # rows or columns of one range of what the mask reads
 _HEADS = (Factor("batch"), Factor("heads"))
 _KV_HEADS = (Factor("batch"), Factor("kv_heads"))
 
@@ -62,33 +63,67 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
     return found
 
 
+def observed_loads(variant: Variant) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
+    """The elements that the mask reads by row, and those by column: their ranges are found before all else."""
+    loads = [node for node in walk(variant.keep) if isinstance(node, Load)]
+    return (
+        tuple(each for each in loads if level_of(each) is Level.ROW),
+        tuple(each for each in loads if level_of(each) is Level.COLUMN),
+    )
+
+
+def bounds_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """Ranges of what the mask reads, at the start of every pass's workspace."""
+    rows, columns = observed_loads(variant)
+    found = []
+    if rows:
+        found.append(Buffer("row_bounds", Count((*_HEADS, Factor("q_len", GRANULE)), 8 * len(rows))))
+    if columns:
+        found.append(Buffer("column_bounds", Count((*_HEADS, Factor("kv_len", GRANULE)), 8 * len(columns))))
+    return tuple(found)
+
+
+def _observe(symbol: str, variant: Variant) -> list[Launch]:
+    """Both start every pass: each pass has a workspace of its own."""
+    launches = []
+    for name, length, loads in zip(("rows", "columns"), ("q_len", "kv_len"), observed_loads(variant), strict=True):
+        if loads:
+            grid = Count((*_HEADS, Factor(length, GRANULE)), divide=128)
+            launches.append(Launch(f"{symbol}_observe_{name}", grid, 128, 0))
+    return launches
+
+
 def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed."""
     cut = passes(variant)
     groups = Count((*_HEADS, Factor("q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
-    return (*_delta(cut), *((Buffer("dq", groups, clear=True),) if cut.one_pass else ()))
+    return (*bounds_buffers(variant), *_delta(cut), *((Buffer("dq", groups, clear=True),) if cut.one_pass else ()))
 
 
 def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where results have to repeat."""
     cut = passes(variant)
     if not cut.captured:
-        return _delta(cut)
+        return (*bounds_buffers(variant), *_delta(cut))
     elements = captured_elements(variant)
     sums = (Buffer(f"exact_{name}", Count(elements[name].factors, 8), clear=True) for name in cut.captured)
-    return (*_delta(cut), Buffer("largest", Count((), 4 * len(cut.captured)), clear=True), *sums)
+    largest = Buffer("largest", Count((), 4 * len(cut.captured)), clear=True)
+    return (*bounds_buffers(variant), *_delta(cut), largest, *sums)
 
 
 def _delta(cut: Passes) -> tuple[Buffer, ...]:
     return (Buffer("delta", Count((*_HEADS, Factor("q_len")), 4)),) if cut.row_state else ()
 
 
-def forward_launches(symbol: str, plan: CudaPlan, element: ElementType, *, dropped: bool) -> PassLaunches:
-    """The forward pass: one kernel, no workspace."""
+def forward_launches(
+    symbol: str, variant: Variant, plan: CudaPlan, element: ElementType, *, dropped: bool
+) -> PassLaunches:
+    """The forward pass."""
     tiles = plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_HEADS, Factor("q_len", tiles.Br)))
-    return PassLaunches((), (Launch(name, grid, 32 * tiles.warps, tiles.sram_bytes),))
+    launch = Launch(name, grid, 32 * tiles.warps, tiles.sram_bytes)
+    return PassLaunches(bounds_buffers(variant), (*_observe(symbol, variant), launch))
 
 
 def backward_launches(
@@ -122,15 +157,16 @@ def backward_launches(
         name = f"{symbol}_queries_{suffix}{how}"
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
+    observe = _observe(symbol, variant)
     if not deterministic:
         if cut.one_pass:
             convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
             convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
-            return PassLaunches(atomic_buffers(variant), (*rows(), keys("backward"), convert_launch))
-        return PassLaunches(atomic_buffers(variant), (*rows(), keys("keys"), queries()))
+            return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("backward"), convert_launch))
+        return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("keys"), queries()))
     if not cut.captured:
-        return PassLaunches(exact_buffers(variant), (*rows(), keys("keys"), queries()))
-    launches: list[Launch] = []
+        return PassLaunches(exact_buffers(variant), (*observe, *rows(), keys("keys"), queries()))
+    launches: list[Launch] = [*observe]
     if captured:
         launches += rows("_measure")
         launches += [keys("keys", "_measure")] if cut.key_gradients else []

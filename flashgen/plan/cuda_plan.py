@@ -78,6 +78,15 @@ class CudaPlan:
         return self.elements[0].backward
 
     @property
+    def passes(self) -> Mapping[str, Tiles]:
+        """The tiles by the names of the passes, which the names of element types follow."""
+        return {
+            f"{name}, {each.element}": tiles
+            for each in self.elements
+            for name, tiles in (("forward", each.forward), ("backward", each.backward), ("queries", each.queries))
+        }
+
+    @property
     def by_element(self) -> Mapping[ElementType, ElementPlan]:
         """The plans by element type."""
         return {each.element: each for each in self.elements}

@@ -134,9 +134,7 @@ def _plan_element(
             backward.split,
             _backward_bytes(variant, element, backward, with_dq=False),
         ),
-        QueryTiles(
-            queries.Br, queries.Bc, _query_bytes(variant, element, queries), queries.warps, queries.stages
-        ),
+        QueryTiles(queries.Br, queries.Bc, _query_bytes(variant, element, queries), queries.warps, queries.stages),
     )
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal as OneOf
@@ -32,6 +32,10 @@ class Device:
     l1_bytes: int
     sram_bytes: int
     source: str
+
+    def with_sram(self, size: int) -> Device:
+        """The same device with another SRAM."""
+        return replace(self, name=f"{self.name} with {size} bytes", sram_bytes=size, source="given")
 
 
 def _cpu(name: str, cores: int, lanes: int, l1_kib: int, l2_kib: int, source: str) -> Device:

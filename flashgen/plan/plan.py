@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
@@ -36,6 +37,11 @@ class Plan:
     backward: Tiles
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...]
+
+    @property
+    def passes(self) -> Mapping[str, Tiles]:
+        """The tiles by the names of the passes."""
+        return {"forward": self.forward, "backward": self.backward}
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:

@@ -46,6 +46,7 @@ class Call:
     head_dim: HeadDim
     sizes: Mapping[str, int]
     o_shape: tuple[int, int, int, int]
+    device: torch.device
     kernel: Kernel | None
     static: list[float]
     needs_copy: bool
@@ -67,12 +68,9 @@ class CallChecker:
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
         self._known: dict[object, Call] = {}
         self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
-        self._learned = any(
-            isinstance(node, Symbol) and node.kind is SymbolKind.PARAM
-            for param in spec.params
-            if param.default is not None
-            for node in walk(param.default)
-        )
+        defaults = [param.default for param in spec.params if param.default is not None]
+        self._learned = _reads_params(*defaults)
+        self._host_params = self._learned or (spec.dropout is not None and _reads_params(spec.dropout))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
         """The call of these tensors. Raises ``ValueError`` or ``TypeError``."""
@@ -89,8 +87,15 @@ class CallChecker:
             self._known[key] = call
         return call
 
+    def is_fetched(self, call: Call, value: Tensor | None) -> bool:
+        """Whether kernels fetch a param or seed from a GPU's memory themselves, so that the host waits for nothing."""
+        return value is not None and value.is_cuda and call.kernel is not None and value.device == call.device
+
     def params(self, call: Call, given: Sequence[Tensor | None]) -> tuple[float, ...]:
-        """The value of every param, defaults filled in. Raises ``ValueError`` or ``TypeError``."""
+        """The value of every param, defaults filled in; 0 for those that kernels fetch.
+
+        Raises ``ValueError`` or ``TypeError``.
+        """
         values: list[float | None] = []
         for param, value in zip(self.spec.params, given, strict=True):
             if value is not None:
@@ -101,7 +106,8 @@ class CallChecker:
                     )
                 if value.dim() != 0:
                     raise ValueError(f"param '{param.name}' has shape {list(value.shape)}; a 0-dim tensor is expected")
-            values.append(None if value is None else value.item())
+            fetched = not self._host_params and self.is_fetched(call, value)
+            values.append(None if value is None else 0 if fetched else value.item())
         if None not in values:
             return tuple(values)  # type: ignore[arg-type]
         key = tuple(values) if self._learned else tuple(value is None for value in values)
@@ -151,7 +157,7 @@ class CallChecker:
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
         o_shape = (shard.batch, shard.heads, shard.q_len, head_dim.v)
-        return Call(shard, head_dim, sizes, o_shape, kernel, static, needs_copy)
+        return Call(shard, head_dim, sizes, o_shape, q.device, kernel, static, needs_copy)
 
     def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
         """The indices that are proved for the sizes of each call."""
@@ -180,6 +186,10 @@ class CallChecker:
 def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     return x.data_ptr() % kernel.row_alignment == 0 and kernel.reads(x.shape, x.stride(), x.element_size())
+
+
+def _reads_params(*roots: Expr) -> bool:
+    return any(isinstance(node, Symbol) and node.kind is SymbolKind.PARAM for node in walk(*roots))
 
 
 def check_shapes(

@@ -1,6 +1,6 @@
 """Kernels on GPUs: CuPy loads a binary and launches it on PyTorch's current stream.
 
-In: the path of a cubin, the launches of its passes, the index of a device. Out: a ``Kernel``. All memory is PyTorch's,
+In: cubins and the launches of their passes, the index of a device. Out: a ``Kernel``. All memory is PyTorch's,
 nothing waits for the device, and what a launch needs is found once a shape, so that calls can be captured in graphs and
 cost little. CuPy is imported when the first kernel is loaded, never before.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Values
-from flashgen.runtime.schedule import ROW_ALIGNMENT, FindLaunches, Part, is_readable, schedule
+from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -54,21 +53,21 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One head dimension on one device."""
+    """One head dimension on one device. ``compiled`` gives the cubin of an element type, by its code."""
 
     layout: ArgumentLayout
     head_dim: HeadDim
     driver: Driver
-    binary: Path
-    find_launches: FindLaunches
+    compiled: Callable[[int], Compiled[Path]]
     row_alignment: int = ROW_ALIGNMENT
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        launches = self.find_launches(name, self.layout.named(values))
+        kernels = self.compiled(int(values[self.layout.slots["element"]]))
+        launches = kernels.launches(name, self.layout.named(values))
         found = schedule(launches, self.layout, self.head_dim, values)
         steps = {
-            step.kernel: self.driver.function(self.binary, step.kernel, step.shared_bytes)
+            step.kernel: self.driver.function(kernels.binary, step.kernel, step.shared_bytes)
             for part in found.parts
             for step in part.steps
         }
@@ -104,14 +103,16 @@ class CupyDriver:
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._current: Callable[[], int] = torch._C._cuda_getDevice
-        self._kernels: list[Any] = []  # a kernel's module lives as long as it
+        self._kernels: dict[tuple[Path, str], Any] = {}  # a module lives as long as one of its kernels
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         with self.enter():
-            kernel = self._cupy.RawModule(path=str(path)).get_function(name)
-            if shared_bytes > _PLAIN_SHARED_BYTES:
-                kernel.max_dynamic_shared_size_bytes = shared_bytes
-            self._kernels.append(kernel)
+            kernel = self._kernels.get((path, name))
+            if kernel is None:
+                kernel = self._cupy.RawModule(path=str(path)).get_function(name)
+                if shared_bytes > _PLAIN_SHARED_BYTES:
+                    kernel.max_dynamic_shared_size_bytes = shared_bytes
+                self._kernels[path, name] = kernel
             address: int = kernel.kernel.ptr
             return address
 
@@ -136,13 +137,36 @@ def import_cupy() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
+        extra = "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
         raise CudaMissing(
-            f"kernels on GPUs are launched by CuPy, which cannot be imported ({error}): "
-            f"pip install 'flashgen[{cuda_extra()}]'"
+            f"kernels on GPUs are launched by CuPy, which cannot be imported ({error}); "
+            f"pip install 'flashgen[{extra}]'. CPU tensors need nothing of this"
         ) from None
 
 
-def cuda_extra() -> str:
-    """The extra that goes with this PyTorch: CUDA 12 or 13."""
-    version = torch.version.cuda or "13"
-    return "cuda12" if version.startswith("12") else "cuda13"
+def is_there() -> bool:
+    """Whether PyTorch sees a GPU of NVIDIA's."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def check() -> None:
+    """Raise ``CudaMissing`` where this process cannot launch kernels, with the reason."""
+    if torch.version.cuda is None:
+        raise CudaMissing(f"PyTorch {torch.__version__} is built without CUDA")
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        raise CudaMissing(f"PyTorch finds no GPU: {str(error).splitlines()[0]}") from None
+    import_cupy()
+
+
+def current_device() -> int:
+    """The index of PyTorch's current device."""
+    return torch.cuda.current_device()
+
+
+def describe_device(index: int) -> tuple[str, int, int]:
+    """The device's name, its compute capability (90 for 9.0), and the shared memory that a block may ask for."""
+    properties = torch.cuda.get_device_properties(index)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES)
+    return properties.name, 10 * properties.major + properties.minor, shared_bytes

@@ -1,8 +1,8 @@
 """Kernels of the backend ``emulator``: generated CUDA source, executed on the host over the memory of CPU tensors.
 
-In: a CUDA source and the launches of its passes. Out: a ``Kernel``. Tensors are copied into memory of their own for
-each pass, far apart and at the same place within 128 bytes, so that an access outside of one is seen and an unaligned
-one stays so; what the kernels wrote is copied back. ``recording`` collects what the emulator counted.
+In: programs of the emulator and the launches of their passes. Out: a ``Kernel``. Tensors are copied into memory of
+their own for each pass, far apart and at the same place within 128 bytes, so that an access outside of one is seen and
+an unaligned one stays so; what the kernels wrote is copied back. ``recording`` collects what the emulator counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Values
-from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, FindLaunches, Part, is_readable, schedule
+from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
 
 _LINE = 128  # bytes: what alignment a kernel can depend on, and more
 _NAN = b"\xff"  # in every float format
@@ -50,29 +50,32 @@ def recording() -> Iterator[list[Counted]]:
 
 @dataclass(frozen=True)
 class EmulatedKernel:
-    """A source under the emulator. ``most`` bounds the elements that a launch indexes."""
+    """One head dimension under the emulator. ``compiled`` gives the kernels of an element type, by its code.
+
+    ``most`` bounds the elements that a launch indexes.
+    """
 
     layout: ArgumentLayout
     head_dim: HeadDim
-    program: Program
-    find_launches: FindLaunches
+    compiled: Callable[[int], Compiled[Program]]
     seed: int = 0
     most: int = MOST_ELEMENTS
     row_alignment: int = ROW_ALIGNMENT
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        launches = self.find_launches(name, self.layout.named(values))
+        kernels = self.compiled(int(values[self.layout.slots["element"]]))
+        launches = kernels.launches(name, self.layout.named(values))
         found = schedule(launches, self.layout, self.head_dim, values, self.most)
-        return Prepared(0, partial(self._run, name, found.parts))
+        return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
-    def _run(self, name: PassName, parts: tuple[Part, ...], values: Values) -> None:
-        report = Report.total(self._run_part(name, part, part.values(values)) for part in parts)
+    def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:
+        report = Report.total(self._run_part(name, program, part, part.values(values)) for part in parts)
         records = _RECORDS.get()
         if records is not None:
             records.append(Counted(name, self.layout.named(values), report))
 
-    def _run_part(self, name: PassName, part: Part, values: Values) -> Report:
+    def _run_part(self, name: PassName, program: Program, part: Part, values: Values) -> Report:
         memory = DeviceMemory()
         own, written = list(values), []
         allocations: dict[str, tuple[int, int]] = {}
@@ -94,7 +97,7 @@ class EmulatedKernel:
             ctypes.memset(workspace + offset, 0, size)
         packed = self.layout.pack(*own)
         reports = [
-            self.program.launch(
+            program.launch(
                 step.kernel,
                 (step.grid, 1, 1),
                 (step.threads, 1, 1),

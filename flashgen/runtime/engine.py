@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.plan.arguments import gradient_field, param_field, tensor_field
+from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
@@ -44,6 +44,7 @@ class _Arguments(NamedTuple):
     given: Sequence[Tensor | None]
     params: Sequence[float]
     dropout: Dropout | None
+    seed: Tensor | None  # where kernels fetch it, if they do
     deterministic: bool
 
 
@@ -66,6 +67,7 @@ class Engine:
         self._params_end = self.signature.inputs
         self._tensor_fields = [tensor_field(tensor.name) for tensor in spec.tensors]
         self._param_fields = [param_field(param.name) for param in spec.params]
+        self._param_places = [param_place_field(param.name) for param in spec.params]
 
     def forward(self, *args: Any) -> Any:
         """``o``, or ``(o, lse)`` where the spec has one."""
@@ -140,16 +142,21 @@ class Engine:
             buffer = torch.zeros(captured.shape, device=device)
             gradients.append(buffer)
             values[slots[gradient_field(name)]] = buffer.data_ptr()
-        self._run(a, kernel, "backward", values, needs[3:])
+        self._run(a, kernel, "backward", values, (*needs[3:], d_o.stride()))
         return gradients
 
-    def _run(self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], needs: Sequence[bool]) -> None:
-        """One pass of a kernel, with the workspace that it takes."""
+    def _run(
+        self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], more: tuple[object, ...]
+    ) -> None:
+        """One pass of a kernel, with the workspace that it takes; ``more`` is what it depends on beside the call."""
         slots = kernel.layout.slots
-        key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, *needs)
+        key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, more)
         prepared = a.call.prepared.get(key)
         if prepared is None:
             prepared = a.call.prepared[key] = kernel.prepare(name, values)
+        if prepared.workspace_bytes == 0:
+            prepared.run(values)
+            return
         keeps = a.q.is_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
         scratch = self._spare.pop() if keeps and self._spare else None
         if scratch is None or scratch.numel() < prepared.workspace_bytes:
@@ -173,15 +180,18 @@ class Engine:
             q, k, v = (_readable(kernel, x) for x in (q, k, v))
             call = self.checker(q, k, v, tensors, offsets)
         params = self.checker.params(call, given) if given else ()
-        dropout = None
+        dropout, fetched = None, None
         if self.signature.has_dropout:
             seed, dropout_p = args[end : end + 2]
             probability = self.checker.drop_probability(call, dropout_p, params)
             if probability > 0.0:
                 if seed is None:
                     raise ValueError("dropout needs a seed")
-                dropout = Dropout(probability, int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF)
-        return _Arguments(call, q, k, v, tensors, given, params, dropout, args[-1])
+                if seed.dtype is torch.int64 and seed.dim() == 0 and self.checker.is_fetched(call, seed):
+                    fetched = seed
+                number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
+                dropout = Dropout(probability, number)
+        return _Arguments(call, q, k, v, tensors, given, params, dropout, fetched, args[-1])
 
     def _values(self, a: _Arguments, kernel: Kernel) -> list[float]:
         """The values of ``struct Arguments`` that both passes share."""
@@ -194,12 +204,17 @@ class Engine:
             values[slots[name]] = tensor.data_ptr()
         for name, value in zip(self._param_fields, a.params, strict=True):
             values[slots[name]] = value
+        for name, given in zip(self._param_places, a.given, strict=True):
+            if given is not None and self.checker.is_fetched(a.call, given):
+                values[slots[name]] = given.data_ptr()
         values[slots["threads"]] = _threads()
         values[slots["deterministic"]] = a.deterministic
         if a.dropout is not None:
             values[slots["dropout_threshold"]] = drop_threshold(a.dropout.probability)
             values[slots["dropout_scale"]] = 1.0 / (1.0 - a.dropout.probability)
             values[slots["seed"]] = int(a.dropout.seed)
+            if a.seed is not None:
+                values[slots["seed_at"]] = a.seed.data_ptr()
         return values
 
     def _problem(self, a: _Arguments) -> tiled.Problem:

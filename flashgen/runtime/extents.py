@@ -47,6 +47,10 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int]) -> int:
             return size * keys * head_dim.v
         case "lse" | "d_lse":
             return 4 * queries
+        case "seed_at":
+            return 8
+        case name if name.startswith("param_"):
+            return 4
         case name if name.startswith("grad_"):
             return 4 * math.prod(_dimensions(name.removeprefix("grad_"), known))
         case name:

@@ -1,4 +1,4 @@
-"""Stage 5, compile for GPUs: CUDA source to a binary for one architecture, by NVRTC, through the cache. No GPU is needed.
+"""Stage 5, compile for GPUs: CUDA source to a binary for one architecture, by NVRTC, through the cache, without a GPU.
 
 In: a ``KernelSource`` and a target such as ``sm_80``. Out: a ``CudaBinary``: the path of a cubin, and what each of its
 kernels takes of a multiprocessor. The key of an entry is the sha256 of the source, the options and NVRTC's version.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.runtime.cache import Cache
-from flashgen.runtime.compiler import CompileFailed, Source
+from flashgen.runtime.compiler import CompileFailed, CompilerMissing, Source
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
 INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
@@ -54,7 +54,7 @@ class CudaBinary:
     cached: bool
 
 
-class NvrtcMissing(Exception):  # noqa: N818 - reads as what happened  # noqa: N818 - reads as what happened
+class NvrtcMissing(CompilerMissing):
     """NVRTC cannot be used; the message says what to install."""
 
 
@@ -107,6 +107,11 @@ def find_nvrtc() -> tuple[Any, str]:
             f"CUDA sources are compiled by NVRTC through CuPy, which cannot be used ({reason}): {INSTALL}"
         ) from None
     return nvrtc, version
+
+
+def compiler_name() -> str:
+    """What compiles, for people. Raises ``NvrtcMissing``."""
+    return f"NVRTC {find_nvrtc()[1]}"
 
 
 def _build(nvrtc: Any, source: Source, options: tuple[str, ...]) -> dict[str, bytes]:

@@ -154,7 +154,7 @@ class BaseOp:
         if signature.has_dropout:
             # Nothing is drawn from the generator for a call that is told not to drop.
             silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
-            arguments += (None if silent else _seed(seed), _probability(dropout_p))
+            arguments += (None if silent else _seed(seed, q.device), _probability(dropout_p))
         elif dropout_p is not None:
             self._refuse_dropout(dropout_p)
         if return_lse and not signature.has_lse:
@@ -230,7 +230,7 @@ class BaseOp:
             tensors={tensor.name: x for tensor, x in zip(self.spec.tensors, tensors, strict=True)},
             params=given,
             shard=shard,
-            dropout=dense.Dropout(probability, _seed(seed)) if probability else None,
+            dropout=dense.Dropout(probability, _seed(seed, q.device)) if probability else None,
             dtype=dtype,
         )
         return (o, lse) if return_lse else o
@@ -316,10 +316,13 @@ class AttentionOp(BaseOp):
         )  # fmt: skip
 
 
-def _seed(seed: int | Tensor | None) -> Tensor:
-    """The seed as a 0-dim int64 tensor; None draws it, so that torch's generator state governs it."""
+def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as a 0-dim int64 tensor; None draws it, so that the state of torch's generator governs it.
+
+    On a GPU it is drawn there: nothing waits for it, and a captured graph draws another one at each replay.
+    """
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         return seed
     if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):

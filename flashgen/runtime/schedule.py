@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.launches import PassLaunches
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Values
 
-# The launches of a pass for the values of ``struct Arguments`` by name: element, dropout and repeatability decide.
-FindLaunches = Callable[[PassName, Mapping[str, float]], PassLaunches]
+Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
 ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are read element by element
 ELEMENT_BYTES = (4, 2, 2)  # by the codes of ``element``: float32, bfloat16, float16
+
+
+@dataclass(frozen=True)
+class Compiled(Generic[Binary]):
+    """The kernels of one element type: what holds them, and the launches of a pass for values by their names."""
+
+    binary: Binary
+    launches: Callable[[PassName, Mapping[str, float]], PassLaunches]
 
 
 @dataclass(frozen=True)

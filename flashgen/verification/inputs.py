@@ -59,9 +59,11 @@ class Inputs:
         return {**self.captured, **self.params}
 
     def to(self, device: str) -> Inputs:
-        """The same arguments on a device; params stay where they are."""
+        """The same arguments on a device; params that are tensors too, as those of a module are."""
+        params = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.params.items()}
         return dataclasses.replace(
             self,
+            params=params,
             q=self.q.to(device),
             k=self.k.to(device),
             v=self.v.to(device),

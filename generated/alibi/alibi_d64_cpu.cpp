@@ -1573,6 +1573,7 @@ struct Arguments {
   uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
   float dropout_scale;  // 1 / (1 - p)
   uint64_t seed;
+  const uint64_t* seed_at;  // where the seed lies, if that is the memory of a GPU; else null
   int64_t batch;  // of this shard
   int64_t heads;  // of this shard
   int64_t kv_heads;  // of this shard
@@ -1751,17 +1752,20 @@ FG_INLINE fg::VecI rows_of(int64_t first, int vector, int rows) {
 
 struct Visit {
   int32_t tile;
-  bool masked;  // PARTIAL: some pairs are not kept. Otherwise FULL
+  bool masked;                // PARTIAL: some pairs are not kept. Otherwise FULL
+  int16_t first, last;        // the vectors of rows that keep a pair lie in first … last - 1
 };
 
 // Finds the key tiles that one query tile visits. A run of tiles that is FULL or EMPTY as a whole is settled by one
-// evaluation, any other is halved: the work follows the border of the mask, not its area.
+// evaluation, any other is halved: the work follows the border of the mask, not its area. In a tile on the border, rows
+// that keep nothing are left out at either end.
 struct Search {
   const Arguments& a;
   const Launch& u;
   const Head& x;
   int tile_columns;
-  fg::ranges::Int i;
+  int64_t i0;
+  int row_count;
   Visit* visits;
   int count;
 
@@ -1771,14 +1775,28 @@ struct Search {
     if (start >= a.kv_len) return;
     const int64_t end = std::min(start + int64_t(span) * tile_columns, a.kv_len);
     const fg::ranges::Int j = {a.kv_start + start, a.kv_start + end - 1};
-    const fg::ranges::Bool keep = keep_range(a, u, x, i, j);
+    const fg::ranges::Bool keep =
+        keep_range(a, u, x, {i0, i0 + row_count - 1}, j);
     if (!keep.may_be_true) return;
     if (keep.may_be_false && span > 1) {
       run(2 * node, first, span / 2);
       run(2 * node + 1, first + span / 2, span / 2);
       return;
     }
-    for (int64_t tile = first; tile * tile_columns < end; ++tile) visits[count++] = {int32_t(tile), keep.may_be_false};
+    int16_t first_vector = 0, last_vector = int16_t(ceil_div(row_count, W));
+    if (keep.may_be_false) {
+      while (first_vector < last_vector && !may_keep(first_vector, node, j)) ++first_vector;
+      while (first_vector < last_vector && !may_keep(last_vector - 1, node, j)) --last_vector;
+      if (first_vector == last_vector) return;
+    }
+    for (int64_t tile = first; tile * tile_columns < end; ++tile)
+      visits[count++] = {int32_t(tile), keep.may_be_false, first_vector, last_vector};
+  }
+
+  // Whether one vector of rows may keep a key of the range j, of which `node` knows what the mask reads.
+  bool may_keep(int vector, [[maybe_unused]] int32_t node, fg::ranges::Int j) const {
+    const int64_t first = i0 + vector * W, last = std::min(first + W, i0 + row_count) - 1;
+    return keep_range(a, u, x, {first, last}, j).may_be_true;
   }
 };
 
@@ -1788,7 +1806,7 @@ inline int find_visits(const Arguments& a, const Launch& u, const Head& x, int64
   const int64_t i0 = a.q_start + row0;
   int32_t span = 1;
   while (int64_t(span) * tile_columns < a.kv_len) span *= 2;
-  Search search = {a, u, x, tile_columns, {i0, i0 + rows - 1}, visits, 0};
+  Search search = {a, u, x, tile_columns, i0, rows, visits, 0};
   search.run(1, 0, span);
   return search.count;
 }
@@ -1834,8 +1852,9 @@ struct alignas(64) Scratch {
 
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: `rescale` is what O and the sums so far shrink by.
 template <bool masked>
-static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int columns, Scratch& t) {
-  for (int n = 0; n * W < rows; ++n) {
+static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, const Visit& visit,
+           int columns, Scratch& t) {
+  for (int n = visit.first; n < visit.last; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float* const s = t.s + n * W;
     const fg::VecF old_max = fg::load(t.row_max + n * W);
@@ -1881,7 +1900,9 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
   for (int n = 0; n < count; ++n) {
-    const int64_t column0 = int64_t(visits[n].tile) * BC;
+    const Visit& visit = visits[n];
+    const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
+    const int64_t column0 = int64_t(visit.tile) * BC;
     const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
     const int padded = int(round_up(columns, MR));
     if (n + 1 < count) {
@@ -1896,10 +1917,11 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     // Sᵀ = K Qᵀ
-    fg::tile_product(padded, vectors, D, keys.at, keys.ld, 1, t.qt, LD, t.s, LD);
-    (visits[n].masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, columns, t);
+    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.s + skip, LD);
+    (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t);
     // Oᵀ = diag(rescale) Oᵀ + Vᵀ Pᵀ
-    fg::tile_product(DVP, vectors, columns, values.at, 1, values.ld, t.s, LD, t.ot, LD, fg::Begin::rescale, t.rescale);
+    fg::tile_product(DVP, some, columns, values.at, 1, values.ld, t.s + skip, LD, t.ot + skip, LD, fg::Begin::rescale,
+                     t.rescale + skip);
   }
   float* const lse = a.lse + (b * a.heads + h) * a.q_len + row0;
   for (int n = 0; n < vectors; ++n) {
@@ -1981,9 +2003,9 @@ struct Task {
 };
 
 template <bool masked>
-static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int columns, Scratch& t,
-           const Task& task) {
-  for (int n = 0; n * W < rows; ++n) {
+static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, const Visit& visit,
+           int columns, Scratch& t, const Task& task) {
+  for (int n = visit.first; n < visit.last; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float *const s = t.p + n * W, *const dp = t.ds + n * W;
     const fg::VecF lse = fg::load(t.lse + n * W), delta = fg::load(t.delta + n * W);
@@ -2046,7 +2068,10 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
   for (int n = 0; n < count; ++n) {
-    const int64_t column0 = int64_t(visits[n].tile) * BC;
+    const Visit& visit = visits[n];
+    const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
+    const int some_rows = std::min(some * W, rows - skip);
+    const int64_t column0 = int64_t(visit.tile) * BC;
     const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
     const int padded = int(round_up(columns, MR));
     if (n + 1 < count) {
@@ -2061,18 +2086,18 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
-    fg::tile_product(padded, vectors, D, keys.at, keys.ld, 1, t.qt, LD, t.p, LD);
-    fg::tile_product(padded, vectors, DV, values.at, values.ld, 1, t.d_ot, LD, t.ds, LD);
-    (visits[n].masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, columns, t, task);
+    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.p + skip, LD);
+    fg::tile_product(padded, some, DV, values.at, values.ld, 1, t.d_ot + skip, LD, t.ds + skip, LD);
+    (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t, task);
     // Rows past the last key have no weight.
     for (int j = columns; j < padded; ++j) {
       std::fill_n(t.p + j * LD, LD, 0.0f);
       std::fill_n(t.ds + j * LD, LD, 0.0f);
     }
     // dV += Pᵀ dO, dK += dSᵀ Q, dQᵀ += Kᵀ dSᵀ
-    fg::tile_product(padded, DVP / W, rows, t.p, LD, 1, t.d_o, DVP, task.dv + column0 * DVP, DVP, fg::Begin::accumulate);
-    fg::tile_product(padded, DP / W, rows, t.ds, LD, 1, t.q, DP, task.dk + column0 * DP, DP, fg::Begin::accumulate);
-    fg::tile_product(DP, vectors, columns, keys.at, 1, keys.ld, t.ds, LD, t.dqt, LD, fg::Begin::accumulate);
+    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP, fg::Begin::accumulate);
+    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, fg::Begin::accumulate);
+    fg::tile_product(DP, some, columns, keys.at, 1, keys.ld, t.ds + skip, LD, t.dqt + skip, LD, fg::Begin::accumulate);
   }
 
   fg::transpose_to(t.dq, DP, t.dqt, LD, DP, vectors * W);

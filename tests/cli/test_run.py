@@ -60,7 +60,7 @@ def test_verify_on_the_reference(spec: Path) -> None:
 
 
 def test_a_result_beyond_tolerance_exits_with_1(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*_: object) -> Iterator[Case]:
+    def wrong(*_: object, **__: object) -> Iterator[Case]:
         yield Case(HeadDim(32, 32), ElementType.F32, Shape(1, 1, 1, 1, 1), (Row("dq", 0.5, 1e-7, 2e-5),))
 
     monkeypatch.setattr(verification, "verify", wrong)
@@ -112,6 +112,11 @@ def test_bench_compares_in_the_same_run(spec: Path) -> None:
     own, dense = forward["times"]
     assert (own["name"], dense["name"]) == ("flashgen", "dense")
     assert own["ratio"]["median"] == 1
+    for times in (own, dense):
+        assert times["gflops"] == pytest.approx(forward["flops"] / times["seconds"]["median"] / 1e9)
+        assert 0 < times["of_sgemm"] < 2
+    assert forward["sgemm"]["gflops"] > 1
+    assert both["flops"] == pytest.approx(3.5 * forward["flops"])
     assert own["seconds"]["low"] <= own["seconds"]["median"] <= own["seconds"]["high"]
     assert "sdpa" in forward["absent"]
 
@@ -121,6 +126,26 @@ def test_bench_says_why_a_peer_is_missing(spec: Path) -> None:
     assert outcome.code == 0
     assert "forward+backward" in outcome.stdout
     assert "no sdpa for 'second': it computes a plain softmax only" in outcome.stderr
+
+
+# PyTorch's compiler warns of its own affairs.
+@pytest.mark.filterwarnings("ignore")
+def test_bench_compiles_flex_once_and_forward_only(spec: Path) -> None:
+    outcome = flashgen("bench", spec, *SMALL, "--name", "first", "--vs", "flex", "--json")
+    forward, both = json.loads(outcome.stdout)["first"]
+    assert [times["name"] for times in forward["times"]] == ["flashgen", "flex"]
+    assert forward["first_call_seconds"]["flex"] > forward["times"][1]["seconds"]["median"]
+    assert [times["name"] for times in both["times"]] == ["flashgen"]
+    assert both["absent"] == {"flex": "it has no backward on a CPU"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bench_shows_the_share_of_a_matrix_product(spec: Path) -> None:
+    outcome = flashgen("bench", spec, *SMALL, "--name", "first", "--vs", "sdpa,flex")
+    assert "of sgemm" in outcome.stdout
+    assert "GFLOP/s; " in outcome.stderr
+    assert "compiled for" in outcome.stderr
+    assert "no flex for 'first': it has no backward on a CPU" in outcome.stderr
 
 
 def test_devices() -> None:

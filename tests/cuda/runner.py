@@ -15,7 +15,6 @@ from torch import Tensor
 from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import Pointwise
-from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field, tensor_field
 from flashgen.plan.cuda_launches import backward_launches, forward_launches
 from flashgen.plan.cuda_plan import CudaPlan
@@ -57,7 +56,7 @@ class Kernels:
         """``o`` and ``lse``, differentiable."""
         names = [name for name in named if isinstance(named[name], Tensor)]
         plain = {name: value for name, value in named.items() if name not in names}
-        o, lse = _Function.apply(self, names, plain, q, k, v, *(named[name] for name in names))
+        o, lse = _Function.apply(self, names, plain, q, k, v, *(named[name] for name in names))  # type: ignore[no-untyped-call]
         return o, None if isinstance(self.variant.weights, Pointwise) else lse
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -66,7 +65,8 @@ class Kernels:
         o_shape = (*q.shape[:3], v.shape[3])
         o = call.allocate("o", o_shape, q.dtype)
         lse = call.allocate("lse", o_shape[:3], torch.float32)
-        call.run(forward_launches(self.source.symbol, self.plan, call.element, dropped=self.dropout is not None))
+        dropped = self.dropout is not None
+        call.run(forward_launches(self.source.symbol, self.variant, self.plan, call.element, dropped=dropped))
         return o(), lse()
 
     def backward(

@@ -17,7 +17,7 @@ from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches
 from flashgen.runtime.cuda import CudaKernel
 from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.schedule import MOST_ELEMENTS, is_readable, schedule
+from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, is_readable, schedule
 
 HEAD_DIM = HeadDim(16, 8)
 LAYOUT = ArgumentLayout(argument_fields(parse_text("attention a { head_dim 16/8 }").specs[0]))
@@ -146,7 +146,7 @@ class RecordingDriver:
 
 def test_a_pass_on_a_device() -> None:
     driver = RecordingDriver()
-    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, Path("a.cubin"), lambda *_: LAUNCHES)
+    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda _: Compiled(Path("a.cubin"), lambda *_: LAUNCHES))
     prepared = kernel.prepare("backward", values())
     assert driver.calls == [("function", "a.cubin", "first", 50_000), ("function", "a.cubin", "second", 0)]
     driver.calls.clear()

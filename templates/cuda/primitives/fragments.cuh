@@ -173,7 +173,7 @@ FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, Tile
   using T = typename TileA::element;
   static_assert(TileA::columns == TileB::columns, "operands are of one inner dimension");
   const int lane = again(lane_index());
-#pragma unroll
+#pragma unroll Element<T>::unroll
   for (int inner = 0; inner < TileA::columns; inner += Element<T>::depth) {
     Left<T> left[m_tiles];
 #pragma unroll
@@ -251,7 +251,7 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int ro
   static_assert(n_tiles % 2 == 0 && (transposed ? TileA::rows : TileA::columns) == TileB::rows,
                 "operands come in pairs, of one inner dimension");
   const int lane = again(lane_index());
-#pragma unroll
+#pragma unroll Element<T>::unroll
   for (int inner = 0; inner < TileB::rows; inner += Element<T>::depth) {
     Left<T> left[m_tiles];
 #pragma unroll

@@ -16,20 +16,21 @@ FG_DEVICE float to_float(float x) { return x; }
 FG_DEVICE float to_float(half_t x) { return unpack_f16(x.bits); }
 FG_DEVICE float to_float(bfloat_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
-// How a type of q, k, v and o is stored and multiplied. `depth` is the inner dimension of one matrix instruction.
+// How a type of q, k, v and o is stored and multiplied. `depth` is the inner dimension of one matrix instruction, `unroll` how
+// many of them stand side by side in a loop over it: float32 takes three times the instructions.
 template <class T> struct Element;
 template <> struct Element<half_t> {
-  static constexpr int depth = 16;
+  static constexpr int depth = 16, unroll = 16;
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_f16(low, high); }
   FG_DEVICE static half_t round(float x) { return {uint16_t(pack_f16(x, 0.0f))}; }
 };
 template <> struct Element<bfloat_t> {
-  static constexpr int depth = 16;
+  static constexpr int depth = 16, unroll = 16;
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_bf16(low, high); }
   FG_DEVICE static bfloat_t round(float x) { return {uint16_t(pack_bf16(x, 0.0f))}; }
 };
 template <> struct Element<float> {
-  static constexpr int depth = 8;
+  static constexpr int depth = 8, unroll = 1;
   FG_DEVICE static float round(float x) { return x; }
 };
 
