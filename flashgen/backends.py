@@ -113,7 +113,7 @@ def emulator_provider(spec: AttentionSpec, target: Target = EMULATED) -> KernelP
         def compiled(element: int) -> Compiled[Program]:
             plan, source = source_for(variant, target, ELEMENTS[element])
             program = compile_program(source.text, name=source.name)
-            return Compiled(program, _launches(variant, plan, source.symbol, ELEMENTS[element]))
+            return Compiled(program, launches_of(variant, plan, source.symbol, ELEMENTS[element]))
 
         return EmulatedKernel(layout, head_dim, compiled)
 
@@ -140,7 +140,7 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
         def compiled(element: int) -> Compiled[Path]:
             kernel = compile_variant(variant, target, ELEMENTS[element]) if ready is None else ready
             return Compiled(
-                kernel.binary.path, _launches(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
+                kernel.binary.path, launches_of(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
             )
 
         return cuda.CudaKernel(layout, head_dim, driver, compiled)
@@ -148,7 +148,7 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
     return find
 
 
-def _launches(
+def launches_of(
     variant: Variant, plan: CudaPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""

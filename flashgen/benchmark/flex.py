@@ -111,7 +111,7 @@ def flex_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
     )
     score = simplify(substitute(apply("to_float", spec.score), known))
     if score_input("sqdist") in set(walk(score)):
-        score = substitute(score, {score_input("sqdist"): _squared_distance()})
+        score = substitute(score, {score_input("sqdist"): substitute(_squared_distance(), known)})
         tensors |= {name: x.float().square().sum(-1) for name, x in zip(_SQUARES, (inputs.q, inputs.k), strict=True)}
     if score_input("dot") in set(walk(score)):
         # score_mod sees one product: it is q·k then, and s is made of it.

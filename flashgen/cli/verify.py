@@ -89,4 +89,5 @@ def _as_dict(case: Case) -> dict[str, object]:
         "dtype": str(case.dtype),
         "shape": dataclasses.astuple(case.shape),
         "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
+        "hbm_bytes": {name: dataclasses.asdict(each) for name, each in case.hbm_bytes.items()},
     }

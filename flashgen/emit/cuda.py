@@ -36,7 +36,7 @@ from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field
 from flashgen.plan.cuda_launches import atomic_buffers, captured_elements, exact_buffers, passes
-from flashgen.plan.cuda_model import constant_factor, padded
+from flashgen.plan.cuda_model import BINS, constant_factor, padded
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
@@ -87,6 +87,7 @@ class _RowFunction:
 class _Gradient:
     """A captured gradient as the backward template sees it."""
 
+    label: str
     level: str
     number: int  # of the target
     target: str  # the member of Arguments that receives it
@@ -142,6 +143,8 @@ class _Context:
     captured_elements: dict[str, str]
     key_gradients: tuple[_Gradient, ...]
     query_gradients: tuple[_Gradient, ...]
+    pair_gradients: tuple[_Gradient, ...]
+    bins: int
     sink_gradients: tuple[_Gradient, ...]
 
 
@@ -241,6 +244,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         captured=cut.captured,
         captured_elements={name: _count_code(count) for name, count in captured_elements(variant).items()},
         key_gradients=tuple(gradients[each.read] for each in cut.key_gradients),
+        pair_gradients=tuple(gradients[each.read] for each in cut.key_gradients if each.level is Level.PAIR),
+        bins=BINS,
         query_gradients=tuple(gradients[each.read] for each in cut.query_gradients),
         sink_gradients=tuple(gradients[each.read] for each in cut.sink_gradients),
     )
@@ -273,6 +278,7 @@ def _gradient(
     read, target = gradient.read, gradient_field(gradient.name)
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
     return _Gradient(
+        label=label,
         level=gradient.level.value,
         number=captured.index(target),
         target=target,

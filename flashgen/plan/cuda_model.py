@@ -6,6 +6,7 @@ In: a variant, an element type, a tile. Out: bytes. The buffers are those of ``t
 
 from __future__ import annotations
 
+from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import DOT, Variant
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.spec import Softmax
@@ -13,6 +14,7 @@ from flashgen.ir.types import ElementType
 
 WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
+BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = 4
 
 
@@ -63,7 +65,8 @@ def backward_bytes(
     total = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
     total += stages * tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
     total += ((with_dq or split > 1) + (split > 1)) * tile_bytes(Bc, Br, element)
-    return total + (3 if variant.uses_sqdist else 2) * FLOAT * Br + VISIT_LIST + FLOAT * warps
+    bins = BINS if any(each.level is Level.PAIR for each in variant.gradients) else 0
+    return total + (3 if variant.uses_sqdist else 2) * FLOAT * Br + VISIT_LIST + FLOAT * warps * (1 + bins)
 
 
 def query_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flashgen.ir.expr import Expr
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.text import text
 
 
@@ -22,6 +22,14 @@ class KernelText(Protocol):
     @property
     def name(self) -> str:
         """The name of the file, without its suffix."""
+
+    @property
+    def symbol(self) -> str:
+        """What the names of its functions begin with."""
+
+    @property
+    def head_dim(self) -> HeadDim:
+        """The head dimension that it is for."""
 
     @property
     def text(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from flashgen.ir.spec import AttentionSpec, HeadDim, Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
-from flashgen.runtime.emulated import Counted, recording
+from flashgen.runtime.emulated import recording
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.verification.hbm import HbmBytes, hbm_bytes
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
 
 FLOAT32_TOLERANCE = 2e-5
@@ -60,13 +61,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """The results at one head dimension, element type and shape; ``counted`` is what the emulator saw, if it ran."""
+    """The results at one head dimension, element type and shape, and on the emulator bytes moved, by pass."""
 
     head_dim: HeadDim
     dtype: ElementType
     shape: Shape
     rows: tuple[Row, ...]
-    counted: tuple[Counted, ...] = ()
+    hbm_bytes: Mapping[str, HbmBytes] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -101,7 +102,7 @@ def verify_case(
     ]
     with recording() as counted:
         rows = compare(op, [inputs.to(device) for inputs in (first, *more)])
-    return Case(head_dim, dtype, shape, rows, tuple(counted))
+    return Case(head_dim, dtype, shape, rows, hbm_bytes(op, head_dim, first, counted))
 
 
 def compare(op: AttentionOp, inputs: Sequence[Inputs]) -> tuple[Row, ...]:

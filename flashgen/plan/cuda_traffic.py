@@ -1,0 +1,188 @@
+"""What the kernels of a pass move to and from a GPU's memory, byte for byte, without running them.
+
+In: a ``Variant``, the tiles, the launches of the pass, the values of ``struct Arguments``, what captured tensors hold.
+Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the fields and of
+the parts of the workspace. It follows ``templates/cuda``: which tiles are visited, what is loaded for each, what is
+stored at the end. Captured tensors are read element by element where the formula needs them, mostly from caches, and
+are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Load
+from flashgen.ir.interval import IntRange, Range, full
+from flashgen.plan.arguments import param_field
+from flashgen.plan.cuda_launches import passes, rows_of_a_block
+from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_plan import ElementPlan
+from flashgen.plan.launches import PassLaunches
+
+FLOAT = 4
+GROUP = 16  # rows whose sums of dQ lie together
+COUNTED = ("q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "workspace.delta", "workspace.dq")
+_THREADS = 128  # of the kernel of delta
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring rows or keys: the first, counted within the call, and how many."""
+
+    first: int
+    count: int
+
+
+def traffic(
+    variant: Variant,
+    tiles: ElementPlan,
+    symbol: str,
+    launches: PassLaunches,
+    values: Mapping[str, Any],
+    captured: Mapping[str, Any],
+) -> Mapping[str, int]:
+    """Bytes by buffer. ``captured`` are the tensors that masks read, as NumPy arrays."""
+    found: Counter[str] = Counter()
+    model = _Model(variant, tiles, values, captured)
+    for launch in launches.launches:
+        kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
+        moved: dict[str, Callable[[], Mapping[str, int]]] = {
+            "forward": model.forward,
+            "rows": model.rows,
+            "backward": functools.partial(model.keys, adds_dq=True),
+            "keys": functools.partial(model.keys, adds_dq=False),
+            "queries": model.queries,
+            "convert": model.convert,
+        }
+        if kernel in moved:
+            found.update(moved[kernel]())
+    return found
+
+
+class _Model:
+    """One call: sizes in elements, and which tiles hold a pair that may be kept."""
+
+    def __init__(
+        self, variant: Variant, tiles: ElementPlan, values: Mapping[str, Any], captured: Mapping[str, Any]
+    ) -> None:
+        self.tiles = tiles
+        self.cut = passes(variant)
+        self.element = tiles.element.bytes
+        self.D, self.Dv, self.padded = variant.head_dim.qk, variant.head_dim.v, padded(variant.head_dim.qk)
+        self.values = values
+        self.batch, self.heads, self.kv_heads = (int(values[name]) for name in ("batch", "heads", "kv_heads"))
+        self.q_len, self.kv_len = int(values["q_len"]), int(values["kv_len"])
+        self.variant = variant
+        self.loads = loads_of(captured)
+        self._holds = functools.cache(self._classify)
+
+    def forward(self) -> Mapping[str, int]:
+        """Q and O once, K and V for every tile that is visited."""
+        found = self._by_queries(self.tiles.forward.Br, self.tiles.forward.Bc)
+        rows = self._rows()
+        found.update({"q": rows * self.D * self.element, "o": rows * self.Dv * self.element})
+        if self.cut.row_state:
+            found["lse"] += rows * FLOAT
+        return found
+
+    def rows(self) -> Mapping[str, int]:
+        """O and dO once; threads past the last row read the first again."""
+        each = rows_of_a_block(self.Dv, self.tiles.element)
+        blocks = -(-self._rows() // each)
+        width = blocks * each * self.Dv * self.element
+        found = {"o": width, "d_o": width, "workspace.delta": self._rows() * FLOAT}
+        every_thread = blocks * _THREADS * FLOAT
+        if self.values["d_lse"]:
+            found["d_lse"] = every_thread
+        if self.cut.sink_gradients:
+            found["lse"] = every_thread
+        return found
+
+    def keys(self, *, adds_dq: bool) -> Mapping[str, int]:
+        """K and V, dK and dV once; Q, dO and what rows carry for every tile that is visited."""
+        found: Counter[str] = Counter()
+        plan, group = self.tiles.backward, self.heads // self.kv_heads
+        rows = groups = 0
+        for b in range(self.batch):
+            for h in range(self.heads):
+                for keys in _spans(self.kv_len, plan.Bc):
+                    for queries in _spans(self.q_len, plan.Br):
+                        if self._holds(b, h, queries, keys):
+                            rows += queries.count
+                            groups += -(-queries.count // GROUP)
+        size = self.batch * self.kv_heads * self.kv_len * self.element
+        assert group * self.kv_heads == self.heads
+        found.update({"k": size * self.D, "v": size * self.Dv, "dk": size * self.D, "dv": size * self.Dv})
+        found.update({"q": rows * self.D * self.element, "d_o": rows * self.Dv * self.element})
+        if self.cut.row_state:
+            found.update({"lse": rows * FLOAT, "workspace.delta": rows * FLOAT})
+        if adds_dq:
+            found["workspace.dq"] += groups * GROUP * self.padded * FLOAT
+        return found
+
+    def queries(self) -> Mapping[str, int]:
+        """Q, dO and dQ once, what a row carries once for each of the four lanes that share it; K and V as forward."""
+        found = self._by_queries(self.tiles.queries.Br, self.tiles.queries.Bc)
+        rows = self._rows()
+        found.update({"q": rows * self.D * self.element, "d_o": rows * self.Dv * self.element})
+        found["dq"] += rows * self.D * self.element
+        if self.cut.row_state:
+            found.update({"lse": 4 * rows * FLOAT, "workspace.delta": 4 * rows * FLOAT})
+        return found
+
+    def convert(self) -> Mapping[str, int]:
+        """The sums of dQ, in whole groups of rows, and dQ."""
+        groups = self.batch * self.heads * -(-self.q_len // GROUP)
+        return {
+            "workspace.dq": groups * GROUP * self.padded * FLOAT,
+            "dq": self._rows() * self.D * self.element,
+        }
+
+    def _rows(self) -> int:
+        return self.batch * self.heads * self.q_len
+
+    def _by_queries(self, Br: int, Bc: int) -> Counter[str]:
+        """K and V for each tile of queries and each tile of keys that may hold a kept pair."""
+        keys = sum(
+            each.count
+            for b in range(self.batch)
+            for h in range(self.heads)
+            for queries in _spans(self.q_len, Br)
+            for each in _spans(self.kv_len, Bc)
+            if self._holds(b, h, queries, each)
+        )
+        return Counter({"k": keys * self.D * self.element, "v": keys * self.Dv * self.element})
+
+    def _classify(self, b: int, h: int, queries: _Span, keys: _Span) -> bool:
+        values = self.values
+        if self.variant.keep_everything:
+            return True
+        totals = {"B": "b_total", "H": "h_total", "Nq": "q_total", "Nk": "kv_total"}
+        sizes = {name: int(values[total]) for name, total in totals.items()}
+        sizes["Hkv"] = sizes["H"] // (self.heads // self.kv_heads)
+        i, j = int(values["q_start"]) + queries.first, int(values["kv_start"]) + keys.first
+        b, h = int(values["b_start"]) + b, int(values["h_start"]) + h
+        tile = Tile(
+            b=IntRange(b, b),
+            h=IntRange(h, h),
+            i=IntRange(i, i + queries.count - 1),
+            j=IntRange(j, j + keys.count - 1),
+            sizes=sizes,
+            params={param.name: values[param_field(param.name)] for param in self.variant.spec.params},
+        )
+        return classify(self.variant.keep, tile, loads=self._observed) is not TileClass.EMPTY
+
+    def _observed(self, load: Load, indices: tuple[Range, ...]) -> Range:
+        """What kernels know of the elements of a tile: those of a row or a column, but not those of a pair."""
+        return full(load.type) if level_of(load) is Level.PAIR else self.loads(load, indices)
+
+
+def _spans(length: int, tile: int) -> list[_Span]:
+    return [_Span(first, min(tile, length - first)) for first in range(0, length, tile)]
