@@ -9,14 +9,16 @@ ends, so that a run that is cut off keeps what it had; a section that fails is r
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,18 @@ import torch
 
 import flashgen
 from benchmarks.gpu_speed import overhead, speed
+from flashgen.analysis.variant import analyse
+from flashgen.backends import gpu_at_hand
 from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.runtime.nvrtc import Resources
+from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.targets import compile_variant
 from flashgen.verification import fitting, random_inputs
 from flashgen.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKERS = min(os.cpu_count() or 1, 12)
 
 
 @dataclass
@@ -81,56 +90,73 @@ def environment(report: Report) -> None:
 
 
 def build(report: Report) -> None:
-    """Every spec of the gallery, from its text to the first result."""
-    rows = []
-    for file in sorted((ROOT / "specs").glob("*.attn")):
-        if report.seconds_left() < 60:
-            break
-        start = time.perf_counter()
-        try:
-            op = flashgen.load(file, backend="cuda")
-            for head_dim in op.spec.head_dims:
-                inputs = random_inputs(op.spec, fitting(op.spec, Shape(1, 1, 1, 8, 8)), head_dim, torch.float16).to(
-                    "cuda"
-                )
-                op(inputs.q, inputs.k, inputs.v, **inputs.named)
-            note = ""
-        except Exception as error:
-            note = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        rows.append((file.stem, f"{time.perf_counter() - start:.1f}", note))
+    """Every spec of the gallery, from its text to the first result, and what its kernels take."""
+    rows = list(_each_spec(report, _build))
     report.data["build"] = rows
-    report.table("Built", ["spec", "seconds", ""], rows)
+    columns = ["spec", "seconds", "dtypes", "registers", "spilled bytes"]
+    report.table("From text to the first result", columns, rows, f"{WORKERS} processes at once.")
+
+
+def _build(file: Path) -> tuple[str, ...]:
+    start, target = time.perf_counter(), gpu_at_hand()
+    op = flashgen.load(file, backend="cuda")
+    elements = op.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
+    kernels: list[Resources] = []
+    for head_dim in op.spec.head_dims:
+        shape = fitting(op.spec, Shape(1, 1, 1, 8, 8))
+        for element in elements:
+            inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[element]).to("cuda")
+            op(inputs.q, inputs.k, inputs.v, **inputs.named)
+            kernels += compile_variant(analyse(op.spec, head_dim), target, element).binary.kernels
+    most = max(kernel.registers for kernel in kernels)
+    spilled = ", ".join(f"{each.name} {each.spill_bytes}" for each in kernels if each.spill_bytes) or "0"
+    return (f"{time.perf_counter() - start:.1f}", ", ".join(map(str, elements)), str(most), spilled)
 
 
 def check(report: Report) -> None:
     """Every spec against the float64 reference, forward and every gradient."""
-    rows, failed, data = [], [], {}
-    for file in sorted((ROOT / "specs").glob("*.attn")):
-        if report.seconds_left() < 60:
-            rows.append((file.stem, "not run: out of time", ""))
-            continue
-        try:
-            op = flashgen.load(file, const={"rows": 2} if file.stem == "evoformer" else {}, backend="cuda")
-            shapes = [fitting(op.spec, shape) for shape in (Shape(2, 4, 2, 113, 113), Shape(1, 2, 1, 77, 203))]
-            cases = list(verify(op, shapes, device="cuda"))
-            bad = [f"{case.dtype} {case.head_dim} {case.shape} {row.tensor}: {row.error:.1e} > {row.tolerance:.1e}"
-                   for case in cases for row in case.rows if not row.ok]  # fmt: skip
-            worst = max(row.error / row.tolerance for case in cases for row in case.rows)
-            count = sum(len(case.rows) for case in cases)
-            rows.append((file.stem, f"{count - len(bad)} of {count} within tolerance", f"{worst:.2f}"))
-            failed += [f"{file.stem} {line}" for line in bad]
-            data[file.stem] = {"tensors": count, "failed": bad, "worst": worst}
-        except Exception:
-            rows.append((file.stem, "ERROR", ""))
-            failed.append(f"{file.stem}: {traceback.format_exc(limit=-3)}")
-    report.data["check"] = data
+    rows = list(_each_spec(report, _check))
+    report.data["check"] = rows
+    failed = [line for row in rows for line in row[3:]]
     remark = "\n".join(["```", *failed[:100], "```"]) if failed else "Everything is within tolerance."
-    report.table("Checked against the float64 reference", ["spec", "tensors", "worst error / tolerance"], rows, remark)
+    columns = ["spec", "tensors", "worst error / tolerance"]
+    report.table("Checked against the float64 reference", columns, [row[:3] for row in rows], remark)
+
+
+def _check(file: Path) -> tuple[str, ...]:
+    op = flashgen.load(file, const={"rows": 2} if file.stem == "evoformer" else {}, backend="cuda")
+    shapes = [fitting(op.spec, shape) for shape in (Shape(2, 4, 2, 113, 113), Shape(1, 2, 1, 77, 203))]
+    cases = list(verify(op, shapes, device="cuda"))
+    bad = [
+        f"{file.stem} {case.dtype} {case.head_dim} {case.shape} {row.tensor}: {row.error:.1e} > {row.tolerance:.1e}"
+        for case in cases
+        for row in case.rows
+        if not row.ok
+    ]
+    worst = max(row.error / row.tolerance for case in cases for row in case.rows)
+    count = sum(len(case.rows) for case in cases)
+    return (f"{count - len(bad)} of {count} within tolerance", f"{worst:.2f}", *bad)
+
+
+def _each_spec(report: Report, work: Callable[[Path], tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows of work over the gallery, several specs at once; what fails is said in its row."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(WORKERS, context) as pool:
+        files = sorted((ROOT / "specs").glob("*.attn"))
+        waiting = [(file, pool.submit(work, file)) for file in files]
+        for file, result in waiting:
+            try:
+                yield (file.stem, *result.result(timeout=max(report.seconds_left() - 30, 0)))
+            except TimeoutError:
+                result.cancel()
+                yield (file.stem, "out of time", "")
+            except Exception as error:
+                yield (file.stem, "FAILED", "", f"{file.stem}: {''.join(traceback.format_exception(error, limit=-3))}")
 
 
 def tests(report: Report) -> None:
     """tests/gpu, without the sanitizer."""
-    _pytest(report, "Tests on the GPU", ["--deselect", "tests/gpu/test_sanitizer.py"])
+    _pytest(report, "Tests on the GPU", ["tests/gpu", "--ignore", "tests/gpu/test_sanitizer.py"])
 
 
 def sanitizer(report: Report) -> None:
@@ -139,7 +165,7 @@ def sanitizer(report: Report) -> None:
 
 
 def _pytest(report: Report, title: str, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20", "tests/gpu", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20", "-n", "8", *arguments]
     log = report.folder / f"{title.replace(' ', '_')}.log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with log.open("w") as out:

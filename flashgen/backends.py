@@ -138,7 +138,8 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
 
         @functools.cache
         def compiled(element: int) -> Compiled[Path]:
-            kernel = compile_variant(variant, target, ELEMENTS[element]) if ready is None else ready
+            kernel = ready if ready is not None and ELEMENTS[element] in ready.plan.by_element else None
+            kernel = kernel or compile_variant(variant, target, ELEMENTS[element])
             return Compiled(
                 kernel.binary.path, launches_of(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
             )

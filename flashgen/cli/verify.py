@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ def verify(
         sys.exit(1)
 
 
-def _print(title: str, cases: Iterable[Case]) -> None:
+def _print(title: str, cases: Sequence[Case]) -> None:
     columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "tensor", "flashgen", "PyTorch", "tolerance", ""]
     table = plain_table(f"{title}: relative error against the float64 reference", columns, left=["dtype", "tensor", ""])
     for case in cases:
@@ -73,6 +73,14 @@ def _print(title: str, cases: Iterable[Case]) -> None:
             table.add_row(*cells)
         table.add_section()
     print_table(table)
+    if any(case.hbm_bytes for case in cases):
+        columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "predicted", "counted"]
+        table = plain_table("bytes between the kernels and the GPU's memory", columns, left=["dtype", "pass"])
+        for case in cases:
+            for name, moved in case.hbm_bytes.items():
+                place = (str(case.head_dim), str(case.dtype), str(case.shape))
+                table.add_row(*place, name, f"{moved.predicted:,}", f"{moved.counted:,}")
+        print_table(table)
 
 
 def _cells(case: Case) -> Iterator[tuple[str, ...]]:

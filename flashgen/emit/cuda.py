@@ -124,6 +124,7 @@ class _Context:
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
+    compiled_parts: tuple[str, ...]
     elements: tuple[_Typed, ...]
     passes: tuple[_Pass, ...]
     weights: str
@@ -223,6 +224,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
+        compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
         elements=elements,
         passes=_passes(plan),
         weights=kind,

@@ -16,6 +16,7 @@ WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = 4
+_LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 
 
 def constant_factor(score: Expr) -> float | None:
@@ -29,9 +30,14 @@ def constant_factor(score: Expr) -> float | None:
 
 
 def is_plain(variant: Variant) -> bool:
-    """Whether a pair's weight takes no more than a product and an exponential."""
+    """Whether a pair's weight takes no more than a product and an exponential, and its mask a comparison or two."""
     plain_score = isinstance(variant.weights, Softmax) and constant_factor(variant.score) is not None
-    return plain_score and variant.spec.dropout is None
+    return plain_score and variant.spec.dropout is None and has_light_mask(variant)
+
+
+def has_light_mask(variant: Variant) -> bool:
+    """Whether the mask needs few registers: bounds on i - j do, divisions and captured tensors do not."""
+    return variant.keep.size <= _LIGHT_MASK
 
 
 def padded(head_dim: int) -> int:
@@ -65,7 +71,7 @@ def backward_bytes(
     total = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
     total += stages * tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
     total += ((with_dq or split > 1) + (split > 1)) * tile_bytes(Bc, Br, element)
-    bins = BINS if any(each.level is Level.PAIR for each in variant.gradients) else 0
+    bins = BINS * sum(each.level is Level.PAIR for each in variant.gradients)
     return total + (3 if variant.uses_sqdist else 2) * FLOAT * Br + VISIT_LIST + FLOAT * warps * (1 + bins)
 
 

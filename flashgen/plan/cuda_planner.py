@@ -16,15 +16,24 @@ from flashgen.diagnostics import Diagnostic, SpecError
 from flashgen.ir.types import ElementType
 from flashgen.plan import cuda_tables
 from flashgen.plan.cuda_devices import Target
-from flashgen.plan.cuda_model import backward_bytes, forward_bytes, is_plain, query_bytes
+from flashgen.plan.cuda_model import (
+    backward_bytes,
+    forward_bytes,
+    has_light_mask,
+    is_plain,
+    padded,
+    query_bytes,
+)
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.plan.plan import Rejection
 
-# Bytes of registers that a kernel may spill and still be taken: numbers that live across the loops, and are read once a
-# tile at most.
-HARMLESS_SPILL = 64
+# Bytes of registers that a kernel may store and load again and still be taken: numbers that live across the loops, and
+# are read once a tile at most.
+HARMLESS_SPILL = 160
 MOST_WARPS = 16
+# Registers of a thread that may hold scores and outputs where scores take more than a product.
+MOST_ACCUMULATORS = 168
 
 Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
 
@@ -164,19 +173,28 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
     single = element is ElementType.F32
     rows = _rows_for(variant, cuda_tables.SINGLE_FORWARD if single else cuda_tables.HALF_FORWARD)
-    if not single and not is_plain(variant):
-        rows = [row for row in rows if row.Bc <= 64]
+    if not single and (not is_plain(variant) or target.capability < 80):  # without cp.async copies take registers, too
+        narrow = [row for row in rows if _accumulators(row, padded(variant.head_dim.v)) <= MOST_ACCUMULATORS]
+        rows = narrow or rows
     if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
     schedule = variant.spec.schedule
     return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
 
 
+def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
+    """Registers of a thread that hold its scores and its part of O."""
+    return choice.Br * (choice.Bc + head_dim) // (32 * choice.warps)
+
+
 def _backward_choices(variant: Variant, element: ElementType) -> list[BackwardChoice]:
-    table = cuda_tables.SINGLE_BACKWARD if element is ElementType.F32 else cuda_tables.HALF_BACKWARD
+    """The table's; masks that take registers go where a warp has half of a head dimension."""
+    rows = _rows_for(variant, cuda_tables.SINGLE_BACKWARD if element is ElementType.F32 else cuda_tables.HALF_BACKWARD)
+    if variant.head_dim.qk > 64 and not has_light_mask(variant):
+        rows.sort(key=lambda row: row.split == 1)
     schedule = variant.spec.schedule
     pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
-    return _pinned(_rows_for(variant, table), *pins)
+    return _pinned(rows, *pins)
 
 
 def _query_choices(variant: Variant, element: ElementType) -> list[QueryChoice]:
@@ -224,7 +242,7 @@ def _problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[
 def _check_schedule(variant: Variant) -> None:
     """Refuse pins with which no candidate works, whatever the memory."""
     problems = []
-    if not _forward_choices(variant, ElementType.F16, Target("", 0, 0, 0)):
+    if not _forward_choices(variant, ElementType.F16, Target("", 80, 0, 0)):
         problems.append("'Br', 'Bc' and 'warps' of the forward pass: a warp has 16 or more whole query rows")
     if not _backward_choices(variant, ElementType.F16):
         problems.append("'backward_Br', 'backward_Bc' and 'backward_warps': a warp has 16 or more whole keys")

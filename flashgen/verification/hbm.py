@@ -27,8 +27,8 @@ class HbmBytes:
 
 
 def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Sequence[Counted]) -> Mapping[str, HbmBytes]:
-    """The first call of each pass; nothing where nothing was counted."""
-    if not counted:
+    """The first call of each pass; nothing where nothing was counted, or no plan is known."""
+    if not counted or op.plan is None:
         return {}
     variant, plan = analyse(op.spec, head_dim), op.plan[head_dim]
     symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)

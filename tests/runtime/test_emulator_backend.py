@@ -13,6 +13,7 @@ from flashgen.backends import emulator_provider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.pipeline import compile_spec
 from flashgen.plan.cuda_devices import TARGETS
 from flashgen.runtime.call import CallChecker
 from flashgen.runtime.emulated import EmulatedKernel, recording
@@ -171,6 +172,17 @@ def test_sources_and_backends() -> None:
 def test_another_target() -> None:
     """The tiles of a GPU with 99 KiB of shared memory."""
     spec = flashgen.loads("attention small { head_dim 128  dtype bf16  mask causal }", backend="reference").spec
-    attention = AttentionOp(OpParts(spec, {"cpu": emulator_provider(spec, TARGETS["sm_86"])}, backend="emulator"))
+    target = TARGETS["sm_86"]
+    (kernel,) = compile_spec(spec, target)
+    parts = OpParts(
+        spec,
+        {"cpu": emulator_provider(spec, target)},
+        plan={kernel.source.head_dim: kernel.plan},
+        sources=(kernel.source,),
+        backend="emulator",
+    )
+    attention = AttentionOp(parts)
+    assert "sm_86" in attention.sources[0].name
     case = verify_case(attention, HeadDim(128, 128), ElementType.BF16, Shape(1, 1, 1, 70, 70))
     assert case.ok, failures(case)
+    assert all(each.predicted == each.counted for each in case.hbm_bytes.values())

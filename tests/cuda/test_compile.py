@@ -1,0 +1,63 @@
+"""Generated sources through NVRTC: for every architecture, without a GPU, and without spilling registers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flashgen.plan.cuda_planner import HARMLESS_SPILL
+from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
+from tests.cuda.helpers import emitted, launched, planned
+
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
+MOST_REGISTERS = 255
+
+try:
+    find_nvrtc()
+    REASON = ""
+except NvrtcMissing as error:
+    REASON = str(error)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+PLAIN = "attention causal {{ head_dim {head_dim} dtype {dtype} mask causal }}"
+RICH = """
+attention rich {
+    head_dim 40
+    dtype    bf16
+    param    gain: f32 = 1.0 grad
+    tensor   gate: f32[B, H, Nk] grad
+    tensor   table: f32[32, H] grad
+    tensor   doc: i32[B, Nk]
+    score    gain * s - 0.01 * sqdist + gate[b, h, j] + table[clamp(i - j, 0, 31), h]
+    mask     causal and same_document(doc)
+}
+"""
+
+
+def compiled(text: str, target: str, *left_out: str) -> CudaBinary:
+    defines = tuple((f"FLASHGEN_{part}", "0") for part in left_out)
+    return compile_cuda(dataclasses.replace(emitted(text, target), defines=defines), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_architecture(target: str) -> None:
+    text = PLAIN.format(head_dim=64, dtype="f16")
+    binary = compiled(text, target, "BACKWARD")
+    assert [each.name for each in binary.kernels] == ["causal_d64_forward_f16"]
+    assert binary.path.read_bytes()[:4] == b"\x7fELF"
+    assert all(each.registers <= MOST_REGISTERS and each.spill_bytes == 0 for each in binary.kernels)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "f16")])
+def test_both_passes_stay_in_registers(head_dim: int, dtype: str) -> None:
+    text = PLAIN.format(head_dim=head_dim, dtype=dtype)
+    binary = compiled(text, "sm_80")
+    variant, plan = planned(text, "sm_80")
+    assert {each.name for each in binary.kernels} == set(launched(variant, plan))
+    assert all(each.spill_bytes <= HARMLESS_SPILL for each in binary.kernels)
+
+
+def test_everything_at_once() -> None:
+    binary = compiled(RICH, "sm_90a")
+    assert any("keys" in each.name for each in binary.kernels)

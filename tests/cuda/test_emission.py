@@ -1,0 +1,154 @@
+"""The generated CUDA: what stands where, and that hosts and sources agree on kernels."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashgen.analysis.variant import Variant
+from flashgen.emit.cuda import emit_cuda
+from flashgen.ir.types import ElementType
+from flashgen.plan.cuda_launches import atomic_buffers, backward_launches, exact_buffers, forward_launches
+from flashgen.plan.cuda_plan import CudaPlan
+from flashgen.plan.launches import ALIGNMENT
+from tests.cuda.helpers import emitted, launched, planned, variant_of
+
+CAUSAL = "attention causal { head_dim 64 mask causal }"
+EVERYTHING = """
+attention everything {
+    head_dim 40/24
+    dropout  0.1
+    param    gain: f32 = 1.0 grad
+    tensor   slope: f32[H] grad
+    tensor   gate: f32[B, H, Nk] grad
+    tensor   rows: f32[B, Nq] grad
+    tensor   table: f32[32, H] grad
+    tensor   sink: f32[H] grad
+    tensor   doc: i32[B, Nk]
+    let      bias = gate[b, h, j] + rows[b, i] + table[clamp(i - j, 0, 31), h]
+    score    gain * (s - 0.01 * sqdist) - slope[h] * abs(i - j) + bias
+    mask     causal and doc[b, j] >= 0
+    weights  softmax(sink = sink[h])
+}
+"""
+CAPTURED = ("slope", "gate", "rows", "table", "sink")
+SPECS = {
+    "causal": CAUSAL,
+    "everything": EVERYTHING,
+    "pointwise": "attention p { head_dim 32 param bias: f32 = 0.0 grad score s + bias weights sigmoid(s) }",
+    "normalized": "attention n { head_dim 32 dropout 0.2 weights normalize(relu(s)) }",
+}
+
+
+def section(source: str, opening: str) -> str:
+    """The struct or function that begins with ``opening``."""
+    start = source.index(opening)
+    return source[start : source.index("\n}", start)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_same_bytes_every_time(name: str) -> None:
+    assert emitted(SPECS[name]) == emit_cuda(*planned(SPECS[name]))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str) -> None:
+    variant, plan = planned(SPECS[name])
+    kernels = re.findall(r"__global__ void [^{]*?\b(\w+)\(const __grid_constant__", emitted(SPECS[name]).text)
+    assert set(launched(variant, plan)) == set(kernels)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_blocks_are_bounded_by_what_launches_start(name: str) -> None:
+    variant, plan = planned(SPECS[name])
+    for each in launched(variant, plan).values():
+        assert each.threads % 32 == 0
+        assert each.shared_bytes <= plan.sram_bytes
+
+
+def test_only_the_first_layer_speaks_assembly_and_shared_memory() -> None:
+    text = emitted(EVERYTHING).text
+    above = text[text.index("#endif  // FLASHGEN_EMULATOR") :]
+    for word in ("asm", "__shared__", "__syncthreads", "__shfl", "atomicAdd"):
+        assert not re.search(rf"\b{word}", above), word
+
+
+def test_values_are_placed_at_their_level() -> None:
+    text = emitted(EVERYTHING).text
+    assert "float slope;  // slope[h]" in section(text, "struct Head {")
+    assert "float gate;  // gate[b, h, j]" in section(text, "struct Column {")
+    assert "float rows;  // rows[b, i]" in section(text, "struct Row {")
+    assert "fg::element(a.tensor_table" in section(text, "FG_DEVICE float score(")
+
+
+def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
+    text = emitted(CAUSAL).text
+    assert "exp2_approximate(s.at[m][t][e] * 0.18033688f - shift)" in text
+    assert "exp2_approximate(s.at[m][t][e] - shift)" in emitted(EVERYTHING).text
+
+
+def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
+    body = section(emitted(CAUSAL).text, "template <class T> struct Block")
+    assert len(re.findall(r"\bkeep\(", body)) == 1
+    assert "if (masked && !(column < kv_len && keep(" in body
+    assert "step<true>(n)" in body
+    assert "step<false>(n)" in body
+
+
+def test_nothing_is_written_that_a_spec_does_not_use() -> None:
+    plain = emitted("attention plain { head_dim 64 }").text
+    for word in ("dropout_words", "squared_norms", "Adder", "observe_", "sink_score", "Bins"):
+        assert word not in plain
+        assert word in emitted(EVERYTHING).text
+
+
+def test_the_header_shows_the_spec_and_the_plan() -> None:
+    text = emitted(EVERYTHING).text
+    assert "//     mask     causal and doc[b, j] >= 0" in text or "//     mask causal and doc[b, j] >= 0" in text
+    assert "// Plan, for 163 KiB of shared memory a block:" in text
+    assert not re.search(r"/(home|usr|tmp|work)/", text)
+
+
+def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None:
+    causal, everything = planned(CAUSAL), planned(EVERYTHING)
+
+    def kernels(which: tuple[Variant, CudaPlan], *, deterministic: bool) -> list[str]:
+        variant, plan = which
+        launches = backward_launches(
+            "k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic
+        ).launches
+        return [each.kernel for each in launches]
+
+    assert kernels(causal, deterministic=False) == ["k_rows_f16", "k_backward_f16", "k_convert_f16"]
+    assert kernels(causal, deterministic=True) == ["k_rows_f16", "k_keys_f16", "k_queries_f16"]
+    assert "k_queries_f16" in kernels(everything, deterministic=False)
+    repeatable = kernels(everything, deterministic=True)
+    assert repeatable.index("k_keys_f16_measure") < repeatable.index("k_keys_f16_exact")
+    assert repeatable[-1].startswith("k_settle_grad_")
+
+
+def test_buffers_follow_one_another_aligned() -> None:
+    variant, plan = planned(EVERYTHING)
+    sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 77, "kv_len": 101}
+    sizes |= {f"tensor_{name}_dim_{axis}": 5 for name in CAPTURED for axis in range(3)}
+    for deterministic in (False, True):
+        launches = backward_launches("k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic)
+        end = 0
+        for at, length in launches.offsets(sizes).values():
+            assert at % ALIGNMENT == 0
+            assert at >= end
+            end = at + length
+        assert launches.workspace_bytes(sizes) >= end
+    forward = forward_launches("k", variant, plan, ElementType.F16, dropped=True)
+    assert forward.launches[-1].kernel == "k_forward_f16_dropout"
+
+
+def test_memory_grows_with_lengths_not_with_pairs() -> None:
+    variant = variant_of(EVERYTHING)
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1024, "kv_len": 1024}
+    sizes |= {f"tensor_{name}_dim_{axis}": 1 for name in CAPTURED for axis in range(3)}
+    for buffers in (atomic_buffers(variant), exact_buffers(variant)):
+        small = sum(each.bytes.value(sizes) for each in buffers)
+        large = sum(each.bytes.value(sizes | {"q_len": 2048, "kv_len": 2048}) for each in buffers)
+        assert large <= 2 * small

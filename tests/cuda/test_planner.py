@@ -1,0 +1,99 @@
+"""The plan for GPUs: what fits, what is refused, and that the reasons say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.diagnostics import SpecError
+from flashgen.ir.types import ElementType
+from flashgen.plan.cuda_devices import GPUS, TARGETS
+from flashgen.plan.cuda_planner import Spill, plan_cuda
+from flashgen.plan.cuda_tables import ForwardChoice
+from tests.cuda.helpers import ELEMENTS, planned, variant_of
+
+HEAD_DIMS = (1, 16, 17, 32, 40, 64, 80, 96, 112, 128, 129, 160, 192, 200, 224, 255, 256)
+EVERY_SM_80 = tuple(name for name, target in TARGETS.items() if target.capability >= 80)
+RICH = """
+attention rich {{
+    head_dim {head_dim}
+    dropout  0.1
+    tensor   table: f32[33, H] grad
+    tensor   rows: f32[H, Nq] grad
+    score    s - 0.01 * sqdist + table[clamp(i - j, 0, 32), h] + rows[h, i]
+    mask     causal
+}}
+"""
+
+
+@pytest.mark.parametrize("target", EVERY_SM_80)
+def test_no_head_dimension_is_out_of_resources(target: str) -> None:
+    for head_dim in HEAD_DIMS:
+        for text in (f"attention t {{ head_dim {head_dim} }}", RICH.format(head_dim=head_dim)):
+            _, plan = planned(text, target)
+            assert tuple(plan.by_element) == ELEMENTS
+            for each in plan.elements:
+                for tiles in (each.forward, each.backward, each.queries):
+                    assert 0 < tiles.sram_bytes <= TARGETS[target].block_bytes
+                assert each.backward.keys_sram_bytes <= each.backward.sram_bytes
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    _, plan = planned("attention mla { head_dim 192/128 }", "sm_86")
+    assert all(each.forward.sram_bytes <= TARGETS["sm_86"].block_bytes for each in plan.elements)
+
+
+def test_64_kib_hold_every_head_dimension_in_16_bits() -> None:
+    for head_dim in HEAD_DIMS:
+        _, plan = planned(f"attention t {{ head_dim {head_dim} }}", "sm_75")
+        assert {ElementType.F16, ElementType.BF16} <= set(plan.by_element)
+
+
+def test_a_type_that_does_not_fit_is_left_out_unless_asked_for() -> None:
+    _, plan = planned("attention t { head_dim 256 }", "sm_75")
+    assert ElementType.F32 not in plan.by_element
+    assert any("f32: left out" in reason for reason in plan.reasons)
+    with pytest.raises(SpecError) as refused:
+        planned("attention t { head_dim 256 dtype f32 }", "sm_75")
+    assert [each.code for each in refused.value.diagnostics] == ["E406"]
+
+
+def test_larger_memory_takes_larger_tiles() -> None:
+    small, large = (planned("attention t { head_dim 256 }", target)[1] for target in ("sm_86", "sm_90a"))
+    assert small.forward.Br * small.forward.Bc < large.forward.Br * large.forward.Bc
+    assert any("needs 130" in each.reason for each in small.rejected)
+
+
+def test_what_spilled_is_passed_over() -> None:
+    variant, plan = planned("attention t { head_dim 64 dtype f16 }")
+    first = plan.elements[0].forward
+    tile = ForwardChoice(first.Br, first.Bc, first.warps, first.stages, first.q_in_registers)
+    again = plan_cuda(variant, TARGETS["sm_80"], [Spill(ElementType.F16, "forward", tile, 512)])
+    assert again.elements[0].forward != first
+    assert any("spills 512 bytes" in each.reason for each in again.rejected)
+
+
+def test_hooks_leave_no_registers_for_wide_tiles() -> None:
+    _, plain = planned("attention t { head_dim 64 dtype f16 }")
+    _, capped = planned("attention t { head_dim 64 dtype f16 score 30 * tanh(s / 30) }")
+    assert plain.forward.Bc == 128
+    assert capped.forward.Bc == 64
+
+
+def test_the_schedule_pins_tiles() -> None:
+    text = "attention t { head_dim 64 dtype f16 schedule { Br = 32 Bc = 48 backward_Br = 16 backward_Bc = 32 } }"
+    _, plan = planned(text)
+    assert (plan.forward.Br, plan.forward.Bc) == (32, 48)
+    assert (plan.backward.Br, plan.backward.Bc) == (16, 32)
+    assert plan.elements[0].forward.warps in (1, 2)
+
+
+@pytest.mark.parametrize("pins", ["Br = 40", "Br = 64 warps = 3", "backward_Bc = 24", "backward_warps = 5"])
+def test_pins_that_cannot_work_are_refused(pins: str) -> None:
+    variant = variant_of(f"attention t {{ head_dim 64 dtype f16 schedule {{ {pins} }} }}")
+    with pytest.raises(SpecError) as refused:
+        plan_cuda(variant, TARGETS["sm_80"])
+    assert {each.code for each in refused.value.diagnostics} == {"E403"}
+
+
+def test_devices_name_known_targets() -> None:
+    assert {gpu.target for gpu in GPUS.values()} <= set(TARGETS)
