@@ -1,6 +1,8 @@
 # make demo    build a spec, import the operator, run it forward and backward, print errors and speed
 # make test    lint, types, import order, generated code up to date, all tests
 # make bench   the benchmarks that fill benchmarks/README.md
+# make gallery draws the pictures of the README's gallery
+# make figures draws the paper's figures as measured here
 # make clean   remove what these made
 #
 # A fresh machine needs Python 3.11 or newer, a C++ compiler and make. Everything else goes into .venv.
@@ -15,7 +17,7 @@ DEMO := specs/causal.attn
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types imports generated bench clean
+.PHONY: demo test lint types imports generated bench gallery figures clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.installed
@@ -44,6 +46,16 @@ bench: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.build_time
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.masks
+
+gallery: .venv/.installed-dev
+	$(BIN)/python examples/gallery.py
+
+# The paper's figures for two specs, measured here; on a machine that does nothing else.
+figures: .venv/.installed-dev
+	$(BIN)/flashgen bench specs/causal.attn --sweep length --dropout 0.1 --padding --plot docs/figures/length.png
+	$(BIN)/flashgen bench specs/plain.attn --sweep blocks --plot docs/figures/blocks.png
+	$(BIN)/flashgen bench specs/plain.attn --sweep sparsity --budget 600 --plot docs/figures/sparsity.png
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

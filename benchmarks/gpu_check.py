@@ -165,7 +165,20 @@ def sanitizer(report: Report) -> None:
 
 
 def _pytest(report: Report, title: str, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20", "-n", "8", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--maxfail=20",
+        "-n",
+        "8",
+        *arguments,
+    ]
     log = report.folder / f"{title.replace(' ', '_')}.log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with log.open("w") as out:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -27,10 +28,12 @@ from flashgen.runtime import cuda
 from flashgen.runtime.compiler import CompilerMissing, compile_sources, find_compiler
 from flashgen.runtime.kernel import ArgumentLayout, Kernel, KernelProvider, LibraryKernel, PassName
 from flashgen.runtime.schedule import Compiled
+from flashgen.tuned import tuned_variant
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulated import EmulatedKernel
     from flashgen.runtime.emulator import Program
+    from flashgen.targets import GpuKernel
 
 ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16)  # by the codes of ``struct Arguments``
 EMULATED = TARGETS["sm_80"]
@@ -132,13 +135,16 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
         from flashgen.targets import compile_variant, packaged_kernel, target_of
 
         driver = cuda.CupyDriver(index)
-        target = target_of(*cuda.describe_device(index))
+        name, *figures = cuda.describe_device(index)
+        target = target_of(name, *figures)
         ready = None if package is None else packaged_kernel(*package, spec, head_dim, target)
         variant = analyse(spec, head_dim) if ready is None else ready.variant
 
         @functools.cache
         def compiled(element: int) -> Compiled[Path]:
-            kernel = ready if ready is not None and ELEMENTS[element] in ready.plan.by_element else None
+            kernel = _tuned_kernel(variant, target, name, ELEMENTS[element])
+            if kernel is None and ready is not None and ELEMENTS[element] in ready.plan.by_element:
+                kernel = ready
             kernel = kernel or compile_variant(variant, target, ELEMENTS[element])
             return Compiled(
                 kernel.binary.path, launches_of(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
@@ -147,6 +153,19 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
         return cuda.CudaKernel(layout, head_dim, driver, compiled)
 
     return find
+
+
+def _tuned_kernel(variant: Variant, target: Target, device: str, element: ElementType) -> GpuKernel | None:
+    """With the tiles that were measured on this device; None where there are none, or the planner refuses them now."""
+    from flashgen.targets import compile_variant
+
+    own = tuned_variant(variant, device, element)
+    if own is variant:
+        return None
+    try:
+        return compile_variant(own, target, element)
+    except SpecError:
+        return None
 
 
 def launches_of(

@@ -20,21 +20,26 @@ from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
 from flashgen.ir.serialize import spec_from_data
+from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
-from flashgen.plan.cuda_devices import GPUS, Target
 from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.devices import DEVICES, GENERIC_CPU, Device, local_cpu
+from flashgen.plan.cuda_devices import Target
+from flashgen.plan.device_table import Gpu, known_devices, product_of
+from flashgen.plan.devices import GENERIC_CPU, Device, local_cpu
+from flashgen.plan.gpu_architecture import target_named
 from flashgen.plan.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
 from flashgen.plan.plan import Plan
 from flashgen.plan.planner import plan, schedule_warnings
+from flashgen.recall import cpu_source, specs_of_file, specs_of_text
 from flashgen.runtime.compiler import CompilerMissing, compile_sources
+from flashgen.tuned import adopted, planned
 
 if TYPE_CHECKING:
     from flashgen.emit.kernel_source import KernelSource
     from flashgen.emit.package import GpuFiles
     from flashgen.language import SpecFile
     from flashgen.plan.cuda_plan import CudaPlan
+    from flashgen.plan.report import PlanReport
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
 
 CPU_TARGET = "cpu"
@@ -87,11 +92,15 @@ def compile_spec(spec: AttentionSpec, device: Device | Target) -> tuple[Compiled
 
 def _compile_cpu(variant: Variant, device: Device) -> CompiledKernel:
     """The text depends on the spec alone: it shows a plan for a generic CPU; macros carry the tiles of the device."""
+    decisions = planned(variant, device)
+    source = cpu_source(variant, lambda: _emit_cpu(variant))
+    return CompiledKernel(variant, decisions, replace(source, defines=decisions.defines))
+
+
+def _emit_cpu(variant: Variant) -> KernelSource:
     from flashgen.emit.cpu import emit_cpu
 
-    decisions = plan(variant, device)
-    source = emit_cpu(variant, plan(variant, GENERIC_CPU))
-    return CompiledKernel(variant, decisions, replace(source, defines=decisions.defines))
+    return emit_cpu(variant, plan(variant, GENERIC_CPU))
 
 
 def _compile_gpu(variant: Variant, target: Target) -> CompiledKernel:
@@ -118,27 +127,58 @@ def plan_file(
     constants: Mapping[str, Constant] | None = None,
 ) -> tuple[Plan | CudaPlan, ...]:
     """The plans of every spec and head dimension of a file, for a device by name or the machine at hand."""
-    target = local_cpu() if device is None else _device(device)
-    if sram is not None:
-        target = target.with_sram(sram)
+    found = local_cpu() if device is None else device_named(device)
+    target = found.target if isinstance(found, Gpu) else found
+    target = target if sram is None else target.with_sram(sram)
     checked = check_file(path, constants)
     variants = (analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
-    return tuple(plan_cuda(each, target) if isinstance(target, Target) else plan(each, target) for each in variants)
+    return tuple(_plan_gpu(each, target) if isinstance(target, Target) else planned(each, target) for each in variants)
+
+
+def _plan_gpu(variant: Variant, target: Target) -> CudaPlan:
+    from flashgen.plan.cuda_planner import plan_cuda
+
+    return plan_cuda(variant, target)
+
+
+def report_file(
+    path: Path | str,
+    *,
+    device: str | None = None,
+    sram: int | None = None,
+    shape: Shape | None = None,
+    constants: Mapping[str, Constant] | None = None,
+) -> tuple[PlanReport, ...]:
+    """The plans of a file with everything that is known of them at a shape. An architecture is timed on a product."""
+    from flashgen.plan.report import DEFAULT_SHAPE, report
+
+    found = local_cpu() if device is None else device_named(device)
+    if isinstance(found, Target):
+        found = product_of(found)
+    found = found if sram is None else found.with_sram(sram)
+    checked = check_file(path, constants)
+    variants = (analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
+    if isinstance(found, Gpu):
+        return tuple(report(each, found, shape or DEFAULT_SHAPE) for each in variants)
+    return tuple(
+        replace(report(adopted(each, found), found, shape or DEFAULT_SHAPE), plan=planned(each, found))
+        for each in variants
+    )
 
 
 def device_names() -> tuple[str, ...]:
     """The devices that plans can be made for: CPUs, GPUs, and architectures of GPUs."""
-    return ("local", *DEVICES, *GPUS, *GPU_TARGETS)
+    return ("local", *known_devices().names, *GPU_TARGETS)
 
 
-def _device(name: str) -> Device | Target:
+def device_named(name: str) -> Device | Gpu | Target:
+    """A CPU, a GPU, an architecture of GPUs, or ``local``; ``SpecError`` for an unknown name."""
     if name == "local":
         return local_cpu()
-    if name in DEVICES:
-        return DEVICES[name]
-    architecture = GPUS[name].target if name in GPUS else name
-    if architecture in GPU_TARGETS:
-        return GPU_TARGETS[architecture]
+    known = known_devices()
+    found = known.cpus.get(name) or known.gpus.get(name) or target_named(name)
+    if found is not None:
+        return found
     hints = _did_you_mean(name, device_names())
     raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=hints)])
 
@@ -250,21 +290,32 @@ def load(
     ``name`` chooses among several attention blocks; ``const`` overrides constants. Raises ``SpecError`` for a wrong
     spec and ``ValueError`` for a name or backend that is not there.
     """
-    from flashgen.language import parse_file
-
-    again = (load, (str(Path(path).resolve()), name, dict(const or {}), backend))
-    return _load(parse_file(path, const or {}), name, backend, again)
+    constants = dict(const or {})
+    specs = specs_of_file(path, constants, lambda: check_file(path, constants).specs)
+    return _load(specs, name, backend, (load, (str(Path(path).resolve()), name, constants, backend)))
 
 
 def loads(
     text: str, name: str | None = None, const: Mapping[str, Constant] | None = None, backend: str | None = None
 ) -> AttentionOp:
     """``load`` for the text of a spec."""
+    constants = dict(const or {})
+    specs = specs_of_text(text, constants, lambda: _check_text(text, constants).specs)
+    return _load(specs, name, backend, (loads, (text, name, constants, backend)))
+
+
+def _check_text(text: str, constants: Mapping[str, Constant]) -> Checked:
     from flashgen.language import parse_text
 
-    return _load(
-        parse_text(text, constants=const or {}), name, backend, (loads, (text, name, dict(const or {}), backend))
-    )
+    return _checked(parse_text(text, constants=constants))
+
+
+def load_spec(spec: AttentionSpec, backend: str | None = None) -> AttentionOp:
+    """The operator of a spec that was changed after it was parsed. It cannot be pickled: no text says the same."""
+    from flashgen.runtime.op import AttentionOp, check_backend
+
+    check_backend(backend)
+    return AttentionOp(_parts(spec, compile_spec(spec, _device_of(backend)), backend, None))
 
 
 def open_package(folder: Path, operator: type[Operator]) -> Operator:
@@ -287,18 +338,18 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     kernels = [] if manifest.kernels else [*compile_spec(spec, local_cpu())]
     for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=bool(manifest.kernels)):
         variant = analyse(spec, head_dim)
-        decisions = plan(variant, local_cpu())
+        decisions = planned(variant, local_cpu())
         name = Path(entry.file).stem
         source = KernelSource(name, entry.target, entry.symbol, head_dim, texts[entry.symbol], decisions.defines)
         kernels.append(CompiledKernel(variant, decisions, source))
     return operator(_parts(spec, kernels, None, (open_package, (folder, operator)), (folder, manifest)))
 
 
-def _load(parsed: SpecFile, name: str | None, backend: str | None, again: _Reopen) -> AttentionOp:
+def _load(specs: Sequence[AttentionSpec], name: str | None, backend: str | None, again: _Reopen) -> AttentionOp:
     from flashgen.runtime.op import AttentionOp, check_backend
 
     check_backend(backend)
-    spec = _choose(_checked(parsed).specs, name)
+    spec = _choose(specs, name)
     return AttentionOp(_parts(spec, compile_spec(spec, _device_of(backend)), backend, again))
 
 
@@ -313,7 +364,7 @@ def _parts(
     spec: AttentionSpec,
     kernels: Sequence[CompiledKernel],
     backend: str | None,
-    again: _Reopen,
+    again: _Reopen | None,
     package: tuple[Path, Manifest] | None = None,
 ) -> OpParts:
     from flashgen.backends import providers

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.cache import Cache
 from flashgen.emit.cuda import emit_cuda
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.package import GpuFiles
@@ -26,7 +27,6 @@ from flashgen.plan.cuda_planner import HARMLESS_SPILL, Spill, plan_cuda
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.plan.launches import Launch
 from flashgen.plan.manifest import Manifest, ManifestBinary, ManifestGpuKernel
-from flashgen.runtime.cache import Cache
 from flashgen.runtime.nvrtc import CudaBinary, Resources, compile_cuda, compiler_name
 
 # Which pass of a plan a kernel belongs to, by what follows its symbol; the others have no tiles.
@@ -78,11 +78,27 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
         tile: ForwardChoice | BackwardChoice | QueryChoice
         match _PASSES[name]:
             case "forward":
-                tile = ForwardChoice(forward.Br, forward.Bc, forward.warps, forward.stages, forward.q_in_registers)
+                tile = ForwardChoice(
+                    forward.Br,
+                    forward.Bc,
+                    forward.warps,
+                    forward.stages,
+                    forward.q_in_registers,
+                    forward.warpgroups,
+                    forward.loaders,
+                )
             case "backward":
-                tile = BackwardChoice(backward.Br, backward.Bc, backward.warps, backward.stages, backward.split)
+                tile = BackwardChoice(
+                    backward.Br,
+                    backward.Bc,
+                    backward.warps,
+                    backward.stages,
+                    backward.split,
+                    backward.warpgroups,
+                    backward.loaders,
+                )
             case _:
-                tile = QueryChoice(queries.Br, queries.Bc, queries.warps, queries.stages)
+                tile = QueryChoice(queries.Br, queries.Bc, queries.warps, queries.stages, queries.warpgroups)
         yield Spill(element.element, _PASSES[name], tile, kernel.spill_bytes)
 
 

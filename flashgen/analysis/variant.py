@@ -38,7 +38,7 @@ from flashgen.ir.expr import (
     substitute,
     walk,
 )
-from flashgen.ir.spec import AttentionSpec, HeadDim, Normalize, Pointwise, Softmax, Weights
+from flashgen.ir.spec import AttentionSpec, HeadDim, Layout, Normalize, Pointwise, Softmax, Weights
 from flashgen.ir.types import ScalarType
 
 DOT = score_input("dot")
@@ -155,13 +155,16 @@ def _map_weights(weights: Weights, rule: _Rule) -> Weights:
 
 def _layout_keep(spec: AttentionSpec, specialise: _Rule) -> Expr:
     """The layout as a condition on pairs: I = i // block, J = j // block."""
-    if spec.layout is None:
-        return literal(True)
+    return literal(True) if spec.layout is None else specialise(over_positions(spec.layout))
+
+
+def over_positions(layout: Layout) -> Expr:
+    """The condition of a layout on pairs of positions."""
     blocks: dict[Expr, Expr] = {}
     for block_name, index_name in (("I", "i"), ("J", "j")):
         block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
-        blocks[block] = apply("floordiv", index(index_name), literal(spec.layout.block))
-    return substitute(specialise(spec.layout.keep), blocks)
+        blocks[block] = apply("floordiv", index(index_name), literal(layout.block))
+    return substitute(layout.keep, blocks)
 
 
 def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> tuple[CapturedGradient, ...]:

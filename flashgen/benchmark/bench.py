@@ -6,13 +6,14 @@ matrix product of float32 takes turns with them: its speed is what the machine c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashgen.benchmark.peer import Inexpressible
+from flashgen.benchmark.device import waiting
+from flashgen.benchmark.peer import Inexpressible, Peer
 from flashgen.benchmark.peers import PEERS, kept_share
 from flashgen.benchmark.timing import Times, paired_times
 from flashgen.ir.shape import Shape
@@ -28,7 +29,7 @@ _MOST_PAIRS = 2**24  # of which the dense peer forms several matrices
 _SGEMM = 2048  # a square matrix product of this size
 SGEMM_FLOPS = 2.0 * _SGEMM**3
 
-_Call = Callable[..., Tensor]
+Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ def bench(
     shape: Shape | None = None,
     dtype: ElementType | None = None,
     peers: Sequence[str] = tuple(PEERS),
+    device: str = "cpu",
 ) -> Iterator[Comparison]:
-    """Every head dimension of the spec, forward, then forward and backward."""
+    """Every head dimension of the spec, forward, then forward and backward, on tensors of a device."""
     shape = shape or fitting(op.spec, DEFAULT_SHAPE, pairs=_MOST_PAIRS)
     chosen = dtype or (op.spec.dtypes or (ElementType.F32,))[0]
     for head_dim in op.spec.head_dims:
         inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[chosen])
-        yield from compare(op, inputs, peers=peers)
+        yield from compare(op, inputs.to(device), peers=peers)
 
 
 def compare(
@@ -87,7 +89,7 @@ def compare(
     absent, made = {}, {}
     for name in peers:
         try:
-            made[name] = PEERS[name](op.spec, inputs)
+            made[name] = PEERS[name](op.spec, inputs, None)
         except Inexpressible as reason:
             absent[name] = str(reason)
     head_dim = HeadDim(inputs.q.shape[-1], inputs.v.shape[-1])
@@ -96,10 +98,11 @@ def compare(
     shape = Shape(batch, heads, kv_heads, q_len, kv_len)
     pairs = kept_share(op.spec, inputs) * shape.batch * shape.heads * shape.q_len * shape.kv_len
     for backward in passes:
-        calls: dict[str, _Call] = {"flashgen": lambda q, k, v, named: op(q, k, v, **named)}
-        calls |= {name: peer.run for name, peer in made.items() if not (backward and peer.no_backward)}
-        candidates = {name: _run(call, op, inputs, backward=backward) for name, call in calls.items()}
-        *times, sgemm = paired_times(candidates | {"sgemm": _matrix_product()}, rounds=rounds, budget=budget)
+        calls: dict[str, Call] = {"flashgen": lambda q, k, v, named: op(q, k, v, **named)}
+        calls |= passes_of(made, backward=backward)
+        candidates = {name: run_of(call, op, inputs, backward=backward) for name, call in calls.items()}
+        candidates |= {"sgemm": _matrix_product(inputs.q.device)}
+        *times, sgemm = paired_times(candidates, rounds=rounds, budget=budget, wait=waiting(inputs.q.device))
         cannot = {name: peer.no_backward for name, peer in made.items() if backward and peer.no_backward}
         yield Comparison(
             head_dim=head_dim,
@@ -123,13 +126,18 @@ def _products(head_dim: HeadDim, *, backward: bool) -> int:
     return forward + 3 * head_dim.qk + 2 * head_dim.v if backward else forward
 
 
-def _matrix_product() -> Callable[[], object]:
-    a, b = torch.randn(_SGEMM, _SGEMM), torch.randn(_SGEMM, _SGEMM)
+def _matrix_product(device: torch.device) -> Callable[[], object]:
+    a, b = (torch.randn(_SGEMM, _SGEMM, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
 
-def _run(call: _Call, op: AttentionOp, inputs: Inputs, *, backward: bool) -> Callable[[], object]:
+def passes_of(peers: Mapping[str, Peer], *, backward: bool) -> dict[str, Call]:
+    """The peers that can run a pass."""
+    return {name: peer.run for name, peer in peers.items() if not (backward and peer.no_backward)}
+
+
+def run_of(call: Call, op: AttentionOp, inputs: Inputs, *, backward: bool) -> Callable[[], object]:
     """One pass as a function without arguments."""
     if not backward:
 

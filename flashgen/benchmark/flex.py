@@ -100,7 +100,7 @@ class _FlexNamespace(TorchNamespace):
         return torch.pow(x, y)  # type: ignore[arg-type]
 
 
-def flex_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
+def flex_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) -> Peer:  # noqa: ARG001 - it has none
     """Compiled for these arguments."""
     _check_expressible(spec)
     tensors = dict(inputs.captured)
@@ -158,7 +158,8 @@ def flex_peer(spec: AttentionSpec, inputs: Inputs) -> Peer:
     except Exception as error:  # whatever its compiler raises: most are internal to it
         said = " ".join(str(error).split())[:200]
         raise Inexpressible(f"it does not compile: {type(error).__name__}: {said}") from error
-    return Peer(run, no_backward=NO_BACKWARD, first_call_seconds=time.perf_counter() - start)
+    no_backward = NO_BACKWARD if inputs.q.device.type == "cpu" else None
+    return Peer(run, no_backward=no_backward, first_call_seconds=time.perf_counter() - start)
 
 
 def _check_expressible(spec: AttentionSpec) -> None:

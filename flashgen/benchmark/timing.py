@@ -1,6 +1,7 @@
 """Paired timing: all candidates take turns within each round, so that a slow moment of the machine hits all of them.
 
-In: named functions without arguments. Out: ``Times`` for each, with the ratio to the first taken round by round.
+In: named functions without arguments. Out: ``Times`` for each, with the ratio to the first taken round by round. On a
+GPU the functions return at once; ``wait`` then makes the turn end with its work.
 """
 
 from __future__ import annotations
@@ -34,18 +35,27 @@ class Times:
 
 
 def paired_times(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int = 15, budget: float = 30.0
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 15,
+    budget: float = 30.0,
+    wait: Callable[[], object] | None = None,
 ) -> tuple[Times, ...]:
     """Time the candidates against the first of them.
 
     Each is called twice to warm up, then in turn within a round, in an order that rotates and reverses; a turn of a
     short candidate is many calls. Rounds stop early when ``budget`` seconds are spent, but not before the third.
+    ``wait`` returns when all work is done, where calls return before: it belongs to the time of a turn.
     """
+
+    def seconds(candidate: Callable[[], object], calls: int) -> float:
+        return _seconds(candidate, calls, wait)
+
     names = list(candidates)
     calls = {}
     for name in names:
         candidates[name]()
-        calls[name] = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / _seconds(candidates[name], 1)))
+        calls[name] = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / seconds(candidates[name], 1)))
     samples: dict[str, list[float]] = {name: [] for name in names}
     stop = time.perf_counter() + budget
     for turn in range(rounds):
@@ -54,7 +64,7 @@ def paired_times(
         start = turn % len(names)
         order = names[start:] + names[:start]
         for name in order if turn // len(names) % 2 == 0 else reversed(order):
-            samples[name].append(_seconds(candidates[name], calls[name]))
+            samples[name].append(seconds(candidates[name], calls[name]))
     first = samples[names[0]]
     return tuple(
         Times(
@@ -67,11 +77,15 @@ def paired_times(
     )
 
 
-def _seconds(candidate: Callable[[], object], calls: int) -> float:
+def _seconds(candidate: Callable[[], object], calls: int, wait: Callable[[], object] | None) -> float:
     """Seconds a call, over some calls in a row."""
+    if wait is not None:
+        wait()
     begin = time.perf_counter()
     for _ in range(calls):
         candidate()
+    if wait is not None:
+        wait()
     return (time.perf_counter() - begin) / calls
 
 

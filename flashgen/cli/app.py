@@ -15,6 +15,8 @@ from flashgen.cli.check import check
 from flashgen.cli.console import exit_code, fail, note, show_diagnostics
 from flashgen.cli.machine import cache, devices
 from flashgen.cli.plan import plan
+from flashgen.cli.show import show
+from flashgen.cli.tune import tune
 from flashgen.cli.verify import verify
 from flashgen.diagnostics import SpecError
 from flashgen.version import __version__
@@ -43,11 +45,13 @@ class Commands(click.Group):
 
 def _explained(error: Exception) -> tuple[str, int] | None:
     """A message and an exit code: 1 where the result is wrong, 2 where the machine lacks something or refuses."""
+    from flashgen.picture.plotting import PlottingMissing
+    from flashgen.plan.device_table import DeviceFileError
     from flashgen.runtime.compiler import CompileFailed, CompilerMissing
 
     if isinstance(error, CompileFailed):
         return str(error), 1
-    if isinstance(error, CompilerMissing):
+    if isinstance(error, CompilerMissing | DeviceFileError | PlottingMissing):
         return str(error), 2
     if isinstance(error, OSError):
         place = f"'{error.filename}': " if error.filename else ""
@@ -63,7 +67,7 @@ def main() -> None:
     """Compile attention specs (.attn) to PyTorch operators."""
 
 
-for command in (check, build, verify, plan, bench, devices, cache):
+for command in (check, build, verify, plan, show, bench, tune, devices, cache):
     main.add_command(command)
 
 

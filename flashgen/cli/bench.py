@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen.cli.bench_sweep import DEFAULT_PEERS as SWEEP_PEERS
+from flashgen.cli.bench_sweep import KINDS, Request, run_sweeps
 from flashgen.cli.console import note, plain_table, print_json, print_table, progress
-from flashgen.cli.operators import loaded_operators
+from flashgen.cli.operators import chosen_specs, loaded_operators
 from flashgen.cli.options import (
     Constant,
     backend_option,
     json_option,
     name_option,
+    picture_path,
     read_name,
     read_names,
+    read_numbers,
     set_option,
     shape_option,
     spec_argument,
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from flashgen.benchmark.bench import Comparison
     from flashgen.benchmark.timing import Spread
 
-PEER_NAMES = ("sdpa", "flex", "dense")
+PEER_NAMES = ("sdpa", "standard", "flex", "dense")
 DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 
 
@@ -39,10 +43,37 @@ DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
     "--vs",
     "peers",
     type=read_names("peer", lambda: PEER_NAMES),
-    default=DEFAULT_PEERS,
-    show_default=",".join(DEFAULT_PEERS),
+    default=None,
+    show_default=f"{','.join(DEFAULT_PEERS)}; by length {','.join(SWEEP_PEERS['length'])}",
     metavar="NAME,...",
     help="Whom to compare with.",
+)
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where to run.")
+@click.option("--sweep", type=click.Choice(KINDS), default=None, help="Measure by length, blocks or sparsity.")
+@click.option("--lengths", type=read_numbers("length"), default=None, metavar="N,...", help="Of the sweep by length.")
+@click.option("--blocks", type=read_numbers("block"), default=None, metavar="N,...", help="Of the sweep by blocks.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What a sweep may take, about.",
+)
+@click.option(
+    "--dropout",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=None,
+    metavar="P",
+    help="Sweep with this drop probability instead of the spec's.",
+)
+@click.option("--padding", is_flag=True, help="Sweep with a padding mask beside the spec's own.")
+@click.option(
+    "--plot",
+    type=picture_path,
+    default=None,
+    metavar="FILE",
+    help="Draw the sweep into a .png, .svg or .pdf.",
 )
 @click.option(
     "--dtype",
@@ -58,7 +89,15 @@ DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 @json_option
 def bench(
     file: Path,
-    peers: tuple[str, ...],
+    peers: tuple[str, ...] | None,
+    device: str,
+    sweep: str | None,
+    lengths: tuple[int, ...] | None,
+    blocks: tuple[int, ...] | None,
+    budget: float,
+    dropout: float | None,
+    padding: bool,
+    plot: Path | None,
     dtype: str | None,
     name: str | None,
     backend: str | None,
@@ -66,16 +105,47 @@ def bench(
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
 ) -> None:
-    """Time a spec forward, and forward with backward, beside its peers: sdpa, flex (compiled FlexAttention), dense.
+    """Time a spec forward, and forward with backward, beside its peers.
 
-    All take turns in every round; ratios are taken within a round, and shown as the median with the quartiles. A
-    float32 matrix product of 2048 x 2048 takes turns with them, and every speed is shown as a share of its speed.
+    These are sdpa, flex (compiled FlexAttention), standard (the paper's Algorithm 0) and dense (any spec, composed of
+    PyTorch's operators). All take turns in every round; ratios are taken within a round, and shown as the median with
+    the quartiles. A float32 matrix product of 2048 x 2048 takes turns with them, and every speed is shown as a share of
+    its speed.
+
+    --sweep draws the paper's figures: run time and memory by length, run time and HBM bytes by the size of the blocks,
+    run time by the share of blocks kept. Ctrl-C ends it with what was measured.
     """
+    from flashgen.benchmark.device import cuda_is_there
+
+    if device == "cuda" and not cuda_is_there():
+        raise click.BadParameter("PyTorch finds no GPU here", param_hint="'--device'")
+    if sweep is not None:
+        request = Request(
+            kind=sweep,
+            peers=peers,
+            dtype=dtype,
+            shape=shape,
+            device=device,
+            backend=backend,
+            lengths=lengths,
+            blocks=blocks,
+            budget=budget,
+            dropout=dropout,
+            padding=padding,
+            plot=plot,
+            as_json=as_json,
+        )
+        run_sweeps(chosen_specs(file, name, None if sweep == "length" else shape, constants), request)
+        return
+    for option, given in (("--plot", plot), ("--dropout", dropout), ("--padding", padding or None)):
+        if given is not None:
+            raise click.UsageError(f"'{option}' belongs to a sweep: add --sweep {', '.join(KINDS)}")
     from flashgen.benchmark.bench import bench as compare
 
     everything: dict[str, list[Comparison]] = {}
     for op in loaded_operators(file, name, backend, shape, constants):
-        steps = compare(op, shape=shape, dtype=ElementType(dtype) if dtype else None, peers=peers)
+        element = ElementType(dtype) if dtype else None
+        steps = compare(op, shape=shape, dtype=element, peers=peers or DEFAULT_PEERS, device=device)
         everything[op.spec.name] = list(progress(steps, f"timing {op.spec.name}"))
     if as_json:
         print_json({name: [_as_dict(entry) for entry in entries] for name, entries in everything.items()})

@@ -98,6 +98,22 @@ def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
             yield step
 
 
+def progress_bar(steps: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The steps under a bar on stderr, with the time that the rest will take; silent where no terminal reads."""
+    if not sys.stderr.isatty():
+        yield from steps
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        for step in steps:
+            bar.advance(task)
+            yield step
+
+
 def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -4,60 +4,88 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from flashgen.cli.console import note, plain_table, print_json, print_table
 from flashgen.cli.options import json_option
 
+if TYPE_CHECKING:
+    from flashgen.tuned import TunedFile
+
 
 @click.command(short_help="List the devices that plans can be made for.")
 @json_option
 def devices(as_json: bool) -> None:
-    """List the devices that plans can be made for; the first is this machine's CPU."""
-    from flashgen.plan.cuda_devices import GPUS, TARGETS
-    from flashgen.plan.devices import DEVICES, local_cpu
+    """List the devices that plans can be made for; the first is this machine's CPU.
 
-    known = (local_cpu(), *DEVICES.values())
-    sram = {gpu.name: TARGETS[gpu.target].block_bytes for gpu in GPUS.values()}
+    Your own stand in a TOML file, which the last line names; its form is that of the table that comes with flashgen.
+    """
+    from flashgen.plan.device_table import known_devices, user_file
+    from flashgen.plan.devices import local_cpu
+
+    known = known_devices()
+    cpus = (local_cpu(), *known.cpus.values())
     if as_json:
-        gpus = [dataclasses.asdict(gpu) | {"kind": "gpu", "sram_bytes": sram[gpu.name]} for gpu in GPUS.values()]
-        print_json([dataclasses.asdict(device) for device in known] + gpus)
+        print_json([dataclasses.asdict(device) for device in cpus] + [gpu.to_json() for gpu in known.gpus.values()])
         return
-    columns = ["device", "kind", "cores", "lanes", "L1 KiB", "SRAM KiB", "figures from"]
-    table = plain_table("CPUs; SRAM is the memory that a tile lives in", columns, left=["device", "figures from"])
-    for device in known:
+    columns = ["device", "cores", "lanes", "GHz", "L1 KiB", "SRAM KiB", "GB/s"]
+    table = plain_table("CPUs; SRAM is the memory that a tile lives in", columns, left=["device"])
+    for device in cpus:
         table.add_row(
             device.name,
-            device.kind,
             str(device.cores),
             str(device.lanes),
+            f"{device.clock_hz / 1e9:.2f}",
             f"{device.l1_bytes // 1024}",
             f"{device.sram_bytes // 1024}",
-            device.source,
+            "" if device.bandwidth is None else f"{device.bandwidth / 1e9:.0f}",
         )
     print_table(table)
-    columns = ["device", "target", "multiprocessors", "L2 MiB", "SRAM KiB", "figures from"]
-    table = plain_table("GPUs; SRAM is what one block may use", columns, left=["device", "target", "figures from"])
-    for gpu in GPUS.values():
-        numbers = (str(gpu.sms), f"{gpu.l2_bytes // 2**20}", f"{sram[gpu.name] // 1024}")
-        table.add_row(gpu.name, gpu.target, *numbers, gpu.source)
+    columns = ["device", "product", "target", "SRAM KiB", "SMs", "MHz", "L2 MiB", "GB/s", "16-bit", "TF32", "f32"]
+    title = "GPUs; SRAM is what one block may use; peaks in TFLOP/s, dense; * no kernels are generated for it"
+    table = plain_table(title, columns, left=["device", "product", "target"])
+    for gpu in known.gpus.values():
+        peaks = (gpu.tensor_16, gpu.tensor_tf32, gpu.fma)
+        table.add_row(
+            gpu.name,
+            gpu.product,
+            gpu.target.name if gpu.is_generated_for else f"{gpu.target.name} *",
+            f"{gpu.target.block_bytes // 1024}",
+            str(gpu.sms),
+            f"{gpu.clock_hz / 1e6:.0f}",
+            f"{gpu.l2_bytes // 2**20}",
+            f"{gpu.bandwidth / 1e9:.0f}",
+            *("" if peak is None else f"{peak / 1e12:.3g}" for peak in peaks),
+        )
     print_table(table)
+    click.echo("figures from")
+    sources = [(cpu.name, cpu.source) for cpu in cpus] + [(gpu.name, gpu.source) for gpu in known.gpus.values()]
+    for name, source in sources:
+        click.echo(f"  {name}: {source}")
+    note(f"your own devices: {user_file()}{'' if user_file().is_file() else ' (not there)'}")
 
 
-@click.group(invoke_without_command=True, short_help="List or clear the compiled libraries.")
+@click.group(invoke_without_command=True, short_help="List or clear compiled libraries and tuned tiles.")
 @json_option
 @click.pass_context
 def cache(ctx: click.Context, as_json: bool) -> None:
-    """List the compiled libraries that are stored."""
+    """List the compiled libraries and the tuned tiles that are stored."""
     if ctx.invoked_subcommand is not None:
         return
-    from flashgen.runtime.cache import Cache
+    from flashgen.cache import Cache
+    from flashgen.tuned import TunedStore
 
     stored = Cache.default()
-    entries = stored.entries()
+    entries, tuned = stored.entries(), TunedStore.default().files()
     if as_json:
-        print_json({"folder": str(stored.root), "entries": [dataclasses.asdict(entry) for entry in entries]})
+        listed = {
+            "entries": [dataclasses.asdict(entry) for entry in entries],
+            "tuned": [_tuned(each) for each in tuned],
+        }
+        print_json({"folder": str(stored.root), **listed})
         return
     total = sum(entry.size for entry in entries)
     table = plain_table(
@@ -69,12 +97,48 @@ def cache(ctx: click.Context, as_json: bool) -> None:
         built = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.built))
         table.add_row(entry.name, built, f"{entry.size / 1e3:.0f}", entry.key[:12])
     print_table(table)
+    if tuned:
+        _print_tuned(tuned)
 
 
-@cache.command(short_help="Remove everything that is stored.")
-def clear() -> None:
-    """Remove every stored library; each is built again when it is next needed."""
-    from flashgen.runtime.cache import Cache
+def _print_tuned(tuned: Sequence[TunedFile]) -> None:
+    left = ["spec", "device", "class of shapes", "forward", "backward"]
+    columns = ["spec", "head_dim", "device", "class of shapes", "forward", "backward", "tuned"]
+    table = plain_table(f"tuned tiles of {len(tuned)} kernels", columns, left=left)
+    for each in tuned:
+        place = (each.spec_name, each.head_dim, each.device)
+        if each.tunings is None:
+            table.add_row(*place, f"by flashgen {each.version}: kept, not used by this version", "", "", "")
+        for tuning in each.tunings or ():
+            tiles = [str(tuning.passes[name].tile) if name in tuning.passes else "" for name in ("forward", "backward")]
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(tuning.time))
+            table.add_row(*place, str(tuning.shape_class), *tiles, when if tuning.complete else f"{when}, in part")
+    print_table(table)
 
-    freed = Cache.default().clear()
-    note(f"freed {freed / 1e6:.1f} MB")
+
+def _tuned(each: TunedFile) -> dict[str, object]:
+    return {
+        "spec": each.spec_name,
+        "head_dim": each.head_dim,
+        "device": each.device,
+        "version": each.version,
+        "path": str(each.path),
+        "tunings": None if each.tunings is None else [tuning.to_json() for tuning in each.tunings],
+    }
+
+
+@cache.command(short_help="Remove what is stored.")
+@click.option(
+    "--only", type=click.Choice(("libraries", "tuned")), default=None, help="Remove these alone; default: everything."
+)
+def clear(only: str | None) -> None:
+    """Remove every stored library, each of which is built again when it is next needed, and all tuned tiles."""
+    from flashgen.cache import Cache
+    from flashgen.tuned import TunedStore
+
+    if only != "tuned":
+        note(f"freed {Cache.default().clear() / 1e6:.1f} MB")
+    if only != "libraries":
+        removed = TunedStore.default().clear()
+        if removed or only:
+            note(f"removed the tuned tiles of {removed} kernels")

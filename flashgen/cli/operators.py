@@ -11,9 +11,31 @@ import click
 from flashgen.cli.console import near_matches
 from flashgen.cli.options import Constant
 from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from flashgen.runtime.op import AttentionOp
+
+
+def chosen_specs(
+    file: Path, name: str | None, shape: Shape | None, constants: tuple[tuple[str, Constant], ...]
+) -> tuple[AttentionSpec, ...]:
+    """Every attention of the file, or the one of this name, if it can be called at this shape."""
+    from flashgen.pipeline import check_file
+    from flashgen.verification import refusal
+
+    specs = {spec.name: spec for spec in check_file(file, dict(constants)).specs}
+    names = list(specs)
+    if name is not None and name not in names:
+        raise click.BadParameter(
+            f"'{file}' holds no attention '{name}'.{near_matches(name, names)}", param_hint="'--name'"
+        )
+    chosen = tuple(specs.values()) if name is None else (specs[name],)
+    for spec in chosen:
+        reason = refusal(spec, shape) if shape else None
+        if reason:
+            raise click.BadParameter(f"'{spec.name}' cannot be called so: {reason}", param_hint="'--shape'")
+    return chosen
 
 
 def loaded_operators(
@@ -24,21 +46,11 @@ def loaded_operators(
     constants: tuple[tuple[str, Constant], ...],
 ) -> Iterator[AttentionOp]:
     """Every attention of the file, or the one of this name, built and imported, if it can be called at this shape."""
-    from flashgen.pipeline import check_file, load
-    from flashgen.verification import refusal
+    from flashgen.pipeline import load
 
-    specs = {spec.name: spec for spec in check_file(file, dict(constants)).specs}
-    names = list(specs)
-    if name is not None and name not in names:
-        raise click.BadParameter(
-            f"'{file}' holds no attention '{name}'.{near_matches(name, names)}", param_hint="'--name'"
-        )
-    for chosen in names if name is None else [name]:
-        reason = refusal(specs[chosen], shape) if shape else None
-        if reason:
-            raise click.BadParameter(f"'{chosen}' cannot be called so: {reason}", param_hint="'--shape'")
+    for spec in chosen_specs(file, name, shape, constants):
         try:
-            op = load(file, name=chosen, const=dict(constants), backend=backend)
+            op = load(file, name=spec.name, const=dict(constants), backend=backend)
         except ValueError as error:  # a backend that this machine lacks
             raise click.UsageError(str(error)) from error
         yield op

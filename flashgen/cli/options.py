@@ -66,6 +66,35 @@ def read_names(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str |
     return read_all
 
 
+def read_numbers(what: str) -> Callable[[str | tuple[int, ...]], tuple[int, ...]]:
+    """Positive integers with commas between them."""
+
+    def read(text: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(text, tuple):
+            return text
+        try:
+            numbers = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            raise click.BadParameter(f"'{text}' is no list of {what}s such as 128,256,512") from None
+        if min(numbers) < 1:
+            raise click.BadParameter(f"a {what} is at least 1, and '{text}' holds {min(numbers)}")
+        return tuple(sorted(set(numbers)))
+
+    return read
+
+
+def picture_path(text: str | Path) -> Path:
+    """A file whose suffix names a format of pictures."""
+    from flashgen.picture.plotting import SUFFIXES
+
+    path = Path(text)
+    if path.suffix.lower() not in SUFFIXES:
+        raise click.BadParameter(f"'{path}' is no picture: its name has to end in {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise click.BadParameter(f"'{path}' is a folder")
+    return path
+
+
 SPEC_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
 
@@ -73,6 +102,12 @@ def _backends() -> tuple[str, ...]:
     from flashgen.runtime.op import BACKENDS
 
     return BACKENDS
+
+
+def _devices() -> tuple[str, ...]:
+    from flashgen.pipeline import device_names
+
+    return device_names()
 
 
 def spec_argument(command: Command) -> Command:
@@ -117,6 +152,14 @@ def backend_option(command: Command) -> Command:
     """``--backend NAME``."""
     kind = read_name("backend", _backends)
     return click.option("--backend", type=kind, metavar="NAME", help="Run on this one; default: the CPU's.")(command)
+
+
+def planned_device_option(command: Command) -> Command:
+    """``--device NAME``: a device that plans can be made for."""
+    kind = read_name("device", _devices)
+    return click.option(
+        "--device", type=kind, metavar="NAME", default=None, help="Plan for this device; default: this CPU."
+    )(command)
 
 
 def json_option(command: Command) -> Command:

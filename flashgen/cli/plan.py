@@ -1,35 +1,34 @@
-"""``flashgen plan``: the tile sizes, with their reasons."""
+"""``flashgen plan``: the tile sizes, with their reasons, costs and rivals."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from flashgen.cli.console import plain_table, print_json, print_table
-from flashgen.cli.options import Constant, json_option, read_name, set_option, spec_argument
+from flashgen.cli.options import (
+    Constant,
+    json_option,
+    planned_device_option,
+    set_option,
+    shape_option,
+    spec_argument,
+)
+from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
-    from flashgen.plan.cuda_plan import CudaPlan
-    from flashgen.plan.plan import Plan
+    from flashgen.plan.report import PassReport, PlanReport
 
-
-def _devices() -> tuple[str, ...]:
-    from flashgen.pipeline import device_names
-
-    return device_names()
+_KIB, _MB = 1024, 1e6
 
 
 @click.command(short_help="Show the tile sizes and why these.")
 @spec_argument
-@click.option(
-    "--device",
-    type=read_name("device", _devices),
-    metavar="NAME",
-    default=None,
-    help="Plan for this device; default: this CPU.",
-)
+@planned_device_option
 @click.option(
     "--sram",
     type=click.IntRange(min=1),
@@ -37,37 +36,152 @@ def _devices() -> tuple[str, ...]:
     metavar="BYTES",
     help="Plan as if the device had this much SRAM.",
 )
+@shape_option
 @set_option
 @json_option
 def plan(
     file: Path,
     device: str | None,
     sram: int | None,
+    shape: Shape | None,
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
 ) -> None:
-    """Show the tile sizes of a spec, why these, and what was rejected."""
-    from flashgen.pipeline import plan_file
+    """Show the tile sizes of a spec, why these, what they cost at a shape, and what was rejected.
 
-    plans = plan_file(file, device=device, sram=sram, constants=dict(constants))
+    Times are predicted, not measured; HBM bytes stand beside those of standard attention and of the paper's algorithm.
+    """
+    from flashgen.pipeline import report_file
+
+    if shape is not None and 0 in (shape.batch, shape.q_len, shape.kv_len):
+        raise click.UsageError(
+            f"--shape {shape}: there is nothing to plan for; B, Nq and Nk are at least 1 (an operator takes 0, too)"
+        )
+    reports = report_file(file, device=device, sram=sram, shape=shape, constants=dict(constants))
     if as_json:
-        print_json([entry.to_json() for entry in plans])
+        print_json([entry.to_json() for entry in reports])
         return
-    for entry in plans:
+    for entry in reports:
         _print(entry)
 
 
-def _print(plan: Plan | CudaPlan) -> None:
-    title = f"{plan.spec_name}, head_dim {plan.head_dim}, on '{plan.device}'"
-    table = plain_table(title, ["pass", "B_r", "B_c", "KiB kept", "of M"], left=["pass"])
-    for name, tiles in plan.passes.items():
-        share = tiles.sram_bytes / plan.sram_bytes
-        table.add_row(name, str(tiles.Br), str(tiles.Bc), f"{tiles.sram_bytes / 1024:.0f}", f"{share:.0%}")
-    print_table(table)
-    for reason in plan.reasons:
+def _print(report: PlanReport) -> None:
+    decisions, groups = report.plan, _alike(report.passes)
+    on = "" if report.timed_on == report.device else f" ({report.timed_on})"
+    title = f"{decisions.spec_name}, head_dim {decisions.head_dim}, on '{report.device}'{on}"
+    click.echo(click.style(title, bold=True) + f"; B,H,Hkv,Nq,Nk = {report.shape}")
+    _print_choice(groups, decisions.sram_bytes)
+    for what, each in groups.items():
+        for kernel, sizes in each.buffers.items():
+            parts = ", ".join(f"{name} {size / _KIB:.1f}" for name, size in sizes.items())
+            click.echo(f"  {_kernel(what, each, kernel)}: KiB of {parts}")
+    _print_moved(groups)
+    _print_paper(groups)
+    click.echo("why")
+    for reason in (*decisions.reasons, *report.remarks):
         click.echo(f"  {reason}")
-    if plan.rejected:
+    _print_runners_up(groups)
+    if decisions.rejected:
         table = plain_table("rejected", ["pass", "B_r", "B_c", "because"], left=["pass", "because"])
-        for lost in plan.rejected:
+        for lost in decisions.rejected:
             table.add_row(lost.pass_name, str(lost.Br), str(lost.Bc), lost.reason)
+        print_table(table)
+
+
+def _alike(passes: Sequence[PassReport]) -> Mapping[str, PassReport]:
+    """The passes by name; element types of which everything is said alike share one, as f16 and bf16 do."""
+    groups: list[list[PassReport]] = []
+    for each in passes:
+        same = (group for group in groups if replace(each, element=group[0].element).to_json() == group[0].to_json())
+        group = next(same, None)
+        if group is None:
+            groups.append([each])
+        else:
+            group.append(each)
+    return {f"{group[0].name}, {' and '.join(str(each.element) for each in group)}": group[0] for group in groups}
+
+
+def _kernel(what: str, each: PassReport, kernel: str) -> str:
+    """The name of a pass, that of its kernel where it has several."""
+    return what if len(each.tiles) == 1 else what.replace(each.name, kernel, 1)
+
+
+def _print_choice(groups: Mapping[str, PassReport], sram: int) -> None:
+    from flashgen.plan.report import describe_bound
+
+    columns = [
+        "pass",
+        "B_r",
+        "B_c",
+        "KiB kept",
+        "of M",
+        "pairs kept",
+        "tiles visited",
+        "blocks",
+        "waves",
+        "idle",
+        "registers",
+    ]
+    columns += ["predicted ms", "TFLOP/s", "limited by"]
+    table = plain_table("the choice; times are predicted", columns, left=["pass", "limited by"])
+    for what, each in groups.items():
+        main = each.time.main
+        for number, (kernel, tiles) in enumerate(zip(each.buffers, each.tiles, strict=True)):
+            cells = [_kernel(what, each, kernel), str(tiles.Br), str(tiles.Bc), f"{tiles.sram_bytes / _KIB:.0f}"]
+            cells.append(f"{tiles.sram_bytes / sram:.0%}")
+            if number == 0:
+                cells += [f"{each.counts.kept_fraction:.0%}", f"{each.counts.visited_fraction:.0%}", f"{main.blocks}"]
+                cells += [f"{main.waves:.1f}", f"{main.idle:.0%}", str(main.registers or "")]
+                cells += [f"{1e3 * each.time.seconds:.3g}", f"{each.time.flops_per_second / 1e12:.3g}"]
+                cells.append(describe_bound(each.time))
+            table.add_row(*cells)
+    print_table(table)
+
+
+def _print_moved(groups: Mapping[str, PassReport]) -> None:
+    columns = ["pass", "kernels", "standard attention", "× more", "the paper's algorithm", "N²d²/M", "least possible"]
+    table = plain_table("MB between SRAM and HBM", columns, left=["pass"])
+    for what, each in groups.items():
+        moved = each.moved
+        table.add_row(
+            what,
+            *(f"{size / _MB:,.1f}" for size in (moved.kernels, moved.standard)),
+            f"{moved.standard / max(moved.kernels, 1):.1f}",
+            *(f"{size / _MB:,.1f}" for size in (moved.paper, moved.bound, moved.least)),
+        )
+    print_table(table)
+
+
+def _print_paper(groups: Mapping[str, PassReport]) -> None:
+    columns = ["pass", "M", "B_r", "B_c", "its buffers", "", "as a kernel's tile", "needs", ""]
+    title = "the paper's B_c = ⌈M / 4d⌉, B_r = min(⌈M / 4d⌉, d), M in numbers; KiB"
+    table = plain_table(title, columns, left=["pass", ""])
+    for what, each in groups.items():
+        tile = each.paper
+        table.add_row(
+            what,
+            f"{tile.elements:,}",
+            str(tile.blocks.Br),
+            str(tile.blocks.Bc),
+            f"{tile.needed / _KIB:.1f}",
+            _fits(tile.needed, tile.sram_bytes),
+            f"{tile.kernel_blocks.Br} × {tile.kernel_blocks.Bc}",
+            f"{tile.kernel_bytes / _KIB:.1f}",
+            _fits(tile.kernel_bytes, tile.sram_bytes),
+        )
+    print_table(table)
+
+
+def _fits(needed: int, there: int) -> str:
+    return "fits" if needed <= there else f"{needed / there:.2f} × too much"
+
+
+def _print_runners_up(groups: Mapping[str, PassReport]) -> None:
+    columns = ["pass", "B_r", "B_c", "with", "predicted ms", "beside the choice", "why"]
+    table = plain_table("runners-up", columns, left=["pass", "with", "why"])
+    for what, each in groups.items():
+        for other in each.runners_up:
+            times = (f"{1e3 * other.seconds:.3g}", f"{other.slower:+.0%}")
+            table.add_row(what, str(other.Br), str(other.Bc), other.what, *times, other.why)
+    if table.row_count:
         print_table(table)

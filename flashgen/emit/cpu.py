@@ -57,6 +57,16 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
+class _Masks:
+    """The batch entries and heads that the mask tells apart, numbered, as code."""
+
+    count: str
+    number: str  # of batch entry b and head h
+    b: str  # of one that has number `mask`
+    h: str
+
+
+@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
 
@@ -72,6 +82,8 @@ class _Context:
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
+    keep_everything: bool
+    masks: _Masks
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
@@ -149,6 +161,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         arguments=tuple(declaration(field) for field in argument_fields(spec)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
+        keep_everything=variant.keep_everything,
+        masks=_masks(index_set(variant.keep)),
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
@@ -163,6 +177,17 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         captured_elements={gradient_field(name): code for name, code in _elements(variant).items()},
         captured_owned={gradient_field(name): _owned_by_head(variant, name) for name in _elements(variant)},
     )
+
+
+def _masks(indices: frozenset[str]) -> _Masks:
+    match "b" in indices, "h" in indices:
+        case True, True:
+            return _Masks("a.batch * a.heads", "b * a.heads + h", "mask / a.heads", "mask % a.heads")
+        case True, False:
+            return _Masks("a.batch", "b", "mask", "0")
+        case False, True:
+            return _Masks("a.heads", "h", "0", "mask")
+    return _Masks("1", "0", "0", "0")
 
 
 def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level
-from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
     Declaration,
@@ -23,20 +23,20 @@ from flashgen.emit.context import (
     template_values,
     tidy,
 )
-from flashgen.emit.cuda_primitives import primitives
+from flashgen.emit.cuda_primitives import C_TYPES, WarpgroupProducts, primitives
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Expr, Literal, Load
+from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field
-from flashgen.plan.cuda_launches import atomic_buffers, captured_elements, exact_buffers, passes
-from flashgen.plan.cuda_model import BINS, constant_factor, padded
+from flashgen.plan.cuda_launches import Passes, atomic_buffers, captured_elements, exact_buffers, passes
+from flashgen.plan.cuda_model import BINS, LOADER_REGISTERS, constant_factor, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
@@ -50,11 +50,6 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
 }
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
 LAG = 8.0
-C_TYPES: Mapping[ElementType, str] = {
-    ElementType.F16: "fg::half_t",
-    ElementType.BF16: "fg::bfloat_t",
-    ElementType.F32: "float",
-}
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,7 @@ class _Context:
     head_dim: object
     plan: CudaPlan
     primitives: tuple[str, ...]
+    warpgroups: bool
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
@@ -129,6 +125,7 @@ class _Context:
     passes: tuple[_Pass, ...]
     weights: str
     sqdist: bool
+    distance: bool
     dropout: bool
     sink: str | None
     params: tuple[_Typed, ...]
@@ -138,6 +135,7 @@ class _Context:
     lag: str
     lag_code: str
     dot_factor: str | None
+    weights_first: bool
     one_pass: bool
     workspace_code: str
     captured: tuple[str, ...]
@@ -217,7 +215,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=primitives(dropout=spec.dropout is not None),
+        primitives=primitives(dropout=spec.dropout is not None, warpgroups=_warpgroups(variant, plan)),
+        warpgroups=_warpgroups(variant, plan) is not None,
         arguments=tuple(declaration(field) for field in argument_fields(spec)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
@@ -229,6 +228,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         passes=_passes(plan),
         weights=kind,
         sqdist=variant.uses_sqdist,
+        distance=placement.measures_distance,
         dropout=spec.dropout is not None,
         sink=sink_code,
         params=tuple(
@@ -241,6 +241,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         lag=f"{LAG:g}",
         lag_code=c_literal(LAG if factor is None else LAG / factor),
         dot_factor=_constant(variant.score_by_dot),
+        weights_first=_weights_first(variant, cut),
         one_pass=cut.one_pass,
         workspace_code=_workspace_code(variant),
         captured=cut.captured,
@@ -251,6 +252,14 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         query_gradients=tuple(gradients[each.read] for each in cut.query_gradients),
         sink_gradients=tuple(gradients[each.read] for each in cut.sink_gradients),
     )
+
+
+def _weights_first(variant: Variant, cut: Passes) -> bool:
+    """Whether the dot products are needed no more once there are weights: what follows is linear in them."""
+    if not isinstance(variant.weights, Softmax) or variant.spec.dropout is not None or variant.uses_sqdist:
+        return False
+    parts = [variant.score_by_dot, *(each.from_score for each in cut.key_gradients)]
+    return all(part is None or DOT not in walk(part) for part in parts) and isinstance(variant.score_by_dot, Literal)
 
 
 def _constant(expr: Expr) -> str | None:
@@ -336,18 +345,49 @@ def _count_code(count: Count) -> str:
     return " * ".join([f"int64_t({count.times})", *factors] if count.times != 1 or not factors else factors)
 
 
+def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:
+    """The products of warpgroups that the passes of a plan contain; None where it has none."""
+    widths: set[int] = set()
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    for each in plan.elements:
+        if each.forward.warpgroups:
+            widths |= {each.forward.Bc, Dv}
+        if each.backward.warpgroups:
+            widths |= {each.backward.Br, D, Dv, D // each.backward.dq_column_groups}
+        if each.queries.warpgroups:
+            widths |= {each.queries.Bc, D}
+    elements = tuple(each.element for each in plan.elements if each.element is not ElementType.F32)
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements) if widths else None
+
+
+def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
+    """Who copies, and how many registers those have and the others get."""
+    roles = {"loaders": tiles.loaders}
+    if tiles.warpgroups:
+        roles |= {"loader_registers": LOADER_REGISTERS, "registers": registers(tiles.warps, tiles.loaders)}
+    return roles
+
+
 def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:
+    with_warpgroups = any(
+        tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries)
+    )
+
     def constants(tiles: ForwardTiles | BackwardTiles | QueryTiles, **more: int) -> tuple[tuple[str, str], ...]:
         shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages}
         shared |= {"shared_bytes": tiles.sram_bytes, **more}
+        shared |= {"warpgroups": int(tiles.warpgroups)} if with_warpgroups else {}
         return tuple((name, str(value)) for name, value in shared.items())
 
     forward, backward, queries = {}, {}, {}
     for each in plan.elements:
         name = str(each.element)
-        forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers))
+        loaders = _role_constants(each.forward) if with_warpgroups else {}
+        forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers), **loaders)
         keys_bytes = each.backward.keys_sram_bytes
-        backward[name] = constants(each.backward, split=each.backward.split, keys_shared_bytes=keys_bytes)
+        groups = _role_constants(each.backward) | {"dq_column_groups": each.backward.dq_column_groups}
+        groups = groups if with_warpgroups else {}
+        backward[name] = constants(each.backward, split=each.backward.split, keys_shared_bytes=keys_bytes, **groups)
         queries[name] = constants(each.queries)
     return (
         _Pass("ForwardPlan", "The plan of the forward pass.", forward),

@@ -7,15 +7,33 @@ other, and the ranges that all backends share, in CUDA's words.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from flashgen.emit.environment import templates_folder
+from flashgen.emit.environment import environment, templates_folder
+from flashgen.ir.types import ElementType
 
-_PRIMITIVES = ("types.cuh", "math.cuh", "captured.cuh", "shared_tile.cuh", "fragments.cuh", "reduce.cuh")
+_PRIMITIVES = ("types.cuh", "team.cuh", "math.cuh", "captured.cuh", "shared_tile.cuh", "fragments.cuh", "reduce.cuh")
 # A function at the start of a line, perhaps a template; constants have no parenthesis after their name.
 _FUNCTION = re.compile(r"^((?:template <[^>]*> )?)(?:inline |constexpr )(?=[\w:<>]+ \w+\()", re.MULTILINE)
 
 
-def primitives(*, dropout: bool) -> tuple[str, ...]:
+C_TYPES: Mapping[ElementType, str] = {
+    ElementType.F16: "fg::half_t",
+    ElementType.BF16: "fg::bfloat_t",
+    ElementType.F32: "float",
+}
+
+
+@dataclass(frozen=True)
+class WarpgroupProducts:
+    """What a source multiplies by warpgroups: widths in tiles of 8 columns, and element types."""
+
+    tiles: tuple[int, ...]
+    elements: tuple[ElementType, ...]
+
+
+def primitives(*, dropout: bool, warpgroups: WarpgroupProducts | None = None) -> tuple[str, ...]:
     """The texts to paste, lowest layer first."""
     names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()))
     folder = templates_folder() / "cuda" / "primitives"
@@ -23,7 +41,17 @@ def primitives(*, dropout: bool) -> tuple[str, ...]:
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
     standard = _without_includes((folder / "standard.cuh").read_text(encoding="utf-8"))
     observed = _without_includes((folder / "observed.cuh").read_text(encoding="utf-8"))
-    return (instructions, *others, standard, _ranges(), observed)
+    return (instructions, *others, *_warpgroup_primitives(warpgroups), standard, _ranges(), observed)
+
+
+def _warpgroup_primitives(products: WarpgroupProducts | None) -> tuple[str, ...]:
+    if products is None:
+        return ()
+    elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
+    template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
+    instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
+    folder = templates_folder() / "cuda" / "primitives"
+    return (instructions, _without_includes((folder / "warpgroup.cuh").read_text(encoding="utf-8")))
 
 
 def _without_includes(header: str) -> str:

@@ -1,9 +1,16 @@
 """The Jinja environment: strict about undefined names, reading the templates that ship with the package."""
 
 import functools
+import sys
 from pathlib import Path
 
 import jinja2
+from jinja2.bccache import Bucket
+
+from flashgen.cache import Cache, key_of
+
+_EXTENSIONS = ("jinja2.ext.do",)
+_FILE = "template.bin"
 
 
 def templates_folder() -> Path:
@@ -11,6 +18,26 @@ def templates_folder() -> Path:
     package = Path(__file__).resolve().parent.parent
     installed = package / "templates"
     return installed if installed.is_dir() else package.parent / "templates"
+
+
+class _Compiled(jinja2.BytecodeCache):
+    """Compiled templates in the cache: Jinja takes longer to read a template than to fill it."""
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        """Take what is stored."""
+        content = Cache.of_compiler().read(_key(bucket), _FILE)
+        if content is not None:
+            bucket.bytecode_from_string(content)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Store what was compiled."""
+        Cache.of_compiler().write(_key(bucket), _FILE, bucket.bytecode_to_string())
+
+
+def _key(bucket: Bucket) -> str:
+    """Over the template's path and text, what compiles it and how."""
+    versions = (jinja2.__version__, str(sys.implementation.cache_tag), *_EXTENSIONS)
+    return key_of("template", bucket.key, bucket.checksum, *versions)
 
 
 @functools.cache
@@ -23,5 +50,6 @@ def environment() -> jinja2.Environment:
         trim_blocks=False,
         lstrip_blocks=False,
         keep_trailing_newline=True,
-        extensions=["jinja2.ext.do"],
+        extensions=_EXTENSIONS,
+        bytecode_cache=_Compiled(),
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from flashgen.analysis.bounds import IndexProof, clamped_dimensions
 from flashgen.analysis.levels import Level, level_of
 from flashgen.emit.spelling import c_identifier, c_literal, c_operator
-from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, walk
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import dimension_field, param_field, stride_field, tensor_field
@@ -35,6 +35,7 @@ _BELOW = {
     Level.PAIR: (Level.LAUNCH, Level.HEAD, Level.ROW, Level.COLUMN),
 }
 _LONGEST_LINE = 100
+_I, _J = index("i"), index("j")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,16 @@ class Placement:
         self._vectors = vectors
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
+        self._measures_distance = False
+
+    @property
+    def measures_distance(self) -> bool:
+        """Whether code uses ``ahead``, a member of rows and columns: floats, counted from the block's first position.
+
+        Their difference is that of the positions; to convert each pair's difference would cost a GPU as much as an
+        exponential each.
+        """
+        return self._measures_distance
 
     def hooks(self) -> Hooks:
         """What has been placed so far."""
@@ -176,6 +187,11 @@ class Placement:
         match node:
             case Load():
                 return self._load(node, at, named)
+            case Apply(op="to_float", args=(Apply(op="sub", args=(first, second)),)) if not self._vectors and (
+                {first, second} == {_I, _J}
+            ):
+                self._measures_distance = True
+                return "(r.ahead - c.ahead)" if first == _I else "(c.ahead - r.ahead)"
             case Apply(op=op, args=args):
                 return c_operator(op, tuple(self._operand(argument, at, named) for argument in args))
         raise AssertionError(f"{type(node).__name__} is an operand, not an operation")
@@ -195,7 +211,9 @@ class Placement:
     @staticmethod
     def _free_name(found: Mapping[Expr, Member], node: Expr, level: Level, wanted: str | None) -> str:
         taken = {member.name for member in found.values()}
-        base = c_identifier(wanted or (node.tensor if isinstance(node, Load) else f"{level.value}_value"))
+        tensors = {each.tensor for each in walk(node) if isinstance(each, Load)}
+        named_by_load = len(tensors) == 1 and (isinstance(node, Load) or node.type is ScalarType.FLOAT)
+        base = c_identifier(wanted or (tensors.pop() if named_by_load else f"{level.value}_value"))
         candidates = (base if n == 1 else f"{base}_{n}" for n in range(1, len(taken) + 2))
         return next(candidate for candidate in candidates if candidate not in taken)
 

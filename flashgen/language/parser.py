@@ -9,15 +9,20 @@ What this stage does not do: look at what names mean, or at numbers beyond their
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import lark
 from lark import Lark, UnexpectedCharacters, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
+from flashgen.cache import Cache, key_of
 from flashgen.diagnostics import Diagnostic, Source, Span, nearest
 from flashgen.language import syntax, words
 from flashgen.language.complaints import complain_about_character, complain_about_token, not_closed, unknown_statement
@@ -42,18 +47,30 @@ _OPENING = frozenset({"LPAR", "LSQB", "LBRACE"})
 _CLOSING = frozenset({"RPAR", "RSQB"})
 
 
+_OPTIONS: dict[str, Any] = {
+    "parser": "lalr",
+    "lexer": "basic",
+    "keep_all_tokens": True,
+    "maybe_placeholders": False,
+}
+_TABLES = "grammar.tables"
+
+
 @cache
 def grammar() -> Lark:
-    """The automaton of ``attn.lark``; built when first needed."""
+    """The automaton of ``attn.lark``; its tables are built once and kept in the cache."""
     text = files("flashgen.language").joinpath("attn.lark").read_text(encoding="utf-8")
-    return Lark(
-        text,
-        parser="lalr",
-        lexer="basic",
-        transformer=TreeBuilder(),
-        keep_all_tokens=True,
-        maybe_placeholders=False,
-    )
+    key = key_of("grammar", text, repr(_OPTIONS), lark.__version__, str(sys.implementation.cache_tag))
+    stored = Cache.of_compiler().read(key, _TABLES)
+    if stored is not None:
+        tables = pickle.loads(stored)  # noqa: S301 - from the folder that libraries are loaded from
+        loaded: Lark = Lark._load_from_dict(**tables, transformer=TreeBuilder())  # type: ignore[no-untyped-call]
+        return loaded
+    built = Lark(text, transformer=TreeBuilder(), **_OPTIONS)
+    saved = io.BytesIO()
+    built.save(saved, exclude_options={"transformer"})
+    Cache.of_compiler().write(key, _TABLES, saved.getvalue())
+    return built
 
 
 @dataclass(frozen=True)

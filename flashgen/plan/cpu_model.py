@@ -20,15 +20,20 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def forward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+def forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """Bytes that the loop over key tiles touches: Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = D * ld + bc * Dp + bc * Dvp + bc * ld + Dvp * ld + 3 * Br
-    return FLOAT * floats
+    floats = {"Q": D * ld, "K": bc * Dp, "V": bc * Dvp, "S, then P": bc * ld, "O": Dvp * ld, "row state": 3 * Br}
+    return {name: FLOAT * count for name, count in floats.items()}
 
 
-def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+def forward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+    """All of them."""
+    return sum(forward_buffers(variant, Br, Bc, lanes).values())
+
+
+def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """Bytes that the loop over key tiles touches.
 
     Q, Qᵀ, dO, dOᵀ, K, V, Sᵀ (then Pᵀ), dPᵀ (then dSᵀ), dQᵀ, the tile's rows of dK and dV, the row state, and the
@@ -36,11 +41,26 @@ def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
     """
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = Br * Dp + D * ld + Br * Dvp + variant.head_dim.v * ld + bc * (Dp + Dvp) + 2 * bc * ld + Dp * ld
-    floats += bc * (Dp + Dvp) + 3 * Br
-    for gradient in variant.gradients:
-        floats += {Level.ROW: Br, Level.COLUMN: Bc * lanes}.get(gradient.level, 0)
-    return FLOAT * floats
+    captured = sum({Level.ROW: Br, Level.COLUMN: Bc * lanes}.get(each.level, 0) for each in variant.gradients)
+    floats = {
+        "Q": Br * Dp + D * ld,
+        "dO": Br * Dvp + variant.head_dim.v * ld,
+        "K": bc * Dp,
+        "V": bc * Dvp,
+        "S, then P": bc * ld,
+        "dP, then dS": bc * ld,
+        "dQ": Dp * ld,
+        "dK": bc * Dp,
+        "dV": bc * Dvp,
+        "row state": 3 * Br,
+        "captured gradients": captured,
+    }
+    return {name: FLOAT * count for name, count in floats.items() if count}
+
+
+def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
+    """All of them."""
+    return sum(backward_buffers(variant, Br, Bc, lanes).values())
 
 
 def overhead(variant: Variant, Br: int, Bc: int) -> float:

@@ -122,7 +122,7 @@ def forward_launches(
     tiles = plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_HEADS, Factor("q_len", tiles.Br)))
-    launch = Launch(name, grid, 32 * tiles.warps, tiles.sram_bytes)
+    launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes)
     return PassLaunches(bounds_buffers(variant), (*_observe(symbol, variant), launch))
 
 
@@ -151,7 +151,9 @@ def backward_launches(
 
     def keys(kernel: str, how: str = "") -> Launch:
         shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
-        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, 32 * tiles.backward.warps, shared)
+        return Launch(
+            f"{symbol}_{kernel}_{suffix}{how}", key_grid, 32 * (tiles.backward.warps + tiles.backward.loaders), shared
+        )
 
     def queries(how: str = "") -> Launch:
         name = f"{symbol}_queries_{suffix}{how}"

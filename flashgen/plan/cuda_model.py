@@ -19,6 +19,15 @@ FLOAT = 4
 _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 
 
+LOADER_REGISTERS = 40  # of a thread that only copies
+_WARP_REGISTERS = 512  # of all threads with one place in their warps, on one of a multiprocessor's four parts
+
+
+def registers(warps: int, loaders: int) -> int:
+    """What a thread that multiplies may have, where loaders keep no more than they need."""
+    return min((_WARP_REGISTERS - LOADER_REGISTERS * loaders // 4) // (warps // 4) // 8 * 8, 240)
+
+
 def constant_factor(score: Expr) -> float | None:
     """c where a score is c · dot with a positive constant; then maxima are taken of dot itself."""
     match score:
@@ -46,39 +55,116 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // multiple) * multiple
 
 
-def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
-    """A ``SharedTile``: panels of 2, 4 or 8 chunks of 16 bytes a row."""
+def panel_width(columns: int, element: ElementType) -> int:
+    """Columns of one panel of a ``SharedTile``: 2, 4 or 8 chunks of 16 bytes."""
     chunks = columns * element.bytes // 16
-    width = 8 if chunks >= 5 else 4 if chunks >= 3 else 2
-    return -(-chunks // width) * width * 16 * rows
+    return (8 if chunks >= 5 else 4 if chunks >= 3 else 2) * 16 // element.bytes
+
+
+def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
+    """A ``SharedTile``: whole panels."""
+    width = panel_width(columns, element)
+    return -(-columns // width) * width * element.bytes * rows
+
+
+def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -> int:
+    """How many warpgroups share 64 rows of dQ, each with columns that end where a panel does, or all within one."""
+    row_groups = max(n for n in range(1, warps // 4 + 1) if Br // 64 % n == 0)
+    panel = panel_width(head_dim, element)
+
+    def works(count: int) -> bool:
+        width = head_dim // count
+        return count == 1 or (head_dim % (8 * count) == 0 and (width % panel == 0 or panel % width == 0))
+
+    return max(n for n in range(1, warps // 4 // row_groups + 1) if works(n))
+
+
+def forward_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:
+    """Q, rings of K and V, the visits, norms where the score uses them."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    found = {
+        "Q": tile_bytes(Br, D, element),
+        "K": stages * tile_bytes(Bc, D, element),
+        "V": stages * tile_bytes(Bc, Dv, element),
+        "list of tiles": VISIT_LIST,
+    }
+    return found | ({"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {})
 
 
 def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
-    """Q, rings of K and V, the visits, norms where the score uses them; O takes their place at the end."""
+    """All of them; O takes their place at the end."""
+    buffers = forward_buffers(variant, element, Br, Bc, stages)
+    return max(sum(buffers.values()), tile_bytes(Br, padded(variant.head_dim.v), element))
+
+
+def backward_buffers(
+    variant: Variant,
+    element: ElementType,
+    Br: int,
+    Bc: int,
+    warps: int,
+    stages: int,
+    split: int,
+    *,
+    warpgroups: bool,
+    with_dq: bool,
+) -> dict[str, int]:
+    """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    keys = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
-    total = tile_bytes(Br, D, element) + stages * keys + VISIT_LIST
-    if variant.uses_sqdist:
-        total += FLOAT * (Br + Bc)
-    return max(total, tile_bytes(Br, Dv, element))
+    more_stages = stages if warpgroups else 1  # of dO, dS and what rows carry
+    bins = BINS * sum(each.level is Level.PAIR for each in variant.gradients)
+    found = {
+        "K": tile_bytes(Bc, D, element),
+        "V": tile_bytes(Bc, Dv, element),
+        "Q": stages * tile_bytes(Br, D, element),
+        "dO": more_stages * tile_bytes(Br, Dv, element),
+        "dS": (with_dq or split > 1) * more_stages * tile_bytes(Bc, Br, element),
+        "P": (split > 1) * tile_bytes(Bc, Br, element),
+        "dQ": (warpgroups and with_dq) * FLOAT * Br * D,
+        "lse, delta, norms" if variant.uses_sqdist else "lse, delta": more_stages
+        * (3 if variant.uses_sqdist else 2)
+        * FLOAT
+        * Br,
+        "list of tiles": VISIT_LIST,
+        "sums, histograms": FLOAT * warps * (1 + bins),
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def backward_bytes(
-    variant: Variant, element: ElementType, Br: int, Bc: int, warps: int, stages: int, split: int, *, with_dq: bool
+    variant: Variant,
+    element: ElementType,
+    Br: int,
+    Bc: int,
+    warps: int,
+    stages: int,
+    split: int,
+    *,
+    warpgroups: bool,
+    with_dq: bool,
 ) -> int:
-    """K, V, a ring of Q, dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block."""
+    """All of them."""
+    return sum(
+        backward_buffers(
+            variant, element, Br, Bc, warps, stages, split, warpgroups=warpgroups, with_dq=with_dq
+        ).values()
+    )
+
+
+def query_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:
+    """Q, dO, rings of K and V, what rows carry, the visits."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    total = tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element)
-    total += stages * tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
-    total += ((with_dq or split > 1) + (split > 1)) * tile_bytes(Bc, Br, element)
-    bins = BINS * sum(each.level is Level.PAIR for each in variant.gradients)
-    return total + (3 if variant.uses_sqdist else 2) * FLOAT * Br + VISIT_LIST + FLOAT * warps * (1 + bins)
+    found = {
+        "Q": tile_bytes(Br, D, element),
+        "dO": tile_bytes(Br, Dv, element),
+        "K": stages * tile_bytes(Bc, D, element),
+        "V": stages * tile_bytes(Bc, Dv, element),
+        "lse, delta": 2 * FLOAT * Br,
+        "list of tiles": VISIT_LIST,
+    }
+    return found | ({"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {})
 
 
 def query_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
-    """Q, dO, rings of K and V, what rows carry, the visits."""
-    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    total = tile_bytes(Br, D, element) + tile_bytes(Br, Dv, element)
-    total += stages * (tile_bytes(Bc, D, element) + tile_bytes(Bc, Dv, element))
-    total += (3 if variant.uses_sqdist else 2) * FLOAT * Br + (FLOAT * Bc if variant.uses_sqdist else 0)
-    return total + VISIT_LIST
+    """All of them."""
+    return sum(query_buffers(variant, element, Br, Bc, stages).values())

@@ -11,11 +11,17 @@ from flashgen.plan.plan import Rejection, Tiles
 
 @dataclass(frozen=True)
 class ForwardTiles(Tiles):
-    """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block."""
+    """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block.
+
+    ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``loaders``
+    more warps fill.
+    """
 
     warps: int
     stages: int
     q_in_registers: bool
+    warpgroups: bool = False
+    loaders: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,13 +29,18 @@ class BackwardTiles(Tiles):
     """B_c keys over ``warps`` for dK and dV, B_r queries a step.
 
     ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
-    ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without.
+    ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without. With
+    ``warpgroups`` dO and dS have as many stages as Q, ``loaders`` more warps copy, and ``dq_column_groups`` warpgroups
+    share a tile of dQ.
     """
 
     warps: int
     stages: int
     split: int
     keys_sram_bytes: int
+    warpgroups: bool = False
+    loaders: int = 0
+    dq_column_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class QueryTiles(Tiles):
 
     warps: int
     stages: int
+    warpgroups: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from flashgen.plan import cuda_tables
 from flashgen.plan.cuda_devices import Target
 from flashgen.plan.cuda_model import (
     backward_bytes,
+    dq_column_groups,
     forward_bytes,
     has_light_mask,
     is_plain,
@@ -120,8 +121,8 @@ def _plan_element(
         return _query_bytes(variant, element, choice)
 
     forward = choose("forward", _forward_choices(variant, element, target), forward_size)
-    backward = choose("backward", _backward_choices(variant, element), backward_size)
-    queries = choose("queries", _query_choices(variant, element), query_size)
+    backward = choose("backward", _backward_choices(variant, element, target), backward_size)
+    queries = choose("queries", _query_choices(variant, element, target), query_size)
     if forward is None or backward is None or queries is None:
         return None
     return ElementPlan(
@@ -133,6 +134,8 @@ def _plan_element(
             forward.warps,
             forward.stages,
             forward.q_in_registers,
+            forward.warpgroups,
+            forward.loaders,
         ),
         BackwardTiles(
             backward.Br,
@@ -142,14 +145,27 @@ def _plan_element(
             backward.stages,
             backward.split,
             _backward_bytes(variant, element, backward, with_dq=False),
+            backward.warpgroups,
+            backward.loaders,
+            dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
+            if backward.warpgroups
+            else 1,
         ),
-        QueryTiles(queries.Br, queries.Bc, _query_bytes(variant, element, queries), queries.warps, queries.stages),
+        QueryTiles(
+            queries.Br,
+            queries.Bc,
+            _query_bytes(variant, element, queries),
+            queries.warps,
+            queries.stages,
+            queries.warpgroups,
+        ),
     )
 
 
 def _describe(choice: ForwardChoice | BackwardChoice | QueryChoice) -> str:
     stages = f"{choice.stages} stages" if choice.stages > 1 else "1 stage"
-    return f"{choice.Br} × {choice.Bc} by {choice.warps} warps, {stages}"
+    warps = f"{choice.warps // 4} warpgroups" if choice.warpgroups else f"{choice.warps} warps"
+    return f"{choice.Br} × {choice.Bc} by {warps}, {stages}"
 
 
 def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice) -> int:
@@ -158,7 +174,15 @@ def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice
 
 def _backward_bytes(variant: Variant, element: ElementType, choice: BackwardChoice, *, with_dq: bool) -> int:
     return backward_bytes(
-        variant, element, choice.Br, choice.Bc, choice.warps, choice.stages, choice.split, with_dq=with_dq
+        variant,
+        element,
+        choice.Br,
+        choice.Bc,
+        choice.warps,
+        choice.stages,
+        choice.split,
+        warpgroups=choice.warpgroups,
+        with_dq=with_dq,
     )
 
 
@@ -178,6 +202,8 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
         rows = narrow or rows
     if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
+    if not single and target.has_warpgroups and not variant.uses_sqdist:  # norms of K want everyone at once
+        rows = [*_rows_for(variant, cuda_tables.HOPPER_FORWARD), *rows]
     schedule = variant.spec.schedule
     return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
 
@@ -187,18 +213,23 @@ def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
     return choice.Br * (choice.Bc + head_dim) // (32 * choice.warps)
 
 
-def _backward_choices(variant: Variant, element: ElementType) -> list[BackwardChoice]:
+def _backward_choices(variant: Variant, element: ElementType, target: Target) -> list[BackwardChoice]:
     """The table's; masks that take registers go where a warp has half of a head dimension."""
     rows = _rows_for(variant, cuda_tables.SINGLE_BACKWARD if element is ElementType.F32 else cuda_tables.HALF_BACKWARD)
     if variant.head_dim.qk > 64 and not has_light_mask(variant):
         rows.sort(key=lambda row: row.split == 1)
+    if element is not ElementType.F32 and target.has_warpgroups and not variant.uses_sqdist:
+        rows = [*_rows_for(variant, cuda_tables.HOPPER_BACKWARD), *rows]
     schedule = variant.spec.schedule
     pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
     return _pinned(rows, *pins)
 
 
-def _query_choices(variant: Variant, element: ElementType) -> list[QueryChoice]:
-    return _rows_for(variant, cuda_tables.SINGLE_QUERIES if element is ElementType.F32 else cuda_tables.HALF_QUERIES)
+def _query_choices(variant: Variant, element: ElementType, target: Target) -> list[QueryChoice]:
+    if element is ElementType.F32:
+        return _rows_for(variant, cuda_tables.SINGLE_QUERIES)
+    rows = _rows_for(variant, cuda_tables.HALF_QUERIES)
+    return [*_rows_for(variant, cuda_tables.HOPPER_QUERIES), *rows] if target.has_warpgroups else rows
 
 
 def _rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]) -> list[Choice]:
@@ -226,6 +257,8 @@ def _problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[
     """Why the templates cannot work with a tile; nothing where they can."""
     if choice.Br % 16 or choice.Bc % 16:
         yield "rows and columns come in multiples of 16"
+    if choice.warpgroups:
+        yield from _warpgroup_problems(choice)
     if isinstance(choice, BackwardChoice):
         if choice.warps % choice.split or choice.Bc % (16 * (choice.warps // choice.split)):
             yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
@@ -239,12 +272,23 @@ def _problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[
         yield "a warp has 16 or more whole query rows: write B_r as a multiple of 16 times the warps"
 
 
+def _warpgroup_problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[str]:
+    rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
+    if choice.warps % 4 or rows != 16 * choice.warps:
+        yield "a warpgroup has 64 rows"
+    if isinstance(choice, BackwardChoice) and choice.Br % 64:
+        yield "a warpgroup has 64 rows of dQ"
+    if choice.stages != 2 or width > 256:
+        yield "warpgroups have two stages of at most 256 rows"
+
+
 def _check_schedule(variant: Variant) -> None:
     """Refuse pins with which no candidate works, whatever the memory."""
     problems = []
-    if not _forward_choices(variant, ElementType.F16, Target("", 80, 0, 0)):
+    anything = Target("", 80, 0, 0)
+    if not _forward_choices(variant, ElementType.F16, anything):
         problems.append("'Br', 'Bc' and 'warps' of the forward pass: a warp has 16 or more whole query rows")
-    if not _backward_choices(variant, ElementType.F16):
+    if not _backward_choices(variant, ElementType.F16, anything):
         problems.append("'backward_Br', 'backward_Bc' and 'backward_warps': a warp has 16 or more whole keys")
     if problems:
         span = variant.spec.schedule.span

@@ -2,7 +2,8 @@
 
 A row holds for head dimensions up to its first number. 16-bit types go through m16n8k16; float32 takes twice the
 shared memory and three products. Warps of the forward and the query pass have 16 or 32 rows each, those of the key pass
-16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2).
+16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2). Rows with ``warpgroups`` use
+Hopper's products of four warps, which overlap with the rest: with two stages, 16 rows (or keys) a warp.
 """
 
 from __future__ import annotations
@@ -12,37 +13,51 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardChoice:
-    """B_r, B_c, warps, stages, and whether the query tile stays in registers."""
+    """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them."""
 
     Br: int
     Bc: int
     warps: int
     stages: int = 1
     q_in_registers: bool = False
+    warpgroups: bool = False
+    loaders: int = 0
 
 
 @dataclass(frozen=True)
 class BackwardChoice:
-    """B_r, B_c, warps, stages of Q, and how many warps share 16 keys."""
+    """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them."""
 
     Br: int
     Bc: int
     warps: int
     stages: int = 1
     split: int = 1
+    warpgroups: bool = False
+    loaders: int = 0
 
 
 @dataclass(frozen=True)
 class QueryChoice:
-    """B_r, B_c, warps, stages."""
+    """B_r, B_c, warps, stages, and whether warpgroups multiply."""
 
     Br: int
     Bc: int
     warps: int
     stages: int = 1
+    warpgroups: bool = False
 
 
 F, B, Q = ForwardChoice, BackwardChoice, QueryChoice
+
+
+def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
+    return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, loaders=4)
+
+
+def _hopper_backward(Br: int, Bc: int, warps: int) -> BackwardChoice:
+    return BackwardChoice(Br, Bc, warps, stages=2, warpgroups=True, loaders=4)
+
 
 HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (32, (F(128, 128, 4, 1, True), F(128, 64, 4, 2, True), F(64, 64, 4), F(32, 32, 2))),
@@ -63,6 +78,21 @@ HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (128, (Q(128, 64, 8), Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2))),
     (192, (Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
+)
+# Before those of HALF_… on sm_90a. dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
+HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper(192, 96, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+)
+HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (_hopper_backward(64, 128, 8),)),
+    (128, (_hopper_backward(64, 128, 8),)),
+    (256, ()),
+)
+HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (128, (Q(128, 64, 8, 2, warpgroups=True),)),
+    (256, ()),
 )
 
 SINGLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (

@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.analysis.tiles import Tile, TileClass, as_kernels_know, classify, loads_of
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Load
-from flashgen.ir.interval import IntRange, Range, full
+from flashgen.ir.interval import IntRange
 from flashgen.plan.arguments import param_field
 from flashgen.plan.cuda_launches import passes, rows_of_a_block
 from flashgen.plan.cuda_model import padded
@@ -80,7 +78,7 @@ class _Model:
         self.batch, self.heads, self.kv_heads = (int(values[name]) for name in ("batch", "heads", "kv_heads"))
         self.q_len, self.kv_len = int(values["q_len"]), int(values["kv_len"])
         self.variant = variant
-        self.loads = loads_of(captured)
+        self.loads = as_kernels_know(loads_of(captured))
         self._holds = functools.cache(self._classify)
 
     def forward(self) -> Mapping[str, int]:
@@ -177,11 +175,7 @@ class _Model:
             sizes=sizes,
             params={param.name: values[param_field(param.name)] for param in self.variant.spec.params},
         )
-        return classify(self.variant.keep, tile, loads=self._observed) is not TileClass.EMPTY
-
-    def _observed(self, load: Load, indices: tuple[Range, ...]) -> Range:
-        """What kernels know of the elements of a tile: those of a row or a column, but not those of a pair."""
-        return full(load.type) if level_of(load) is Level.PAIR else self.loads(load, indices)
+        return classify(self.variant.keep, tile, loads=self.loads) is not TileClass.EMPTY
 
 
 def _spans(length: int, tile: int) -> list[_Span]:

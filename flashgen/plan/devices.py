@@ -1,4 +1,4 @@
-"""Devices as data: what a planner has to know of one, the machine at hand, and a table of known ones.
+"""CPUs: what a planner has to know of one, and the machine at hand. Known products stand in ``devices.toml``.
 
 In: nothing, or what the operating system reports. Out: ``Device``.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal as OneOf
 
 KIB = 1024
@@ -22,7 +20,9 @@ MIB = 1024 * KIB
 class Device:
     """One device. On a CPU the SRAM that a tile lives in (the paper's M) is one core's L2 cache.
 
-    ``lanes`` are the float32 lanes of a vector register; ``source`` says where the figures come from.
+    ``lanes`` are the float32 lanes of a vector register; a core starts ``fma_per_clock`` vector multiply-adds at
+    ``clock_hz``; ``bandwidth`` of the memory in bytes a second, None where it is not known. ``source`` says where the
+    figures come from.
     """
 
     name: str
@@ -32,34 +32,24 @@ class Device:
     l1_bytes: int
     sram_bytes: int
     source: str
+    clock_hz: float = 2.5e9
+    fma_per_clock: int = 2
+    bandwidth: float | None = None
 
     def with_sram(self, size: int) -> Device:
         """The same device with another SRAM."""
         return replace(self, name=f"{self.name} with {size} bytes", sram_bytes=size, source="given")
 
 
-def _cpu(name: str, cores: int, lanes: int, l1_kib: int, l2_kib: int, source: str) -> Device:
-    return Device(name, "cpu", cores, lanes, l1_kib * KIB, l2_kib * KIB, source)
-
-
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        device.name: device
-        for device in (
-            _cpu("generic", 1, 8, 32, 512, "an AVX2 core with a small L2; what a source is planned for by default"),
-            _cpu("skylake-sp", 28, 16, 32, 1024, "Intel Xeon Platinum 8180: 32 KB L1d and 1 MB L2 a core"),
-            _cpu("icelake-sp", 40, 16, 48, 1280, "Intel Xeon Platinum 8380: 48 KB L1d and 1.25 MB L2 a core"),
-            _cpu("sapphire-rapids", 56, 16, 48, 2048, "Intel Xeon Platinum 8480+: 48 KB L1d and 2 MB L2 a core"),
-            _cpu("zen2", 64, 8, 32, 512, "AMD EPYC 7742: 32 KB L1d and 512 KB L2 a core"),
-            _cpu("zen3", 64, 8, 32, 512, "AMD EPYC 7763: 32 KB L1d and 512 KB L2 a core"),
-            _cpu("zen4", 96, 16, 32, 1024, "AMD EPYC 9654: 32 KB L1d and 1 MB L2 a core"),
-            _cpu("neoverse-n1", 64, 4, 64, 1024, "AWS Graviton2: 64 KB L1d and 1 MB L2 a core"),
-            _cpu("neoverse-v1", 64, 4, 64, 1024, "AWS Graviton3: 64 KB L1d and 1 MB L2 a core"),
-        )
-    }
+GENERIC_CPU = Device(
+    name="generic",
+    kind="cpu",
+    cores=8,
+    lanes=8,
+    l1_bytes=32 * KIB,
+    sram_bytes=512 * KIB,
+    source="an AVX2 core with a small L2; what a source is planned for by default",
 )
-
-GENERIC_CPU = DEVICES["generic"]
 
 
 def local_cpu() -> Device:
@@ -73,6 +63,7 @@ def local_cpu() -> Device:
         l1_bytes=l1 or GENERIC_CPU.l1_bytes,
         sram_bytes=l2 or GENERIC_CPU.sram_bytes,
         source="reported by the operating system" if l1 and l2 else "cache sizes not reported: those of 'generic'",
+        clock_hz=_clock_hz() or GENERIC_CPU.clock_hz,
     )
 
 
@@ -103,3 +94,17 @@ def _lanes(cpuinfo: Path = Path("/proc/cpuinfo")) -> int:
     if re.search(r"\bavx\b", text):
         return 8
     return 4 if text or platform.machine() in ("arm64", "aarch64") else GENERIC_CPU.lanes
+
+
+def _clock_hz(root: Path = Path("/")) -> float | None:
+    """The clock of the first core: the highest that the system may choose, else what it runs at now."""
+    try:
+        highest = (root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()
+        return 1e3 * int(highest)
+    except (OSError, ValueError):
+        pass
+    try:
+        found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", (root / "proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return 1e6 * float(found[1]) if found and float(found[1]) > 0 else None

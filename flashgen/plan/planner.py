@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
-from flashgen.plan.cpu_model import backward_working_set, forward_working_set, overhead
+from flashgen.plan.cpu_model import backward_buffers, forward_buffers, overhead
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Plan, Rejection, Tiles
 
@@ -31,7 +31,7 @@ class _Pass:
     name: str
     Br: int | None
     Bc: int | None
-    working_set: Callable[[Variant, int, int, int], int]
+    buffers: Callable[[Variant, int, int, int], dict[str, int]]
 
 
 def plan(variant: Variant, device: Device) -> Plan:
@@ -39,8 +39,8 @@ def plan(variant: Variant, device: Device) -> Plan:
     _check_schedule(variant)
     schedule = variant.spec.schedule
     passes = (
-        _Pass("forward", schedule.Br, schedule.Bc, forward_working_set),
-        _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_working_set),
+        _Pass("forward", schedule.Br, schedule.Bc, forward_buffers),
+        _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers),
     )
     tiles: list[Tiles] = []
     memory = f"M = {device.sram_bytes // 1024} KiB of L2 a core on '{device.name}' ({device.source})"
@@ -71,7 +71,7 @@ def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, 
     smallest: Tiles | None = None
     for Br in rows:
         for Bc in columns:
-            tile = Tiles(Br, Bc, each.working_set(variant, Br, Bc, device.lanes))
+            tile = Tiles(Br, Bc, sum(each.buffers(variant, Br, Bc, device.lanes).values()))
             if smallest is None or tile.sram_bytes < smallest.sram_bytes:
                 smallest = tile
             if tile.sram_bytes <= budget:
@@ -82,7 +82,9 @@ def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, 
     assert smallest is not None, "there is always a candidate"
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
-        why = f"{each.name}: no tile fits; {_describe(smallest)} spills least from L2"
+        buffers = each.buffers(variant, smallest.Br, smallest.Bc, device.lanes)
+        parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in buffers.items())
+        why = f"{each.name}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
         return smallest, why, rejected
     fitting.sort(key=lambda found: (found[0], found[1].sram_bytes))
     cost, chosen = fitting[0]

@@ -1,1 +1,1 @@
-"""Attention straight from the IR, in PyTorch: the judge of every backend, and the fallback."""
+"""Attention straight from the IR, in PyTorch: the judge of every backend, the fallback, and the paper's algorithms."""

@@ -66,9 +66,9 @@ def attention(
         k, v = k[:, :0], v[:, :0]
     if shard.group != 1:
         k, v = (x.unsqueeze(2).expand(-1, -1, shard.group, -1, -1).flatten(1, 2) for x in (k, v))
-    evaluate, indices = _evaluator(spec, q, v, shard, tensors or {}, params or {}, dtype)
+    evaluate, indices = evaluator(spec, q, v, shard, tensors or {}, params or {}, dtype)
     guard = evaluate.guard
-    keep = _kept_by_position(spec, evaluate).expand(*q.shape[:3], k.shape[2])
+    keep = kept_by_position(spec, evaluate).expand(*q.shape[:3], k.shape[2])
 
     score = _score(spec, evaluate, q, k)
     keep = keep & (score != -torch.inf)
@@ -125,7 +125,7 @@ def constant_number(expr: Expr) -> float:
     return value
 
 
-def _evaluator(
+def evaluator(
     spec: AttentionSpec,
     q: Tensor,
     v: Tensor,
@@ -157,7 +157,8 @@ def _evaluator(
     return Evaluator(symbols, values, tensors, dtype, Guard()), (b, h, i, j)
 
 
-def _kept_by_position(spec: AttentionSpec, evaluate: Evaluator) -> Tensor:
+def kept_by_position(spec: AttentionSpec, evaluate: Evaluator) -> Tensor:
+    """Which pairs mask and layout keep; broadcasts to [B, H, Nq, Nk]."""
     keep = evaluate.boolean(spec.mask)
     return keep if spec.layout is None else keep & evaluate.boolean(spec.layout.keep)
 
@@ -167,11 +168,11 @@ def _score(spec: AttentionSpec, evaluate: Evaluator, q: Tensor, k: Tensor) -> Te
     dot = q @ k.transpose(-1, -2)
     symbols = {"dot": dot, "s": evaluate.real(spec.scale) * dot}
     if any(isinstance(node, Symbol) and node.name == "sqdist" for node in walk(spec.score)):
-        symbols["sqdist"] = _squared_distance(q, k)
+        symbols["sqdist"] = squared_distance(q, k)
     return evaluate.given(**symbols).real(spec.score).expand(dot.shape)
 
 
-def _squared_distance(q: Tensor, k: Tensor) -> Tensor:
+def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """‖q - k‖², accumulated in at least float32 and rounded once, as a matrix product is."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, dtype = q.to(wide), k.to(wide), q.dtype

@@ -7,6 +7,7 @@ expected and what came.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,20 +33,25 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
 _MOST_REMEMBERED = 512
 
+# A shape and its strides. PyTorch makes a tensor faster from both than from a shape.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """What follows from the shapes, strides, types, offsets and device of a call.
 
-    ``static`` are the values of ``struct Arguments`` known so far, in the order of its fields; empty where no kernel
-    runs. ``needs_copy``: the kernel cannot read some tensor where it is. ``prepared`` remembers passes, ``params`` the
-    defaults.
+    ``o`` and ``lse`` are shapes and strides of the results. ``static`` are the values of ``struct Arguments`` known so
+    far, in the order of its fields; empty where no kernel runs. ``needs_copy``: the kernel cannot read some tensor
+    where it is. ``prepared`` remembers passes, ``params`` the defaults.
     """
 
     shard: Shard
     head_dim: HeadDim
     sizes: Mapping[str, int]
-    o_shape: tuple[int, int, int, int]
+    is_empty: bool
+    o: Layout
+    lse: Layout
     device: torch.device
     kernel: Kernel | None
     static: list[float]
@@ -74,11 +80,14 @@ class CallChecker:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
         """The call of these tensors. Raises ``ValueError`` or ``TypeError``."""
-        key = (
-            q.dtype, q.shape, q.stride(), q.device, k.dtype, k.shape, k.stride(), k.device,
-            v.dtype, v.shape, v.stride(), v.device, offsets,
-            *[(x.dtype, x.shape, x.stride(), x.device) for x in tensors],
+        # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used.
+        key: tuple[object, ...] = (
+            q.dtype, q.shape, q.is_contiguous() or q.stride(), q.device,
+            k.dtype, k.shape, k.is_contiguous() or k.stride(), k.device,
+            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.device, offsets,
         )  # fmt: skip
+        if tensors:
+            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device) for x in tensors])
         call = self._known.get(key)
         if call is None:
             call = self._check(q, k, v, tensors, offsets)
@@ -156,8 +165,19 @@ class CallChecker:
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
-        o_shape = (shard.batch, shard.heads, shard.q_len, head_dim.v)
-        return Call(shard, head_dim, sizes, o_shape, q.device, kernel, static, needs_copy)
+        rows = (shard.batch, shard.heads, shard.q_len)
+        return Call(
+            shard,
+            head_dim,
+            sizes,
+            shard.is_empty,
+            _packed(*rows, head_dim.v),
+            _packed(*rows),
+            q.device,
+            kernel,
+            static,
+            needs_copy,
+        )
 
     def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
         """The indices that are proved for the sizes of each call."""
@@ -185,7 +205,19 @@ class CallChecker:
 
 def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
-    return x.data_ptr() % kernel.row_alignment == 0 and kernel.reads(x.shape, x.stride(), x.element_size())
+    if x.data_ptr() % kernel.row_alignment:
+        return False
+    # A copy would lie no better than what is contiguous.
+    return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
+
+
+def _packed(*shape: int) -> Layout:
+    """A shape and the strides of a contiguous tensor."""
+    return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return _packed(*x.shape)[1] if x.is_contiguous() else x.stride()
 
 
 def _reads_params(*roots: Expr) -> bool:
@@ -251,10 +283,10 @@ def _static(
         "dropout_scale": 1.0, "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
     }  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        for letter, stride in zip("bhn", tensor.stride(), strict=False):
+        for letter, stride in zip("bhn", _strides(tensor), strict=False):
             known[f"{name}_stride_{letter}"] = stride
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
-        for axis in range(tensor.dim()):
-            known[stride_field(declared.name, axis)] = tensor.stride(axis)
-            known[dimension_field(declared.name, axis)] = tensor.shape[axis]
+        for axis, (length, stride) in enumerate(zip(tensor.shape, _strides(tensor), strict=True)):
+            known[stride_field(declared.name, axis)] = stride
+            known[dimension_field(declared.name, axis)] = length
     return known

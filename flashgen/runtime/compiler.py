@@ -8,7 +8,6 @@ CPU's features, so that a cache folder can be shared between machines. Nothing h
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
 import shlex
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flashgen.runtime.cache import Cache
+from flashgen.cache import Cache, key_of
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Each is left out where the compiler refuses it: slower, never wrong.
@@ -78,6 +77,9 @@ class CompileFailed(Exception):  # noqa: N818 - reads as what happened
         super().__init__(message)
         self.log = log
 
+    def __reduce__(self) -> tuple[type[CompileFailed], tuple[str, str]]:
+        return type(self), (str(self), self.log)
+
 
 def find_compiler() -> Compiler:
     """The compiler of ``$CXX``, else the first of c++, g++, clang++ on the path.
@@ -120,11 +122,7 @@ def binary_key(source: Source, compiler: Compiler) -> str:
     """The name of a source's entry in the cache."""
     parts = [source.text, *(f"{name}={value}" for name, value in source.defines)]
     parts += [*REQUIRED_FLAGS, *OPTIONAL_FLAGS, *compiler.command, compiler.version, cpu_identity()]
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    return key_of(*parts)
 
 
 @functools.cache

@@ -86,10 +86,11 @@ class CudaKernel:
         for part, steps in parts:
             # A kernel takes one argument, the struct, which a launch copies from the address that this object holds.
             packed = ctypes.c_char_p(self.layout.pack(*part.values(values)))
+            arguments = ctypes.addressof(packed)
             for offset, size in part.clear:
                 driver.clear(workspace + offset, size, stream)
-            for function, grid, threads, shared_bytes in steps:
-                driver.launch(function, grid, threads, shared_bytes, stream, ctypes.addressof(packed))
+            for step in steps:
+                driver.launch(*step, stream, arguments)
         return None
 
 

@@ -32,6 +32,8 @@ _PROCESS = os.getpid()
 _SPARE_BYTES = 1 << 22
 _MOST_SPARE = 4
 
+_ROWS = ("d_lse", "o", "lse")
+
 
 class _Arguments(NamedTuple):
     """A checked call: tensors as kernels take them, and the values of params and dropout."""
@@ -40,12 +42,12 @@ class _Arguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    tensors: Sequence[Tensor]
-    given: Sequence[Tensor | None]
-    params: Sequence[float]
-    dropout: Dropout | None
-    seed: Tensor | None  # where kernels fetch it, if they do
     deterministic: bool
+    tensors: Sequence[Tensor] = ()
+    given: Sequence[Tensor | None] = ()
+    params: Sequence[float] = ()
+    dropout: Dropout | None = None
+    seed: Tensor | None = None  # where kernels fetch it, if they do
 
 
 class Engine:
@@ -64,7 +66,7 @@ class Engine:
         self._spare: list[Tensor] = []  # workspaces that no call is using; popping and appending are atomic
         self.checker = CallChecker(spec, kernels, is_reference=pairs is None)
         self._tensors_end = 3 + len(spec.tensors)
-        self._params_end = self.signature.inputs
+        self._is_plain = not (spec.tensors or spec.params or spec.dropout is not None)
         self._tensor_fields = [tensor_field(tensor.name) for tensor in spec.tensors]
         self._param_fields = [param_field(param.name) for param in spec.params]
         self._param_places = [param_place_field(param.name) for param in spec.params]
@@ -73,41 +75,40 @@ class Engine:
         """``o``, or ``(o, lse)`` where the spec has one."""
         a = self._check(args)
         call, kernel = a.call, a.call.kernel
-        lse = None
-        if call.shard.is_empty:
-            o = a.q.new_zeros(call.o_shape)
-            if self.signature.has_lse:
-                lse = a.q.new_full(call.o_shape[:3], -math.inf, dtype=_lse_dtype(a.q))
-        elif kernel is None:
-            o, lse = tiled.forward(self._problem(a))
-            lse = None if lse is None else lse.to(_lse_dtype(a.q))
-        else:
-            o = torch.empty(call.o_shape, dtype=a.q.dtype, device=a.q.device)
-            values = self._values(a, kernel)
-            slots = kernel.layout.slots
-            values[slots["o"]] = o.data_ptr()
-            if self.signature.has_lse:
-                lse = torch.empty(call.o_shape[:3], device=a.q.device)
-                values[slots["lse"]] = lse.data_ptr()
-            self._run(a, kernel, "forward", values, ())
-        return o if lse is None else (o, lse)
+        if kernel is None or call.is_empty:
+            return self._forward_without_kernel(a)
+        values, slots = self._values(a, kernel), kernel.layout.slots
+        o = torch.empty_strided(*call.o, dtype=a.q.dtype, device=call.device)
+        values[slots["o"]] = o.data_ptr()
+        if not self.signature.has_lse:
+            self._run(a, kernel, "forward", values, None)
+            return o
+        lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+        values[slots["lse"]] = lse.data_ptr()
+        self._run(a, kernel, "forward", values, None)
+        return o, lse
+
+    def _forward_without_kernel(self, a: _Arguments) -> Any:
+        has_lse, dtype = self.signature.has_lse, _lse_dtype(a.q)
+        if a.call.is_empty:
+            o = a.q.new_zeros(a.call.o[0])
+            return (o, a.q.new_full(a.call.lse[0], -math.inf, dtype=dtype)) if has_lse else o
+        o, lse = tiled.forward(self._problem(a))
+        return o if lse is None else (o, lse.to(dtype))
 
     def backward(self, d_o: Tensor, *args: Any) -> list[Tensor]:
         """The gradients that ``needs``, the last argument, asks for, in the order of the inputs."""
-        *inner, needs = args
-        d_lse, o, lse = (None, None, None)
-        if self.signature.has_lse:
-            d_lse, o, lse, *inner = inner
-        a = self._check(inner)
+        rows: tuple[Tensor | None, ...] = args[:3] if self.signature.has_lse else (None, None, None)
+        needs = args[-1]
+        a = self._check(args[3:-1] if self.signature.has_lse else args[:-1])
+        if a.call.kernel is not None and not a.call.is_empty:
+            return self._run_backward(a, a.call.kernel, d_o, rows, needs)
         inputs: list[Any] = [a.q, a.k, a.v, *a.tensors, *a.given]
-        if a.call.shard.is_empty:
+        if a.call.is_empty:
             wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
             return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-        if a.call.kernel is None:
-            with _deterministic(a.deterministic), _autograd_inside():
-                gradients = tiled.backward(self._problem(a), d_o, d_lse, needs)
-        else:
-            gradients = self._run_backward(a, a.call.kernel, d_o, (d_lse, o, lse), needs)
+        with _deterministic(a.deterministic), _autograd_inside():
+            gradients = tiled.backward(self._problem(a), d_o, rows[0], needs)
         return [
             gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
             for gradient, x in zip(gradients, inputs, strict=True)
@@ -119,35 +120,39 @@ class Engine:
         a: _Arguments,
         kernel: Kernel,
         d_o: Tensor,
-        rows: tuple[Tensor | None, Tensor | None, Tensor | None],
+        rows: Sequence[Tensor | None],
         needs: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Gradients of q, k, v in their type and of the rest in float32; None where not asked for."""
+    ) -> list[Tensor]:
+        """The gradients asked for, each like what it is the gradient of. ``rows`` are d_lse, o and lse."""
         d_o = _readable(kernel, d_o)
-        d_lse, o, lse = (None if x is None else x.contiguous() for x in rows)
-        device = a.q.device
         values, slots = self._values(a, kernel), kernel.layout.slots
-        for name, tensor in (("d_o", d_o), ("d_lse", d_lse), ("o", o), ("lse", lse)):
-            values[slots[name]] = 0 if tensor is None else tensor.data_ptr()
-        values[slots["d_o_stride_b"]], values[slots["d_o_stride_h"]], values[slots["d_o_stride_n"]], _ = d_o.stride()
+        strides = d_o.stride()
+        values[slots["d_o"]] = d_o.data_ptr()
+        values[slots["d_o_stride_b"]], values[slots["d_o_stride_h"]], values[slots["d_o_stride_n"]], _ = strides
+        held = [None if x is None else x.contiguous() for x in rows]
+        for name, x in zip(_ROWS, held, strict=True):
+            if x is not None:
+                values[slots[name]] = x.data_ptr()
         # Kernels write all three, asked for or not.
-        buffers = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (a.q, a.k, a.v)]
-        for name, buffer in zip(("dq", "dk", "dv"), buffers, strict=True):
-            values[slots[name]] = buffer.data_ptr()
-        gradients = [buffer if need else None for buffer, need in zip(buffers, needs, strict=False)]
+        dq = torch.empty_like(a.q, memory_format=torch.contiguous_format)
+        dk = torch.empty_like(a.k, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(a.v, memory_format=torch.contiguous_format)
+        values[slots["dq"]], values[slots["dk"]], values[slots["dv"]] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        found = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
+        if self._is_plain:
+            self._run(a, kernel, "backward", values, strides)
+            return found
+        # Kernels add to these in float32.
+        sums: list[tuple[Tensor, Tensor]] = []
         for name, captured, need in zip(self.signature.names, (*a.tensors, *a.given), needs[3:], strict=True):
-            if captured is None or not need:
-                gradients.append(None)
-                continue
-            buffer = torch.zeros(captured.shape, device=device)
-            gradients.append(buffer)
-            values[slots[gradient_field(name)]] = buffer.data_ptr()
-        self._run(a, kernel, "backward", values, (*needs[3:], d_o.stride()))
-        return gradients
+            if captured is not None and need:
+                buffer = torch.zeros(captured.shape, dtype=torch.float32, device=a.call.device)
+                values[slots[gradient_field(name)]] = buffer.data_ptr()
+                sums.append((buffer, captured))
+        self._run(a, kernel, "backward", values, (strides, *needs[3:]))
+        return found + [x if x.dtype is like.dtype and x.device == like.device else x.to(like) for x, like in sums]
 
-    def _run(
-        self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], more: tuple[object, ...]
-    ) -> None:
+    def _run(self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], more: object) -> None:
         """One pass of a kernel, with the workspace that it takes; ``more`` is what it depends on beside the call."""
         slots = kernel.layout.slots
         key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, more)
@@ -160,25 +165,26 @@ class Engine:
         keeps = a.q.is_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
         scratch = self._spare.pop() if keeps and self._spare else None
         if scratch is None or scratch.numel() < prepared.workspace_bytes:
-            scratch = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=a.q.device)
+            scratch = torch.empty_strided((prepared.workspace_bytes,), (1,), dtype=torch.uint8, device=a.call.device)
         values[slots["workspace"]] = scratch.data_ptr()
         prepared.run(values)
         if keeps and scratch.numel() <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
             self._spare.append(scratch)
 
-    def _check(self, args: Sequence[Any]) -> _Arguments:
+    def _check(self, args: tuple[Any, ...]) -> _Arguments:
         """The arguments of the forward operator, checked."""
-        end = self._params_end
         q, k, v = args[:3]
-        tensors, given = args[3 : self._tensors_end], args[self._tensors_end : end]
-        offsets = tuple(args[-9:-1])
+        tensors, deterministic = args[3 : self._tensors_end], args[-1]
+        offsets: Any = args[-9:-1]
         call = self.checker(q, k, v, tensors, offsets)
         kernel = call.kernel
-        if kernel is not None and (
-            call.needs_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % kernel.row_alignment
-        ):
+        if kernel is not None and (call.needs_copy or not _starts_well(kernel, q, k, v)):
             q, k, v = (_readable(kernel, x) for x in (q, k, v))
             call = self.checker(q, k, v, tensors, offsets)
+        if self._is_plain:
+            return _Arguments(call, q, k, v, deterministic)
+        end = self.signature.inputs
+        given = args[self._tensors_end : end]
         params = self.checker.params(call, given) if given else ()
         dropout, fetched = None, None
         if self.signature.has_dropout:
@@ -191,7 +197,7 @@ class Engine:
                     fetched = seed
                 number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
                 dropout = Dropout(probability, number)
-        return _Arguments(call, q, k, v, tensors, given, params, dropout, fetched, args[-1])
+        return _Arguments(call, q, k, v, deterministic, tensors, given, params, dropout, fetched)
 
     def _values(self, a: _Arguments, kernel: Kernel) -> list[float]:
         """The values of ``struct Arguments`` that both passes share."""
@@ -200,6 +206,10 @@ class Engine:
         values[slots["q"]] = a.q.data_ptr()
         values[slots["k"]] = a.k.data_ptr()
         values[slots["v"]] = a.v.data_ptr()
+        values[slots["threads"]] = _threads()
+        values[slots["deterministic"]] = a.deterministic
+        if self._is_plain:
+            return values
         for name, tensor in zip(self._tensor_fields, a.tensors, strict=True):
             values[slots[name]] = tensor.data_ptr()
         for name, value in zip(self._param_fields, a.params, strict=True):
@@ -207,8 +217,6 @@ class Engine:
         for name, given in zip(self._param_places, a.given, strict=True):
             if given is not None and self.checker.is_fetched(a.call, given):
                 values[slots[name]] = given.data_ptr()
-        values[slots["threads"]] = _threads()
-        values[slots["deterministic"]] = a.deterministic
         if a.dropout is not None:
             values[slots["dropout_threshold"]] = drop_threshold(a.dropout.probability)
             values[slots["dropout_scale"]] = 1.0 / (1.0 - a.dropout.probability)
@@ -236,6 +244,12 @@ class Engine:
 
 def _threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+
+
+def _starts_well(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the first rows lie where the kernel can read them."""
+    alignment = kernel.row_alignment
+    return alignment == 1 or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % alignment == 0
 
 
 def _readable(kernel: Kernel, x: Tensor) -> Tensor:

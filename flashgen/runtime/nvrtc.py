@@ -8,7 +8,6 @@ NVRTC is reached through CuPy, whose own compile call would refuse some targets.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import re
 import threading
@@ -17,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.runtime.cache import Cache
+from flashgen.cache import Cache, key_of
 from flashgen.runtime.compiler import CompileFailed, CompilerMissing, Source
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
 INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
+
+# Since CUDA 13 NVRTC keeps binaries where there is a GPU, and says nothing of what it took from there.
+_OPTIONS_SINCE_13 = ("--no-cache",)
 
 _CUBIN, _LOG = "kernels.cubin", "compile.log"
 _KERNEL = re.compile(r"Function properties for (\w+)\n")
@@ -66,9 +68,9 @@ def compile_cuda(source: Source, target: str, *, cache: Cache | None = None) -> 
     start = time.perf_counter()
     cache = cache or Cache.default()
     nvrtc, version = find_nvrtc()
-    options = (f"-arch={target}", *OPTIONS, *(f"-D{name}={value}" for name, value in source.defines))
-    parts = "\0".join([source.text, *options, version])
-    key = hashlib.sha256(parts.encode()).hexdigest()
+    newer = _OPTIONS_SINCE_13 if int(version.partition(".")[0]) >= 13 else ()
+    options = (f"-arch={target}", *OPTIONS, *newer, *(f"-D{name}={value}" for name, value in source.defines))
+    key = key_of(source.text, *options, version)
     path = cache.find(key, _CUBIN)
     cached = path is not None and (path.parent / _LOG).is_file()
     if path is None or not cached:
@@ -86,8 +88,9 @@ def resources(log: str) -> tuple[Resources, ...]:
     """What the assembler said of each kernel, in the order of their names."""
     found = []
     names = list(_KERNEL.finditer(log))
-    for name, following in zip(names, [*names[1:], None], strict=True):
-        said = log[name.end() : len(log) if following is None else following.start()]
+    ends = [*(name.start() for name in names[1:]), len(log)]
+    for name, end in zip(names, ends, strict=False):  # no name: nothing was said
+        said = log[name.end() : end]
         stack, registers, shared = _STACK.search(said), _REGISTERS.search(said), _SHARED.search(said)
         if stack and registers:
             spills = int(stack[2]) + int(stack[3])

@@ -161,20 +161,12 @@ class BaseOp:
             self._refuse_lse()
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        result = call(
+        return call(
             self._registered,
-            *arguments,
-            q_start,
-            kv_start,
-            b_start,
-            h_start,
-            q_total,
-            kv_total,
-            b_total,
-            h_total,
-            deterministic,
+            arguments,
+            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total, deterministic),
+            return_lse=return_lse,
         )
-        return result if return_lse or not signature.has_lse else result[0]
 
     def reference(
         self,

@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
+from torch.compiler import is_compiling
 from torch.library import Library
 
 from flashgen.runtime.engine import Engine
@@ -127,13 +138,25 @@ class Attention(torch.autograd.Function):
             q, v = saved[0], saved[2]
             d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
         lse = (d_lse, *saved[count:]) if op.signature.has_lse else ()
-        if is_plain((d_o,)) and not torch.is_grad_enabled():
+        if is_plain((d_o, d_lse)) and not torch.is_grad_enabled():
             backward: Any = op.engine.backward
         else:
             backward = functools.partial(_Once.apply, op) if transforming() else op.backward
-        found = iter(backward(d_o, *lse, *saved[:count], *ctx.rest, needs))
-        seed_and_probability = (None,) * (count - op.signature.inputs)
-        return (None, None, None, *(next(found) if need else None for need in needs), *seed_and_probability)
+        found = backward(d_o, *lse, *saved[:count], *ctx.rest, needs)
+        if len(found) < len(needs):
+            each = iter(found)
+            found = [next(each) if need else None for need in needs]
+        return (None, None, None, *found, *op.signature.without_gradient)
+
+
+class OutputAlone(Attention):
+    """``Attention`` without lse among its results, where nobody asked for it: autograd looks after each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any) -> Any:
+        result = run(*tensors, *rest)
+        _save(ctx, op, rest, tensors, result)
+        return result[0]
 
 
 class TransformedAttention(Attention):
@@ -183,49 +206,63 @@ def _save(ctx: Any, op: Registered, rest: tuple[Any, ...], tensors: Sequence[Any
     ctx.op, ctx.rest = op, rest
 
 
-def _differentiable(function: type[Attention], op: Registered, run: Callable[..., Any], args: Sequence[Any]) -> Any:
-    count = op.signature.tensor_arguments
-    return function.apply(op, run, args[count:], *args[:count])  # type: ignore[no-untyped-call]
+def call(op: Registered, tensors: tuple[Any, ...], rest: tuple[Any, ...], *, return_lse: bool) -> Any:
+    """Call the op: ``o``, or ``(o, lse)``. ``rest`` are the operator's arguments behind those that are tensors.
+
+    Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel.
+    """
+    has_lse = op.signature.has_lse
+    if not is_plain(tensors):
+        if transforming():
+            result = TransformedAttention.apply(op, op.forward_below_autograd, rest, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            result = op.forward(*tensors, *rest)
+    elif not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
+        result = op.engine.forward(*tensors, *rest)
+    elif return_lse or not has_lse:
+        return _attention(op, op.engine.forward, rest, *tensors)
+    else:
+        return _output_alone(op, op.engine.forward, rest, *tensors)
+    return result if return_lse or not has_lse else result[0]
 
 
-def call(op: Registered, *args: Any) -> Any:
-    """Call the op. Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel."""
-    if is_plain(args[: op.signature.tensor_arguments]):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return _differentiable(Attention, op, op.engine.forward, args)
-        return op.engine.forward(*args)
-    if transforming():
-        return _differentiable(TransformedAttention, op, op.forward_below_autograd, args)
-    return op.forward(*args)
+# ``apply`` without its search for wrappers of torch.func, where ``is_plain`` has seen none.
+_attention: Callable[..., Any] = super(torch.autograd.Function, Attention).apply
+_output_alone: Callable[..., Any] = super(torch.autograd.Function, OutputAlone).apply
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
     """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU or a GPU."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
-        and all(x is None or (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)) for x in tensors)
-    )
+    if (
+        is_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _is_any_autocast_enabled()
+        or _profiler_enabled()
+        or _is_tracing()
+    ):
+        return False
+    for x in tensors:  # not `all` of a generator: that would be half of the time
+        if x is not None and (type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or is_functorch_wrapped_tensor(x)):
+            return False
+    return True
 
 
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not is_compiling() and _are_functorch_transforms_active()
 
 
 def _autograd(op: Registered, *args: Any) -> Any:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _differentiable(Attention, op, op.forward_below_autograd, args)
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
+        count = op.signature.tensor_arguments
+        return Attention.apply(op, op.forward_below_autograd, args[count:], *args[:count])  # type: ignore[no-untyped-call]
     return op.forward_below_autograd(*args)
 
 
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+    if torch.is_grad_enabled() and _any_requires_grad(*args):
         return list(_Once.apply(op, *args))  # type: ignore[no-untyped-call]
     return op.backward_below_autograd(*args)
 

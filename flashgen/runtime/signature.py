@@ -57,7 +57,7 @@ class Signature:
         """The captured names: tensors, then params."""
         return (*(tensor.name for tensor in self.tensors), *(param.name for param in self.params))
 
-    @property
+    @cached_property
     def inputs(self) -> int:
         """The number of arguments that may receive a gradient: q, k, v, tensors, params."""
         return 3 + len(self.names)
@@ -69,10 +69,15 @@ class Signature:
         params = [(param.grad, f"param {param.name}: {kind(param)}") for param in self.params]
         return tuple((n, text) for n, (grad, text) in enumerate([*tensors, *params], start=3) if not grad)
 
-    @property
+    @cached_property
     def tensor_arguments(self) -> int:
         """The number of leading arguments that are tensors or None: the inputs, then seed and dropout_p."""
         return self.inputs + (2 if self.has_dropout else 0)
+
+    @cached_property
+    def without_gradient(self) -> tuple[None, ...]:
+        """The gradients of seed and dropout_p, where there are any."""
+        return (None,) * (self.tensor_arguments - self.inputs)
 
     @property
     def forward_schema(self) -> str:

@@ -99,10 +99,7 @@ def random_inputs(spec: AttentionSpec, shape: Shape, head_dim: HeadDim, dtype: t
         q=(unit * normal(B, H, Nq, head_dim.qk)).to(dtype),
         k=(unit * normal(B, Hkv, Nk, head_dim.qk)).to(dtype),
         v=normal(B, Hkv, Nk, head_dim.v).to(dtype),
-        captured={
-            tensor.name: _captured(spec, tensor, tensor_shape(tensor, shape, head_dim), shape, head_dim, generator)
-            for tensor in spec.tensors
-        },
+        captured={tensor.name: random_captured(spec, tensor, shape, head_dim, generator) for tensor in spec.tensors},
         params=params,
         d_o=normal(B, H, Nq, head_dim.v).to(dtype),
         d_lse=normal(B, H, Nq),
@@ -196,14 +193,11 @@ def _params(spec: AttentionSpec, sizes: Mapping[str, int]) -> dict[str, Tensor |
     }
 
 
-def _captured(
-    spec: AttentionSpec,
-    tensor: CapturedTensor,
-    extents: tuple[int, ...],
-    shape: Shape,
-    head_dim: HeadDim,
-    generator: torch.Generator,
+def random_captured(
+    spec: AttentionSpec, tensor: CapturedTensor, shape: Shape, head_dim: HeadDim, generator: torch.Generator
 ) -> Tensor:
+    """One captured tensor at these sizes."""
+    extents = tensor_shape(tensor, shape, head_dim)
     dtype = TORCH_DTYPES[tensor.element]
     if tensor.element is ElementType.BOOL:
         return torch.rand(extents, generator=generator) < 0.75

@@ -1223,6 +1223,40 @@ constexpr Int to_int(Float x) {  // NaN gives 0
   return {x.nan ? std::min<int64_t>(lo, 0) : lo, x.nan ? std::max<int64_t>(hi, 0) : hi};
 }
 
+// ---- sums over the integers: what bounds of a mask compare ------------------------------------------------------------
+
+// Of 32-bit ranges with factors up to 2^20; nothing wraps. Ends beyond `far` stand for no limit.
+constexpr int64_t far = int64_t(1) << 62;
+constexpr Int sum(Int x, Int y) { return {x.lo + y.lo, x.hi + y.hi}; }
+constexpr Int difference(Int x, Int y) { return {x.lo - y.hi, x.hi - y.lo}; }
+constexpr Int scaled(Int x, int64_t c) { return c < 0 ? Int{c * x.hi, c * x.lo} : Int{c * x.lo, c * x.hi}; }
+constexpr Int shifted(Int x, int64_t c) { return {x.lo + c, x.hi + c}; }
+constexpr Int at_least(Int x, int64_t lo) { return {std::max(x.lo, lo), x.hi}; }
+constexpr Int at_most(Int x, int64_t hi) { return {x.lo, std::min(x.hi, hi)}; }
+constexpr Int meet(Int x, Int y) { return {std::max(x.lo, y.lo), std::min(x.hi, y.hi)}; }
+constexpr Int of_blocks(Int x, int64_t size) { return {x.lo * size, x.hi * size + size - 1}; }  // of x = i // size, i
+constexpr bool some(Int x) { return x.lo <= x.hi; }
+constexpr bool fits(Int x) { return x.lo >= int_min && x.hi <= int_max; }
+constexpr bool is_point(Int x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// ---- elements that a pair reads -----------------------------------------------------------------------------------
+
+constexpr Bool anything(Bool) { return any_bool(); }
+constexpr Int anything(Int) { return any_int(); }
+constexpr Float anything(Float) { return any_float(); }
+
+// The range of read(n) over the indices x of a dimension, clamped as kernels clamp them. Where these are many nothing is
+// read but the first: a tile reads few elements where they belong to blocks.
+constexpr int64_t most_elements = 4;
+template <class Read> inline auto over(Int x, int64_t dimension, Read read) {
+  const int64_t end = dimension - 1;
+  const int64_t first = std::max(std::min(x.lo, end), int64_t(0)), last = std::max(std::min(x.hi, end), int64_t(0));
+  auto found = read(first);
+  if (last - first >= most_elements) return anything(found);
+  for (int64_t n = first + 1; n <= last; ++n) found = hull(found, read(n));
+  return found;
+}
+
 // ---- functions of floats -----------------------------------------------------------------------------------------
 
 inline Float ceil(Float x) { return {std::ceil(x.lo), std::ceil(x.hi), x.nan}; }
@@ -1663,9 +1697,10 @@ FG_INLINE fg::VecF score_by_dot(PAIR, fg::VecF dot) {
 // Whether all, none or some of the pairs of a tile are kept, from the ranges of their positions.
 FG_INLINE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const Head& x, fg::ranges::Int i,
                                       fg::ranges::Int j) {
-  const auto t0 = fg::ranges::le(j, i);
-  const auto t1 = fg::ranges::lt(fg::ranges::sub(i, j), fg::ranges::point(128));
-  return fg::ranges::and_(t0, t1);
+  const auto t0 = fg::ranges::difference(i, j);
+  const bool may_drop = t0.lo <= -1 || t0.hi >= 128;
+  const bool may_keep = t0.hi >= 0 && t0.lo <= 127;
+  return {may_drop, may_keep};
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -1723,6 +1758,14 @@ inline void prefetch_rows(const void* from, int64_t stride, int element, int64_t
   }
 }
 
+// The same for the keys and values of a tile.
+inline void prefetch_tile(const Arguments& a, const void* k, const void* v, int64_t tile, int tile_columns) {
+  const int64_t first = tile * tile_columns;
+  const int count = int(std::min<int64_t>(tile_columns, a.kv_len - first));
+  prefetch_rows(k, a.k_stride_n, a.element, first, count, D);
+  prefetch_rows(v, a.v_stride_n, a.element, first, count, DV);
+}
+
 // Rounds `count` rows of float32, `ld` apart, to the element type, packed from element `first` on.
 inline void store_rows(void* to, int element, int64_t first, const float* from, int ld, int width, int count) {
   for (int row = 0; row < count; ++row) {
@@ -1749,13 +1792,13 @@ FG_INLINE fg::VecI rows_of(int64_t first, int vector, int rows) {
 
 struct Visit {
   int32_t tile;
-  bool masked;                // PARTIAL: some pairs are not kept. Otherwise FULL
-  int16_t first, last;        // the vectors of rows that keep a pair lie in first … last - 1
+  bool masked;                // PARTIAL: some pairs of its rows are not kept. Otherwise FULL
+  int16_t first, last;        // its rows: vectors first … last - 1; others keep nothing
 };
 
 // Finds the key tiles that one query tile visits. A run of tiles that is FULL or EMPTY as a whole is settled by one
-// evaluation, any other is halved: the work follows the border of the mask, not its area. In a tile on the border, rows
-// that keep nothing are left out at either end.
+// evaluation, any other is quartered: the work follows the border of the mask, not its area. In a tile on the border,
+// rows that keep nothing are left out at either end; what ranges leave open then is settled by the first pairs that differ.
 struct Search {
   const Arguments& a;
   const Launch& u;
@@ -1776,18 +1819,32 @@ struct Search {
         keep_range(a, u, x, {i0, i0 + row_count - 1}, j);
     if (!keep.may_be_true) return;
     if (keep.may_be_false && span > 1) {
-      run(2 * node, first, span / 2);
-      run(2 * node + 1, first + span / 2, span / 2);
+      const int32_t parts = std::min(span, 4);
+      for (int32_t part = 0; part < parts; ++part) run(parts * node + part, first + part * (span / parts), span / parts);
       return;
     }
-    int16_t first_vector = 0, last_vector = int16_t(ceil_div(row_count, W));
-    if (keep.may_be_false) {
-      while (first_vector < last_vector && !may_keep(first_vector, node, j)) ++first_vector;
-      while (first_vector < last_vector && !may_keep(last_vector - 1, node, j)) --last_vector;
-      if (first_vector == last_vector) return;
+    Visit visit = {first, keep.may_be_false, 0, int16_t(ceil_div(row_count, W))};
+    if (visit.masked) {
+      while (visit.first < visit.last && !may_keep(visit.first, node, j)) ++visit.first;
+      while (visit.first < visit.last && !may_keep(visit.last - 1, node, j)) --visit.last;
+      const fg::ranges::Bool found = kept_pairs(visit, j);
+      if (!found.may_be_true) return;
+      visit.masked = found.may_be_false;
     }
-    for (int64_t tile = first; tile * tile_columns < end; ++tile)
-      visits[count++] = {int32_t(tile), keep.may_be_false, first_vector, last_vector};
+    for (; int64_t(visit.tile) * tile_columns < end; ++visit.tile) visits[count++] = visit;
+  }
+
+  // Looks at the pairs of a visit until one is kept and one is not.
+  fg::ranges::Bool kept_pairs(const Visit& visit, fg::ranges::Int j) const {
+    fg::ranges::Bool found = {false, false};
+    for (int n = visit.first; n < visit.last; ++n) {
+      const Row r = make_row(a, u, x, rows_of(i0, n, row_count));
+      for (int64_t column = j.lo; column <= j.hi; ++column) {
+        found = fg::ranges::hull(found, fg::range_of(keep(a, u, x, r, make_column(a, u, x, int(column)))));
+        if (found.may_be_true && found.may_be_false) return found;
+      }
+    }
+    return found;
   }
 
   // Whether one vector of rows may keep a key of the range j, of which `node` knows what the mask reads.
@@ -1808,12 +1865,61 @@ inline int find_visits(const Arguments& a, const Launch& u, const Head& x, int64
   return search.count;
 }
 
+// ---- How much work a query tile is ---------------------------------------------------------------------------------
+// Rows may keep very different numbers of keys. What a query tile visits is counted once for all batch entries and heads
+// that the mask does not tell apart; the counts decide an order, or where the work is cut.
+
+inline int64_t masks_of(const Arguments& a) { return 1; }
+inline int64_t mask_of(const Arguments& a, int64_t b, int64_t h) {
+  (void)a, (void)b, (void)h;
+  return 0;
+}
+
+// The number of visits of query tile `query_tile` under mask `mask`, and one for what a tile takes beside them.
+inline int32_t work_of(const Arguments& a, const Launch& u, int64_t mask, int64_t query_tile, int tile_rows, int tile_columns,
+                       Visit* visits) {
+  [[maybe_unused]] const int64_t b = 0, h = 0;
+  const Head x = make_head(a, u, b, h);
+  const int64_t row0 = query_tile * tile_rows;
+  const int rows = int(std::min<int64_t>(tile_rows, a.q_len - row0));
+  return 1 + find_visits(a, u, x, row0, rows, tile_columns, visits);
+}
+
+// Query tiles 0 … tiles - 1 by their work, the longest first; of equals the last.
+inline void longest_first(int32_t* order, const int32_t* work, int64_t tiles) {
+  for (int64_t n = 0; n < tiles; ++n) order[n] = int32_t(tiles - 1 - n);
+  std::stable_sort(order, order + tiles, [work](int32_t x, int32_t y) { return work[x] > work[y]; });
+}
+
+// Cuts query tiles into runs of about the same work: run n begins at query tile first[n].
+inline void cut_evenly(int32_t* first, int64_t runs, const int32_t* work, int64_t tiles) {
+  int64_t total = 0, before = 0, run = 0;
+  for (int64_t n = 0; n < tiles; ++n) total += work[n];
+  for (int64_t n = 0; n < tiles; ++n) {
+    while (run < runs && 2 * before + work[n] >= 2 * (total * run / runs)) first[run++] = int32_t(n);
+    before += work[n];
+  }
+  while (run <= runs) first[run++] = int32_t(tiles);
+}
+
 // ---- Odds and ends -------------------------------------------------------------------------------------------------
 
 constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 
 inline char* aligned_workspace(const Arguments& a) {
   return reinterpret_cast<char*>(round_up(int64_t(reinterpret_cast<uintptr_t>(a.workspace)), 64));
+}
+
+// Fewer multiplications and additions than these are done before another thread has begun.
+constexpr int64_t THREAD_GRAIN = int64_t(1) << 19;
+
+// The arguments of a pass cut into at most `tasks`, with no more threads than have something worth their while.
+inline Arguments with_useful_threads(const Arguments& arguments, int64_t tasks) {
+  Arguments a = arguments;
+  const double work = double(a.batch * a.heads * a.q_len) * double(a.kv_len) * (D + DV);
+  const double useful = std::min(double(tasks), work / double(THREAD_GRAIN));
+  a.threads = int(std::max(1.0, std::min(double(a.threads), useful)));
+  return a;
 }
 
 inline int thread_index() {
@@ -1888,6 +1994,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const void* const k = head_of(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h);
   const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
 
+  const int count = find_visits(a, u, x, row0, rows, BC, visits);
+  if (count > 0) prefetch_tile(a, k, v, visits[0].tile, BC);
   load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
             vectors * W);
   fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
@@ -1895,19 +2003,13 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   std::fill_n(t.row_max, BR, -INFINITY);
   std::fill_n(t.row_sum, BR, 0.0f);
 
-  const int count = find_visits(a, u, x, row0, rows, BC, visits);
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
     const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
     const int64_t column0 = int64_t(visit.tile) * BC;
     const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
     const int padded = int(round_up(columns, MR));
-    if (n + 1 < count) {
-      const int64_t next = int64_t(visits[n + 1].tile) * BC;
-      const int coming = int(std::min<int64_t>(BC, a.kv_len - next));
-      prefetch_rows(k, a.k_stride_n, a.element, next, coming, D);
-      prefetch_rows(v, a.v_stride_n, a.element, next, coming, DV);
-    }
+    if (n + 1 < count) prefetch_tile(a, k, v, visits[n + 1].tile, BC);
     const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
     const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
     for (int j = 0; j < columns; ++j) {
@@ -1948,29 +2050,55 @@ static int64_t thread_bytes(const Arguments& a) {
   return round_up(int64_t(sizeof(Scratch)) + ceil_div(a.kv_len, BC) * int64_t(sizeof(Visit)), 64);
 }
 
+// Whether a long query tile could be the last to begin: few heads for the threads that share them.
+static bool is_ordered(const Arguments& a) {
+  return a.threads > 1 && a.batch * a.heads < 4 * a.threads && a.q_len > a.threads * BR;
+}
+
+// For each mask the work of all query tiles, then their order.
+static int64_t order_bytes(const Arguments& a) {
+  return is_ordered(a) ? round_up(2 * masks_of(a) * ceil_div(a.q_len, BR) * int64_t(sizeof(int32_t)), 64) : 0;
+}
+
+static Arguments with_useful_threads(const Arguments& a) {
+  return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, BR));
+}
+
 }  // namespace forward
 
 extern "C" int64_t gpt_oss_d64_forward_workspace(const Arguments* arguments) {
-  const Arguments& a = *arguments;
-  return forward::thread_bytes(a) * a.threads + 64;
+  const Arguments a = forward::with_useful_threads(*arguments);
+  return forward::order_bytes(a) + forward::thread_bytes(a) * a.threads + 64;
 }
 
 extern "C" void gpt_oss_d64_forward(const Arguments* arguments) {
-  const Arguments& a = *arguments;
+  const Arguments a = forward::with_useful_threads(*arguments);
   const Launch u = make_launch(a);
   const int64_t tiles = ceil_div(a.q_len, forward::BR), tasks = a.batch * a.heads * tiles;
-  char* const workspace = aligned_workspace(a);
+  char* workspace = aligned_workspace(a);
+  auto* const work = reinterpret_cast<int32_t*>(workspace);
+  int32_t* const order = work + masks_of(a) * tiles;
+  const bool is_ordered = forward::is_ordered(a);
+  workspace += forward::order_bytes(a);
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1)
   {
     const fg::FlushSubnormals flush;
     char* const mine = workspace + forward::thread_bytes(a) * thread_index();
     auto& scratch = *reinterpret_cast<forward::Scratch*>(mine);
     auto* const visits = reinterpret_cast<Visit*>(mine + sizeof(forward::Scratch));
-    // The last query tiles of a head come first: under a causal mask they are the longest.
+    if (is_ordered) {
+#pragma omp for schedule(static)
+      for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
+        work[n] = work_of(a, u, n / tiles, n % tiles, forward::BR, forward::BC, visits);
+#pragma omp for schedule(static)
+      for (int64_t mask = 0; mask < masks_of(a); ++mask) longest_first(order + mask * tiles, work + mask * tiles, tiles);
+    }
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t b = task / tiles / a.heads, h = task / tiles % a.heads;
-      forward::tile(a, u, b, h, tiles - 1 - task % tiles, visits, scratch);
+      const int64_t b = task / tiles / a.heads, h = task / tiles % a.heads, number = task % tiles;
+      // The last query tiles of a head first, where they are not ordered: under a causal mask they are the longest.
+      const int64_t query_tile = is_ordered ? order[mask_of(a, b, h) * tiles + number] : tiles - 1 - number;
+      forward::tile(a, u, b, h, query_tile, visits, scratch);
     }
   }
 }
@@ -2000,10 +2128,11 @@ struct alignas(64) Scratch {
   Column columns[BC];
 };
 
-// One task: the query heads that share a key/value head, and every `chunks`-th query tile of each. Its dK, dV and
+// One task: the query heads that share a key/value head, and one of `chunks` runs of the query tiles of each. Its dK, dV and
 // captured gradients are its own until they are added up in the order of the tasks.
 struct Task {
   float *dk, *dv;  // [Nk rounded up to BC, DP], [.., DVP]
+  bool* touched;   // which key tiles of them hold anything; memory of others is never asked for
   fg::Gradient grad_sink;
 };
 
@@ -2042,6 +2171,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
   const int64_t first_row = (b * a.heads + h) * a.q_len + row0;
 
+  const int count = find_visits(a, u, x, row0, rows, BC, visits);
+  if (count > 0) prefetch_tile(a, k, v, visits[0].tile, BC);
   load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
             vectors * W);
   fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
@@ -2065,7 +2196,6 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   std::fill_n(t.dqt, DP * LD, 0.0f);
   t.sum_sink = 0.0;
 
-  const int count = find_visits(a, u, x, row0, rows, BC, visits);
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
     const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
@@ -2073,12 +2203,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     const int64_t column0 = int64_t(visit.tile) * BC;
     const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
     const int padded = int(round_up(columns, MR));
-    if (n + 1 < count) {
-      const int64_t next = int64_t(visits[n + 1].tile) * BC;
-      const int coming = int(std::min<int64_t>(BC, a.kv_len - next));
-      prefetch_rows(k, a.k_stride_n, a.element, next, coming, D);
-      prefetch_rows(v, a.v_stride_n, a.element, next, coming, DV);
-    }
+    if (n + 1 < count) prefetch_tile(a, k, v, visits[n + 1].tile, BC);
     const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
     const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
     for (int j = 0; j < columns; ++j) {
@@ -2094,9 +2219,16 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       std::fill_n(t.ds + j * LD, LD, 0.0f);
     }
     // dV += Pᵀ dO, dK += dSᵀ Q, dQᵀ += Kᵀ dSᵀ
-    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP, fg::Begin::accumulate);
-    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, fg::Begin::accumulate);
+    bool& touched = task.touched[visit.tile];
+    if (BC % MR != 0 && !touched) {  // whole register blocks reach into the next tile, where they may add nothing
+      std::fill_n(task.dk + column0 * DP, columns * DP, 0.0f);
+      std::fill_n(task.dv + column0 * DVP, columns * DVP, 0.0f);
+    }
+    const fg::Begin begin = touched || BC % MR != 0 ? fg::Begin::accumulate : fg::Begin::zero;
+    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP, begin);
+    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, begin);
     fg::tile_product(DP, some, columns, keys.at, 1, keys.ld, t.ds + skip, LD, t.dqt + skip, LD, fg::Begin::accumulate);
+    touched = true;
   }
 
   fg::transpose_to(t.dq, DP, t.dqt, LD, DP, vectors * W);
@@ -2119,7 +2251,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 // How the work is cut and where everything lies in the workspace (offsets and sizes in floats).
 struct Layout {
   int64_t chunks, tasks, padded_keys, slots;
-  int64_t slot, sums, scratch, thread, total;
+  int64_t key_tiles, slot, sums, touched, scratch, thread, runs, total;
   int64_t grad_sink;  // of the tasks' own copies, -1: tasks write to the result
   int threads;
 };
@@ -2134,7 +2266,8 @@ static Layout make_layout(const Arguments& a) {
   Layout l{};
   const int64_t heads = a.batch * a.kv_heads, tiles = ceil_div(a.q_len, BR);
   l.threads = a.threads;
-  l.padded_keys = round_up(a.kv_len, BC) + BCP - BC;
+  l.key_tiles = ceil_div(a.kv_len, BC);
+  l.padded_keys = l.key_tiles * BC + BCP - BC;
   l.slot = l.padded_keys * (DP + DVP);
   // Enough tasks to keep every thread busy to the end: heads alone where they are many or divide evenly.
   l.chunks = 1;
@@ -2152,9 +2285,12 @@ static Layout make_layout(const Arguments& a) {
   // One chunk a head: a thread's slot is free again after each task. Several: they are added up at the end.
   l.slots = l.chunks == 1 ? l.threads : l.tasks;
   l.sums = round_up(at, 16);
-  l.scratch = round_up(l.sums + l.slots * l.slot, 16);
+  l.touched = round_up(l.sums + l.slots * l.slot, 16);
+  l.scratch = l.touched + round_up(l.slots * l.key_tiles, 64) / 4;
   l.thread = round_up(int64_t(sizeof(Scratch) + sizeof(Visit) * size_t(ceil_div(a.kv_len, BC))), 64) / 4;
   l.total = l.scratch + l.threads * l.thread;
+  l.runs = l.total;  // for each mask where the chunks' query tiles begin, then the work of each query tile
+  if (l.chunks > 1) l.total += round_up(masks_of(a) * (l.chunks + 1 + tiles), 16);
   return l;
 }
 
@@ -2162,6 +2298,7 @@ static Task make_task(const Arguments& a, const Layout& l, float* workspace, int
   Task t{};
   t.dk = workspace + l.sums + slot * l.slot;
   t.dv = t.dk + l.padded_keys * DP;
+  t.touched = reinterpret_cast<bool*>(workspace + l.touched) + slot * l.key_tiles;
   if (l.grad_sink >= 0) {
     t.grad_sink.own = reinterpret_cast<double*>(workspace + l.grad_sink) + task * (a.tensor_sink_dim_0);
   } else {
@@ -2171,31 +2308,45 @@ static Task make_task(const Arguments& a, const Layout& l, float* workspace, int
   return t;
 }
 
-// Adds up the chunks of a head in their order and writes dK and dV of keys first … last - 1.
-static void finish(const Arguments& a, const Layout& l, float* workspace, int64_t head, int64_t slot, int64_t first,
-            int64_t last, float* row) {
-  for (int64_t j = first; j < last; ++j) {
-    const Task one = make_task(a, l, workspace, 0, slot);
-    float *const dk = one.dk + j * DP, *const dv = one.dv + j * DVP;
-    for (int64_t chunk = 1; chunk < l.chunks; ++chunk) {
-      const float *const more_dk = dk + chunk * l.slot, *const more_dv = dv + chunk * l.slot;
-      for (int d = 0; d < DP; ++d) dk[d] += more_dk[d];
-      for (int d = 0; d < DVP; ++d) dv[d] += more_dv[d];
+// Adds up the chunks of a head in their order and writes dK and dV of one key tile.
+static void finish(const Arguments& a, const Layout& l, float* workspace, int64_t head, int64_t slot, int64_t tile,
+                   float* row) {
+  const int64_t first = tile * BC, last = std::min(first + BC, a.kv_len);
+  Task sum = make_task(a, l, workspace, 0, slot);
+  for (int64_t chunk = 1; chunk < l.chunks; ++chunk) {
+    const Task more = make_task(a, l, workspace, 0, slot + chunk);
+    if (!more.touched[tile]) continue;
+    if (!sum.touched[tile]) {
+      sum = more;
+      continue;
     }
-    (void)row;
-    store_rows(a.dk, a.element, (head * a.kv_len + j) * D, dk, DP, D, 1);
-    store_rows(a.dv, a.element, (head * a.kv_len + j) * DV, dv, DVP, DV, 1);
+    for (int64_t e = first * DP; e < last * DP; ++e) sum.dk[e] += more.dk[e];
+    for (int64_t e = first * DVP; e < last * DVP; ++e) sum.dv[e] += more.dv[e];
   }
+  if (!sum.touched[tile]) {
+    std::fill_n(row, std::max(DP, DVP), 0.0f);
+    for (int64_t j = first; j < last; ++j) {
+      store_rows(a.dk, a.element, (head * a.kv_len + j) * D, row, DP, D, 1);
+      store_rows(a.dv, a.element, (head * a.kv_len + j) * DV, row, DVP, DV, 1);
+    }
+    return;
+  }
+  store_rows(a.dk, a.element, (head * a.kv_len + first) * D, sum.dk + first * DP, DP, D, int(last - first));
+  store_rows(a.dv, a.element, (head * a.kv_len + first) * DV, sum.dv + first * DVP, DVP, DV, int(last - first));
+}
+
+static Arguments with_useful_threads(const Arguments& a) {
+  return ::with_useful_threads(a, a.batch * a.kv_heads * ceil_div(a.q_len, BR));
 }
 
 }  // namespace backward
 
 extern "C" int64_t gpt_oss_d64_backward_workspace(const Arguments* arguments) {
-  return backward::make_layout(*arguments).total * int64_t(sizeof(float)) + 64;
+  return backward::make_layout(backward::with_useful_threads(*arguments)).total * int64_t(sizeof(float)) + 64;
 }
 
 extern "C" void gpt_oss_d64_backward(const Arguments* arguments) {
-  const Arguments& a = *arguments;
+  const Arguments a = backward::with_useful_threads(*arguments);
   const Launch u = make_launch(a);
   const backward::Layout l = backward::make_layout(a);
   const int64_t tiles = ceil_div(a.q_len, backward::BR), group = a.heads / a.kv_heads;
@@ -2206,25 +2357,36 @@ extern "C" void gpt_oss_d64_backward(const Arguments* arguments) {
     float* const mine = workspace + l.scratch + l.thread * thread_index();
     auto& scratch = *reinterpret_cast<backward::Scratch*>(mine);
     auto* const visits = reinterpret_cast<Visit*>(&scratch + 1);
+    auto* const runs = reinterpret_cast<int32_t*>(workspace + l.runs);
+    int32_t* const work = runs + masks_of(a) * (l.chunks + 1);
+    if (l.chunks > 1) {
+#pragma omp for schedule(static)
+      for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
+        work[n] = work_of(a, u, n / tiles, n % tiles, backward::BR, backward::BC, visits);
+#pragma omp for schedule(static)
+      for (int64_t mask = 0; mask < masks_of(a); ++mask)
+        cut_evenly(runs + mask * (l.chunks + 1), l.chunks, work + mask * tiles, tiles);
+    }
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < l.tasks; ++task) {
       const int64_t head = task / l.chunks, chunk = task % l.chunks, slot = l.chunks == 1 ? thread_index() : task;
       const backward::Task own = backward::make_task(a, l, workspace, task, slot);
-      std::fill_n(own.dk, l.slot, 0.0f);
+      std::fill_n(own.touched, l.key_tiles, false);
       if (own.grad_sink.own) std::fill_n(own.grad_sink.own, a.tensor_sink_dim_0, 0.0);
       const int64_t b = head / a.kv_heads, first_head = head % a.kv_heads * group;
-      for (int64_t h = first_head; h < first_head + group; ++h)
-        for (int64_t query_tile = chunk; query_tile < tiles; query_tile += l.chunks)
+      for (int64_t h = first_head; h < first_head + group; ++h) {
+        const int32_t* const run = runs + mask_of(a, b, h) * (l.chunks + 1) + chunk;
+        const int64_t first = l.chunks == 1 ? 0 : run[0], last = l.chunks == 1 ? tiles : run[1];
+        for (int64_t query_tile = first; query_tile < last; ++query_tile)
           backward::tile(a, u, b, h, query_tile, visits, scratch, own);
-      if (l.chunks == 1) backward::finish(a, l, workspace, head, slot, 0, a.kv_len, scratch.q);
+      }
+      for (int64_t tile = 0; l.chunks == 1 && tile < l.key_tiles; ++tile)
+        backward::finish(a, l, workspace, head, slot, tile, scratch.q);
     }
     if (l.chunks > 1) {
-      const int64_t blocks = ceil_div(a.kv_len, backward::BC);
 #pragma omp for schedule(static)
-      for (int64_t block = 0; block < a.batch * a.kv_heads * blocks; ++block) {
-        const int64_t head = block / blocks, first = block % blocks * backward::BC;
-        backward::finish(a, l, workspace, head, head * l.chunks, first, std::min(first + backward::BC, a.kv_len), scratch.q);
-      }
+      for (int64_t n = 0; n < a.batch * a.kv_heads * l.key_tiles; ++n)
+        backward::finish(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, scratch.q);
     }
   }
   if (l.grad_sink >= 0) {

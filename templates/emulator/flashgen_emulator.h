@@ -8,5 +8,7 @@
 #include "kernel/memory.h"
 #include "kernel/copy_async.h"
 #include "kernel/matrix.h"
+#include "kernel/warpgroup.h"
+#include "kernel/bulk.h"
 #include "kernel/threads.h"
 #include "kernel/numbers.h"

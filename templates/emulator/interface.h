@@ -26,6 +26,8 @@ enum class Access : int { load, store, add };
 enum class Together : int {
   warp_barrier,
   block_barrier,
+  barrier_wait,  // of a barrier with a number, and
+  barrier_arrive,
   shuffle,
   ballot,
   load_matrix,
@@ -33,25 +35,48 @@ enum class Together : int {
   mma_f16,
   mma_bf16,
   mma_tf32,
+  warpgroup_arrive,  // these four by the four warps of a warpgroup
+  warpgroup_multiply,
+  warpgroup_commit,
+  warpgroup_wait,
 };
 struct Call {
   Together what;
   int line;
-  void* out;          // shuffle: the value; ballot: the bits; load_matrix: 4 registers; mma: d, read and written
-  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b
-  int number;         // shuffle: the lane that is read; ballot: the condition
-  int bytes;          // shuffle: the size of the value
+  void* out;          // shuffle: the value; ballot: the bits; load_matrix: 4 registers; products: d, read and written
+  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product
+  int number;         // shuffle: the lane that is read; ballot: the condition; warpgroup_wait: the groups left;
+                      // barrier: its number
+  int bytes;          // shuffle: the size of the value; barrier: the threads that it is for
+};
+
+// A matrix in shared memory as a warpgroup reads it; machine/operand.h says where its elements lie.
+struct SharedOperand {
+  const void* start;
+  int leading_bytes, stride_bytes, row_bytes;
+  bool across;
+};
+// d (64 x 8 n_tiles) = or += a (64 x 16) b (16 x 8 n_tiles), d in float32. The same for all lanes but for registers.
+struct Product {
+  const uint32_t* a_registers;  // null: a lies in shared memory
+  SharedOperand a, b;
+  int n_tiles;
+  bool bfloat, add;
 };
 
 class Machine {
  public:
   virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
-  virtual void global_add(float* p, float value, int line) = 0;
+  virtual void global_add(float* p, const float* values, unsigned count, int line) = 0;  // one access of all of them
   virtual char* shared_memory() = 0;
   virtual void shared_access(Access access, const void* p, unsigned bytes, int line) = 0;
   virtual void copy_async(void* shared, const void* global, unsigned bytes, bool valid, int line) = 0;
   virtual void copy_async_commit(int line) = 0;
   virtual void copy_async_wait(int pending, int line) = 0;
+  virtual void publish_shared() = 0;
+  virtual void bulk_add(float* to, const float* from, int bytes, int line) = 0;
+  virtual void bulk_commit() = 0;
+  virtual void bulk_wait() = 0;
   virtual void together(const Call& call) = 0;
 
  protected:
@@ -90,11 +115,13 @@ enum class Fault : int {
   misaligned,
   shared_outside, // shared memory: beyond the launch's size
   uninitialized,  // shared memory: read before it was written
-  not_awaited,    // shared memory: an asynchronous copy that no wait has covered
+  not_awaited,    // an asynchronous copy, product or addition that no wait has covered
   not_committed,  // … that was never committed
+  not_published,  // shared memory: read by a product or an addition, but its writer has not made it visible to them
+  not_arrived,    // a product whose registers may still be in use
   race,
   global_race,    // global memory: written and loaded, or written by two threads, in one launch
-  divergence,     // lanes of a warp at different collectives
+  divergence,     // lanes of a warp, or warps of a warpgroup, at different collectives
   deadlock,       // a barrier that cannot complete
 };
 constexpr int most_frames = 24;

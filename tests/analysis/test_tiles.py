@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import Layout
 from flashgen.ir.text import text
@@ -120,6 +122,28 @@ def test_random_conditions(keep: Expr) -> None:
         found = classify(keep, tile)
         if found is not TileClass.PARTIAL:
             assert found is truth(on_tile(keep, tile)), (text(keep), tile)
+
+
+@st.composite
+def bounds_on_positions(draw: st.DrawFn, depth: int) -> Expr:
+    """Any logic over bounds on i, j and i - j, as users write them."""
+    if depth == 0:
+        i, j = index("i"), index("j")
+        sums = st.sampled_from([i, j, apply("sub", i, j), apply("sub", j, i)])
+        left, right = draw(st.sampled_from([(draw(sums), literal(draw(st.integers(-40, 110)))), (i, j)]))
+        moved = apply("add", right, literal(draw(st.integers(-30, 30))))
+        return apply(draw(st.sampled_from(("lt", "le", "gt", "ge", "eq", "ne"))), left, moved)
+    inner = bounds_on_positions(depth - 1)
+    joined = apply(draw(st.sampled_from(("and", "or", "eq"))), draw(inner), draw(inner))
+    return draw(st.sampled_from([joined, apply("not", joined)]))
+
+
+@settings(max_examples=200)
+@given(bounds_on_positions(2))
+def test_logic_over_bounds_on_positions_is_decided_exactly(keep: Expr) -> None:
+    """Unions whose parts abut, overlap or leave a gap; intersections that no pair satisfies."""
+    for tile, _, _ in SOME:
+        assert classify(keep, tile) is truth(on_tile(keep, tile)), (text(keep), tile)
 
 
 @settings(max_examples=100)

@@ -161,7 +161,7 @@ def test_devices() -> None:
 def test_cache_lists_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
     empty = json.loads(flashgen("cache", "--json").stdout)
-    assert empty == {"folder": str(tmp_path / "cache"), "entries": []}
+    assert empty == {"folder": str(tmp_path / "cache"), "entries": [], "tuned": []}
     assert not (tmp_path / "cache").exists()
     file = tmp_path / "one.attn"
     file.write_text("attention one { head_dim 16 }")

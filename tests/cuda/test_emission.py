@@ -76,16 +76,16 @@ def test_only_the_first_layer_speaks_assembly_and_shared_memory() -> None:
 
 def test_values_are_placed_at_their_level() -> None:
     text = emitted(EVERYTHING).text
-    assert "float slope;  // slope[h]" in section(text, "struct Head {")
-    assert "float gate;  // gate[b, h, j]" in section(text, "struct Column {")
-    assert "float rows;  // rows[b, i]" in section(text, "struct Row {")
+    assert "float slope;  // 1.4426950408889634 * slope[h]" in section(text, "struct Head {")
+    assert "float gate;  // 1.4426950408889634 * gate[b, h, j]" in section(text, "struct Column {")
+    assert "float rows;  // 1.4426950408889634 * rows[b, i]" in section(text, "struct Row {")
     assert "fg::element(a.tensor_table" in section(text, "FG_DEVICE float score(")
 
 
 def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
     text = emitted(CAUSAL).text
-    assert "exp2_approximate(s.at[m][t][e] * 0.18033688f - shift)" in text
-    assert "exp2_approximate(s.at[m][t][e] - shift)" in emitted(EVERYTHING).text
+    assert "exp2_approximate(value * 0.18033688f - shift[2 * m + e / 2])" in text
+    assert "exp2_approximate(value - shift[2 * m + e / 2])" in emitted(EVERYTHING).text
 
 
 def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:

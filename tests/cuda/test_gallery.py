@@ -37,3 +37,10 @@ def test_float32_is_as_accurate_as_float32(name: str) -> None:
     op = operator(name, "emulator")
     case = verify_case(op, op.spec.head_dims[0], ElementType.F32, fitting(op.spec, Shape(1, 2, 2, 33, 65)))
     assert case.ok, failures(case)
+
+
+def test_weights_below_the_range_of_float16() -> None:
+    """Rows whose scores are all negative have weights of 1e-6, which float16 holds as 1.0133e-6."""
+    op = operator("relu2_normalized", "emulator")
+    case = verify_case(op, op.spec.head_dims[0], ElementType.F16, Shape(1, 2, 1, 77, 203))
+    assert case.ok, failures(case)

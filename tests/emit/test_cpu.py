@@ -51,8 +51,8 @@ def test_the_same_bytes_every_time() -> None:
 
 def test_values_are_placed_at_their_level() -> None:
     text = emitted(EVERYTHING).text
-    assert "float slope;  // slope[h]" in section(text, "struct Head {")
-    assert "float gate;  // gate[b, h, j]" in section(text, "struct Column {")
+    assert "float slope;  // 1.4426950408889634 * slope[h]" in section(text, "struct Head {")
+    assert "float gate;  // 1.4426950408889634 * gate[b, h, j]" in section(text, "struct Column {")
     assert "bool valid;  // valid[b, j]" in section(text, "struct Column {")
     assert "table" not in section(text, "struct Row {")
     score = section(text, "FG_INLINE fg::VecF score(")

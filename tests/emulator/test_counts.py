@@ -48,6 +48,17 @@ def test_atomic_additions_are_counted_apart() -> None:
     assert report.traffic == {"x": Traffic(loaded=4 * 300), "y": Traffic(added=3 * 8 * 4)}
 
 
+def test_asynchronous_additions_are_counted() -> None:
+    report = launch(
+        kernel("primitives"),
+        {"x": np.zeros((12, 128), np.float32), "y": np.zeros((2, 128), np.float32), "n": 2},
+        name="bulk_add",
+        threads=64,
+        shared_bytes=2 * 512,
+    ).report
+    assert report.traffic == {"x": Traffic(loaded=512 * 12), "y": Traffic(added=512 * 12)}
+
+
 def test_reports_add_up() -> None:
     one, other = product(64, 64, 32).report, product(128, 64, 32).report
     total = Report.total([one, other])

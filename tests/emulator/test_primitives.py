@@ -41,6 +41,12 @@ def test_atomic_additions(random: np.random.Generator) -> None:
     assert np.array_equal(y, 2 + np.bincount(x, minlength=8))
 
 
+def test_asynchronous_additions(random: np.random.Generator) -> None:
+    x = random.integers(-8, 8, (6 * 3, 128)).astype(np.float32)
+    y = call("bulk_add", x, np.full((3, 128), 2, np.float32), 3, threads=128, shared_bytes=4 * 512)
+    assert np.array_equal(y, 2 + x.reshape(6, 3, 128).sum(0))
+
+
 def test_every_thread_knows_its_place() -> None:
     threads, grid = (4, 8, 2), (3, 2, 2)
     shape = (*grid[::-1], *threads[::-1], 6)

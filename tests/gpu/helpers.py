@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification import Inputs, fitting, random_inputs
@@ -18,6 +18,12 @@ from tests.numeric.helpers import SMALL_CONSTANTS, SPECS, dtypes
 
 # One of each kind of spec: for what is tested beside numbers, and takes long.
 REPRESENTATIVE = ("causal", "alibi", "gemma2_local", "packed_documents", "t5", "gpt_oss", "sigmoid_attention", "cosine")
+
+
+def spec_of(name: str) -> AttentionSpec:
+    """A gallery spec, without a GPU."""
+    (spec,) = flashgen.check(SPECS / f"{name}.attn", SMALL_CONSTANTS.get(name, {})).specs
+    return spec
 
 
 @functools.cache

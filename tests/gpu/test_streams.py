@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashgen
 from flashgen.ir.shape import Shape
 from tests.gpu.helpers import REPRESENTATIVE, arguments, operator, results
 
@@ -34,6 +35,52 @@ def test_graphs(name: str) -> None:
     torch.cuda.synchronize()
     for replayed, expected in zip(captured, results(op, inputs, deterministic=True), strict=True):
         assert torch.equal(replayed, expected)
+
+
+def test_a_graph_sees_new_params_and_draws_new_seeds() -> None:
+    """Kernels fetch both from the GPU's memory at each replay."""
+    op = flashgen.loads(
+        "attention drawn { head_dim 64  dtype f16  param ell: f32 = 1.0  score ell * s  mask causal  dropout 0.5 }",
+        backend="cuda",
+    )
+    inputs = arguments(op, SHAPE)
+    ell = torch.tensor(1.0, device="cuda")
+    seed = torch.tensor(7, device="cuda")
+
+    def run(**options: Any) -> torch.Tensor:
+        found: torch.Tensor = op(inputs.q, inputs.k, inputs.v, ell=ell, **options)
+        return found
+
+    beside = cuda.Stream()
+    beside.wait_stream(cuda.current_stream())
+    with cuda.stream(beside):
+        run(dropout_p=0.5), run(dropout_p=0.5, seed=seed)
+    cuda.current_stream().wait_stream(beside)
+    drawn, seeded = cuda.CUDAGraph(), cuda.CUDAGraph()
+    with cuda.graph(drawn):
+        by_chance = run(dropout_p=0.5)
+    with cuda.graph(seeded):
+        chosen = run(dropout_p=0.5, seed=seed)
+    drawn.replay()
+    first = by_chance.clone()
+    drawn.replay()
+    assert not torch.equal(first, by_chance), "another seed"
+    for scale, number in ((1.0, 7), (0.25, 7), (0.25, 8)):
+        ell.fill_(scale), seed.fill_(number)
+        seeded.replay()
+        assert torch.equal(chosen, run(dropout_p=0.5, seed=number)), (scale, number)
+
+
+def test_autocast() -> None:
+    op = operator("causal")
+    inputs = arguments(op, SHAPE)
+    q, k, v = (x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    with torch.autocast("cuda", torch.float16):
+        o = op(q, k, v)
+        found = torch.autograd.grad(o.sum(), (q, k, v))
+    assert o.dtype is torch.float16
+    assert all(x.dtype is torch.float32 for x in found)
+    assert torch.equal(o, op(q.half(), k.half(), v.half()))
 
 
 def test_two_streams() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from flashgen.ir.shape import Shape
@@ -33,9 +31,6 @@ def test_lengths(name: str, length: int) -> None:
     for head_dim in op.spec.head_dims[:1] if is_long else op.spec.head_dims:
         for dtype in dtypes(op.spec)[:1] if is_long else dtypes(op.spec):
             case = verify_case(op, head_dim, dtype, shape, seed=length)
-            if length == 1 and dtype is not ElementType.F32:
-                # With one key dq and dk are what is left after a cancellation, of the size of the rounding of o.
-                case = replace(case, rows=tuple(row for row in case.rows if row.tensor in ("o", "lse", "dv")))
             assert case.ok, failures(case)
 
 

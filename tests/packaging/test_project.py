@@ -39,7 +39,7 @@ def test_every_requirement_is_locked_within_its_range(project: dict[str, Any], l
 
 
 def test_extras(project: dict[str, Any]) -> None:
-    assert set(project["project"]["optional-dependencies"]) == {"cuda12", "cuda13", "dev"}
+    assert set(project["project"]["optional-dependencies"]) == {"cuda12", "cuda13", "dev", "plot"}
 
 
 def test_the_changelog_knows_the_version(repository: Path) -> None:

@@ -17,6 +17,7 @@ import flashgen
 from flashgen import targets
 from flashgen.analysis.variant import analyse
 from flashgen.backends import cuda_provider
+from flashgen.cache import Cache
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import AttentionSpec
@@ -26,7 +27,6 @@ from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
 from flashgen.plan.manifest import Manifest
 from flashgen.plan.plan import Rejection
 from flashgen.runtime import cuda, nvrtc
-from flashgen.runtime.cache import Cache
 from flashgen.runtime.cuda import CudaMissing
 from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, Resources
 from flashgen.targets import UnsupportedGpu, compile_variant, packaged_kernel, target_of
@@ -242,17 +242,43 @@ def test_a_gpu_of_an_old_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = parse_text(SPEC).specs[0]
     with pytest.raises(UnsupportedGpu, match="backend='reference' runs on any GPU"):
         cuda_provider(spec)(spec.head_dims[0], 0)
+    monkeypatch.setattr(cuda, "check", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"backend 'cuda': 'Tesla V100' has compute capability 7.0; the oldest"):
+        flashgen.loads(SPEC, backend="cuda")
 
 
 @pytest.mark.usefixtures("no_cupy")
-def test_without_cupy() -> None:
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA tensors say what to install; CPU tensors do not notice."""
     spec: AttentionSpec = parse_text(SPEC).specs[0]
     with pytest.raises(CudaMissing, match=r"CuPy, which cannot be imported .*pip install 'flashgen\[cuda1[23]\]'"):
         cuda_provider(spec)(spec.head_dims[0], 0)
+    monkeypatch.setattr(cuda, "is_there", lambda: True)
     op = flashgen.loads(SPEC)
+    q = torch.randn(1, 1, 5, 16, dtype=torch.bfloat16, requires_grad=True)
+    assert torch.autograd.grad(op(q, q, q).sum(), q)[0].shape == q.shape
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(ValueError, match=r"backend 'cuda': .*CuPy, .*pip install 'flashgen\[cuda13\]'"):
+        flashgen.loads(SPEC, backend="cuda")
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for CUDA on a machine whose driver is missing: its reason, without its advice over several lines."""
+
+    def init() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check that you have an NVIDIA GPU")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"^backend 'cuda': PyTorch finds no GPU: Found no NVIDIA driver on your sy.*$"
+    ):
+        flashgen.loads(SPEC, backend="cuda")
     q = torch.randn(1, 1, 5, 16, dtype=torch.bfloat16)
-    assert op(q, q, q).shape == q.shape
+    assert flashgen.loads(SPEC)(q, q, q).shape == q.shape
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.cache import Cache
 from flashgen.plan.arguments import Field
-from flashgen.runtime.cache import Cache
 from flashgen.runtime.compiler import (
     CompileFailed,
     Compiler,

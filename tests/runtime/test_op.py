@@ -138,6 +138,35 @@ def test_strides(backend: str) -> None:
         torch.testing.assert_close(torch.autograd.grad(o, inputs, towards), truth, rtol=0, atol=0)
 
 
+def test_strides_of_single_elements(backend: str) -> None:
+    """A dimension of 1 has any stride, and the tensor is contiguous all the same."""
+    q, k, v = (x.detach()[:1, :1, :5].contiguous() for x in qkv())
+    expected = op(CAUSAL, backend)(q, k, v)
+    for strides in ((7, 3, 16, 1), (80, 1 << 40, 16, 1)):
+        inputs = [x.as_strided(x.shape, strides).requires_grad_() for x in (q, k, v)]
+        assert all(x.is_contiguous() for x in inputs)
+        o = op(CAUSAL, backend)(*inputs)
+        assert torch.equal(o, expected)
+        assert [x.stride() for x in torch.autograd.grad(o.sum(), inputs)] == [(80, 80, 16, 1)] * 3
+
+
+def test_the_default_type_of_pytorch_changes_nothing(backend: str) -> None:
+    """lse and the sums of captured gradients are float32 whatever new tensors are by default."""
+    inputs, arguments = qkv(), captured()
+    learned = [*inputs, arguments["slope"]]
+    expected = op(RICH, backend)(*inputs, return_lse=True, deterministic=True, **arguments)
+    gradient = torch.autograd.grad(expected[0].sum(), learned)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = op(RICH, backend)(*inputs, return_lse=True, deterministic=True, **arguments)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(torch.autograd.grad(found[0].sum(), learned), gradient, strict=True)
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_expanded_tensors(backend: str) -> None:
     q = random(1, 1, 1, 16).expand(2, 4, 37, 16)
     k, v = (random(1, 1, 37, 16, seed=seed).requires_grad_() for seed in (1, 2))

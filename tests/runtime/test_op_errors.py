@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +143,65 @@ def test_indices_are_proved_for_the_sizes_of_the_call(backend: str) -> None:
     packed(q[:, :, :20], k[:, :, :20], v[:, :, :20], doc=doc)
     with pytest.raises(ValueError, match=r"'p': index 'i' of tensor 'doc' .*Nq = 37"):
         packed(q, k[:, :, :20], v[:, :, :20], doc=doc)
+
+
+class LittleMemory:
+    """Stands for PyTorch's ways to make tensors: the one numbered ``failing`` finds no memory, the others are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing: int | None = None
+        self.made: list[weakref.ref[Tensor]] = []
+        for name in ("empty_strided", "empty_like", "zeros"):
+            monkeypatch.setattr(torch, name, self._limited(getattr(torch, name)))
+
+    def _limited(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def limited(*args: Any, **options: Any) -> Tensor:
+            if self.failing == len(self.made):
+                raise torch.OutOfMemoryError("out of memory")
+            made = make(*args, **options)
+            self.made.append(weakref.ref(made))
+            return made
+
+        return limited
+
+    def attempt(self, run: Callable[[], Any], failing: int | None) -> Any:
+        """The result of ``run``; None where it ran out of memory."""
+        self.failing, self.made = failing, []
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            self.failing = None
+
+
+def test_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it happens: PyTorch's own error, nothing left allocated, and the next call is right."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    rich, inputs, arguments = op(RICH, "cpu"), qkv(), captured()
+    learned = [*inputs, arguments["slope"], arguments["table"]]
+
+    def forward() -> Tensor:
+        o: Tensor = rich(*inputs, deterministic=True, **arguments)
+        return o
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(o, learned, torch.ones_like(o), retain_graph=True)
+
+    o = forward()
+    expected = [o.detach(), *backward()]
+    memory = LittleMemory(monkeypatch)
+    for run, least in ((forward, 3), (backward, 6)):
+        rich._registered.engine._spare.clear()  # so that the workspace is asked for as well
+        failures = 0
+        while memory.attempt(run, failures) is None:
+            assert [each() for each in memory.made] == [None] * failures
+            failures += 1
+        assert failures >= least  # results, sums of captured gradients, the workspace
+        assert len(memory.made) == failures
+    found = [forward().detach(), *backward()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_unknown_backend() -> None:

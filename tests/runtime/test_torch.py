@@ -203,6 +203,24 @@ def test_torch_func(backend: str) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(loss(*leaves), leaves))
 
 
+def test_tensors_that_torch_func_has_left_behind(backend: str) -> None:
+    """What a function under ``torch.func`` lets escape is a wrapper, which looks like a tensor and has no memory."""
+    kept, inputs = [], [x.detach() for x in qkv()]
+
+    def leak(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    torch.func.grad(leak)(inputs[0])
+    expected = op(CAUSAL, backend)(*inputs)
+    with torch.no_grad():
+        assert torch.equal(op(CAUSAL, backend)(kept[0], *inputs[1:]), expected)
+    learned = inputs[1].requires_grad_()
+    o = op(CAUSAL, backend)(kept[0], learned, inputs[2])
+    truth = torch.autograd.grad(op(CAUSAL, backend)(*inputs).sum(), learned)
+    assert torch.equal(torch.autograd.grad(o.sum(), learned)[0], truth[0])
+
+
 def test_the_dispatcher_and_the_short_way_agree(backend: str) -> None:
     """Plain eager calls skip the dispatcher; a profiler sees the operator."""
     inputs, arguments = qkv(), captured()

@@ -1,7 +1,7 @@
 """Compile a generated CUDA source for the emulator and launch its kernels.
 
 In: the text of a ``.cu`` file. Out: a ``Program``; each launch gives a ``Report`` or raises ``EmulatorError``. Compiled
-libraries come from the cache of flashgen/runtime/cache.py. Nothing here imports torch.
+libraries come from the cache of flashgen/cache.py. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashgen.runtime.cache import Cache
+from flashgen.cache import Cache
 from flashgen.runtime.compiler import Compiler, compile_sources, find_compiler
 from flashgen.runtime.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
 from flashgen.runtime.emulator.source import kernel_names, kernel_source, machine_source

@@ -17,6 +17,8 @@ class FaultKind(enum.StrEnum):
     UNINITIALIZED = "uninitialized"
     NOT_AWAITED = "not-awaited"
     NOT_COMMITTED = "not-committed"
+    NOT_PUBLISHED = "not-published"
+    NOT_ARRIVED = "not-arrived"
     RACE = "race"
     GLOBAL_RACE = "global-race"
     DIVERGENCE = "divergence"

@@ -296,6 +296,40 @@ constexpr Int to_int(Float x) {  // NaN gives 0
   return {x.nan ? std::min<int64_t>(lo, 0) : lo, x.nan ? std::max<int64_t>(hi, 0) : hi};
 }
 
+// ---- sums over the integers: what bounds of a mask compare ------------------------------------------------------------
+
+// Of 32-bit ranges with factors up to 2^20; nothing wraps. Ends beyond `far` stand for no limit.
+constexpr int64_t far = int64_t(1) << 62;
+constexpr Int sum(Int x, Int y) { return {x.lo + y.lo, x.hi + y.hi}; }
+constexpr Int difference(Int x, Int y) { return {x.lo - y.hi, x.hi - y.lo}; }
+constexpr Int scaled(Int x, int64_t c) { return c < 0 ? Int{c * x.hi, c * x.lo} : Int{c * x.lo, c * x.hi}; }
+constexpr Int shifted(Int x, int64_t c) { return {x.lo + c, x.hi + c}; }
+constexpr Int at_least(Int x, int64_t lo) { return {std::max(x.lo, lo), x.hi}; }
+constexpr Int at_most(Int x, int64_t hi) { return {x.lo, std::min(x.hi, hi)}; }
+constexpr Int meet(Int x, Int y) { return {std::max(x.lo, y.lo), std::min(x.hi, y.hi)}; }
+constexpr Int of_blocks(Int x, int64_t size) { return {x.lo * size, x.hi * size + size - 1}; }  // of x = i // size, i
+constexpr bool some(Int x) { return x.lo <= x.hi; }
+constexpr bool fits(Int x) { return x.lo >= int_min && x.hi <= int_max; }
+constexpr bool is_point(Int x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// ---- elements that a pair reads -----------------------------------------------------------------------------------
+
+constexpr Bool anything(Bool) { return any_bool(); }
+constexpr Int anything(Int) { return any_int(); }
+constexpr Float anything(Float) { return any_float(); }
+
+// The range of read(n) over the indices x of a dimension, clamped as kernels clamp them. Where these are many nothing is
+// read but the first: a tile reads few elements where they belong to blocks.
+constexpr int64_t most_elements = 4;
+template <class Read> inline auto over(Int x, int64_t dimension, Read read) {
+  const int64_t end = dimension - 1;
+  const int64_t first = std::max(std::min(x.lo, end), int64_t(0)), last = std::max(std::min(x.hi, end), int64_t(0));
+  auto found = read(first);
+  if (last - first >= most_elements) return anything(found);
+  for (int64_t n = first + 1; n <= last; ++n) found = hull(found, read(n));
+  return found;
+}
+
 // ---- functions of floats -----------------------------------------------------------------------------------------
 
 inline Float ceil(Float x) { return {std::ceil(x.lo), std::ceil(x.hi), x.nan}; }

@@ -151,12 +151,18 @@ template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_til
 
 // ---- accumulators to shared memory -----------------------------------------------------------------------------------
 
-// Rounds an accumulator to the tile's type and stores it at (row, column); `lane` as for load_square.
+// Rounds an accumulator to the tile's type and stores it at (row, column), multiples of 8; `lane` as for load_square. A lane
+// has one place in the first fragment of a row of panels; the chunk's number flips bits of it.
 template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], int lane) {
   using T = typename Tile::element;
+  constexpr int group = 8 / Tile::row_chunks, row_bytes = Tile::row_chunks * 16;
+  const int within = lane % 4 * 2 * int(sizeof(T)), lane_row = lane / 4;
+  const int in_fragment = lane_row * row_bytes + ((lane_row / group % Tile::row_chunks) ^ within / 16) * 16 + within % 16;
+  const int panel = (column / Tile::width * Tile::rows + row) * row_bytes;
+  char* const start = reinterpret_cast<char*>(tile.base) + panel + (in_fragment ^ column % Tile::width / Tile::chunk * 16);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    T* const place = tile.at(row + lane / 4 + 8 * half, column + lane % 4 * 2);
+    char* const place = start + 8 * half * row_bytes;
     if constexpr (sizeof(T) == 2) {
       shared_store(reinterpret_cast<uint32_t*>(place), Element<T>::pack(d[2 * half], d[2 * half + 1]));
     } else {

@@ -82,9 +82,9 @@ FG_DEVICE void global_max(uint32_t* p, uint32_t value) { asm volatile("red.globa
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
-// The block's dynamic shared memory, 128-byte aligned.
+// The block's dynamic shared memory, aligned as the permutation of matrices needs it.
 FG_DEVICE char* shared_memory() {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   return memory;
 }
 template <class T> FG_DEVICE T shared_load(const T* p) { return *p; }
@@ -122,6 +122,9 @@ template <int pending> FG_DEVICE void copy_async_wait() {
 
 FG_DEVICE void block_barrier() { __syncthreads(); }
 FG_DEVICE void warp_barrier() { __syncwarp(); }
+// A barrier of `threads` threads, whole warps: some wait, others only say that they have been there. Numbers 1 … 15.
+FG_DEVICE void barrier_wait(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+FG_DEVICE void barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // Bit l: the condition in lane l.

@@ -1,8 +1,9 @@
-// Layer 3 of the CUDA primitives: sums and maxima over the threads that share a row, a column, or a block.
+// Layer 3 of the CUDA primitives: sums and maxima over the threads that share a row, a column, or a tile.
 //
 // Contract: every order of additions is fixed, so results repeat bit for bit.
 #pragma once
 #include "fragments.cuh"
+#include "team.cuh"
 
 namespace fg {
 
@@ -20,16 +21,16 @@ FG_DEVICE float warp_sum(float x) {
   for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
-// Over the block, by way of one float a warp in shared memory; the sum arrives in thread 0.
-template <int threads> FG_DEVICE float block_sum(float x, float* shared) {
+// Over a team, by way of one float a warp in shared memory; the sum arrives in thread 0.
+template <class Team> FG_DEVICE float team_sum(float x, float* shared) {
   const int warp = warp_index();
   x = warp_sum(x);
-  block_barrier();
+  Team::barrier();
   if (lane_index() == 0) shared_store(shared + warp, x);
-  block_barrier();
+  Team::barrier();
   float sum = 0.0f;
   if (threadIdx.x == 0)
-    for (int each = 0; each < threads / 32; ++each) sum += shared_load(shared + each);
+    for (int each = 0; each < Team::threads / 32; ++each) sum += shared_load(shared + each);
   return sum;
 }
 

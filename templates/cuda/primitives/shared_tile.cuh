@@ -50,14 +50,14 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
 }
 
 // Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero. Rows
-// that are no whole number of chunks go element by element. All `threads` of the block take part.
+// that are no whole number of chunks go element by element. `threads` threads take part, `thread` of which is this one.
 template <int threads, int width, class Tile>
-FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count) {
+FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count, int thread) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
   constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
-  const int thread = again(int(threadIdx.x)), row0 = thread / lanes, column0 = thread % lanes * chunk;
+  const int row0 = thread / lanes, column0 = thread % lanes * chunk;
 #pragma unroll
   for (int part = 0; part < chunks; part += lanes) {
     const int column = column0 + part * chunk;
@@ -81,15 +81,25 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
   }
 }
 
+// The same by all threads of a block.
+template <int threads, int width, class Tile>
+FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count) {
+  copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
+}
+
 // Stores rows 0 … count - 1 of `width` elements, packed one after another from `to` on.
 template <int threads, int width, class Tile>
 FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int first, int rows, int count) {
   using T = typename Tile::element;
-  constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk;
-#pragma unroll 1
-  for (int n = thread; n < rows * chunks; n += threads) {
-    const int row = first + n / chunks, column = n % chunks * chunk;
-    if (row >= count) continue;
+  constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk, lanes = power_of_two_above(chunks, threads);
+  static_assert(threads % lanes == 0, "a row is stored by neighbouring threads");
+  const int row0 = first + thread / lanes, column0 = thread % lanes * chunk;
+#pragma unroll
+  for (int part = 0; part < chunks; part += lanes)
+#pragma unroll 4
+  for (int row = row0; row < first + rows; row += threads / lanes) {
+    const int column = column0 + part * chunk;
+    if (row >= count || (chunks % lanes != 0 && column >= width)) continue;
     const Chunk<T> values = shared_load(reinterpret_cast<const Chunk<T>*>(from.at(row, column)));
     T* const place = to + int64_t(row) * width + column;
     if (width % chunk == 0) {

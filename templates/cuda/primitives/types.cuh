@@ -21,16 +21,19 @@ FG_DEVICE float to_float(bfloat_t x) { return __uint_as_float(uint32_t(x.bits) <
 template <class T> struct Element;
 template <> struct Element<half_t> {
   static constexpr int depth = 16, unroll = 16;
+  static constexpr bool narrow = true;  // fewer exponents than float32 has
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_f16(low, high); }
   FG_DEVICE static half_t round(float x) { return {uint16_t(pack_f16(x, 0.0f))}; }
 };
 template <> struct Element<bfloat_t> {
   static constexpr int depth = 16, unroll = 16;
+  static constexpr bool narrow = false;
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_bf16(low, high); }
   FG_DEVICE static bfloat_t round(float x) { return {uint16_t(pack_bf16(x, 0.0f))}; }
 };
 template <> struct Element<float> {
   static constexpr int depth = 8, unroll = 1;
+  static constexpr bool narrow = false;
   FG_DEVICE static float round(float x) { return x; }
 };
 

@@ -1,4 +1,4 @@
-// Plain accesses to global and shared memory, of 1, 2, 4, 8 or 16 bytes.
+// Plain accesses to global and shared memory, of 1 (global only), 2, 4, 8 or 16 bytes.
 //
 // Contract: the pointer is aligned to the size of its type. The machine checks and counts; what it does not refuse
 // is then an access to host memory.
@@ -11,6 +11,10 @@ namespace emulator {
 template <class T> constexpr void assert_accessible() {
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16,
                 "no instruction moves this many bytes");
+}
+template <class T> constexpr void assert_watched() {
+  assert_accessible<T>();
+  static_assert(sizeof(T) > 1, "shared memory is watched by two bytes");
 }
 template <class T> inline T read(const T* p) {
   T value;
@@ -30,7 +34,7 @@ template <class T> FG_PRIMITIVE void global_store(T* p, T value, int line = __bu
   memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
 FG_PRIMITIVE void global_add(float* p, float value, int line = __builtin_LINE()) {
-  emulator::registers.machine->global_add(p, value, line);
+  emulator::registers.machine->global_add(p, &value, 1, line);
 }
 FG_PRIMITIVE void global_add(uint64_t* p, uint64_t value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_access(emulator::Access::add, p, sizeof *p, line);
@@ -45,12 +49,12 @@ FG_PRIMITIVE void global_max(uint32_t* p, uint32_t value, int line = __builtin_L
 
 FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
 template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {
-  emulator::assert_accessible<T>();
+  emulator::assert_watched<T>();
   emulator::registers.machine->shared_access(emulator::Access::load, p, sizeof(T), line);
   return emulator::read(p);
 }
 template <class T> FG_PRIMITIVE void shared_store(T* p, T value, int line = __builtin_LINE()) {
-  emulator::assert_accessible<T>();
+  emulator::assert_watched<T>();
   emulator::registers.machine->shared_access(emulator::Access::store, p, sizeof(T), line);
   memcpy(static_cast<void*>(p), &value, sizeof(T));
 }

@@ -1,6 +1,7 @@
 // Barriers, shuffles, and what a thread knows of itself.
 //
-// Contract: all threads of the block, or all lanes of the warp, call together, from the same line.
+// Contract: all threads of the block, or all lanes of the warp, call together, from the same line; warps come to a
+// barrier with a number from different lines.
 #pragma once
 #include "language.h"
 
@@ -24,6 +25,13 @@ FG_PRIMITIVE void block_barrier(int line = __builtin_LINE()) {
 }
 FG_PRIMITIVE void warp_barrier(int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::warp_barrier, line, nullptr, {}, 0, 0});
+}
+// A barrier of `threads` threads, whole warps: some wait, others only say that they have been there.
+FG_PRIMITIVE void barrier_wait(int number, int threads, int line = __builtin_LINE()) {
+  emulator::registers.machine->together({emulator::Together::barrier_wait, line, nullptr, {}, number, threads});
+}
+FG_PRIMITIVE void barrier_arrive(int number, int threads, int line = __builtin_LINE()) {
+  emulator::registers.machine->together({emulator::Together::barrier_arrive, line, nullptr, {}, number, threads});
 }
 template <class T> FG_PRIMITIVE T shuffle_xor(T value, int lane_mask, int line = __builtin_LINE()) {
   return emulator::shuffle_from(value, emulator::lane() ^ lane_mask, line);

@@ -7,10 +7,13 @@
 // the launch fails: that is divergence within a warp, deadlock between warps.
 #pragma once
 #include "banks.h"
+#include "barriers.h"
+#include "bulk.h"
 #include "copies.h"
 #include "global_memory.h"
 #include "matrix.h"
 #include "random.h"
+#include "warpgroups.h"
 
 namespace fg {
 namespace emulator {
@@ -24,8 +27,12 @@ class Block final : public Machine {
         launch_(launch),
         registers_(registers),
         threads_(static_cast<int>(launch.block.x * launch.block.y * launch.block.z)),
-        shared_(launch.shared_bytes, clocks_, faults),
+        barriers_(clocks_, faults),
+        publications_(clocks_, threads_),
+        shared_(launch.shared_bytes, clocks_, publications_, faults),
         copies_(shared_, threads_),
+        bulk_(shared_, faults, threads_),
+        warpgroups_(shared_, clocks_, faults, threads_),
         fibers_(threads_, &Block::run_thread, this),
         lanes_(static_cast<size_t>(threads_)),
         warps_(static_cast<size_t>(threads_ / warp_lanes)) {
@@ -50,15 +57,19 @@ class Block final : public Machine {
     number_ = number;
     random_ = Random(launch_.seed, number);
     clocks_.reset(static_cast<int>(warps_.size()));
+    barriers_.reset();
+    publications_.reset();
     shared_.reset();
     copies_.reset();
+    bulk_.reset();
+    warpgroups_.reset();
     for (Lane& lane : lanes_) lane.ended = false;
     for (Warp& warp : warps_) warp = {};
     if (_setjmp(faults.escape.state) == 0) {
       schedule();
       return true;
     }
-    if (!faults.on_fiber) {
+    if (!faults.on_fiber && !faults.asked) {
       tracing_ = true;
       switch_context(scheduler_, fiber_of(thread_));
     }
@@ -70,14 +81,16 @@ class Block final : public Machine {
   void global_access(Access access, const void* p, unsigned bytes, int line) override {
     global.access(access, p, bytes, writer(), line);
   }
-  void global_add(float* p, float value, int line) override {
-    global.access(Access::add, p, sizeof value, writer(), line);
+  void global_add(float* p, const float* values, unsigned count, int line) override {
+    global.access(Access::add, p, count * static_cast<unsigned>(sizeof *p), writer(), line);
     uint32_t* bits = reinterpret_cast<uint32_t*>(p);
-    uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), sum;
-    do {
-      const float x = float_of_bits(old) + value;
-      memcpy(&sum, &x, sizeof sum);
-    } while (!__atomic_compare_exchange_n(bits, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    for (unsigned k = 0; k < count; ++k) {
+      uint32_t old = __atomic_load_n(bits + k, __ATOMIC_RELAXED), sum;
+      do {
+        const float x = float_of_bits(old) + values[k];
+        memcpy(&sum, &x, sizeof sum);
+      } while (!__atomic_compare_exchange_n(bits + k, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    }
   }
   char* shared_memory() override { return shared_.data(); }
   void shared_access(Access access, const void* p, unsigned bytes, int line) override {
@@ -97,9 +110,23 @@ class Block final : public Machine {
   }
   void copy_async_commit(int) override { copies_.commit(thread_); }
   void copy_async_wait(int pending, int) override { copies_.wait(thread_, pending); }
+  void publish_shared() override { publications_.publish(thread_); }
+  void bulk_add(float* to, const float* from, int bytes, int line) override {
+    constexpr int chunk = BulkAdditions::chunk_bytes, floats = chunk / static_cast<int>(sizeof(float));
+    if (bytes <= 0 || bytes % chunk != 0)
+      faults.report(Fault::misaligned, line, 0, "adds %d bytes asynchronously: no multiple of %d", bytes, chunk);
+    for (int done = 0; done < bytes; done += chunk, to += floats, from += floats) {
+      bulk_.issue(thread_, shared_.place("reads", from, chunk, line), line);
+      global_add(to, from, floats, line);
+    }
+  }
+  void bulk_commit() override { bulk_.commit(thread_); }
+  void bulk_wait() override { bulk_.wait(thread_); }
   void together(const Call& call) override {
     current().call = call;
     current().place = __builtin_return_address(0);
+    if (call.what == Together::warpgroup_multiply && thread_.warp % Warpgroups::warps == 0 && thread_.lane == 0)
+      here(warpgroups_.next_stack(thread_.warp));
     next_lane();
   }
 
@@ -111,8 +138,8 @@ class Block final : public Machine {
     bool ended;
   };
   struct Warp {
-    enum State { ready, at_barrier, ended } state = ready;
-    int line = 0;  // of the barrier
+    enum State { ready, at_block_barrier, at_barrier, in_warpgroup, ended } state = ready;
+    int line = 0;  // where it waits for other warps
   };
 
   Warp& warp_of(int warp) { return warps_[static_cast<size_t>(warp)]; }
@@ -126,6 +153,7 @@ class Block final : public Machine {
   static void run_thread(void* block) { static_cast<Block*>(block)->run_thread(); }
   void run_thread() {
     launch_.enter(launch_.arguments);
+    bulk_.require_idle(thread_);
     current().ended = true;
     next_lane();
   }
@@ -159,7 +187,7 @@ class Block final : public Machine {
         if (warps_[w].state == Warp::ready) ready[count++] = static_cast<int>(w);
       if (count > 0) {
         run_warp(ready[random_.below(static_cast<unsigned>(count))]);
-      } else if (!release_barrier()) {
+      } else if (!go_on()) {
         return;
       }
     }
@@ -182,6 +210,7 @@ class Block final : public Machine {
     for (int l = 0; l < warp_lanes; ++l) ended += lanes[l].ended;
     if (ended == warp_lanes) {
       warp_of(warp).state = Warp::ended;
+      warpgroups_.require_idle(warp);
       return;
     }
     for (int l = 1; l < warp_lanes; ++l) compare(warp, 0, l);
@@ -210,9 +239,11 @@ class Block final : public Machine {
     switch (calls[0].what) {
       case Together::warp_barrier: clocks_.warp_barrier(warp); break;
       case Together::block_barrier:
-        warp_of(warp).state = Warp::at_barrier;
+        warp_of(warp).state = Warp::at_block_barrier;
         warp_of(warp).line = calls[0].line;
         break;
+      case Together::barrier_wait:
+      case Together::barrier_arrive: come_to_barrier(warp, calls); break;
       case Together::shuffle: shuffle(calls); break;
       case Together::ballot: ballot(calls); break;
       case Together::load_matrix: load_matrix(warp, calls, false); break;
@@ -220,7 +251,53 @@ class Block final : public Machine {
       case Together::mma_f16: matrix::mma_16bit<float_of_half>(calls); break;
       case Together::mma_bf16: matrix::mma_16bit<float_of_bfloat>(calls); break;
       case Together::mma_tf32: matrix::mma_tf32(calls); break;
+      case Together::warpgroup_arrive:
+      case Together::warpgroup_multiply:
+      case Together::warpgroup_commit:
+      case Together::warpgroup_wait: join_warpgroup(warp, calls[0]); break;
     }
+  }
+
+  void come_to_barrier(int warp, const Call (&calls)[warp_lanes]) {
+    const Call& call = calls[0];
+    for (int l = 1; l < warp_lanes; ++l)
+      if (calls[l].number != call.number || calls[l].bytes != call.bytes)
+        faults.report(Fault::divergence, call.line, 0, "lanes 0 and %d of warp %d come to '%s' of different barriers",
+                      l, warp, name(call.what));
+    const bool waits = call.what == Together::barrier_wait;
+    if (waits) warp_of(warp).state = Warp::at_barrier;
+    warp_of(warp).line = call.line;
+    const uint32_t released = barriers_.come(warp, call.number, call.bytes, waits, call.line, name(call.what));
+    for (uint32_t rest = released; rest; rest &= rest - 1) warp_of(__builtin_ctz(rest)).state = Warp::ready;
+  }
+
+  // The last of its four warps carries the call out.
+  void join_warpgroup(int warp, const Call& call) {
+    const int group = warp / Warpgroups::warps, first = group * Warpgroups::warps, last = first + Warpgroups::warps - 1;
+    if (last >= static_cast<int>(warps_.size()))
+      faults.report(Fault::divergence, call.line, 0,
+                    "warp %d comes to '%s', which takes warps %d to %d, but the block has %zu warps", warp,
+                    name(call.what), first, last, warps_.size());
+    warp_of(warp).state = Warp::in_warpgroup;
+    warp_of(warp).line = call.line;
+    for (int w = first; w <= last; ++w)
+      if (warp_of(w).state != Warp::in_warpgroup) return;
+    const Call* calls[Warpgroups::lanes];
+    for (int l = 0; l < Warpgroups::lanes; ++l) calls[l] = &lane_of({first + l / warp_lanes, l % warp_lanes}).call;
+    for (int w = first; w <= last; ++w) {
+      const Call& other = *calls[(w - first) * warp_lanes];
+      if (other.what != call.what || other.line != call.line)
+        faults.report(Fault::divergence, call.line, other.line,
+                      "warp %d comes to '%s', but warp %d of its warpgroup to '%s' of line %d", warp, name(call.what),
+                      w, name(other.what), other.line);
+    }
+    switch (call.what) {
+      case Together::warpgroup_arrive: warpgroups_.arrive(group); break;
+      case Together::warpgroup_multiply: warpgroups_.multiply(group, calls); break;
+      case Together::warpgroup_commit: warpgroups_.commit(group); break;
+      default: warpgroups_.wait(group, call.number, call.line); break;
+    }
+    for (int w = first; w <= last; ++w) warp_of(w).state = Warp::ready;
   }
 
   static void shuffle(const Call (&calls)[warp_lanes]) {
@@ -247,32 +324,59 @@ class Block final : public Machine {
     matrix::load(calls, transposed);
   }
 
-  // No warp is ready. True if a barrier was complete and all go on, false if all have ended.
-  bool release_barrier() {
-    int waits = -1, ended = -1;
+  // No warp is ready. True if a barrier of the block was complete and all go on, false if all have ended.
+  bool go_on() {
     const int warps = static_cast<int>(warps_.size());
-    for (int w = warps - 1; w >= 0; --w) (warp_of(w).state == Warp::ended ? ended : waits) = w;
-    if (waits < 0) return false;
-    const int line = warp_of(waits).line;
-    thread_ = {waits, 0};
-    if (ended >= 0)
-      faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits,
-                    ended);
-    for (int w = 0; w < warps; ++w) {
-      const int other = warp_of(w).line;
-      if (other != line)
-        faults.report(Fault::deadlock, line, other,
-                      "warp %d waits at 'block_barrier', but warp %d at that of line %d", waits, w, other);
+    int first[Warp::ended + 1], count[Warp::ended + 1] = {};
+    for (int w = warps - 1; w >= 0; --w) first[warp_of(w).state] = w, ++count[warp_of(w).state];
+    if (count[Warp::ended] == warps) {
+      barriers_.require_complete();
+      return false;
     }
+    if (count[Warp::in_warpgroup] > 0) refuse_half_a_warpgroup(first[Warp::in_warpgroup]);
+    if (count[Warp::at_block_barrier] == 0) refuse_half_a_barrier(first[Warp::at_barrier]);
+    const int waits = first[Warp::at_block_barrier], line = warp_of(waits).line;
+    thread_ = {waits, 0};
+    if (count[Warp::ended] > 0)
+      faults.report(Fault::deadlock, line, 0, "warp %d waits at 'block_barrier' for warp %d, which has ended", waits,
+                    first[Warp::ended]);
+    for (int w = 0; w < warps; ++w)
+      if (warp_of(w).state != Warp::at_block_barrier || warp_of(w).line != line)
+        faults.report(Fault::deadlock, line, warp_of(w).line,
+                      "warp %d waits at 'block_barrier', but warp %d at %s line %d", waits, w,
+                      warp_of(w).state == Warp::at_barrier ? "'barrier_wait' of" : "that of", warp_of(w).line);
     clocks_.block_barrier();
     for (Warp& warp : warps_) warp.state = Warp::ready;
     return true;
+  }
+
+  [[noreturn]] void refuse_half_a_barrier(int warp) {
+    thread_ = {warp, 0};
+    const Call& call = lane_of(thread_).call;
+    faults.report(Fault::deadlock, call.line, 0,
+                  "warp %d waits at 'barrier_wait' of barrier %d for %d threads, of which %d have come, and no warp "
+                  "goes on",
+                  warp, call.number, call.bytes, barriers_.came(call.number));
+  }
+
+  // The warp waits for others of its warpgroup, and none of them is going to come.
+  [[noreturn]] void refuse_half_a_warpgroup(int warp) {
+    int other = warp / Warpgroups::warps * Warpgroups::warps;
+    while (warp_of(other).state == Warp::in_warpgroup) ++other;
+    const bool ended = warp_of(other).state == Warp::ended;
+    thread_ = {warp, 0};
+    const Call& call = lane_of(thread_).call;
+    faults.report(Fault::divergence, call.line, ended ? 0 : warp_of(other).line,
+                  "warp %d comes to '%s', but warp %d of its warpgroup %s", warp, name(call.what), other,
+                  ended ? "has ended" : "waits at a barrier");
   }
 
   static const char* name(Together what) {
     switch (what) {
       case Together::warp_barrier: return "warp_barrier";
       case Together::block_barrier: return "block_barrier";
+      case Together::barrier_wait: return "barrier_wait";
+      case Together::barrier_arrive: return "barrier_arrive";
       case Together::shuffle: return "shuffle";
       case Together::ballot: return "ballot";
       case Together::load_matrix: return "load_matrix_x4";
@@ -280,6 +384,10 @@ class Block final : public Machine {
       case Together::mma_f16: return "mma_f16";
       case Together::mma_bf16: return "mma_bf16";
       case Together::mma_tf32: return "mma_tf32";
+      case Together::warpgroup_arrive: return "warpgroup_arrive";
+      case Together::warpgroup_multiply: return "warpgroup_multiply";
+      case Together::warpgroup_commit: return "warpgroup_commit";
+      case Together::warpgroup_wait: return "warpgroup_wait";
     }
     return "";
   }
@@ -288,8 +396,12 @@ class Block final : public Machine {
   Registers& registers_;
   int threads_;
   Clocks clocks_;
+  Barriers barriers_;
+  Publications publications_;
   SharedMemory shared_;
   Copies copies_;
+  BulkAdditions bulk_;
+  Warpgroups warpgroups_;
   Fibers fibers_;
   std::vector<Lane> lanes_;
   std::vector<Warp> warps_;

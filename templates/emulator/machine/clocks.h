@@ -1,8 +1,9 @@
 // Who has seen what: one vector clock a warp.
 //
-// Contract: a barrier of the block, or of a warp, ends a step of each warp that takes part. An access carries the step
-// of its warp; another warp has seen it if their barriers say so, and another lane of the same warp if the warp has
-// gone on to a later step. Nothing but a barrier orders accesses to memory: not a shuffle, not an mma.
+// Contract: a barrier ends a step of each warp that comes to it; those that wait there have seen what the others had
+// seen when they came. An access carries the step of its warp; another warp has seen it if their barriers say so, and
+// another lane of the same warp if the warp has waited at a barrier since. Nothing but a barrier orders accesses to
+// memory: not a shuffle, not an mma.
 #pragma once
 #include "../interface.h"
 
@@ -19,27 +20,51 @@ class Clocks {
 
   void reset(int warps) {
     warps_ = warps;
-    for (int w = 0; w < warps; ++w)
+    for (int w = 0; w < warps; ++w) {
       for (int other = 0; other < warps; ++other) seen_[w][other] = w == other ? 1 : 0;
+      since_[w] = 1;
+    }
   }
   uint32_t now(int warp) const { return seen_[warp][warp]; }
   bool seen(int warp, int other, uint32_t step) const { return seen_[warp][other] >= step; }
 
-  void warp_barrier(int warp) { ++seen_[warp][warp]; }
-  void block_barrier() {
-    uint32_t latest[most_warps] = {};
-    for (int w = 0; w < warps_; ++w)
-      for (int other = 0; other < warps_; ++other)
-        if (seen_[w][other] > latest[other]) latest[other] = seen_[w][other];
-    for (int w = 0; w < warps_; ++w) {
-      for (int other = 0; other < warps_; ++other) seen_[w][other] = latest[other];
-      ++seen_[w][w];
+  // Of each warp: the last step that all lanes of `count` warps from `first` on have a barrier behind.
+  void seen_by_all(int first, int count, uint32_t (&steps)[most_warps]) const {
+    for (int other = 0; other < warps_; ++other) {
+      steps[other] = UINT32_MAX;
+      for (int w = first; w < first + count; ++w) {
+        const uint32_t step = w == other ? since_[w] - 1 : seen_[w][other];
+        if (step < steps[other]) steps[other] = step;
+      }
     }
+  }
+
+  // The first step of a warp after the last time that its lanes waited for each other.
+  uint32_t together_since(int warp) const { return since_[warp]; }
+
+  void warp_barrier(int warp) { since_[warp] = ++seen_[warp][warp]; }
+  void block_barrier() {
+    uint32_t seen[most_warps] = {};
+    for (int w = 0; w < warps_; ++w) collect(w, seen);
+    for (int w = 0; w < warps_; ++w) join(w, seen);
+  }
+
+  // A barrier in parts: what each that comes has seen, its next step if it does not wait, what it learns if it does.
+  void collect(int warp, uint32_t (&seen)[most_warps]) const {
+    for (int other = 0; other < warps_; ++other)
+      if (seen_[warp][other] > seen[other]) seen[other] = seen_[warp][other];
+  }
+  void go_on(int warp) { ++seen_[warp][warp]; }
+  void join(int warp, const uint32_t (&seen)[most_warps]) {
+    for (int other = 0; other < warps_; ++other)
+      if (seen[other] > seen_[warp][other]) seen_[warp][other] = seen[other];
+    since_[warp] = ++seen_[warp][warp];
   }
 
  private:
   int warps_ = 0;
   uint32_t seen_[most_warps][most_warps];
+  uint32_t since_[most_warps];
 };
 
 }  // namespace emulator

@@ -2,6 +2,7 @@
 //
 // Contract: `report` does not return. It leaves the fibers where they are, so that nothing above it is unwound. The
 // calls that led to the fault are traced on the stack of its fiber: here, or by the scheduler, which wakes it once more.
+// Of what was asked for earlier, the calls have been remembered.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
@@ -20,8 +21,13 @@ class Faults {
   Context escape;         // where the scheduler waits for a fault
   bool on_fiber = false;  // a thread of the kernel runs, not the scheduler
   Failure failure = {};
+  const Stack* asked = nullptr;  // where what is carried out was asked for, if its thread has gone on since
 
-  void trace_here() { failure.frames = trace(kernel_, failure.frame); }
+  void trace_here() {
+    Stack stack;
+    here(stack);
+    failure.frames = trace(kernel_, stack, failure.frame);
+  }
 
   [[noreturn]] __attribute__((format(printf, 5, 6))) void report(Fault fault, int line, int other_line,
                                                                 const char* format, ...) {
@@ -33,6 +39,7 @@ class Faults {
     vsnprintf(failure.message, sizeof failure.message, format, values);
     va_end(values);
     if (on_fiber) trace_here();
+    if (asked) failure.frames = trace(kernel_, *asked, failure.frame);
     _longjmp(escape.state, 1);
   }
 

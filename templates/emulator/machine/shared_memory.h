@@ -1,53 +1,29 @@
-// Shared memory of a block, with a shadow of three marks a byte: its last writer and two readers.
+// Shared memory of a block, with a shadow of every two bytes: who wrote them and who reads them (accesses.h).
 //
 // Contract: a read finds bytes that were written (fresh memory is all ones, a NaN in every float format); two accesses
 // to a byte by different threads, at least one of them a write, have a barrier between them (clocks.h); atomic
-// additions do not race with each other; bytes of an asynchronous copy are not touched until a wait covers it.
-//
-// Two readers suffice. The first mark is the latest reader, the second the latest one from any other warp; so a writer
-// finds a reader of another warp if there was one. Readers of one warp and one step share a mark: it then says `many`.
+// additions do not race with each other; bytes of an asynchronous copy are not touched until a wait covers it. What a
+// product of a warpgroup reads was published by its writer (publications.h), and a barrier ordered that before the
+// product was issued; nobody has written there since.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
 
-#include "clocks.h"
+#include "accesses.h"
 #include "faults.h"
 
 namespace fg {
 namespace emulator {
 
-// Step, line, flags and thread in 64 bits; zero is "nobody".
-class Mark {
- public:
-  // in_flight is of writers, many of readers.
-  static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11, many = 1u << 11;
-
-  Mark() = default;
-  Mark(uint32_t step, int line, Thread thread, uint64_t flags = 0)
-      : bits_(uint64_t{step} << 32 | static_cast<uint64_t>(line & 0xfffff) << 12 | flags |
-              static_cast<uint64_t>(thread.warp << 5 | thread.lane)) {}
-
-  explicit operator bool() const { return bits_ != 0; }
-  bool operator==(Mark other) const { return bits_ == other.bits_; }
-  bool has(uint64_t flag) const { return bits_ & flag; }
-  void set(uint64_t flag) { bits_ |= flag; }
-  uint32_t step() const { return static_cast<uint32_t>(bits_ >> 32); }
-  int line() const { return static_cast<int>(bits_ >> 12 & 0xfffff); }
-  int warp() const { return static_cast<int>(bits_ >> 5 & 31); }
-  int lane() const { return static_cast<int>(bits_ & 31); }
-
- private:
-  uint64_t bits_ = 0;
-};
-
 class SharedMemory {
  public:
   static constexpr size_t alignment = 1024;
 
-  SharedMemory(size_t bytes, const Clocks& clocks, Faults& faults) : bytes_(bytes), clocks_(clocks), faults_(faults) {
+  SharedMemory(size_t bytes, const Clocks& clocks, const Publications& publications, Faults& faults)
+      : bytes_(bytes), clocks_(clocks), publications_(publications), accesses_(clocks), faults_(faults) {
     const size_t whole = (bytes + alignment) / alignment * alignment;
     data_ = static_cast<char*>(aligned_alloc(alignment, whole));
-    shadow_ = static_cast<Shadow*>(calloc(bytes + 1, sizeof(Shadow)));
+    shadow_ = static_cast<Shadow*>(calloc(bytes / unit + 1, sizeof(Shadow)));
   }
   ~SharedMemory() {
     free(data_);
@@ -60,7 +36,8 @@ class SharedMemory {
   char* data() { return data_; }
   void reset() {
     memset(data_, 0xff, bytes_);
-    memset(static_cast<void*>(shadow_), 0, bytes_ * sizeof(Shadow));
+    memset(static_cast<void*>(shadow_), 0, (bytes_ / unit + 1) * sizeof(Shadow));
+    accesses_.reset();
   }
 
   // Where the access begins, after the checks of its place.
@@ -77,45 +54,55 @@ class SharedMemory {
   }
 
   void require_written(size_t offset, unsigned bytes, int line) {
-    for (size_t at = offset; at < offset + bytes; ++at)
+    for (size_t at = offset / unit; at <= last(offset, bytes); ++at)
       if (!shadow_[at].writer)
-        faults_.report(Fault::uninitialized, line, 0,
-                       "adds to byte %zu of shared memory, which nothing has written", at);
+        faults_.report(Fault::uninitialized, line, 0, "adds to byte %zu of shared memory, which nothing has written",
+                       at * unit);
   }
 
   void read(Thread thread, size_t offset, unsigned bytes, int line) {
-    const Mark mark(clocks_.now(thread.warp), line, thread);
-    Shadow before = {}, after = {};
-    for (size_t at = offset; at < offset + bytes; ++at) {
-      Shadow& shadow = shadow_[at];
-      if (at == offset || !(shadow == before)) {
-        before = after = shadow;
-        check_read(thread, shadow, at, line);
-        remember_reader(after, mark);
-      }
-      shadow = after;
-    }
+    for_each(
+        offset, bytes, [&](const Shadow& shadow, size_t at) { check_read(thread, shadow.writer, at, line); },
+        [&](Shadow& shadow) { accesses_.remember_read(shadow, thread, line); });
   }
 
   // flags: Mark::atomic, Mark::in_flight.
   void write(Thread thread, size_t offset, unsigned bytes, int line, uint64_t flags = 0) {
-    const Mark mark(clocks_.now(thread.warp), line, thread, flags);
-    Shadow before = {};
-    for (size_t at = offset; at < offset + bytes; ++at) {
-      Shadow& shadow = shadow_[at];
-      if (at == offset || !(shadow == before)) {
-        before = shadow;
-        check_write(thread, shadow, at, line, flags);
-      }
-      shadow.writer = mark;
-    }
+    const Mark mark(clocks_.now(thread.warp), line, thread, flags, publications_.made(thread));
+    for_each(
+        offset, bytes, [&](const Shadow& shadow, size_t at) { check_write(thread, shadow, at, line, flags); },
+        [&](Shadow& shadow) { shadow = {mark, {}}; });
   }
 
   // An asynchronous copy arrives: its bytes are now an ordinary write of the thread that waited.
   void land(Thread thread, size_t offset, const void* data, unsigned bytes, int line) {
     memcpy(data_ + offset, data, bytes);
-    const Mark mark(clocks_.now(thread.warp), line, thread);
-    for (size_t at = offset; at < offset + bytes; ++at) shadow_[at].writer = mark;
+    const Mark mark(clocks_.now(thread.warp), line, thread, 0, publications_.made(thread));
+    for (size_t at = offset / unit; at <= last(offset, bytes); ++at) shadow_[at].writer = mark;
+  }
+
+  // A product: its warps, and what all of them had a barrier behind when they issued it (Clocks::seen_by_all).
+  struct Issue {
+    int first_warp, line;
+    uint32_t seen[Clocks::most_warps];
+  };
+  // It is carried out now: its mark as a reader.
+  Mark begin_product(const Issue& issue) { return accesses_.product(issue.first_warp, issue.line); }
+  void read_by_product(const Issue& issue, Mark mark, size_t offset, unsigned bytes) {
+    for_each(
+        offset, bytes, [&](const Shadow& shadow, size_t at) { check_product(issue, shadow.writer, at); },
+        [&](Shadow& shadow) { accesses_.remember_product(shadow, mark); });
+  }
+
+  // An asynchronous addition of a thread reads from here, until it has ended.
+  void begin_bulk_read(Thread thread, size_t offset, unsigned bytes, int line) {
+    for_each(
+        offset, bytes, [&](const Shadow& shadow, size_t at) { check_bulk_read(thread, shadow.writer, at, line); },
+        [&](Shadow& shadow) { accesses_.begin_read(shadow, thread, line); });
+  }
+  void end_bulk_read(Thread thread, size_t offset, unsigned bytes, int line) {
+    for_each(
+        offset, bytes, [](const Shadow&, size_t) {}, [&](Shadow& shadow) { accesses_.end_read(shadow, thread, line); });
   }
 
   // Of a copy in flight: whether its thread has committed it.
@@ -129,51 +116,74 @@ class SharedMemory {
   const Commitments* commitments = nullptr;
 
  private:
-  struct Shadow {
-    Mark writer, reader, other_reader;
-    bool operator==(const Shadow& s) const {
-      return writer == s.writer && reader == s.reader && other_reader == s.other_reader;
-    }
-  };
+  static constexpr size_t unit = 2;  // bytes of a shadow
+  static size_t last(size_t offset, unsigned bytes) { return (offset + bytes - 1) / unit; }
 
-  // Whether the thread has not seen the access: they may happen in either order.
-  bool unordered(Thread thread, Mark mark, bool many) const {
-    if (!mark) return false;
-    if (mark.warp() != thread.warp) return !clocks_.seen(thread.warp, mark.warp(), mark.step());
-    return mark.step() == clocks_.now(thread.warp) && (many || mark.lane() != thread.lane);
-  }
-
-  static void remember_reader(Shadow& shadow, Mark mark) {
-    const Mark last = shadow.reader;
-    if (last && last.warp() == mark.warp()) {
-      const bool same_step = last.step() == mark.step();
-      if (same_step && (last.has(Mark::many) || last.lane() != mark.lane())) {
-        shadow.reader.set(Mark::many);  // keeps the line of the earlier one
-        return;
+  // Checks and changes the shadows of an access; neighbours that are alike only once.
+  template <class Check, class Change> void for_each(size_t offset, unsigned bytes, Check check, Change change) {
+    Shadow before = {}, after = {};
+    for (size_t at = offset / unit; at <= last(offset, bytes); ++at) {
+      Shadow& shadow = shadow_[at];
+      if (at == offset / unit || !(shadow == before)) {
+        before = after = shadow;
+        check(before, at * unit);
+        change(after);
       }
-    } else {
-      shadow.other_reader = last;
+      shadow = after;
     }
-    shadow.reader = mark;
   }
 
-  void check_read(Thread thread, const Shadow& shadow, size_t at, int line) {
-    const Mark writer = shadow.writer;
+  void check_read(Thread thread, Mark writer, size_t at, int line) {
     if (!writer)
       faults_.report(Fault::uninitialized, line, 0, "reads byte %zu of shared memory, which nothing has written", at);
     if (writer.has(Mark::in_flight)) in_flight("reads", thread, writer, at, line);
-    if (unordered(thread, writer, false)) race("read", "written", thread, writer, false, at, line);
+    if (accesses_.unordered(thread, writer)) race("read", "written", thread, writer, at, line);
   }
 
   void check_write(Thread thread, const Shadow& shadow, size_t at, int line, uint64_t flags) {
     const Mark writer = shadow.writer;
     if (writer.has(Mark::in_flight)) in_flight("writes", thread, writer, at, line);
     const bool both_atomic = (flags & Mark::atomic) && writer.has(Mark::atomic);
-    if (!both_atomic && unordered(thread, writer, false)) race("written", "written", thread, writer, false, at, line);
-    for (const Mark reader : {shadow.reader, shadow.other_reader}) {
-      const bool many = reader.has(Mark::many);
-      if (unordered(thread, reader, many)) race("written", "read", thread, reader, many, at, line);
-    }
+    if (!both_atomic && accesses_.unordered(thread, writer)) race("written", "written", thread, writer, at, line);
+    const Mark reader = accesses_.unordered_reader(thread, shadow);
+    if (!reader) return;
+    if (reader.has(Mark::product)) race_with_product(thread, reader, at, line);
+    if (reader.step() == Mark::never)
+      faults_.report(Fault::race, line, reader.line(),
+                     "byte %zu of shared memory is written by warp %d lane %d while an asynchronous addition of warp "
+                     "%d lane %d may still read it",
+                     at, thread.warp, thread.lane, reader.warp(), reader.lane());
+    race("written", "read", thread, reader, at, line);
+  }
+
+  void check_bulk_read(Thread thread, Mark writer, size_t at, int line) {
+    check_read(thread, writer, at, line);
+    const Thread other = {writer.warp(), writer.lane()};
+    if (accesses_.unseen(thread, other, publications_.after(other, writer.step(), writer.published())))
+      faults_.report(Fault::not_published, line, writer.line(),
+                     "byte %zu of shared memory is read by an asynchronous addition of warp %d lane %d, but warp %d "
+                     "lane %d, which wrote it, did not come to 'publish_shared' between the write and the barrier "
+                     "after it",
+                     at, thread.warp, thread.lane, other.warp, other.lane);
+  }
+
+  void check_product(const Issue& issue, Mark writer, size_t at) {
+    const int first = issue.first_warp, line = issue.line;
+    if (!writer)
+      faults_.report(Fault::uninitialized, line, 0, "reads byte %zu of shared memory, which nothing has written", at);
+    const Thread thread = {writer.warp(), writer.lane()};
+    if (writer.has(Mark::in_flight)) in_flight("reads", {first, 0}, writer, at, line);
+    const uint32_t seen = issue.seen[thread.warp];
+    if (writer.step() > seen)
+      faults_.report(Fault::race, line, writer.line(),
+                     "byte %zu of shared memory is read by a product of warps %d to %d and was written by warp %d "
+                     "lane %d, with no barrier between that write and the start of the product",
+                     at, first, first + 3, thread.warp, thread.lane);
+    if (publications_.after(thread, writer.step(), writer.published()) > seen)
+      faults_.report(Fault::not_published, line, writer.line(),
+                     "byte %zu of shared memory is read by a product of warps %d to %d, but warp %d lane %d, which "
+                     "wrote it, did not come to 'publish_shared' between the write and the barrier after it",
+                     at, first, first + 3, thread.warp, thread.lane);
   }
 
   [[noreturn]] void in_flight(const char* verb, Thread thread, Mark writer, size_t at, int line) {
@@ -189,20 +199,28 @@ class SharedMemory {
                    thread.warp, thread.lane, verb, at, copier.warp, copier.lane);
   }
 
-  [[noreturn]] void race(const char* now, const char* before, Thread thread, Mark mark, bool many, size_t at,
-                         int line) {
+  [[noreturn]] void race(const char* now, const char* before, Thread thread, Mark mark, size_t at, int line) {
     const bool same_warp = mark.warp() == thread.warp;
     char who[48];
-    snprintf(who, sizeof who, many ? "several lanes of warp %d" : "warp %d lane %d", mark.warp(), mark.lane());
+    snprintf(who, sizeof who, mark.has(Mark::many) ? "several lanes of warp %d" : "warp %d lane %d", mark.warp(),
+             mark.lane());
     faults_.report(Fault::race, line, mark.line(),
                    "byte %zu of shared memory is %s by warp %d lane %d and was %s by %s, with no %s between", at, now,
-                   thread.warp, thread.lane, before, who, same_warp ? "warp barrier" : "block barrier");
+                   thread.warp, thread.lane, before, who, same_warp ? "warp barrier" : "barrier");
+  }
+  [[noreturn]] void race_with_product(Thread thread, Mark mark, size_t at, int line) {
+    faults_.report(Fault::race, line, mark.line(),
+                   "byte %zu of shared memory is written by warp %d lane %d and was read by a product of warps %d to "
+                   "%d, with no barrier between their waits and the write",
+                   at, thread.warp, thread.lane, mark.warp(), mark.warp() + warpgroup_warps - 1);
   }
 
   size_t bytes_;
   char* data_;
   Shadow* shadow_;
   const Clocks& clocks_;
+  const Publications& publications_;
+  Accesses accesses_;
   Faults& faults_;
 };
 

@@ -1,7 +1,8 @@
 // Where a fiber is: the calls that led to a fault, for the lines of the functions above the one that failed.
 //
-// Contract: on the stack that is looked at; addresses are relative to the kernel's library, the innermost first, each
-// inside its call. Where the host cannot tell, the trace is empty, and a fault still has its own line.
+// Contract: `here` is called on the stack that is looked at; `trace` gives addresses relative to the kernel's library,
+// the innermost first, each inside its call. Where the host cannot tell, the trace is empty, and a fault still has its
+// own line.
 #pragma once
 #include <dlfcn.h>
 #include <stdint.h>
@@ -23,17 +24,24 @@ inline uint64_t call_at(const void* in_kernel, const void* returns_to) {
   return reinterpret_cast<uint64_t>(returns_to) - reinterpret_cast<uint64_t>(kernel.dli_fbase) - 1;
 }
 
-// The number of frames.
-inline int trace(const void* in_kernel, uint64_t (&frames)[most_frames]) {
-  int count = 0;
+// Where calls return to: cheap to remember, dear to look up.
+struct Stack {
+  int depth = 0;
+  void* returns_to[64];
+};
+inline void here(Stack& stack) {
 #ifdef FG_HAS_BACKTRACE
-  void* found[64];
-  const int depth = backtrace(found, 64);
-  for (int k = 0; k < depth && count < most_frames; ++k)
-    if (const uint64_t address = call_at(in_kernel, found[k])) frames[count++] = address;
+  stack.depth = backtrace(stack.returns_to, 64);
 #else
-  (void)in_kernel, (void)frames;
+  stack.depth = 0;
 #endif
+}
+
+// The number of frames.
+inline int trace(const void* in_kernel, const Stack& stack, uint64_t (&frames)[most_frames]) {
+  int count = 0;
+  for (int k = 0; k < stack.depth && count < most_frames; ++k)
+    if (const uint64_t address = call_at(in_kernel, stack.returns_to[k])) frames[count++] = address;
   return count;
 }
 

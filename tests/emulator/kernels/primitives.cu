@@ -54,6 +54,22 @@ extern "C" __global__ void histogram(const Arguments p) {
   if (thread() < 8) fg::global_add(out<float>(p) + thread(), fg::shared_load(count + thread()));
 }
 
+// Sums of every n-th row of 128 numbers; each warp takes a row at a time to shared memory, and one thread sends it on.
+extern "C" __global__ void bulk_add(const Arguments p) {
+  const int lane = thread() % 32, warp = thread() / 32, warps = int(blockDim.x) / 32;
+  float* const mine = reinterpret_cast<float*>(fg::shared_memory()) + 128 * warp;
+  for (int row = warp; row < 6 * p.n; row += warps) {
+    if (lane == 0) fg::bulk_wait_read();
+    fg::warp_barrier();
+    fg::shared_store(reinterpret_cast<float4*>(mine) + lane, fg::global_load(in<float4>(p) + 32 * row + lane));
+    fg::publish_shared();
+    fg::warp_barrier();
+    if (lane == 0) fg::bulk_add_async(out<float>(p) + row % p.n * 128, mine, 512);
+    fg::bulk_commit();
+  }
+  fg::bulk_wait_read();
+}
+
 // ---- threads -------------------------------------------------------------------------------------------------------
 
 // What a thread knows of itself, in the order of blocks and threads.

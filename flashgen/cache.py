@@ -6,6 +6,7 @@ In: a key and a function that builds the files of its entry. Out: the path of a 
     <root>/<key>/seal.json          its size and sha256, written last
     <root>/<key>/source.cpp, …      kept beside it for people
     <root>/locks/<key>.lock         held while an entry is built
+    <root>/compiler/<key>/          of the compiler itself: tables, templates, specs that it has read before
 
 A file is used only if it agrees with its seal, so that a truncated or half-written library is rebuilt, never
 loaded. Files appear by an atomic replace; several processes that want one entry build it once. A folder that
@@ -28,13 +29,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
-import platformdirs
-
 ENVIRONMENT_VARIABLE = "FLASHGEN_CACHE_DIR"
 
 _SEAL = "seal.json"
 _LOCKS = "locks"
+_COMPILER = "compiler"
 _TEMPORARY = ".part-"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _LOCK_SECONDS = 900.0  # a build takes seconds; past this its owner is stuck, and building twice is harmless
@@ -60,20 +59,35 @@ class Cache:
     def default(cls) -> Cache:
         """The folder of ``FLASHGEN_CACHE_DIR``, else the user's cache folder of this platform."""
         chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-        return cls(
-            Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("flashgen", appauthor=False))
-        )
+        if chosen:
+            return cls(Path(chosen).expanduser())
+        import platformdirs  # noqa: PLC0415 - takes longer to import than a stored entry to be found
+
+        return cls(Path(platformdirs.user_cache_dir("flashgen", appauthor=False)))
+
+    @classmethod
+    def of_compiler(cls) -> Cache:
+        """What the compiler keeps for itself: all of it is made again in a fraction of a second."""
+        return cls(cls.default().root / _COMPILER)
 
     def find(self, key: str, file: str) -> Path | None:
         """The path of a stored file that agrees with its seal, or None."""
+        return None if self.read(key, file) is None else self.root / key / file
+
+    def read(self, key: str, file: str) -> bytes | None:
+        """The content of a stored file that agrees with its seal, or None."""
         folder = self.root / key
-        path = folder / file
         try:
             seal = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
-            content = path.read_bytes()
+            content = (folder / file).read_bytes()
         except (OSError, ValueError):
             return None
-        return path if isinstance(seal, dict) and seal.get(file) == _digest(content) else None
+        return content if isinstance(seal, dict) and seal.get(file) == _digest(content) else None
+
+    def write(self, key: str, file: str, content: bytes) -> None:
+        """Store or replace an entry of one file. Nothing happens where the folder cannot be written."""
+        with contextlib.suppress(OSError):
+            self._store(key, file, {file: content})
 
     def fetch(self, key: str, file: str, build: Callable[[], Mapping[str, bytes]]) -> Path:
         """The path of ``file`` in the entry ``key``; builds and stores the entry if it is missing or damaged.
@@ -107,7 +121,7 @@ class Cache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
-                _replace(folder / name, content)
+                replace_file(folder / name, content)
         except OSError:
             return None
         return folder
@@ -134,6 +148,11 @@ class Cache:
                 lock.unlink()
         with contextlib.suppress(OSError):
             (self.root / _LOCKS).rmdir()
+        inner = self.root / _COMPILER
+        if inner.is_dir():
+            freed += Cache(inner).clear()
+            with contextlib.suppress(OSError):
+                inner.rmdir()
         return freed
 
     def _folders(self) -> list[Path]:
@@ -144,6 +163,8 @@ class Cache:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
+        import filelock  # noqa: PLC0415 - likewise
+
         folder = self.root / _LOCKS
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / f"{key}.lock", timeout=_LOCK_SECONDS)
@@ -161,19 +182,28 @@ class Cache:
         folder = self.root / key
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in content.items():
-            _replace(folder / name, data)
-        _replace(folder / _SEAL, json.dumps({file: _digest(content[file])}).encode())
+            replace_file(folder / name, data)
+        replace_file(folder / _SEAL, json.dumps({file: _digest(content[file])}).encode())
         for leftover in folder.glob(f"{_TEMPORARY}*"):  # of builds that were killed
             with contextlib.suppress(OSError):
                 leftover.unlink()
         return folder / file
 
 
+def key_of(*parts: str | bytes) -> str:
+    """The key of an entry: a digest over all that decides its content, so that no two lists of parts share it."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
 def _digest(content: bytes) -> dict[str, int | str]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write beside ``path``, then take its place in one step."""
     handle, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
     temporary = Path(name)

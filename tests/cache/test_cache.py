@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.runtime import cache as cache_module
-from flashgen.runtime.cache import Cache
+from flashgen import cache as cache_module
+from flashgen.cache import Cache
 
 KEY = "ab" * 32
 OTHER = "cd" * 32
@@ -141,14 +141,14 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was built is kept: it is not compiled a second time."""
-    build, replace = Builder(), cache_module._replace
+    build, replace = Builder(), cache_module.replace_file
 
     def full(path: Path, content: bytes) -> None:
         if path.is_relative_to(cache.root):
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(path, content)
 
-    monkeypatch.setattr(cache_module, "_replace", full)
+    monkeypatch.setattr(cache_module, "replace_file", full)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         path = cache.fetch(KEY, "library.so", build)
     assert path.read_bytes() == FILES["library.so"]
@@ -159,7 +159,7 @@ def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     script = """
         import os, warnings
         from pathlib import Path
-        from flashgen.runtime.cache import Cache
+        from flashgen.cache import Cache
         warnings.simplefilter("ignore")
         path = Cache(Path("/dev/null/x")).fetch("ab" * 32, "library.so", lambda: {"library.so": b"code"})
         if os.fork() == 0:
@@ -199,7 +199,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 SLOW_BUILD = """
     import sys, time
     from pathlib import Path
-    from flashgen.runtime.cache import Cache
+    from flashgen.cache import Cache
     root, log = map(Path, sys.argv[1:])
     def build():
         with log.open("a") as file:

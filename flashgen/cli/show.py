@@ -1,0 +1,233 @@
+"""``flashgen show``: the mask and its tile classes as a picture, in the terminal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.console import note, print_json
+from flashgen.cli.operators import chosen_specs
+from flashgen.cli.options import (
+    Constant,
+    json_option,
+    name_option,
+    picture_path,
+    planned_device_option,
+    set_option,
+    shape_option,
+    spec_argument,
+)
+from flashgen.ir.shape import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from rich.console import Console
+    from rich.style import Style
+
+    from flashgen.ir.spec import AttentionSpec
+    from flashgen.picture.mask import MaskPicture
+
+DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
+_ANY = 2**62  # pairs
+_WIDEST = 96  # columns of a terminal
+_MOST_NUMBERED = 16  # tiles a side
+_PLAIN = {"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"}  # where there is no colour
+
+
+@click.command(short_help="Draw the mask and its tile classes.")
+@spec_argument
+@click.option(
+    "-o",
+    "output",
+    type=picture_path,
+    metavar="FILE",
+    default=None,
+    help="Write a picture (.png, .svg or .pdf) and draw nothing here.",
+)
+@click.option("--batch", type=click.IntRange(min=0), default=0, show_default=True, help="The batch entry to draw.")
+@click.option("--head", type=click.IntRange(min=0), default=0, show_default=True, help="The query head to draw.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of captured tensors, which are drawn at random.")
+@name_option
+@planned_device_option
+@shape_option
+@set_option
+@json_option
+def show(
+    file: Path,
+    output: Path | None,
+    batch: int,
+    head: int,
+    seed: int,
+    name: str | None,
+    device: str | None,
+    shape: Shape | None,
+    constants: tuple[tuple[str, Constant], ...],
+    as_json: bool,
+) -> None:
+    """Draw which tiles of a mask are FULL, PARTIAL and EMPTY, in the order in which they are visited.
+
+    Tiles are those of the forward pass on this machine, or on --device. Time follows the picture, not the number of
+    pairs: a million tokens take as long as a thousand.
+    """
+    specs = chosen_specs(file, name, shape, constants)
+    if output is not None and len(specs) > 1:
+        names = ", ".join(spec.name for spec in specs)
+        raise click.UsageError(f"'{file}' holds several attentions ({names}); choose one by --name for '-o'")
+    pictures = [_picture(file, spec, shape, device, batch, head, seed, constants) for spec in specs]
+    if output is not None:
+        from flashgen.picture.figure import save_figure
+
+        save_figure(pictures[0], output)
+        note(f"wrote {output}")
+    if as_json:
+        print_json({picture.spec_name: _as_dict(picture) for picture in pictures})
+    elif output is None:
+        for picture in pictures:
+            _print(picture)
+
+
+def _picture(
+    file: Path,
+    spec: AttentionSpec,
+    shape: Shape | None,
+    device: str | None,
+    batch: int,
+    head: int,
+    seed: int,
+    constants: tuple[tuple[str, Constant], ...],
+) -> MaskPicture:
+    from flashgen.picture.mask import mask_picture
+    from flashgen.pipeline import plan_file
+    from flashgen.verification import fitting
+
+    chosen = shape or fitting(spec, DEFAULT_SHAPE, pairs=_ANY)
+    if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):
+        raise click.BadParameter(f"at {chosen} there is no pair to draw", param_hint="'--shape'")
+    for option, number, count in (("--batch", batch, chosen.batch), ("--head", head, chosen.heads)):
+        if number >= count:
+            raise click.BadParameter(f"at this shape they are numbered 0 to {count - 1}", param_hint=f"'{option}'")
+    plans = plan_file(file, device=device, constants=dict(constants))
+    tiles = next(each.forward for each in plans if each.spec_name == spec.name)
+    return mask_picture(spec, spec.head_dims[0], chosen, tiles.Br, tiles.Bc, batch=batch, head=head, seed=seed)
+
+
+def _as_dict(picture: MaskPicture) -> dict[str, object]:
+    shape = picture.shape
+    return {
+        "shape": [shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len],
+        "batch": picture.batch,
+        "head": picture.head,
+        "Br": picture.Br,
+        "Bc": picture.Bc,
+        "grouped": list(picture.grouped),
+        "tiles": dict(picture.counts),
+        "visited_share": picture.visited_share,
+        "kept_share": picture.kept_share,
+        "kept_share_is_exact": picture.exact,
+        "drawn_at_random": list(picture.drawn),
+        "seed": picture.seed,
+        "classes": picture.classes.tolist(),
+    }
+
+
+# -- in a terminal -----------------------------------------------------------------------------------------------------
+
+
+def _print(picture: MaskPicture) -> None:
+    from rich.console import Console
+
+    from flashgen.picture.mask import caption
+
+    console = Console(highlight=False, soft_wrap=True)
+    if max(picture.classes.shape) <= _MOST_NUMBERED:
+        _print_numbered(console, picture)
+    elif console.color_system is None:
+        _print_plain(picture)
+    else:
+        _print_blocks(console, picture)
+    for line in caption(picture):
+        click.echo(line)
+    _print_legend(console)
+
+
+def _print_numbered(console: Console, picture: MaskPicture) -> None:
+    """Few tiles: each with its number in the order of visits."""
+    from rich.text import Text
+
+    numbers = {place: number for number, place in enumerate(picture.order(), start=1)}
+    width = max(3, len(str(len(numbers)))) + 1
+    styles = _styles()
+    for row, classes in enumerate(picture.classes):
+        line = Text()
+        for column, name in enumerate(_names(classes)):
+            number = str(numbers.get((row, column), ""))
+            plain = console.color_system is None
+            line.append((number + _PLAIN[name] if plain else f"{number} ").rjust(width), "" if plain else styles[name])
+        console.print(line)
+
+
+def _print_plain(picture: MaskPicture) -> None:
+    for classes in _reduced(picture.classes, _WIDEST // 2):
+        click.echo("".join(2 * _PLAIN[name] for name in _names(classes)))
+
+
+def _print_blocks(console: Console, picture: MaskPicture) -> None:
+    """Two rows of pixels a line: the upper half of each character is one, its background the other."""
+    from rich.style import Style
+    from rich.text import Text
+
+    from flashgen.picture.paint import PALETTE, paint, size_of
+
+    height, width = size_of(picture, max(16, min(_WIDEST, console.width - 1)))
+    pixels = PALETTE[paint(picture, height + height % 2, width)]
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
+        line = Text()
+        for above, below in zip(upper, lower, strict=True):
+            line.append("▀", Style(color=_hex(above), bgcolor=_hex(below)))
+        console.print(line)
+
+
+def _print_legend(console: Console) -> None:
+    from rich.text import Text
+
+    line = Text()
+    for name, meaning in (("FULL", "every pair kept"), ("PARTIAL", "some kept"), ("EMPTY", "never visited")):
+        line.append("  " if console.color_system else _PLAIN[name], _styles()[name])
+        line.append(f" {name}, {meaning}   ")
+    console.print(line)
+    click.echo("Visited row by row from the top, each from the left.")
+
+
+def _styles() -> dict[str, Style]:
+    from rich.style import Style
+
+    from flashgen.picture.paint import EMPTY, FULL, KEPT
+
+    return {
+        "FULL": Style(color="white", bgcolor=_hex(FULL)),
+        "PARTIAL": Style(color="black", bgcolor=_hex(KEPT)),
+        "EMPTY": Style(color="black", bgcolor=_hex(EMPTY)),
+    }
+
+
+def _names(classes: Iterable[int]) -> list[str]:
+    from flashgen.picture.mask import CellClass
+
+    return [CellClass(number).name for number in classes]
+
+
+def _reduced(classes: NDArray[np.uint8], most: int) -> NDArray[np.uint8]:
+    """No more than ``most`` cells a side: cells that disagree are PARTIAL together."""
+    from flashgen.picture.mask import coarser
+
+    while max(classes.shape) > most:
+        classes = coarser(classes)
+    return classes
+
+
+def _hex(color: Sequence[int]) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*color)

@@ -1,0 +1,190 @@
+"""``flashgen tune``: measure the best candidates on the device at hand, and keep the winner for later plans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.bench_sweep import INTERRUPTED
+from flashgen.cli.console import note, plain_table, print_json, print_table, progress_bar
+from flashgen.cli.operators import chosen_specs
+from flashgen.cli.options import Constant, json_option, name_option, read_name, set_option, shape_option, spec_argument
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
+
+if TYPE_CHECKING:
+    from flashgen.plan.measured import MeasuredPass, Tuning
+    from flashgen.tuned import TunedStore
+    from flashgen.tuning.tune import Job, Step
+
+DEFAULT_SHAPE = Shape(1, 8, 8, 2048, 2048)
+_MOST_PAIRS = 2**25
+
+
+@click.command(short_help="Measure tiles here and keep the best.")
+@spec_argument
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where to run.")
+@click.option(
+    "--dtype",
+    type=read_name("dtype", lambda: ("f32", "bf16", "f16")),
+    default=None,
+    metavar="NAME",
+    help="f32, bf16 or f16; default: the first of the spec.",
+)
+@click.option(
+    "--candidates",
+    "most",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="How many tiles to measure beside the planner's choice, for each pass.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="What one candidate may take, about.",
+)
+@click.option("--again", is_flag=True, help="Measure anew what was measured before.")
+@name_option
+@shape_option
+@set_option
+@json_option
+def tune(
+    file: Path,
+    device: str,
+    dtype: str | None,
+    most: int,
+    seconds: float,
+    again: bool,
+    name: str | None,
+    shape: Shape | None,
+    constants: tuple[tuple[str, Constant], ...],
+    as_json: bool,
+) -> None:
+    """Measure the candidates of a spec on the device at hand, and keep the winner.
+
+    Every candidate takes turns with the planner's choice. Winners are kept by device, spec and class of shapes, and
+    later loads of the spec use the one that was tuned last; tiles that the spec pins stay as they are. Ctrl-C keeps
+    what was measured, and the next run goes on from there.
+    """
+    from flashgen.benchmark.device import cuda_is_there
+    from flashgen.tuned import TunedStore
+    from flashgen.tuning.tune import Job
+    from flashgen.verification import fitting
+
+    if device == "cuda" and not cuda_is_there():
+        raise click.BadParameter("PyTorch finds no GPU here", param_hint="'--device'")
+    store = TunedStore.default()
+    found: dict[str, Tuning] = {}
+    for spec in chosen_specs(file, name, shape, constants):
+        chosen = shape or fitting(spec, DEFAULT_SHAPE, pairs=_MOST_PAIRS)
+        if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):
+            raise click.BadParameter(f"at {chosen} there is nothing to measure", param_hint="'--shape'")
+        usual = ElementType.BF16 if device == "cuda" else ElementType.F32
+        element = ElementType(dtype) if dtype else (spec.dtypes or (usual,))[0]
+        for head_dim in spec.head_dims:
+            job = Job(spec, head_dim, chosen, element, device, most, seconds)
+            tuning = _run(job, store, again=again, quiet=as_json)
+            if tuning is not None:
+                found[f"{spec.name}, head_dim {head_dim}"] = tuning
+    if as_json:
+        print_json({title: _as_dict(tuning) for title, tuning in found.items()})
+
+
+def _run(job: Job, store: TunedStore, *, again: bool, quiet: bool) -> Tuning | None:
+    """Tune one head dimension and show it; an interruption ends the program after what it has is shown."""
+    from flashgen.tuning.tune import tune as steps_of
+
+    spec: AttentionSpec = job.spec
+    for version in store.of_other_versions(job.variant, job.identity):
+        note(f"'{spec.name}' was tuned by flashgen {version}, too; that is kept, and not used by this version")
+    try:
+        total = sum(len(found) - 1 for found in job.ranked().values())
+    except ValueError as error:  # a GPU that nothing is generated for
+        raise click.UsageError(str(error)) from error
+    steps: list[Step] = []
+    interrupted = False
+    try:
+        what = f"tuning {spec.name}, head_dim {job.head_dim}"
+        for step in progress_bar(steps_of(job, store, again=again), total, what):
+            steps.append(step)  # noqa: PERF402 - each stays when the next is interrupted
+    except KeyboardInterrupt:
+        interrupted = True
+    for step in steps:
+        if step.measured is None:
+            note(f"{step.pass_name} {step.candidate.tile} was left out: {step.reason}")
+    recalled = sum(step.recalled for step in steps)
+    if recalled:
+        note(f"{recalled} of {total} candidates were measured before; --again measures them anew")
+    tuning = store.tunings(job.variant, job.identity).get(job.shape_class)
+    if tuning is not None and not quiet:
+        _print(job, tuning)
+    if interrupted:
+        note(
+            f"interrupted after {len(steps)} of {total}; what was measured is kept, and the next run goes on from there"
+        )
+        sys.exit(INTERRUPTED)
+    return tuning
+
+
+def _print(job: Job, tuning: Tuning) -> None:
+    title = f"{job.spec.name}, head_dim {job.head_dim}, {tuning.shape_class}"
+    columns = ["pass", "tile", "× planner", "quartiles", "predicted", ""]
+    table = plain_table(title, columns, left=["pass", "tile", ""])
+    for name, found in tuning.passes.items():
+        table.add_row(
+            name, str(found.planner), "1.000", "", "1.000", _mark("planner", found, chosen=found.winner is None)
+        )
+        for each in sorted(found.candidates, key=lambda each: each.ratio):
+            mark = _mark("", found, chosen=each == found.winner)
+            table.add_row(
+                "",
+                str(each.tile),
+                f"{each.ratio:.3f}",
+                f"{each.low:.3f}–{each.high:.3f}",
+                f"{each.predicted:.3f}",
+                mark,
+            )
+        table.add_section()
+    print_table(table)
+    click.echo(f"  measured at {tuning.shape} on {job.identity}")
+    for name, found in tuning.passes.items():
+        click.echo(f"  {name}: {_verdict(found)}")
+
+
+def _mark(what: str, found: MeasuredPass, *, chosen: bool) -> str:
+    kept = "kept" if chosen and found.candidates else ""
+    return ", ".join(word for word in (what, kept) if word)
+
+
+def _verdict(found: MeasuredPass) -> str:
+    """What is taken, and how far the model was off."""
+    if found.winner is None:
+        said = f"the planner's choice, {found.planner}, stands: none of {len(found.candidates)} others is faster"
+    else:
+        said = f"{found.tile} is taken; the planner's choice takes {found.loss:.1%} longer"
+    if found.largest_error is not None:
+        said += f"; the model is off by up to {found.largest_error - 1:.0%}"
+    if found.rank_correlation is not None:
+        said += f"; it ranks the candidates with Spearman's ρ = {found.rank_correlation:.2f}"
+    return said
+
+
+def _as_dict(tuning: Tuning) -> dict[str, object]:
+    passes = {
+        name: {
+            "tile": str(found.tile),
+            "loss_of_planner": found.loss,
+            "largest_error_of_model": found.largest_error,
+            "rank_correlation": found.rank_correlation,
+        }
+        for name, found in tuning.passes.items()
+    }
+    return {"found": passes, "tuning": tuning.to_json()}

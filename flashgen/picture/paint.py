@@ -1,0 +1,74 @@
+"""A ``MaskPicture`` as pixels: one colour for each class, white where nothing is computed.
+
+In: a ``MaskPicture`` and a size. Out: an array of palette entries; written as a PNG of a few kilobytes where the
+picture is small. Blue is kept, the darker the fewer comparisons it takes; sand is computed for nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashgen.picture.mask import CellClass, MaskPicture
+from flashgen.picture.plotting import pillow
+
+Color = tuple[int, int, int]
+
+EMPTY: Color = (246, 246, 246)
+FULL: Color = (30, 77, 122)
+KEPT: Color = (79, 155, 217)  # in a PARTIAL tile
+MASKED: Color = (248, 222, 184)  # the same, not kept
+_SHADES = 15  # between MASKED and KEPT
+_LINE_FROM = 6  # pixels: cells of this size are told apart by lines
+
+_RAMP = [
+    tuple(round(a + (b - a) * shade / _SHADES) for a, b in zip(MASKED, KEPT, strict=True))
+    for shade in range(_SHADES + 1)
+]
+_COLORS = np.array([EMPTY, FULL, *_RAMP], np.uint8)
+# The same colours a little darker, for the lines between tiles.
+PALETTE: NDArray[np.uint8] = np.concatenate([_COLORS, (_COLORS * 0.86).astype(np.uint8)])
+
+
+def paint(picture: MaskPicture, height: int, width: int) -> NDArray[np.uint8]:
+    """Entries of ``PALETTE``, [height, width]."""
+    rows, columns = _scaled(picture.shape.q_len, height), _scaled(picture.shape.kv_len, width)
+    kept = picture.kept[np.ix_(_scaled(picture.kept.shape[0], height), _scaled(picture.kept.shape[1], width))]
+    cells = rows // picture.cell[0], columns // picture.cell[1]
+    classes = picture.classes[np.ix_(*cells)]
+    colors = np.where(classes == CellClass.PARTIAL, 2 + np.rint(kept * _SHADES), classes == CellClass.FULL)
+    if min(height / picture.classes.shape[0], width / picture.classes.shape[1]) >= _LINE_FROM:
+        lines = _starts(cells[0])[:, None] | _starts(cells[1])[None, :]
+        colors = np.where(lines, colors + len(_COLORS), colors)
+    return colors.astype(np.uint8)
+
+
+def size_of(picture: MaskPicture, longest: int) -> tuple[int, int]:
+    """Height and width in the proportion of queries to keys, as far as the shorter side stays visible."""
+    q, k = picture.shape.q_len, picture.shape.kv_len
+    least = max(1, longest // 12)
+    return max(least, longest * q // max(q, k)), max(least, longest * k // max(q, k))
+
+
+def save_small(picture: MaskPicture, path: Path, longest: int = 112) -> None:
+    """A PNG without any text; the same bytes for the same picture and version of Pillow."""
+    image = pillow().fromarray(paint(picture, *size_of(picture, longest)))
+    image.putpalette(PALETTE.tobytes())
+    image.save(path, format="PNG", optimize=True)
+
+
+def _scaled(length: int, pixels: int) -> NDArray[np.int64]:
+    """The position that each pixel shows, of this many."""
+    return (
+        (np.arange(pixels) * length + length // 2) // pixels
+        if length < pixels
+        else np.arange(pixels) * length // pixels
+    )
+
+
+def _starts(cells: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Where another cell begins, but for the first."""
+    found: NDArray[np.bool_] = np.diff(cells, prepend=cells[0]) != 0
+    return found

@@ -1,0 +1,141 @@
+"""Runners-up: tiles that the planner could have taken, what the model says of them, and why they lost.
+
+In: a ``Variant``, the chosen tiles, a device, a shape. Out: ``RunnerUp``. Candidates are pinned through the schedule,
+so that each goes through the planner's own checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import SpecError
+from flashgen.ir.expr import literal
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import Schedule
+from flashgen.plan import cpu_time, gpu_time
+from flashgen.plan.cpu_model import backward_working_set, forward_working_set
+from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
+from flashgen.plan.cuda_planner import plan_cuda
+from flashgen.plan.device_table import Gpu
+from flashgen.plan.devices import Device
+from flashgen.plan.plan import Tiles
+from flashgen.plan.planner import USABLE_SRAM
+from flashgen.plan.prediction import LIMITS, PassTime
+
+MOST = 4  # that are shown
+MODEL_ERROR = 0.03  # differences that mean nothing
+GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
+CPU_ROWS, CPU_COLUMNS = (32, 64, 128), (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A tile that was not chosen. ``slower``: predicted time over that of the choice, less 1."""
+
+    Br: int
+    Bc: int
+    what: str
+    seconds: float
+    slower: float
+    why: str
+
+
+def gpu_candidates(variant: Variant, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
+    """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
+    schedule, seen = variant.spec.schedule, {_signature(tiles, name)}
+    for Br, Bc, warps in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
+        if name == "forward":
+            pinned = replace(schedule, Br=schedule.Br or Br, Bc=schedule.Bc or Bc, warps=schedule.warps or warps)
+        else:
+            pinned = replace(
+                schedule,
+                backward_Br=schedule.backward_Br or Br,
+                backward_Bc=schedule.backward_Bc or Bc,
+                backward_warps=schedule.backward_warps or warps,
+            )
+        found = pinned_plan(variant, gpu, tiles, pinned)
+        if found is not None and _signature(found, name) not in seen:
+            seen.add(_signature(found, name))
+            yield found
+
+
+def pinned_plan(variant: Variant, gpu: Gpu, tiles: ElementPlan, schedule: Schedule) -> ElementPlan | None:
+    """The plan of this element type under another schedule, None where that cannot work."""
+    spec = replace(variant.spec, schedule=schedule, dtypes=(tiles.element,))
+    try:
+        return plan_cuda(replace(variant, spec=spec), gpu.target).by_element.get(tiles.element)
+    except SpecError:
+        return None
+
+
+def gpu_runners_up(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
+    """The best other tiles by the model, which may prefer some that come later in the planner's order."""
+    time = gpu_time.forward_time if name == "forward" else gpu_time.backward_time
+    chosen, dense = time(variant, tiles, gpu, shape), without_mask(variant)
+    others = sorted(gpu_candidates(variant, gpu, tiles, name), key=lambda other: time(dense, other, gpu, shape).seconds)
+    found = []
+    for other in others[:MOST]:
+        tile = other.forward if name == "forward" else other.backward
+        found.append(_runner_up(tile, _what(tile), time(variant, other, gpu, shape), chosen))
+    return _in_order(found)
+
+
+def cpu_runners_up(variant: Variant, tile: Tiles, device: Device, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
+    """The same on a CPU."""
+    forward = name == "forward"
+    time = cpu_time.forward_time if forward else cpu_time.backward_time
+    needed = forward_working_set if forward else backward_working_set
+    chosen, dense = time(variant, tile, device, shape), without_mask(variant)
+    schedule = variant.spec.schedule
+    pins = (schedule.Br, schedule.Bc) if forward else (schedule.backward_Br, schedule.backward_Bc)
+    sizes = itertools.product((pins[0],) if pins[0] else CPU_ROWS, (pins[1],) if pins[1] else CPU_COLUMNS)
+    others = [Tiles(Br, Bc, needed(variant, Br, Bc, device.lanes)) for Br, Bc in sizes]
+    fitting = [other for other in others if other != tile and other.sram_bytes <= USABLE_SRAM * device.sram_bytes]
+    fitting.sort(key=lambda other: time(dense, other, device, shape).seconds)
+    return _in_order(
+        [
+            _runner_up(other, f"{other.sram_bytes / 1024:.0f} KiB", time(variant, other, device, shape), chosen)
+            for other in fitting[:MOST]
+        ]
+    )
+
+
+def without_mask(variant: Variant) -> Variant:
+    """The same without a mask, whose tiles take time to count: enough to see which candidates are worth it."""
+    return replace(variant, keep=literal(True))
+
+
+def _in_order(found: list[RunnerUp]) -> tuple[RunnerUp, ...]:
+    return tuple(sorted(found, key=lambda each: each.seconds))
+
+
+def _runner_up(tile: Tiles, what: str, predicted: PassTime, chosen: PassTime) -> RunnerUp:
+    slower = predicted.seconds / chosen.seconds - 1 if chosen.seconds else 0.0
+    main, other = predicted.main, chosen.main
+    why = f"limited by {LIMITS[main.bound]}"
+    grown = {each: value - other.alone.get(each, 0.0) for each, value in main.alone.items()}
+    most = max(grown, key=lambda each: grown[each], default=None)
+    if most is not None and grown[most] > 0.02 * main.seconds:
+        why = f"more time for {LIMITS[most]}"
+    elif main.resident < other.resident:
+        why = f"{main.resident} instead of {other.resident} blocks a multiprocessor: {main.resident_limit}"
+    elif main.idle > other.idle + 0.02:
+        why = f"{main.idle:.0%} of the multiprocessors' time is idle at the end"
+    if abs(slower) <= MODEL_ERROR:
+        why = "as good, as far as the model can tell; later in the planner's order"
+    elif slower < 0:
+        why = "the model prefers it; the planner's order, which comes first, does not"
+    return RunnerUp(tile.Br, tile.Bc, what, predicted.seconds, slower, why)
+
+
+def _signature(tiles: ElementPlan, name: str) -> object:
+    return tiles.forward if name == "forward" else tiles.backward
+
+
+def _what(tile: ForwardTiles | BackwardTiles | QueryTiles) -> str:
+    count, what = (tile.warps // 4, "warpgroup") if tile.warpgroups else (tile.warps, "warp")
+    parts = (f"{count} {what}{'s' * (count > 1)}", f"{tile.stages} stage{'s' * (tile.stages > 1)}")
+    return f"{', '.join(parts)}, {tile.sram_bytes / 1024:.0f} KiB"

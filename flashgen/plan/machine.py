@@ -1,0 +1,24 @@
+"""The processor at hand by name, for what is measured on it. Stage 3, plan; in: what the system reports."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+from flashgen.plan.devices import local_cpu
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The model, as its maker calls it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine() or "unknown CPU"
+
+
+def cpu_identity() -> str:
+    """The model and what a plan depends on: two machines of one identity run the same tiles alike."""
+    device = local_cpu()
+    return f"{cpu_name()}, {device.cores} cores, {device.lanes} lanes, {device.sram_bytes // 1024} KiB L2"

@@ -1,0 +1,175 @@
+"""What tuning found: tiles, how long each took beside the planner's own choice, and what the model had said.
+
+Stage 3, plan. In and out: plain data, for one spec and head dimension on one device, by pass and class of shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, Schedule
+from flashgen.ir.types import ElementType
+
+PASSES = ("forward", "backward")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a schedule pins of one pass; ``warps`` and ``stages`` are None on a CPU."""
+
+    Br: int
+    Bc: int
+    warps: int | None = None
+    stages: int | None = None
+
+    def __str__(self) -> str:
+        warps = f" by {_counted(self.warps, 'warp')}" if self.warps else ""
+        stages = f", {_counted(self.stages, 'stage')}" if self.stages else ""
+        return f"{self.Br} × {self.Bc}{warps}{stages}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate: its time over the planner's choice, median and quartiles of rounds in which both took turns.
+
+    ``predicted`` is the same ratio as the planner's model has it; ``rank`` is the candidate's in its order, 0 for the
+    planner's choice.
+    """
+
+    tile: Tile
+    rank: int
+    predicted: float
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """One pass: the planner's choice, seconds of it, and every candidate that was measured beside it."""
+
+    planner: Tile
+    seconds: float
+    candidates: tuple[Measured, ...]
+
+    @property
+    def winner(self) -> Measured | None:
+        """The fastest, where it is faster than the planner's choice beyond what times scatter; else None."""
+        faster = [each for each in self.candidates if each.high < 1]
+        return min(faster, key=lambda each: each.ratio, default=None)
+
+    @property
+    def tile(self) -> Tile:
+        """The tile to take."""
+        return self.planner if self.winner is None else self.winner.tile
+
+    @property
+    def loss(self) -> float:
+        """How much longer the planner's choice takes than the best, as a fraction."""
+        return 0.0 if self.winner is None else 1 / self.winner.ratio - 1
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's, of predicted and measured times, the planner's choice included; None below three."""
+        predicted = [1.0, *(each.predicted for each in self.candidates)]
+        measured = [1.0, *(each.ratio for each in self.candidates)]
+        return spearman(predicted, measured) if len(measured) >= 3 else None
+
+    @property
+    def largest_error(self) -> float | None:
+        """The largest factor between predicted and measured ratios; None without candidates."""
+        factors = [max(each.predicted / each.ratio, each.ratio / each.predicted) for each in self.candidates]
+        return max(factors, default=None)
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """Shapes that one tile is taken for: sizes rounded up to powers of two. ``heads`` counts over the whole batch."""
+
+    element: ElementType
+    heads: int
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def of(cls, shape: Shape, element: ElementType) -> ShapeClass:
+        """The class that a shape is in."""
+        sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len)
+        return cls(element, *(1 << max(size - 1, 0).bit_length() for size in sizes))
+
+    def __str__(self) -> str:
+        return f"{self.element}, B·H ≤ {self.heads}, Nq ≤ {self.q_len}, Nk ≤ {self.kv_len}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is known of one class: the shape that was measured, the passes, when, and whether all candidates were."""
+
+    shape_class: ShapeClass
+    shape: Shape
+    passes: Mapping[str, MeasuredPass]
+    time: float
+    complete: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        shape_class = dataclasses.asdict(self.shape_class) | {"element": self.shape_class.element.value}
+        return dataclasses.asdict(self) | {"shape_class": shape_class}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tuning:
+        """From plain data. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for any other."""
+        shape_class = {**data["shape_class"], "element": ElementType(data["shape_class"]["element"])}
+        return cls(
+            shape_class=ShapeClass(**shape_class),
+            shape=Shape(**data["shape"]),
+            passes={name: _pass(entry) for name, entry in data["passes"].items()},
+            time=float(data["time"]),
+            complete=bool(data["complete"]),
+        )
+
+
+def _pass(data: Mapping[str, Any]) -> MeasuredPass:
+    return MeasuredPass(
+        planner=Tile(**data["planner"]),
+        seconds=float(data["seconds"]),
+        candidates=tuple(Measured(**{**each, "tile": Tile(**each["tile"])}) for each in data["candidates"]),
+    )
+
+
+def pinned(spec: AttentionSpec, forward: Tile, backward: Tile) -> AttentionSpec:
+    """The spec with these tiles in its schedule."""
+    schedule = Schedule(
+        Br=forward.Br,
+        Bc=forward.Bc,
+        warps=forward.warps,
+        stages=forward.stages,
+        backward_Br=backward.Br,
+        backward_Bc=backward.Bc,
+        backward_warps=backward.warps,
+        backward_stages=backward.stages,
+        span=spec.schedule.span,
+    )
+    return replace(spec, schedule=schedule)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share the mean of their ranks. 0 where all of one are equal."""
+    one, two = _ranks(first), _ranks(second)
+    middle = (len(one) - 1) / 2
+    covariance = sum((a - middle) * (b - middle) for a, b in zip(one, two, strict=True))
+    spread = sum((a - middle) ** 2 for a in one) * sum((b - middle) ** 2 for b in two)
+    return covariance / spread**0.5 if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(ordered.index(value) + len(ordered) - 1 - ordered[::-1].index(value)) / 2 for value in values]

@@ -1,0 +1,74 @@
+"""Predicted time: what the model says of one pass, and which of the device's limits it runs into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# The limits in words, for reasons.
+LIMITS: Mapping[str, str] = {
+    "tensor": "matrix products",
+    "special": "special functions",
+    "other": "everything else of a pair",
+    "shared": "shared memory",
+    "l2": "the L2 cache",
+    "hbm": "HBM",
+    "cache": "the L2 cache of a core",
+    "latency": "warps that wait for one another",
+}
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel. ``alone`` are the seconds that each limit would take if nothing else were in the way.
+
+    ``resident`` blocks share a multiprocessor, held there by ``resident_limit``; ``waves`` of them run one after
+    another, and ``idle`` is the share of the time in which multiprocessors have no block left (tails). On a CPU a block
+    is a task, and a multiprocessor a core. ``registers`` of a thread, 0 where that means nothing.
+    """
+
+    name: str
+    seconds: float
+    alone: Mapping[str, float]
+    blocks: int
+    resident: int
+    resident_limit: str
+    waves: float
+    idle: float
+    registers: int = 0
+
+    @property
+    def bound(self) -> str:
+        """The limit that takes longest; ``latency`` where all together explain less than half of the time."""
+        name = max(self.alone, key=lambda each: self.alone[each], default="latency")
+        return name if self.alone and 2 * self.alone[name] > self.seconds else "latency"
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Every kernel of a pass, and its work: flops that the formula needs, special functions, HBM bytes by buffer."""
+
+    kernels: tuple[KernelTime, ...]
+    flops: float
+    specials: float
+    hbm: Mapping[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """All kernels, one after another."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes moved to and from memory, caches left out."""
+        return sum(self.hbm.values())
+
+    @property
+    def main(self) -> KernelTime:
+        """The kernel that takes longest."""
+        return max(self.kernels, key=lambda kernel: kernel.seconds)
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the flops that the formula needs."""
+        return self.flops / self.seconds if self.seconds else 0.0

@@ -1,0 +1,37 @@
+"""The algorithms of the FlashAttention paper in tiled PyTorch, for any spec, with every HBM access counted.
+
+    algorithm_0   standard attention                         algorithm_3   its backward pass
+    algorithm_1   FlashAttention                             algorithm_4   its backward pass
+    algorithm_2   the same with masking and dropout          algorithm_5   the same, block-sparse
+    flash2_forward, flash2_backward   the loop order of FlashAttention-2
+
+They are for reading, for counting and for checking one another; ``dense.attention`` stays the judge.
+"""
+
+from flashgen.plan.paper import BlockSizes, paper_blocks
+from flashgen.reference.algorithms.flash import Step, algorithm_1, algorithm_2, algorithm_4, algorithm_5, kept_blocks
+from flashgen.reference.algorithms.flash2 import flash2_backward, flash2_forward
+from flashgen.reference.algorithms.hbm import Hbm
+from flashgen.reference.algorithms.results import Backward, Forward
+from flashgen.reference.algorithms.standard import Standard, algorithm_0, algorithm_3
+from flashgen.reference.tiled import Problem
+
+__all__ = [
+    "Problem",
+    "BlockSizes",
+    "paper_blocks",
+    "algorithm_0",
+    "algorithm_1",
+    "algorithm_2",
+    "algorithm_3",
+    "algorithm_4",
+    "algorithm_5",
+    "kept_blocks",
+    "flash2_forward",
+    "flash2_backward",
+    "Standard",
+    "Forward",
+    "Backward",
+    "Step",
+    "Hbm",
+]

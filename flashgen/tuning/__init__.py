@@ -1,0 +1,1 @@
+"""Measures tiles on the device at hand and keeps what was found."""

@@ -1,0 +1,183 @@
+"""Measures candidates beside the planner's choice, one after the other, and stores each as it comes.
+
+In: an ``AttentionSpec``, a shape, a device. Out: a ``Step`` for each candidate, as it is measured or found in the
+store, and a ``Tuning`` in the store that later plans use. Every candidate takes turns with the planner's choice in the
+same rounds, so that a slow moment of the machine hits both; what a run that was stopped had measured is not measured
+again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.backends import gpu_at_hand
+from flashgen.benchmark.device import waiting
+from flashgen.benchmark.timing import paired_times
+from flashgen.diagnostics import SpecError
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.pipeline import load_spec
+from flashgen.plan.device_table import product_of
+from flashgen.plan.devices import local_cpu
+from flashgen.plan.machine import cpu_identity
+from flashgen.plan.measured import PASSES, Measured, MeasuredPass, ShapeClass, Tile, Tuning, pinned
+from flashgen.runtime import cuda
+from flashgen.runtime.compiler import CompileFailed
+from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.tuned import TunedStore
+from flashgen.tuning.candidates import Candidate, candidates
+from flashgen.verification.inputs import Inputs, random_inputs
+
+_ROUNDS = 15
+
+_Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to tune: one spec and head dimension at one shape and element type on one device.
+
+    ``most`` candidates of each pass are measured beside the planner's choice, ``seconds`` each, about.
+    """
+
+    spec: AttentionSpec
+    head_dim: HeadDim
+    shape: Shape
+    element: ElementType
+    device: str = "cpu"
+    most: int = 8
+    seconds: float = 3.0
+
+    @property
+    def variant(self) -> Variant:
+        """The spec at this head dimension: what tunings are stored under."""
+        return analyse(self.spec, self.head_dim)
+
+    @property
+    def shape_class(self) -> ShapeClass:
+        """The class of the shape."""
+        return ShapeClass.of(self.shape, self.element)
+
+    @property
+    def identity(self) -> str:
+        """The device by the name that tunings are stored under."""
+        return cuda.describe_device(torch.cuda.current_device())[0] if self.device == "cuda" else cpu_identity()
+
+    def ranked(self) -> dict[str, tuple[Candidate, ...]]:
+        """The candidates of each pass, the planner's choice first. ``ValueError``: a GPU that nothing is made for."""
+        device = product_of(gpu_at_hand()) if self.device == "cuda" else local_cpu()
+        return dict(candidates(self.variant, device, self.shape, self.element, self.most))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One candidate of one pass: measured now, known from before (``recalled``), or refused with a reason."""
+
+    pass_name: str
+    candidate: Candidate
+    measured: Measured | None
+    recalled: bool
+    reason: str = ""
+
+
+def tune(job: Job, store: TunedStore, *, again: bool = False) -> Iterator[Step]:
+    """Every candidate of both passes; ``again`` forgets what is stored of this class. Raises ``OSError``."""
+    variant, identity = job.variant, job.identity
+    ranked = job.ranked()
+    planners = {name: found[0].tile for name, found in ranked.items()}
+    known = None if again else store.tunings(variant, identity).get(job.shape_class)
+    passes = {
+        name: each for name, each in (known.passes.items() if known else ()) if each.planner == planners.get(name)
+    }
+    session = _Session(job, planners)
+    for name in PASSES:
+        for candidate in ranked[name][1:]:
+            done = [each for each in _of(passes.get(name)) if each.tile == candidate.tile]
+            if done:
+                yield Step(name, candidate, done[0], recalled=True)
+                continue
+            try:
+                measured, seconds = session.measure(name, candidate)
+            except (SpecError, CompileFailed) as error:
+                said = error.diagnostics[0].message if isinstance(error, SpecError) else str(error).splitlines()[0]
+                yield Step(name, candidate, None, recalled=False, reason=said)
+                continue
+            passes[name] = MeasuredPass(planners[name], seconds, (*_of(passes.get(name)), measured))
+            store.store(variant, identity, _tuning(job, passes, complete=False))
+            yield Step(name, candidate, measured, recalled=False)
+        passes.setdefault(name, MeasuredPass(planners[name], session.seconds(name), ()))
+    store.store(variant, identity, _tuning(job, passes, complete=True))
+
+
+def _of(found: MeasuredPass | None) -> tuple[Measured, ...]:
+    return () if found is None else found.candidates
+
+
+def _tuning(job: Job, passes: dict[str, MeasuredPass], *, complete: bool) -> Tuning:
+    return Tuning(job.shape_class, job.shape, dict(passes), time.time(), complete)
+
+
+class _Session:
+    """The operators and arguments of one run; each operator is built when it is first needed."""
+
+    def __init__(self, job: Job, planners: dict[str, Tile]) -> None:
+        self.job, self.planners = job, planners
+        self._planner_op: AttentionOp | None = None
+        self._inputs: Inputs | None = None
+
+    def measure(self, name: str, candidate: Candidate) -> tuple[Measured, float]:
+        """A candidate beside the planner's choice, and seconds of the latter."""
+        own = {**self.planners, name: candidate.tile}
+        runs = {"planner": self._run(name, self._planner()), "candidate": self._run(name, self._operator(own))}
+        device = torch.device(self.job.device)
+        planner, found = paired_times(runs, rounds=_ROUNDS, budget=self.job.seconds, wait=waiting(device))
+        ratio = found.ratio
+        measured = Measured(candidate.tile, candidate.rank, candidate.predicted, ratio.median, ratio.low, ratio.high)
+        return measured, planner.seconds.median
+
+    def seconds(self, name: str) -> float:
+        """The planner's choice alone."""
+        run = self._run(name, self._planner())
+        (times,) = paired_times({"planner": run}, budget=self.job.seconds, wait=waiting(torch.device(self.job.device)))
+        return times.seconds.median
+
+    def _planner(self) -> AttentionOp:
+        if self._planner_op is None:
+            self._planner_op = self._operator(self.planners)
+        return self._planner_op
+
+    def _operator(self, tiles: dict[str, Tile]) -> AttentionOp:
+        """One head dimension and element type with its tiles pinned: what is stored plays no part in it."""
+        spec = replace(self.job.spec, head_dims=(self.job.head_dim,), dtypes=(self.job.element,))
+        backend = "cuda" if self.job.device == "cuda" else "cpu"
+        return load_spec(pinned(spec, tiles["forward"], tiles["backward"]), backend)
+
+    def _run(self, name: str, op: AttentionOp) -> _Run:
+        if self._inputs is None:
+            dtype = TORCH_DTYPES[self.job.element]
+            self._inputs = random_inputs(self.job.spec, self.job.shape, self.job.head_dim, dtype).to(self.job.device)
+        return _forward(op, self._inputs) if name == "forward" else _backward(op, self._inputs)
+
+
+def _forward(op: AttentionOp, inputs: Inputs) -> _Run:
+    def run() -> object:
+        with torch.no_grad():
+            return op(inputs.q, inputs.k, inputs.v, **inputs.named)
+
+    return run
+
+
+def _backward(op: AttentionOp, inputs: Inputs) -> _Run:
+    """The backward pass by itself, of one forward pass that is kept."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.differentiable(op.spec).items()}
+    named = {name: leaves.get(name, value) for name, value in inputs.named.items()}
+    o = op(leaves["q"], leaves["k"], leaves["v"], **named)
+    wanted: Sequence[torch.Tensor] = list(leaves.values())
+    return lambda: torch.autograd.grad(o, wanted, inputs.d_o, retain_graph=True, allow_unused=True)

@@ -1,0 +1,108 @@
+"""flashgen plan and flashgen devices: tables for people, JSON for machines, messages for mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import flashgen
+
+SPEC = "attention tiny { head_dim 64 dtype bf16 mask causal }"
+
+
+@pytest.fixture(autouse=True)
+def no_devices_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHGEN_CONFIG_DIR", str(tmp_path))
+    return tmp_path / "devices.toml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.attn"
+    path.write_text(SPEC)
+    return path
+
+
+def test_tables(file: Path) -> None:
+    done = flashgen("plan", file, "--device", "a100", "--shape", "1,8,8,1024,2048")
+    assert done.code == 0, done.stderr
+    for words in (
+        "tiny, head_dim 64, on 'a100' (NVIDIA A100 SXM4 80 GB); B,H,Hkv,Nq,Nk = 1,8,8,1024,2048",
+        "forward, bf16: KiB of Q 16.0, K ",
+        "MB between SRAM and HBM",
+        "the paper's B_c = ⌈M / 4d⌉",
+        "1.70 × too much",
+        "runners-up",
+        "fit a multiprocessor's shared memory",
+    ):
+        assert words in done.stdout, words
+
+
+def test_json(file: Path) -> None:
+    (found,) = json.loads(flashgen("plan", file, "--device", "h100", "--shape", "1,8,8,1024,1024", "--json").stdout)
+    assert found["target"] == "sm_90a"
+    assert found["shape"] == {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024}
+    forward, backward = found["passes"]
+    assert forward["element"] == "bf16"
+    assert forward["full_fraction"] < 0.5 < forward["visited_fraction"] < 0.75  # of a causal mask in large tiles
+    for each in (forward, backward):
+        assert each["predicted_seconds"] > 0
+        assert each["hbm_bytes"]["standard"] > each["hbm_bytes"]["kernels"] > each["hbm_bytes"]["least"]
+        assert each["runners_up"]
+
+
+def test_every_device_plans(file: Path) -> None:
+    known = [each["name"] for each in json.loads(flashgen("devices", "--json").stdout)]
+    for name in (*known, "sm_80", "sm_120"):
+        done = flashgen("plan", file, "--device", name, "--shape", "1,2,2,512,512", "--json")
+        assert done.code == 0, (name, done.stderr)
+
+
+def test_an_unknown_device_has_near_ones(file: Path) -> None:
+    done = flashgen("plan", file, "--device", "rtx409")
+    assert done.code == 2
+    assert "'rtx4090'" in done.stderr
+
+
+@pytest.mark.parametrize("shape", ["0,1,1,5,5", "1,1,1,0,5", "1,1,1,5,0"])
+def test_shapes_of_zero(file: Path, shape: str) -> None:
+    done = flashgen("plan", file, "--shape", shape)
+    assert done.code == 2
+    assert f"--shape {shape}: there is nothing to plan for" in done.stderr
+
+
+def test_memory_that_fits_nothing(file: Path) -> None:
+    done = flashgen("plan", file, "--device", "a100", "--sram", 5000)
+    assert done.code == 1
+    assert "error[E406]" in done.stderr
+    assert "even a tile of 16 × 16 needs 8476 bytes (Q 2048, K 2048, V 2048" in done.stderr
+
+
+def test_devices_say_where_figures_come_from(no_devices_of_ones_own: Path) -> None:
+    done = flashgen("devices")
+    assert done.code == 0
+    assert "sm_70 *" in done.stdout
+    assert "  a100: NVIDIA A100 Tensor Core GPU Architecture, whitepaper" in done.stdout
+    assert f"{no_devices_of_ones_own} (not there)" in done.stderr
+
+
+def test_a_device_of_ones_own(file: Path, no_devices_of_ones_own: Path) -> None:
+    no_devices_of_ones_own.write_text(
+        '[gpu.lab]\ntarget = "sm_80"\nsource = "measured"\nmultiprocessors = 20\nclock_mhz = 1000\nl2_mib = 4\n'
+        "memory_gb_per_s = 200\ntensor_16_tflops = 40\nfma_f32_tflops = 2.5\n"
+    )
+    assert "lab: measured" in flashgen("devices").stdout
+    (found,) = json.loads(flashgen("plan", file, "--device", "lab", "--json").stdout)
+    assert found["timed_on"] == "lab"
+
+
+def test_a_malformed_file_is_wrong_usage(file: Path, no_devices_of_ones_own: Path) -> None:
+    no_devices_of_ones_own.write_text("[gpu.lab]\ntarget = 3\n")
+    for arguments in (("devices",), ("plan", file, "--device", "a100")):
+        done = flashgen(*arguments)
+        assert done.code == 2
+        assert str(no_devices_of_ones_own) in done.stderr
+        assert "Traceback" not in done.stderr
+    assert flashgen("check", file).code == 0  # nothing to do with devices

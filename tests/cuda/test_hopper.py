@@ -1,0 +1,87 @@
+"""Kernels of Hopper's own target, whose warpgroups multiply, run by the emulator: numbers, bytes, registers."""
+
+from __future__ import annotations
+
+import pytest
+
+import flashgen
+from flashgen.backends import emulator_provider
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.pipeline import compile_spec
+from flashgen.plan.cuda_devices import TARGETS
+from flashgen.plan.cuda_model import dq_column_groups, registers
+from flashgen.plan.cuda_plan import CudaPlan
+from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.verification.verify import verify_case
+from tests.cuda.helpers import emitted, planned
+from tests.numeric.helpers import failures
+
+TARGET = TARGETS["sm_90a"]
+
+# Two warpgroups and three; weights before dP and not; grouped heads with empty tiles; parts of dQ; a head dimension of
+# two; gradients of each level; weights that are no softmax; more tiles than stages.
+SPECS = {
+    "causal": ("head_dim 128  mask causal", (1, 2, 1, 200, 300)),
+    "documents": ("head_dim 64  tensor doc: i32[B, Nk]  mask causal and same_document(doc)", (1, 4, 2, 300, 500)),
+    "slopes": ("head_dim 96  tensor slope: f32[H] grad  score s - slope[h] * (i - j)", (1, 2, 1, 131, 200)),
+    "table": (
+        "head_dim 64  tensor table: f32[H, 65] grad  score s + table[h, clamp(i - j, -32, 32) + 32]",
+        (1, 2, 2, 100, 150),
+    ),
+    "softcap": (
+        "head_dim 40  score softcap(s, 20)  mask causal and window_left(77)  dropout 0.2",
+        (1, 1, 1, 257, 257),
+    ),
+    "sigmoid": ("head_dim 32  weights sigmoid(s - 2)", (1, 2, 1, 65, 129)),
+    "mixed": (
+        "head_dim 64  mask causal  schedule { backward_Br = 32  backward_Bc = 32  backward_warps = 2 }",
+        (1, 2, 1, 70, 70),
+    ),
+    "uneven": ("head_dim 192/128  mask causal", (1, 1, 1, 130, 190)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_emulator_agrees_with_the_reference(name: str) -> None:
+    text, shape = SPECS[name]
+    spec = flashgen.loads(f"attention hopper_{name} {{ dtype bf16  {text} }}", backend="reference").spec
+    kernels = compile_spec(spec, TARGET)
+    assert all(isinstance(each.plan, CudaPlan) and each.plan.elements[0].forward.warpgroups for each in kernels)
+    op = AttentionOp(
+        OpParts(
+            spec,
+            {"cpu": emulator_provider(spec, TARGET)},
+            plan={each.source.head_dim: each.plan for each in kernels},
+            sources=tuple(each.source for each in kernels),
+            backend="emulator",
+        )
+    )
+    case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(*shape))
+    assert case.ok, failures(case)
+    assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
+
+
+def test_other_targets_have_nothing_of_it() -> None:
+    causal = "attention causal { head_dim 128  mask causal }"
+    assert "wgmma.mma_async" in emitted(causal, "sm_90a").text
+    for target in ("sm_80", "sm_90", "sm_120"):
+        assert "wgmma" not in emitted(causal, target).text
+        assert "Warpgroup" not in emitted(causal, target).text
+
+
+def test_what_multiplies_and_what_copies_share_the_registers() -> None:
+    """A multiprocessor has 64 Ki registers in four parts; a warp of every warpgroup lies on each."""
+    for text in ("attention a { head_dim 64 }", "attention a { head_dim 128 }", "attention a { head_dim 256 }"):
+        _, plan = planned(text, "sm_90a")
+        tiles = plan.by_element[ElementType.BF16].forward
+        assert tiles.warpgroups
+        each = registers(tiles.warps, tiles.loaders)
+        assert 32 * (each * tiles.warps + 40 * tiles.loaders) <= 64 * 1024
+        assert each % 8 == 0
+        assert each <= 240
+
+
+@pytest.mark.parametrize(("head_dim", "groups"), [(128, 2), (64, 2), (96, 1), (32, 2), (48, 1)])
+def test_a_part_of_dq_does_not_cross_panels(head_dim: int, groups: int) -> None:
+    assert dq_column_groups(head_dim, 64, 8, ElementType.BF16) == groups

@@ -1,0 +1,114 @@
+"""The report of a plan: buffers that add up, bytes beside standard attention's, the paper's tile, runners-up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flashgen.diagnostics import SpecError
+from flashgen.ir.shape import Shape
+from flashgen.plan import paper
+from flashgen.plan.cuda_planner import plan_cuda
+from flashgen.plan.device_table import known_devices
+from flashgen.plan.paper import BlockSizes
+from flashgen.plan.report import PassReport, lengths_of, report
+from tests.plan.test_planner import variant
+
+KNOWN = known_devices()
+SHAPE = Shape(2, 8, 2, 1000, 1500)
+
+
+def passes(body: str, device: str = "a100", shape: Shape = SHAPE) -> dict[str, PassReport]:
+    found = KNOWN.gpus.get(device) or KNOWN.cpus[device]
+    return {f"{each.name} {each.element}": each for each in report(variant(body), found, shape).passes}
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "rtx4090", "t4", "v100", "zen3"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "head_dim 64 mask causal",
+        "head_dim 192/128 dtype f16",
+        "head_dim 96 param w: f32 grad score -sqdist * w",
+        "head_dim 128 dtype bf16 tensor t: f32[33, H] grad score s + t[clamp(i - j, 0, 32), h]",
+    ],
+)
+def test_buffers_add_up_to_what_is_kept(body: str, device: str) -> None:
+    for each in passes(body, device).values():
+        for sizes, tiles in zip(each.buffers.values(), each.tiles, strict=True):
+            counted = getattr(tiles, "keys_sram_bytes", tiles.sram_bytes)
+            assert sum(sizes.values()) in (tiles.sram_bytes, counted)
+            assert min(sizes.values()) > 0
+
+
+def test_bytes_beside_standard_attention_and_the_least() -> None:
+    each = variant("head_dim 64 dtype f16 mask causal")
+    for name, found in passes("head_dim 64 dtype f16 mask causal").items():
+        moved, lengths = found.moved, lengths_of(each, SHAPE)
+        forward = name.startswith("forward")
+        assert moved.kernels == found.time.hbm_bytes
+        assert moved.standard == 2 * (paper.standard_forward if forward else paper.standard_backward)(lengths)
+        assert moved.standard > moved.kernels > moved.least
+
+
+def test_the_papers_tile() -> None:
+    """163 KiB of float16 at d = 64: M = 83456 numbers, B_c = 326, B_r = 64. Backward's buffers do not fit."""
+    found = passes("head_dim 64 dtype f16")
+    forward, backward = found["forward f16"].paper, found["backward f16"].paper
+    assert forward.elements == 163 * 1024 // 2
+    assert forward.blocks == backward.blocks == BlockSizes(64, 326)
+    assert forward.needed == 2 * sum((64 * 64, 326 * 64, 326 * 64, 64 * 64, 64 * 326, 4 * 64))
+    assert forward.fits
+    assert not backward.fits
+    assert backward.needed > 1.5 * 163 * 1024
+    assert backward.kernel_blocks == BlockSizes(64, 336)
+
+
+def test_runners_up_say_why_they_lost() -> None:
+    for each in passes("head_dim 64 dtype f16 mask causal").values():
+        assert 1 <= len(each.runners_up) <= 4
+        chosen = each.tiles[0]
+        for other in each.runners_up:
+            assert other.why
+            assert other.seconds == pytest.approx((1 + other.slower) * each.time.seconds)
+        assert [other.seconds for other in each.runners_up] == sorted(other.seconds for other in each.runners_up)
+        assert chosen.Br
+
+
+def test_pins_hold_for_runners_up() -> None:
+    found = passes("head_dim 64 dtype f16 schedule { Br = 64 Bc = 32 }")["forward f16"]
+    assert {(other.Br, other.Bc) for other in found.runners_up} <= {(64, 32)}
+
+
+def test_a_gpu_without_kernels_is_planned_for() -> None:
+    found = report(variant("head_dim 64 dtype f16"), KNOWN.gpus["v100"], SHAPE)
+    assert any("not generated for sm_70" in remark for remark in found.remarks)
+    assert not report(variant("head_dim 64 dtype f16"), KNOWN.gpus["t4"], SHAPE).remarks
+
+
+def test_what_is_unknown_is_said() -> None:
+    found = report(
+        variant("head_dim 64 dtype f16 tensor doc: i32[B, Nk] mask doc[b, i] == doc[b, j]"), KNOWN.gpus["a100"], SHAPE
+    )
+    assert any("'doc'" in remark for remark in found.remarks)
+
+
+def test_memory_that_fits_nothing_says_how_much_is_needed() -> None:
+    gpu = KNOWN.gpus["a100"].with_sram(6000)
+    with pytest.raises(SpecError) as refused:
+        report(variant("head_dim 64 dtype f16"), gpu, SHAPE)
+    (diagnostic,) = refused.value.diagnostics
+    assert diagnostic.code == "E406"
+    notes = "\n".join(diagnostic.notes)
+    assert "forward, f16: even a tile of 16 × 16 needs 8476 bytes (Q 2048, K 2048, V 2048" in notes
+    assert "6000 are there" in notes
+    spilt = report(variant("head_dim 64"), KNOWN.cpus["zen3"].with_sram(6000), SHAPE)
+    assert any("no tile fits" in reason and "row state" in reason for reason in spilt.plan.reasons)
+
+
+def test_everything_is_plain_data() -> None:
+    found = report(variant("head_dim 64 mask causal"), KNOWN.gpus["h200"], SHAPE).to_json()
+    text = json.loads(json.dumps(found, default=str))
+    assert text["passes"][0]["hbm_bytes"]["by_buffer"]["q"] == 2 * 2 * 8 * 1000 * 64
+    assert plan_cuda(variant("head_dim 64 mask causal"), KNOWN.gpus["h200"].target).target == text["target"]
