@@ -23,7 +23,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_devices import TARGETS, Target
 from flashgen.plan.cuda_launches import backward_launches, forward_launches
 from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.cuda_planner import HARMLESS_SPILL, Spill, plan_cuda
+from flashgen.plan.cuda_planner import HARMLESS_SPILL, HARMLESS_WARPGROUP_SPILL, Spill, plan_cuda
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.plan.launches import Launch
 from flashgen.plan.manifest import Manifest, ManifestBinary, ManifestGpuKernel
@@ -71,7 +71,7 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
     """The tiles whose kernels spill more registers than is harmless."""
     for kernel in kernels:
         name, _, rest = kernel.name.removeprefix(f"{symbol}_").partition("_")
-        if kernel.spill_bytes <= HARMLESS_SPILL or name not in _PASSES:
+        if name not in _PASSES:
             continue
         element = next(each for each in plan.elements if rest.partition("_")[0] == str(each.element))
         forward, backward, queries = element.forward, element.backward, element.queries
@@ -99,7 +99,8 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
                 )
             case _:
                 tile = QueryChoice(queries.Br, queries.Bc, queries.warps, queries.stages, queries.warpgroups)
-        yield Spill(element.element, _PASSES[name], tile, kernel.spill_bytes)
+        if kernel.spill_bytes > (HARMLESS_WARPGROUP_SPILL if tile.warpgroups else HARMLESS_SPILL):
+            yield Spill(element.element, _PASSES[name], tile, kernel.spill_bytes)
 
 
 def _emit(

@@ -32,6 +32,8 @@ from flashgen.plan.plan import Rejection
 # Bytes of registers that a kernel may store and load again and still be taken: numbers that live across the loops, and
 # are read once a tile at most.
 HARMLESS_SPILL = 160
+# The same where warpgroups multiply: what comes next has no warpgroups, and was measured to take 1.6 times as long.
+HARMLESS_WARPGROUP_SPILL = 320
 MOST_WARPS = 16
 # Registers of a thread that may hold scores and outputs where scores take more than a product.
 MOST_ACCUMULATORS = 168
@@ -216,6 +218,8 @@ def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
 def _backward_choices(variant: Variant, element: ElementType, target: Target) -> list[BackwardChoice]:
     """The table's; masks that take registers go where a warp has half of a head dimension."""
     rows = _rows_for(variant, cuda_tables.SINGLE_BACKWARD if element is ElementType.F32 else cuda_tables.HALF_BACKWARD)
+    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
+    rows = [row for row in rows if all(width % (16 * row.split) == 0 for width in widths)]  # parts of one length
     if variant.head_dim.qk > 64 and not has_light_mask(variant):
         rows.sort(key=lambda row: row.split == 1)
     if element is not ElementType.F32 and target.has_warpgroups and not variant.uses_sqdist:

@@ -102,7 +102,7 @@ SINGLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 )
 SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
-    (128, (B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(16, 16, 1))),
+    (128, (B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
     (256, (B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2), B(16, 16, 2, 1, 2))),
 )
 SINGLE_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (

@@ -7,6 +7,7 @@ import pytest
 from flashgen.diagnostics import SpecError
 from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_devices import TARGETS
+from flashgen.plan.cuda_model import padded
 from flashgen.plan.cuda_planner import Spill, plan_cuda
 from flashgen.plan.cuda_tables import ForwardChoice
 from tests.cuda.helpers import ELEMENTS, planned, variant_of
@@ -93,3 +94,11 @@ def test_pins_that_cannot_work_are_refused(pins: str) -> None:
     with pytest.raises(SpecError) as refused:
         plan_cuda(variant, TARGETS["sm_80"])
     assert {each.code for each in refused.value.diagnostics} == {"E403"}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90a"])
+def test_warps_that_share_keys_have_parts_of_one_length(target: str) -> None:
+    for head_dim in range(8, 264, 8):
+        _, plan = planned(f"attention any {{ head_dim {head_dim}  mask (i * j + i) % 7 < 3 and causal }}", target)
+        for each in plan.elements:
+            assert padded(head_dim) % (16 * each.backward.split) == 0
