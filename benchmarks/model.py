@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from flashgen.plan.cuda_devices import TARGETS
 from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles
 from flashgen.plan.device_table import Gpu, known_devices, product_of
 from flashgen.plan.devices import local_cpu
+from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import plan
 from flashgen.plan.prediction import PassTime
@@ -107,7 +107,9 @@ class Ranking:
 
     @property
     def spearman(self) -> float:
-        """Of predicted and measured seconds."""
+        """Of predicted and measured seconds; NaN below two tiles."""
+        if len(self.rows) < 2:
+            return float("nan")
         return spearman([row.predicted.seconds for row in self.rows], [row.seconds for row in self.rows])
 
     def to_json(self) -> dict[str, object]:
@@ -122,19 +124,6 @@ class Ranking:
             for row in self.rows
         ]
         return {"head_dim": self.head_dim, "pass": self.name, "spearman": self.spearman, "rows": rows}
-
-
-def spearman(some: Sequence[float], others: Sequence[float]) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks, of which ties share the mean. NaN below two values."""
-    if len(some) < 2:
-        return float("nan")
-    return float(np.corrcoef(_ranks(some), _ranks(others))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    means: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(counts) - (counts - 1) / 2
-    return means[inverse]
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.model import spearman
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan import cpu_time, gpu_time
@@ -16,6 +15,7 @@ from flashgen.plan.cuda_plan import ElementPlan
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.cuda_registers import MOST, accumulators, registers
 from flashgen.plan.device_table import Gpu, known_devices
+from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
 from flashgen.plan.prediction import PassTime
 from flashgen.plan.work import pair_work
