@@ -51,11 +51,10 @@ bench: .venv/.installed-dev
 gallery: .venv/.installed-dev
 	$(BIN)/python examples/gallery.py
 
-# The paper's figures for two specs, measured here; on a machine that does nothing else.
+# The paper's figures, measured here in about 11 minutes, on a machine that does nothing else; docs/figures/README.md
+# shows them. `$(BIN)/python -m benchmarks.figures --draw` draws again what was measured elsewhere.
 figures: .venv/.installed-dev
-	$(BIN)/flashgen bench specs/causal.attn --sweep length --dropout 0.1 --padding --plot docs/figures/length.png
-	$(BIN)/flashgen bench specs/plain.attn --sweep blocks --plot docs/figures/blocks.png
-	$(BIN)/flashgen bench specs/plain.attn --sweep sparsity --budget 600 --plot docs/figures/sparsity.png
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -174,9 +174,9 @@ def _pytest(report: Report, title: str, arguments: list[str]) -> None:
         "no:cacheprovider",
         "-p",
         "no:benchmark",
-        "--maxfail=20",
+        "--maxfail=100",
         "-n",
-        "8",
+        str(WORKERS),
         *arguments,
     ]
     log = report.folder / f"{title.replace(' ', '_')}.log"

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from benchmarks.report import publish
-from flashgen.benchmark.bench import SGEMM_FLOPS, Comparison, compare
+from flashgen.benchmark.bench import Comparison, compare
 from flashgen.benchmark.timing import Spread, paired_times
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
@@ -93,7 +93,7 @@ def speed(*, quick: bool) -> Table:
     rounds = 3 if quick else 7
     chosen = [row for row in settings() if not quick or (row.head_dim == 64 and row.shape == BASE)]
     measured = [(setting, measure(setting, rounds)) for setting in chosen]
-    speeds = sorted(SGEMM_FLOPS / comparison.sgemm.seconds.median / 1e9 for _, comparison in measured)
+    speeds = sorted(comparison.gemm_speed / 1e9 for _, comparison in measured)
     columns = ["B,H,Hkv,Nq,Nk", "D", "dtype", "variant", "pass", "GFLOP/s", "of sgemm", "against"]
     remark = (
         f"Medians of up to {rounds} rounds. × is the peer's time over flashgen's. FLOPs are those of the pairs that "
@@ -146,7 +146,7 @@ def row(setting: Setting, found: Comparison) -> list[str]:
     """A line of the first table."""
     head = [str(setting.shape), str(setting.head_dim), str(found.dtype), setting.variant, setting.pass_name]
     own = found.times[0]
-    head += [f"{found.speed(own) / 1e9:.0f}", f"{found.of_sgemm(own):.0%}", setting.peer]
+    head += [f"{found.speed(own) / 1e9:.0f}", f"{found.of_gemm(own):.0%}", setting.peer]
     if len(found.times) < 2:
         return [*head, found.absent[0][1], f"{setting.goal:.2f}", "not measured"]
     return [*head, *verdict(found.times[1].ratio, setting.goal)]

@@ -86,6 +86,7 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
                     forward.q_in_registers,
                     forward.warpgroups,
                     forward.loaders,
+                    forward.blocks,
                 )
             case "backward":
                 tile = BackwardChoice(
@@ -96,6 +97,7 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
                     backward.split,
                     backward.warpgroups,
                     backward.loaders,
+                    backward.blocks,
                 )
             case _:
                 tile = QueryChoice(queries.Br, queries.Bc, queries.warps, queries.stages, queries.warpgroups)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.kept import COLUMN_LESS_ROW, ROW_LESS_COLUMN, Form, Limit, Term, block_of, kept_pairs
+from flashgen.analysis.constraints import COLUMN_LESS_ROW, ROW_LESS_COLUMN, Form, Limit, Term, block_of
+from flashgen.analysis.kept import kept_pairs
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.ranging import LoadRange, plain_range
 from flashgen.analysis.variant import over_positions
@@ -51,8 +52,8 @@ class Tile:
 
 def classify(keep: Expr, tile: Tile, layout: Layout | None = None, loads: LoadRange | None = None) -> TileClass:
     """The class of a tile under ``keep`` and, where one is given, a layout that ``keep`` does not contain yet."""
-    kept = _kept(keep if layout is None else apply("and", keep, over_positions(layout)))
-    ranges = _symbol_ranges(tile)
+    kept = kept_of(keep if layout is None else apply("and", keep, over_positions(layout)))
+    ranges = tile_ranges(tile)
     if not any(_is_possible(term, ranges, loads) for term in kept.kept):
         return TileClass.EMPTY
     dropped = any(_is_possible(term, ranges, loads) for term in kept.dropped)
@@ -60,14 +61,15 @@ def classify(keep: Expr, tile: Tile, layout: Layout | None = None, loads: LoadRa
 
 
 # A tile takes less time than its mask takes to be read; callers classify many tiles of a few masks.
-_kept = functools.lru_cache(maxsize=16)(kept_pairs)
+kept_of = functools.lru_cache(maxsize=16)(kept_pairs)
 
 
 _SIZES = {name: size(name) for name in ("B", "H", "Hkv", "Nq", "Nk", "D", "Dv")}
 _INDICES = {name: index(name) for name in ("b", "h", "i", "j", "hkv")}
 
 
-def _symbol_ranges(tile: Tile) -> dict[Expr, Range]:
+def tile_ranges(tile: Tile) -> dict[Expr, Range]:
+    """What is known of every symbol on a tile."""
     ranges: dict[Expr, Range] = {_SIZES[name]: IntRange(value, value) for name, value in tile.sizes.items()}
     for name, r in (("b", tile.b), ("h", tile.h), ("i", tile.i), ("j", tile.j)):
         ranges[_INDICES[name]] = r

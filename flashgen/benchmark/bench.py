@@ -1,7 +1,8 @@
 """Times an operator and its peers, forward and forward with backward, in the same run.
 
 In: an ``AttentionOp`` and a shape. Out: a ``Comparison`` a pass; its first entry is flashgen, the others are peers. A
-matrix product of float32 takes turns with them: its speed is what the machine can do, with the same threads, then.
+matrix product takes turns with them: its speed is what the machine can do, with the same threads, then. It is of
+float32 on a CPU, whose kernels compute in float32, and of the element type on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from flashgen.verification.inputs import Inputs, fitting, random_inputs
 DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 _MOST_PAIRS = 2**24  # of which the dense peer forms several matrices
 
-_SGEMM = 2048  # a square matrix product of this size
-SGEMM_FLOPS = 2.0 * _SGEMM**3
+_GEMM, _GPU_GEMM = 2048, 8192  # square matrix products of these sizes
 
 Call = Callable[..., Tensor]
 
@@ -36,7 +36,7 @@ Call = Callable[..., Tensor]
 class Comparison:
     """One pass at one head dimension, element type and shape; ``absent`` says why a peer is not among ``times``.
 
-    ``flops`` is what the kept pairs need, ``sgemm`` the times of a matrix product of ``SGEMM_FLOPS``, and
+    ``flops`` is what the kept pairs need, ``gemm`` the times of a matrix product of ``gemm_flops``, and
     ``first_call_seconds`` what the first call of a peer that compiles took, which is in none of the times.
     """
 
@@ -47,7 +47,8 @@ class Comparison:
     times: tuple[Times, ...]
     absent: tuple[tuple[str, str], ...]
     flops: float
-    sgemm: Times
+    gemm: Times
+    gemm_flops: float
     first_call_seconds: tuple[tuple[str, float], ...]
     threads: int
 
@@ -55,9 +56,19 @@ class Comparison:
         """FLOP/s of the median."""
         return self.flops / times.seconds.median
 
-    def of_sgemm(self, times: Times) -> float:
+    @property
+    def gemm_name(self) -> str:
+        """What BLAS calls the product: sgemm, or that of the element type."""
+        return self.gemm.name
+
+    @property
+    def gemm_speed(self) -> float:
+        """FLOP/s of the matrix product's median."""
+        return self.gemm_flops / self.gemm.seconds.median
+
+    def of_gemm(self, times: Times) -> float:
         """The speed as a fraction of the matrix product's, both in the same rounds."""
-        return self.flops / SGEMM_FLOPS * self.sgemm.ratio.median / times.ratio.median
+        return self.flops / self.gemm_flops * self.gemm.ratio.median / times.ratio.median
 
 
 def bench(
@@ -101,8 +112,9 @@ def compare(
         calls: dict[str, Call] = {"flashgen": lambda q, k, v, named: op(q, k, v, **named)}
         calls |= passes_of(made, backward=backward)
         candidates = {name: run_of(call, op, inputs, backward=backward) for name, call in calls.items()}
-        candidates |= {"sgemm": _matrix_product(inputs.q.device)}
-        *times, sgemm = paired_times(candidates, rounds=rounds, budget=budget, wait=waiting(inputs.q.device))
+        gemm_name, product, gemm_flops = _matrix_product(inputs.q)
+        candidates |= {gemm_name: product}
+        *times, gemm = paired_times(candidates, rounds=rounds, budget=budget, wait=waiting(inputs.q.device))
         cannot = {name: peer.no_backward for name, peer in made.items() if backward and peer.no_backward}
         yield Comparison(
             head_dim=head_dim,
@@ -112,7 +124,8 @@ def compare(
             times=tuple(times),
             absent=tuple((absent | cannot).items()),
             flops=2.0 * pairs * _products(head_dim, backward=backward),
-            sgemm=sgemm,
+            gemm=gemm,
+            gemm_flops=gemm_flops,
             first_call_seconds=tuple(
                 (name, peer.first_call_seconds) for name, peer in made.items() if peer.first_call_seconds is not None
             ),
@@ -126,10 +139,14 @@ def _products(head_dim: HeadDim, *, backward: bool) -> int:
     return forward + 3 * head_dim.qk + 2 * head_dim.v if backward else forward
 
 
-def _matrix_product(device: torch.device) -> Callable[[], object]:
-    a, b = (torch.randn(_SGEMM, _SGEMM, device=device) for _ in range(2))
+def _matrix_product(like: Tensor) -> tuple[str, Callable[[], object], float]:
+    """Its name, the product, and its FLOPs."""
+    on_gpu = like.device.type == "cuda"
+    dtype, size = (like.dtype, _GPU_GEMM) if on_gpu else (torch.float32, _GEMM)
+    a, b = (torch.randn(size, size, device=like.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
+    name = "sgemm" if dtype is torch.float32 else f"gemm in {str(dtype).removeprefix('torch.')}"
+    return name, lambda: torch.mm(a, b, out=out), 2.0 * size**3
 
 
 def passes_of(peers: Mapping[str, Peer], *, backward: bool) -> dict[str, Call]:

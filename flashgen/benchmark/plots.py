@@ -15,6 +15,7 @@ from flashgen.picture.plotting import COLORS, MARKERS, figure, label_decades
 
 _PASSES = ((False, "forward"), (True, "forward + backward"))
 _MS, _MIB = 1e3, 2.0**-20
+_NAMES = {"standard": "standard attention", "sdpa": "SDPA", "flex": "FlexAttention", "dense": "dense, PyTorch"}
 _WIDTH, _HEIGHT = 3.1, 3.0
 
 Line = tuple[str, Sequence[Point]]
@@ -27,12 +28,19 @@ def save_plot(sweep: Sweep, path: Path) -> None:
         axes = drawn.subplots(1, len(panels), squeeze=False)[0]
         for own, panel in zip(axes, panels, strict=True):
             panel(own)
-        handles: dict[str, Any] = {}
-        for own in axes:
-            handles |= dict(zip(*reversed(own.get_legend_handles_labels()), strict=True))
+        handles = _legend(axes)
         columns = min(max(1, len(handles)), len(panels) + 1)
         drawn.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
         drawn.supxlabel(caption(sweep), fontsize=6.5, x=0.01, ha="left")
+
+
+def _legend(axes: Iterable[Any]) -> dict[str, Any]:
+    """What each line is called; those with error bars, which are the measured ones, first."""
+    found: dict[str, Any] = {}
+    for own in axes:
+        for handle, label in zip(*own.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return dict(sorted(found.items(), key=lambda item: not getattr(item[1], "has_yerr", False)))
 
 
 def caption(sweep: Sweep) -> str:
@@ -56,12 +64,12 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _length(sweep: Sweep) -> list[Callable[[Any], None]]:
-    lines = _by(sweep.points, lambda point: point.who)
+    lines = _by(sweep.points, lambda point: _NAMES.get(point.who, point.who))
 
     def times(backward: bool, title: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
             axes.set_title(title)
-            axes.set_ylabel("ms")
+            axes.set_ylabel("run time (ms)")
             _draw_times(axes, lines, backward=backward)
             _lengths(axes, sweep)
 
@@ -69,7 +77,7 @@ def _length(sweep: Sweep) -> list[Callable[[Any], None]]:
 
     def memory(axes: Any) -> None:
         axes.set_title("memory, forward + backward")
-        axes.set_ylabel("MiB beyond the inputs")
+        axes.set_ylabel("peak beyond the inputs (MiB)")
         for number, (name, points) in enumerate(lines):
             known = [(p.x, p.memory_bytes * _MIB) for p in points if p.backward and p.memory_bytes]
             _line(axes, number, name, known)
@@ -79,7 +87,7 @@ def _length(sweep: Sweep) -> list[Callable[[Any], None]]:
 
 
 def _lengths(axes: Any, sweep: Sweep) -> None:
-    axes.set_xlabel("N")
+    axes.set_xlabel("N (tokens)")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     places = sorted({point.x for point in sweep.points})[:: 2 if len({p.x for p in sweep.points}) > 6 else 1]
@@ -96,7 +104,7 @@ def _blocks(sweep: Sweep) -> list[Callable[[Any], None]]:
     def ready(axes: Any, title: str, unit: str) -> None:
         axes.set_title(title)
         axes.set_ylabel(unit)
-        axes.set_xlabel("B_r = B_c")
+        axes.set_xlabel("$B_r = B_c$")
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [f"{x:g}" for x in places])
         axes.minorticks_off()
@@ -110,7 +118,7 @@ def _blocks(sweep: Sweep) -> list[Callable[[Any], None]]:
                 style = {"marker": "*", "markersize": 9, "linestyle": "none", "markeredgecolor": "black"}
                 y = point.seconds.median * _MS
                 axes.plot(point.x, y, color=COLORS[number], label=label, markeredgewidth=0.5, **style)
-        ready(axes, "run time", "ms")
+        ready(axes, "run time", "run time (ms)")
 
     def traffic(axes: Any) -> None:
         for number, (backward, title) in enumerate(_PASSES):
@@ -119,8 +127,8 @@ def _blocks(sweep: Sweep) -> list[Callable[[Any], None]]:
             if sweep.points:
                 bytes_ = standard_bytes(sweep.points[0].shape, sweep.head_dim, sweep.element)
                 y = bytes_.of(backward=backward) * _MIB
-                axes.axhline(y, color=COLORS[number], linestyle=":", label=f"standard, {title}")
-        ready(axes, f"HBM traffic, predicted for {sweep.target}", "MiB")
+                axes.axhline(y, color=COLORS[number], linestyle=":", label=f"standard attention, {title}")
+        ready(axes, f"HBM traffic, predicted for {sweep.target}", "bytes moved (MiB)")
 
     return [times, traffic]
 
@@ -136,7 +144,7 @@ def _sparsity(sweep: Sweep) -> list[Callable[[Any], None]]:
     def times(backward: bool, title: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
             axes.set_title(title)
-            axes.set_ylabel("ms")
+            axes.set_ylabel("run time (ms)")
             _draw_times(axes, lines, backward=backward, scale=100)
             own = [p for p in sweep.points if p.backward == backward and p.who == OWN]
             if own:
@@ -148,8 +156,8 @@ def _sparsity(sweep: Sweep) -> list[Callable[[Any], None]]:
         return draw
 
     def traffic(axes: Any) -> None:
-        axes.set_title(f"HBM traffic, predicted for {sweep.target}")
-        axes.set_ylabel("MiB, forward + backward")
+        axes.set_title(f"HBM, both passes, predicted for {sweep.target}")
+        axes.set_ylabel("bytes moved (MiB)")
         for number, (name, points) in enumerate(lines):
             known = [(100 * p.x, p.hbm_bytes * _MIB) for p in points if p.backward and p.hbm_bytes]
             _line(axes, number, name, known)

@@ -6,6 +6,7 @@ other as they are measured, so that a run that is stopped keeps what it has.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -125,6 +126,48 @@ class Sweep:
     options: tuple[str, ...]
     points: tuple[Point, ...]
     absent: tuple[Absent, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, from which ``from_json`` makes the same sweep."""
+        return {
+            "sweep": self.kind,
+            "spec": self.spec_name,
+            "head_dim": [self.head_dim.qk, self.head_dim.v],
+            "dtype": self.element.value,
+            "device": self.device,
+            "hbm_target": self.target,
+            "options": list(self.options),
+            "points": [
+                dataclasses.asdict(point)
+                | {"shape": dataclasses.astuple(point.shape), "pass": _PASS_NAMES[point.backward]}
+                for point in self.points
+            ],
+            "absent": [dataclasses.asdict(each) for each in self.absent],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sweep:
+        """From plain data. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for any other."""
+        return cls(
+            kind=str(data["sweep"]),
+            spec_name=str(data["spec"]),
+            head_dim=HeadDim(*data["head_dim"]),
+            element=ElementType(data["dtype"]),
+            device=str(data["device"]),
+            target=str(data["hbm_target"]),
+            options=tuple(data["options"]),
+            points=tuple(_point(each) for each in data["points"]),
+            absent=tuple(Absent(**each) for each in data["absent"]),
+        )
+
+
+_PASS_NAMES = {False: "forward", True: "forward+backward"}
+
+
+def _point(data: Mapping[str, Any]) -> Point:
+    fields = {name: value for name, value in data.items() if name != "pass"}
+    spreads = {name: Spread(**data[name]) for name in ("seconds", "ratio")}
+    return Point(**{**fields, **spreads, "shape": Shape(*data["shape"])})
 
 
 def measure(

@@ -55,7 +55,8 @@ _PATTERNS: Mapping[str, str] = MappingProxyType(
 _MOST_COUNTING = 5.0  # seconds to count the tiles of a place; the places after it go without HBM bytes
 _SPENT = "the budget is spent"
 _MOST_COUNTED = 2**22  # pairs: at N = 8k every 16th row, four of each block
-_CALLS = 10  # of each pass at one place, about: warming up, memory, rounds
+_CALLS = 8  # of each pass at one place, about: warming up, memory, rounds
+_MOST_A_PLACE = 10.0  # seconds, where a place can be measured in that
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def length_sweep(task: Task, lengths: Sequence[int] = LENGTHS) -> Iterator[Found
             place,
             kept_share=kept_share(task.spec, inputs),
             hbm=forecast.bytes(task, inputs, task.spec),
-            seconds=min(share, 20.0),
+            seconds=min(share, _MOST_A_PLACE),
             leave_out=slow,
         ):
             forecast.learn(found)

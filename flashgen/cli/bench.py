@@ -160,10 +160,8 @@ def bench(
 
 
 def _print(title: str, comparisons: Sequence[Comparison]) -> None:
-    from flashgen.benchmark.bench import SGEMM_FLOPS
-
     columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "who", "ms", "quartiles", "× flashgen", "quartiles"]
-    columns += ["GFLOP/s", "of sgemm"]
+    columns += ["GFLOP/s", *dict.fromkeys(f"of {entry.gemm_name}" for entry in comparisons[:1])]
     table = plain_table(title, columns, left=["dtype", "pass", "who"])
     for entry in comparisons:
         place = (str(entry.head_dim), str(entry.dtype), str(entry.shape), _pass_name(entry))
@@ -176,16 +174,17 @@ def _print(title: str, comparisons: Sequence[Comparison]) -> None:
                 f"{times.ratio.median:.2f}",
                 _quartiles(times.ratio, 1.0),
                 f"{entry.speed(times) / 1e9:.1f}",
-                f"{entry.of_sgemm(times):.0%}",
+                f"{entry.of_gemm(times):.0%}",
             )
             place = ("", "", "", "")
         table.add_section()
     print_table(table)
     if comparisons:
-        sgemm = sorted(SGEMM_FLOPS / entry.sgemm.seconds.median / 1e9 for entry in comparisons)
-        rounds = sorted(entry.sgemm.rounds for entry in comparisons)
+        speeds = sorted(entry.gemm_speed / 1e9 for entry in comparisons)
+        rounds = sorted(entry.gemm.rounds for entry in comparisons)
+        first = comparisons[0]
         note(
-            f"sgemm: {sgemm[0]:.0f} to {sgemm[-1]:.0f} GFLOP/s; {comparisons[0].threads} threads; "
+            f"{first.gemm_name}: {speeds[0]:.0f} to {speeds[-1]:.0f} GFLOP/s; {first.threads} threads; "
             f"medians of {rounds[0]} to {rounds[-1]} rounds; FLOPs of the pairs that the mask keeps"
         )
 
@@ -199,8 +198,6 @@ def _pass_name(entry: Comparison) -> str:
 
 
 def _as_dict(entry: Comparison) -> dict[str, object]:
-    from flashgen.benchmark.bench import SGEMM_FLOPS
-
     return {
         "head_dim": str(entry.head_dim),
         "dtype": str(entry.dtype),
@@ -209,10 +206,14 @@ def _as_dict(entry: Comparison) -> dict[str, object]:
         "flops": entry.flops,
         "threads": entry.threads,
         "times": [
-            dataclasses.asdict(times) | {"gflops": entry.speed(times) / 1e9, "of_sgemm": entry.of_sgemm(times)}
+            dataclasses.asdict(times) | {"gflops": entry.speed(times) / 1e9, "of_gemm": entry.of_gemm(times)}
             for times in entry.times
         ],
-        "sgemm": {**dataclasses.asdict(entry.sgemm.seconds), "gflops": SGEMM_FLOPS / entry.sgemm.seconds.median / 1e9},
+        "gemm": {
+            **dataclasses.asdict(entry.gemm.seconds),
+            "name": entry.gemm_name,
+            "gflops": entry.gemm_speed / 1e9,
+        },
         "first_call_seconds": dict(entry.first_call_seconds),
         "absent": dict(entry.absent),
     }

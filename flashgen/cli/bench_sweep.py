@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ def run_sweeps(specs: tuple[AttentionSpec, ...], request: Request) -> None:
             note("interrupted; this is what was measured until then")
             break
     if request.as_json:
-        print_json({name: _as_dict(sweep) for name, sweep in found.items()})
+        print_json({name: sweep.to_json() for name, sweep in found.items()})
     for name, sweep in found.items():
         if not request.as_json:
             _print(sweep)
@@ -184,20 +183,3 @@ def _label(point: Point) -> str:
 
 def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.1f}"
-
-
-def _as_dict(sweep: Sweep) -> dict[str, object]:
-    return {
-        "sweep": sweep.kind,
-        "head_dim": str(sweep.head_dim),
-        "dtype": str(sweep.element),
-        "device": sweep.device,
-        "hbm_target": sweep.target,
-        "options": list(sweep.options),
-        "points": [
-            dataclasses.asdict(point)
-            | {"shape": dataclasses.astuple(point.shape), "pass": "forward+backward" if point.backward else "forward"}
-            for point in sweep.points
-        ],
-        "absent": [dataclasses.asdict(each) for each in sweep.absent],
-    }

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashgen.plan.report import PassReport, PlanReport
 
 _KIB, _MB = 1024, 1e6
+_MOST_REJECTED = 8  # of a pass, that are shown
 
 
 @click.command(short_help="Show the tile sizes and why these.")
@@ -83,8 +84,12 @@ def _print(report: PlanReport) -> None:
     _print_runners_up(groups)
     if decisions.rejected:
         table = plain_table("rejected", ["pass", "B_r", "B_c", "because"], left=["pass", "because"])
-        for lost in decisions.rejected:
-            table.add_row(lost.pass_name, str(lost.Br), str(lost.Bc), lost.reason)
+        for name in dict.fromkeys(lost.pass_name for lost in decisions.rejected):
+            rejected = [lost for lost in decisions.rejected if lost.pass_name == name]
+            for lost in rejected[:_MOST_REJECTED]:
+                table.add_row(lost.pass_name, str(lost.Br), str(lost.Bc), lost.reason)
+            if len(rejected) > _MOST_REJECTED:
+                table.add_row(name, "", "", f"{len(rejected) - _MOST_REJECTED} more; --json lists them")
         print_table(table)
 
 
@@ -130,12 +135,18 @@ def _print_choice(groups: Mapping[str, PassReport], sram: int) -> None:
             cells = [_kernel(what, each, kernel), str(tiles.Br), str(tiles.Bc), f"{tiles.sram_bytes / _KIB:.0f}"]
             cells.append(f"{tiles.sram_bytes / sram:.0%}")
             if number == 0:
-                cells += [f"{each.counts.kept_fraction:.0%}", f"{each.counts.visited_fraction:.0%}", f"{main.blocks}"]
-                cells += [f"{main.waves:.1f}", f"{main.idle:.0%}", str(main.registers or "")]
-                cells += [f"{1e3 * each.time.seconds:.3g}", f"{each.time.flops_per_second / 1e12:.3g}"]
+                at_most, counts = _at_most(each), each.counts
+                cells += [f"{at_most}{share:.0%}" for share in (counts.kept_fraction, counts.visited_fraction)]
+                cells += [f"{main.blocks}", f"{main.waves:.1f}", f"{main.idle:.0%}", str(main.registers or "")]
+                cells += [f"{at_most}{1e3 * each.time.seconds:.3g}", f"{each.time.flops_per_second / 1e12:.3g}"]
                 cells.append(describe_bound(each.time))
             table.add_row(*cells)
     print_table(table)
+
+
+def _at_most(each: PassReport) -> str:
+    """Before a figure that depends on tensors which nobody knows yet."""
+    return "≤ " if each.counts.unknown else ""
 
 
 def _print_moved(groups: Mapping[str, PassReport]) -> None:
@@ -145,8 +156,9 @@ def _print_moved(groups: Mapping[str, PassReport]) -> None:
         moved = each.moved
         table.add_row(
             what,
-            *(f"{size / _MB:,.1f}" for size in (moved.kernels, moved.standard)),
-            f"{moved.standard / max(moved.kernels, 1):.1f}",
+            f"{_at_most(each)}{moved.kernels / _MB:,.1f}",
+            f"{moved.standard / _MB:,.1f}",
+            f"{'≥ ' if each.counts.unknown else ''}{moved.standard / max(moved.kernels, 1):.1f}",
             *(f"{size / _MB:,.1f}" for size in (moved.paper, moved.bound, moved.least)),
         )
     print_table(table)

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level
+from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
@@ -28,13 +29,22 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Expr, Load, index_set
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
-from flashgen.plan.arguments import argument_fields, dimension_field, gradient_field
+from flashgen.plan.arguments import argument_fields, dimension_field, gradient_field, param_field
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
+# The fields of the arguments from which kernels compute an index's values, and a size.
+_INDEX_FIELDS = {"b": ("batch", "b_start"), "h": ("heads", "kv_heads", "h_start")}
+_SIZE_FIELDS = {
+    "B": ("b_total",),
+    "H": ("h_total",),
+    "Hkv": ("h_total", "heads", "kv_heads"),
+    "Nq": ("q_total",),
+    "Nk": ("kv_total",),
+}
 _PRIMITIVES = ("flush.h", "vector.h", "convert.h", "vector_math.h", "ranges.h", "captured.h", "tile_product.h")
 
 
@@ -67,6 +77,13 @@ class _Masks:
 
 
 @dataclass(frozen=True)
+class _Lists:
+    """What lists of visits depend on, as code over the arguments, the sizes of tiles first."""
+
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
 
@@ -84,6 +101,7 @@ class _Context:
     function_inputs: dict[str, str]
     keep_everything: bool
     masks: _Masks
+    lists: _Lists | None
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
@@ -163,6 +181,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
         masks=_masks(index_set(variant.keep)),
+        lists=_lists(variant.keep) if is_irregular(variant.keep) else None,
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
@@ -188,6 +207,15 @@ def _masks(indices: frozenset[str]) -> _Masks:
         case False, True:
             return _Masks("a.heads", "h", "0", "mask")
     return _Masks("1", "0", "0", "0")
+
+
+def _lists(keep: Expr) -> _Lists:
+    symbols = dict.fromkeys(node for node in walk(keep) if isinstance(node, Symbol))
+    sizes = [name for each in symbols if each.kind is SymbolKind.SIZE for name in _SIZE_FIELDS[each.name]]
+    params = [param_field(each.name) for each in symbols if each.kind is SymbolKind.PARAM]
+    axes = [name for axis in ("b", "h") if axis in index_set(keep) for name in _INDEX_FIELDS[axis]]
+    fields = dict.fromkeys(("q_len", "kv_len", "q_start", "kv_start", *axes, *sizes, *params))
+    return _Lists(("tile_rows", "tile_columns", *(f"a.{name}" for name in fields)))
 
 
 def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.levels import Level
+from flashgen.analysis.pieces import block_sizes, is_cut
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
@@ -24,6 +26,7 @@ from flashgen.emit.context import (
     tidy,
 )
 from flashgen.emit.cuda_primitives import C_TYPES, WarpgroupProducts, primitives
+from flashgen.emit.distance import split_score
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
@@ -100,6 +103,14 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
+class _Pieces:
+    """The sizes of the blocks at which a tile is cut, as template arguments, by rows and by columns."""
+
+    rows: str
+    columns: str
+
+
+@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cu.jinja`` and what it includes may refer to."""
 
@@ -118,6 +129,7 @@ class _Context:
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
+    pieces: _Pieces | None
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
     compiled_parts: tuple[str, ...]
@@ -130,6 +142,7 @@ class _Context:
     sink: str | None
     params: tuple[_Typed, ...]
     row_functions: tuple[_RowFunction, ...]
+    split_score: bool
     padded_dims: tuple[int, int]
     score_factor: str | None
     lag: str
@@ -178,12 +191,18 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         inputs[name] = declared
 
     factor = None
+    row_functions: list[_RowFunction] = []
     match variant.weights:
         case Softmax(sink):
             kind = "softmax"
             score = in_base_2(variant.score)
             factor = constant_factor(score)
-            hook("score", score, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+            split = split_score(score)
+            less = "" if split.rows is None else ", less what is the same for all keys of a query"
+            hook("score", split.pairs, comment=f"The score in base 2: log2(e) · ({text(variant.score)}){less}")
+            if split.rows is not None:
+                code = placement.row_code(split.rows)
+                row_functions.append(_RowFunction("row_score", code, "What all scores of a row have in common"))
             sink_code = None if sink is None else placement.value("sink", in_base_2(sink), Level.ROW)
         case Pointwise(weight) | Normalize(weight):
             kind = "pointwise" if isinstance(variant.weights, Pointwise) else "normalize"
@@ -197,7 +216,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
     cut = passes(variant)
-    row_functions = [] if sink_code is None else [_RowFunction("sink_score", sink_code, "The sink in base 2")]
+    if sink_code is not None:
+        row_functions.append(_RowFunction("sink_score", sink_code, "The sink in base 2"))
     gradients = {
         gradient.read: _gradient(gradient, label, cut.captured, placement, hook, row_functions)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
@@ -215,12 +235,17 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=primitives(dropout=spec.dropout is not None, warpgroups=_warpgroups(variant, plan)),
+        primitives=primitives(
+            dropout=spec.dropout is not None,
+            warpgroups=_warpgroups(variant, plan),
+            pieces=is_cut(variant.keep),
+        ),
         warpgroups=_warpgroups(variant, plan) is not None,
         arguments=tuple(declaration(field) for field in argument_fields(spec)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
+        pieces=_pieces(variant.keep),
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
@@ -236,6 +261,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
             for each in spec.params
         ),
         row_functions=tuple(row_functions),
+        split_score=any(each.name == "row_score" for each in row_functions),
         padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
         score_factor=None if factor is None else c_literal(factor),
         lag=f"{LAG:g}",
@@ -252,6 +278,13 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         query_gradients=tuple(gradients[each.read] for each in cut.query_gradients),
         sink_gradients=tuple(gradients[each.read] for each in cut.sink_gradients),
     )
+
+
+def _pieces(keep: Expr) -> _Pieces | None:
+    if not is_cut(keep):
+        return None
+    rows, columns = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
+    return _Pieces(rows, columns)
 
 
 def _weights_first(variant: Variant, cut: Passes) -> bool:
@@ -361,9 +394,9 @@ def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:
 
 
 def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
-    """Who copies, and how many registers those have and the others get."""
-    roles = {"loaders": tiles.loaders}
-    if tiles.warpgroups:
+    """Who copies, how many blocks share the registers, and how many those who copy have and the others get."""
+    roles = {"loaders": tiles.loaders, "blocks": tiles.blocks}
+    if tiles.loaders:
         roles |= {"loader_registers": LOADER_REGISTERS, "registers": registers(tiles.warps, tiles.loaders)}
     return roles
 

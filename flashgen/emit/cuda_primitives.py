@@ -33,15 +33,16 @@ class WarpgroupProducts:
     elements: tuple[ElementType, ...]
 
 
-def primitives(*, dropout: bool, warpgroups: WarpgroupProducts | None = None) -> tuple[str, ...]:
+def primitives(*, dropout: bool, warpgroups: WarpgroupProducts | None = None, pieces: bool = False) -> tuple[str, ...]:
     """The texts to paste, lowest layer first."""
     names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
     standard = _without_includes((folder / "standard.cuh").read_text(encoding="utf-8"))
-    observed = _without_includes((folder / "observed.cuh").read_text(encoding="utf-8"))
-    return (instructions, *others, *_warpgroup_primitives(warpgroups), standard, _ranges(), observed)
+    last = ("observed.cuh", *(("pieces.cuh",) if pieces else ()))
+    after_ranges = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in last)
+    return (instructions, *others, *_warpgroup_primitives(warpgroups), standard, _ranges(), *after_ranges)
 
 
 def _warpgroup_primitives(products: WarpgroupProducts | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.bounds import IndexProof, clamped_dimensions
 from flashgen.analysis.levels import Level, level_of
+from flashgen.emit.distance import AHEAD
 from flashgen.emit.spelling import c_identifier, c_literal, c_operator
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, walk
 from flashgen.ir.text import text
@@ -108,6 +109,11 @@ class Placement:
         c_type = self._c_type(expr.type, Level.PAIR)
         self._functions[name] = Function(name, c_type, lines, result, comment or text(expr), level_of(expr))
 
+    def row_code(self, expr: Expr) -> str:
+        """An expression over a row and what it has ``ahead``, as code where ``r`` is in scope."""
+        lines, result = self._body(expr, Level.PAIR)
+        return f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result
+
     def value(self, name: str, expr: Expr, level: Level) -> str:
         """The expression placed as a member of ``level``'s struct (or a lower one's); returns its spelling."""
         own = level_of(expr)
@@ -191,7 +197,10 @@ class Placement:
                 {first, second} == {_I, _J}
             ):
                 self._measures_distance = True
-                return "(r.ahead - c.ahead)" if first == _I else "(c.ahead - r.ahead)"
+                return "(r.ahead() - c.ahead())" if first == _I else "(c.ahead() - r.ahead())"
+            case Apply(op=op) if op in AHEAD:
+                self._measures_distance = True
+                return AHEAD[op]
             case Apply(op=op, args=args):
                 return c_operator(op, tuple(self._operand(argument, at, named) for argument in args))
         raise AssertionError(f"{type(node).__name__} is an operand, not an operation")

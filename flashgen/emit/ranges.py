@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from flashgen.analysis.kept import (
+from flashgen.analysis.constraints import (
     COLUMN_LESS_ROW,
     ROW_LESS_COLUMN,
     Bound,
@@ -24,12 +24,13 @@ from flashgen.analysis.kept import (
     Truth,
     Unequal,
     block_of,
-    kept_pairs,
+    is_point,
 )
+from flashgen.analysis.kept import kept_pairs
 from flashgen.analysis.levels import Level, level_of
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_range
-from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, walk
+from flashgen.ir.expr import Apply, Expr, Load, Symbol, walk
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 
 
@@ -199,14 +200,14 @@ class _Printer:
     # -- ranges of expressions ---------------------------------------------------------------------------------
 
     def _truth(self, truth: Truth, box: _Box) -> str:
-        if _is_point(truth.condition):
+        if is_point(truth.condition):
             value = self._point(truth.condition)
             return value if truth.value else f"!{value}"
         return f"{self._range(truth.condition, box)}.{'may_be_true' if truth.value else 'may_be_false'}"
 
     def _range(self, node: Expr, box: _Box) -> str:
         """The range of an expression over what is left of the tile."""
-        if _is_point(node):
+        if is_point(node):
             return f"fg::ranges::point({self._point(node)})"
         if box.distance is not None and node in (ROW_LESS_COLUMN, COLUMN_LESS_ROW):
             return box.distance if node == ROW_LESS_COLUMN else f"fg::ranges::scaled({box.distance}, -1)"
@@ -224,7 +225,7 @@ class _Printer:
         begin, end, offset = "", "", []
         for axis, each in enumerate(load.indices):
             dimension = f"a.{dimension_field(load.tensor, axis)}"
-            if _is_point(each):
+            if is_point(each):
                 position = f"fg::clamp_index({self._point(each)}, {dimension})"
             else:
                 position = f"n{axis}"
@@ -251,7 +252,3 @@ def _added(code: str, other: str, factor: int) -> str:
     """code + factor · other."""
     other = other if abs(factor) == 1 else f"fg::ranges::scaled({other}, {abs(factor)})"
     return f"fg::ranges::{'sum' if factor > 0 else 'difference'}({code}, {other})"
-
-
-def _is_point(node: Expr) -> bool:
-    return isinstance(node, Literal) or level_of(node) in (Level.LAUNCH, Level.HEAD)

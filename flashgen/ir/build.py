@@ -57,7 +57,8 @@ def power(base: Expr, exponent: Expr, span: Span | None = None) -> Expr:
 def constant(value: bool | int | float, span: Span | None = None) -> Literal:
     """A literal; an int outside 32 bits raises ``TypingError``."""
     if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
-        raise TypingError(f"{value} does not fit in a 32-bit int", hint="write it as a float: add '.0'")
+        hint = "ints end at 2147483647; where a float will do, add '.0'"
+        raise TypingError(f"{value} does not fit in a 32-bit int", hint=hint)
     return literal(value, span=span)
 
 

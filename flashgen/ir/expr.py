@@ -42,6 +42,11 @@ class Expr:
         object.__setattr__(self, "size", 1 + sum(child.size for child in children))
         object.__setattr__(self, "depth", 1 + max((child.depth for child in children), default=0))
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Another process hashes strings differently. Children come first, with their own hashes."""
+        self.__dict__.update(state)
+        object.__setattr__(self, "_hash", hash(self._key()))
+
     # Set once in __post_init__; annotated here for readers and the type checker.
     _hash: int = field(init=False, repr=False)
     size: int = field(init=False, repr=False)

@@ -52,7 +52,7 @@ def fits(value: Value) -> ConstantError | None:
     if isinstance(value, int):
         if INT_MIN <= value <= INT_MAX:
             return None
-        hint = "write it as a float: add '.0'"
+        hint = "ints end at 2147483647; where a float will do, add '.0'"
         return ConstantError("E205", f"{_shown(value)} does not fit in a 32-bit int", hint)
     if math.isinf(value) or abs(value) <= FLOAT_MAX:
         return None

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashgen.analysis.boxes import CODES, PARTIAL, Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
-from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import index_set
-from flashgen.ir.interval import IntRange
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
@@ -115,7 +115,7 @@ def mask_picture(
     grouped = _grouping(rows), _grouping(columns)
     cell = Br * grouped[0], Bc * grouped[1]
     classes = np.full((-(-rows // grouped[0]), -(-columns // grouped[1])), CellClass.PARTIAL, np.uint8)
-    _classify(scene, classes, cell, (0, classes.shape[0]), (0, classes.shape[1]))
+    _classify(scene, classes, cell)
     kept, share, exact = _sample(scene, pixels, seed)
     return MaskPicture(
         spec_name=spec.name,
@@ -234,35 +234,41 @@ class _Scene:
         return tuple(name for axis, (name, count) in others.items() if axis in axes and count > 1)
 
 
-def _classify(
-    scene: _Scene,
-    classes: NDArray[np.uint8],
-    cell: tuple[int, int],
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-) -> None:
-    """Settle a box of cells at once, or halve it; a single cell that is not settled stays PARTIAL."""
+def _classify(scene: _Scene, classes: NDArray[np.uint8], cell: tuple[int, int]) -> None:
+    """Settle boxes of cells at once, or halve them; a single cell that is not settled stays PARTIAL."""
     shape = scene.shape
-    tile = Tile(
-        b=IntRange(scene.batch, scene.batch),
-        h=IntRange(scene.head, scene.head),
-        i=IntRange(rows[0] * cell[0], min(rows[1] * cell[0], shape.q_len) - 1),
-        j=IntRange(columns[0] * cell[1], min(columns[1] * cell[1], shape.kv_len) - 1),
-        sizes=scene.sizes,
-        params=scene.params,
-    )
-    found = classify(scene.variant.keep, tile, loads=scene.loads)
-    height, width = rows[1] - rows[0], columns[1] - columns[0]
-    if found is not TileClass.PARTIAL:
-        classes[rows[0] : rows[1], columns[0] : columns[1]] = _NUMBERS[found]
-    elif height > 1 and height >= width:
-        middle = rows[0] + height // 2
-        _classify(scene, classes, cell, (rows[0], middle), columns)
-        _classify(scene, classes, cell, (middle, rows[1]), columns)
-    elif width > 1:
-        middle = columns[0] + width // 2
-        _classify(scene, classes, cell, rows, (columns[0], middle))
-        _classify(scene, classes, cell, rows, (middle, columns[1]))
+    boxes = np.array([[0, classes.shape[0], 0, classes.shape[1]]])
+    while len(boxes):
+        r0, r1, c0, c1 = boxes.T
+        here = np.full(len(boxes), scene.batch), np.full(len(boxes), scene.head)
+        found = classify_boxes(
+            scene.variant.keep,
+            Boxes(
+                *here,
+                first_i=r0 * cell[0],
+                last_i=np.minimum(r1 * cell[0], shape.q_len) - 1,
+                first_j=c0 * cell[1],
+                last_j=np.minimum(c1 * cell[1], shape.kv_len) - 1,
+                sizes=scene.sizes,
+                params=scene.params,
+            ),
+            scene.loads,
+        )
+        for place, code in zip(boxes[found != PARTIAL].tolist(), found[found != PARTIAL].tolist(), strict=True):
+            classes[place[0] : place[1], place[2] : place[3]] = _NUMBERS[CODES[code]]
+        boxes = _halves(boxes[found == PARTIAL])
+
+
+def _halves(boxes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each box of cells [first row, row after, first column, column after] cut across its longer side, if it can be."""
+    height, width = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
+    boxes = boxes[(height > 1) | (width > 1)]
+    r0, r1, c0, c1 = boxes.T
+    across = (r1 - r0) >= (c1 - c0)
+    row, column = (r0 + r1) // 2, (c0 + c1) // 2
+    upper = np.stack([r0, np.where(across, row, r1), c0, np.where(across, c1, column)], axis=1)
+    lower = np.stack([np.where(across, row, r0), r1, np.where(across, c0, column), c1], axis=1)
+    return np.concatenate([upper, lower])
 
 
 def _sample(scene: _Scene, pixels: int, seed: int) -> tuple[NDArray[np.float32], float, bool]:

@@ -6,17 +6,23 @@ In: a variant, an element type, a tile. Out: bytes. The buffers are those of ``t
 
 from __future__ import annotations
 
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import DOT, Variant
 from flashgen.ir.expr import Apply, Expr, Literal
+from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import Softmax
 from flashgen.ir.types import ElementType
+from flashgen.plan.cuda_plan import BackwardTiles
+from flashgen.plan.cuda_tables import BackwardChoice
 
 WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = 4
 _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
+_FAR = 8192 - 128
+_FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": 8192, "Nk": 8192}
 
 
 LOADER_REGISTERS = 40  # of a thread that only copies
@@ -47,6 +53,21 @@ def is_plain(variant: Variant) -> bool:
 def has_light_mask(variant: Variant) -> bool:
     """Whether the mask needs few registers: bounds on i - j do, divisions and captured tensors do not."""
     return variant.keep.size <= _LIGHT_MASK
+
+
+def has_long_rows(variant: Variant) -> bool:
+    """Whether queries keep keys however far back: for certain, or because the mask relates no queries to keys.
+
+    Then a block has tiles enough to hide what it begins and ends with.
+    """
+    far = Tile(IntRange(0, 0), IntRange(0, 0), IntRange(_FAR, _FAR + 127), IntRange(0, 127), _FAR_SIZES)
+    return not _relates_pairs(variant.keep) or classify(variant.keep, far) is TileClass.FULL
+
+
+def _relates_pairs(condition: Expr) -> bool:
+    if isinstance(condition, Apply) and condition.op in ("and", "or", "not"):
+        return any(_relates_pairs(each) for each in condition.args)
+    return level_of(condition) is Level.PAIR
 
 
 def padded(head_dim: int) -> int:
@@ -98,57 +119,37 @@ def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stag
 
 
 def backward_buffers(
-    variant: Variant,
-    element: ElementType,
-    Br: int,
-    Bc: int,
-    warps: int,
-    stages: int,
-    split: int,
-    *,
-    warpgroups: bool,
-    with_dq: bool,
+    variant: Variant, element: ElementType, tiles: BackwardChoice | BackwardTiles, *, with_dq: bool
 ) -> dict[str, int]:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block."""
+    Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    more_stages = stages if warpgroups else 1  # of dO, dS and what rows carry
+    more_stages = stages if tiles.warpgroups else 1  # of dO and what rows carry
+    ds_stages = stages if tiles.loaders else 1
     bins = BINS * sum(each.level is Level.PAIR for each in variant.gradients)
     found = {
         "K": tile_bytes(Bc, D, element),
         "V": tile_bytes(Bc, Dv, element),
         "Q": stages * tile_bytes(Br, D, element),
         "dO": more_stages * tile_bytes(Br, Dv, element),
-        "dS": (with_dq or split > 1) * more_stages * tile_bytes(Bc, Br, element),
+        "dS": (with_dq or split > 1) * ds_stages * tile_bytes(Bc, Br, element),
         "P": (split > 1) * tile_bytes(Bc, Br, element),
-        "dQ": (warpgroups and with_dq) * FLOAT * Br * D,
+        "dQ": (tiles.loaders > 0 and with_dq) * FLOAT * Br * D,
         "lse, delta, norms" if variant.uses_sqdist else "lse, delta": more_stages
         * (3 if variant.uses_sqdist else 2)
         * FLOAT
         * Br,
         "list of tiles": VISIT_LIST,
-        "sums, histograms": FLOAT * warps * (1 + bins),
+        "sums, histograms": FLOAT * tiles.warps * (1 + bins),
     }
     return {name: size for name, size in found.items() if size}
 
 
 def backward_bytes(
-    variant: Variant,
-    element: ElementType,
-    Br: int,
-    Bc: int,
-    warps: int,
-    stages: int,
-    split: int,
-    *,
-    warpgroups: bool,
-    with_dq: bool,
+    variant: Variant, element: ElementType, tiles: BackwardChoice | BackwardTiles, *, with_dq: bool
 ) -> int:
     """All of them."""
-    return sum(
-        backward_buffers(
-            variant, element, Br, Bc, warps, stages, split, warpgroups=warpgroups, with_dq=with_dq
-        ).values()
-    )
+    return sum(backward_buffers(variant, element, tiles, with_dq=with_dq).values())
 
 
 def query_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:

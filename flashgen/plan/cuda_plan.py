@@ -14,7 +14,7 @@ class ForwardTiles(Tiles):
     """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block.
 
     ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``loaders``
-    more warps fill.
+    more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
     """
 
     warps: int
@@ -22,6 +22,7 @@ class ForwardTiles(Tiles):
     q_in_registers: bool
     warpgroups: bool = False
     loaders: int = 0
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class BackwardTiles(Tiles):
     ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
     ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without. With
     ``warpgroups`` dO and dS have as many stages as Q, ``loaders`` more warps copy, and ``dq_column_groups`` warpgroups
-    share a tile of dQ.
+    share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
     """
 
     warps: int
@@ -41,6 +42,7 @@ class BackwardTiles(Tiles):
     warpgroups: bool = False
     loaders: int = 0
     dq_column_groups: int = 1
+    blocks: int = 1
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from flashgen.plan.cuda_model import (
     dq_column_groups,
     forward_bytes,
     has_light_mask,
+    has_long_rows,
     is_plain,
     padded,
     query_bytes,
 )
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.plan.plan import Rejection
+from flashgen.plan.plan import Rejection, kib
 
 # Bytes of registers that a kernel may store and load again and still be taken: numbers that live across the loops, and
 # are read once a tile at most.
@@ -60,8 +61,8 @@ def plan_cuda(variant: Variant, target: Target, spills: Collection[Spill] = ()) 
     _check_schedule(variant)
     wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
     plans: list[ElementPlan] = []
-    block, multiprocessor = target.block_bytes // 1024, target.sm_bytes // 1024
-    reasons = [f"{block} KiB of shared memory a block on {target.name}, {multiprocessor} KiB a multiprocessor"]
+    block, multiprocessor = kib(target.block_bytes), kib(target.sm_bytes)
+    reasons = [f"{block} of shared memory a block on {target.name}, {multiprocessor} a multiprocessor"]
     rejected: list[Rejection] = []
     for element in wanted:
         found = _plan_element(variant, target, element, spills, reasons, rejected)
@@ -99,14 +100,14 @@ def _plan_element(
             needed = size(choice)
             spilled = [each.bytes for each in spills if each.is_of(element, pass_name, choice)]
             if needed > target.block_bytes:
-                why = f"{element}: needs {needed / 1024:.1f} KiB, {target.block_bytes // 1024} KiB are there"
+                why = f"{element}: needs {needed / 1024:.1f} KiB, {kib(target.block_bytes)} are there"
             elif spilled and choice is not choices[-1]:
                 why = f"{element}: {_describe(choice)} spills {max(spilled)} bytes of registers"
             else:
                 blocks = target.sm_bytes // (needed + 1024)
                 reasons.append(
                     f"{pass_name}, {element}: B_r × B_c = {_describe(choice)}, {needed / 1024:.1f} KiB: "
-                    f"{blocks} {'block' if blocks == 1 else 'blocks'} fit a multiprocessor's shared memory"
+                    f"{blocks} {'block fits' if blocks == 1 else 'blocks fit'} a multiprocessor's shared memory"
                 )
                 return choice
             rejected.append(Rejection(pass_name, choice.Br, choice.Bc, why))
@@ -117,7 +118,7 @@ def _plan_element(
         return _forward_bytes(variant, element, choice)
 
     def backward_size(choice: BackwardChoice) -> int:
-        return _backward_bytes(variant, element, choice, with_dq=True)
+        return backward_bytes(variant, element, choice, with_dq=True)
 
     def query_size(choice: QueryChoice) -> int:
         return _query_bytes(variant, element, choice)
@@ -138,20 +139,22 @@ def _plan_element(
             forward.q_in_registers,
             forward.warpgroups,
             forward.loaders,
+            forward.blocks,
         ),
         BackwardTiles(
             backward.Br,
             backward.Bc,
-            _backward_bytes(variant, element, backward, with_dq=True),
+            backward_bytes(variant, element, backward, with_dq=True),
             backward.warps,
             backward.stages,
             backward.split,
-            _backward_bytes(variant, element, backward, with_dq=False),
+            backward_bytes(variant, element, backward, with_dq=False),
             backward.warpgroups,
             backward.loaders,
             dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups
             else 1,
+            backward.blocks,
         ),
         QueryTiles(
             queries.Br,
@@ -166,26 +169,13 @@ def _plan_element(
 
 def _describe(choice: ForwardChoice | BackwardChoice | QueryChoice) -> str:
     stages = f"{choice.stages} stages" if choice.stages > 1 else "1 stage"
-    warps = f"{choice.warps // 4} warpgroups" if choice.warpgroups else f"{choice.warps} warps"
+    count, what = (choice.warps // 4, "warpgroup") if choice.warpgroups else (choice.warps, "warp")
+    warps = f"{count} {what}{'s' * (count > 1)}"
     return f"{choice.Br} × {choice.Bc} by {warps}, {stages}"
 
 
 def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice) -> int:
     return forward_bytes(variant, element, choice.Br, choice.Bc, choice.stages)
-
-
-def _backward_bytes(variant: Variant, element: ElementType, choice: BackwardChoice, *, with_dq: bool) -> int:
-    return backward_bytes(
-        variant,
-        element,
-        choice.Br,
-        choice.Bc,
-        choice.warps,
-        choice.stages,
-        choice.split,
-        warpgroups=choice.warpgroups,
-        with_dq=with_dq,
-    )
 
 
 def _query_bytes(variant: Variant, element: ElementType, choice: QueryChoice) -> int:
@@ -205,7 +195,8 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
     if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
     if not single and target.has_warpgroups and not variant.uses_sqdist:  # norms of K want everyone at once
-        rows = [*_rows_for(variant, cuda_tables.HOPPER_FORWARD), *rows]
+        hopper = cuda_tables.HOPPER_FORWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_FORWARD
+        rows = [*_rows_for(variant, hopper), *rows]
     schedule = variant.spec.schedule
     return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
 
@@ -223,7 +214,8 @@ def _backward_choices(variant: Variant, element: ElementType, target: Target) ->
     if variant.head_dim.qk > 64 and not has_light_mask(variant):
         rows.sort(key=lambda row: row.split == 1)
     if element is not ElementType.F32 and target.has_warpgroups and not variant.uses_sqdist:
-        rows = [*_rows_for(variant, cuda_tables.HOPPER_BACKWARD), *rows]
+        hopper = cuda_tables.HOPPER_BACKWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_BACKWARD
+        rows = [*_rows_for(variant, hopper), *rows]
     schedule = variant.spec.schedule
     pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
     return _pinned(rows, *pins)
@@ -284,6 +276,8 @@ def _warpgroup_problems(choice: ForwardChoice | BackwardChoice | QueryChoice) ->
         yield "a warpgroup has 64 rows of dQ"
     if choice.stages != 2 or width > 256:
         yield "warpgroups have two stages of at most 256 rows"
+    if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
+        yield "the blocks of a multiprocessor leave a thread 128 registers"
 
 
 def _check_schedule(variant: Variant) -> None:

@@ -4,6 +4,12 @@ A row holds for head dimensions up to its first number. 16-bit types go through 
 shared memory and three products. Warps of the forward and the query pass have 16 or 32 rows each, those of the key pass
 16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2). Rows with ``warpgroups`` use
 Hopper's products of four warps, which overlap with the rest: with two stages, 16 rows (or keys) a warp.
+
+What a block costs beside its tiles (finding them, first and last products, storing O) is hidden by other blocks of the
+multiprocessor, or not at all. On an H200, bfloat16, TFLOP/s of the forward pass, with warps that copy and one block a
+multiprocessor, and without them and several: documents of 900 tokens in 8k at D 64 192 × 96: 136, 64 × 64 by four
+blocks: 213; at D 128 128 × 128: 213, 64 × 48 by three: 253. Causal at D 64, 2k and 16k tokens: 192 × 96: 267 and 424,
+64 × 128 by three: 316 and 397; at D 128: 128 × 128: 355 and 520, 64 × 48 by three: 339 and 410.
 """
 
 from __future__ import annotations
@@ -13,7 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardChoice:
-    """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them."""
+    """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them.
+
+    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply.
+    """
 
     Br: int
     Bc: int
@@ -22,11 +31,15 @@ class ForwardChoice:
     q_in_registers: bool = False
     warpgroups: bool = False
     loaders: int = 0
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
 class BackwardChoice:
-    """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them."""
+    """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them.
+
+    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply.
+    """
 
     Br: int
     Bc: int
@@ -35,6 +48,7 @@ class BackwardChoice:
     split: int = 1
     warpgroups: bool = False
     loaders: int = 0
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,18 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, loaders=4)
 
 
+def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
+    """One warpgroup without loaders; several such blocks share a multiprocessor."""
+    return ForwardChoice(64, Bc, 4, stages=2, warpgroups=True, blocks=blocks)
+
+
 def _hopper_backward(Br: int, Bc: int, warps: int) -> BackwardChoice:
     return BackwardChoice(Br, Bc, warps, stages=2, warpgroups=True, loaders=4)
+
+
+def _hopper_shared_backward(Br: int, blocks: int) -> BackwardChoice:
+    """The same for 64 keys."""
+    return BackwardChoice(Br, 64, 4, stages=2, warpgroups=True, blocks=blocks)
 
 
 HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
@@ -81,13 +105,24 @@ HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
 )
 # Before those of HALF_… on sm_90a. dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
 HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (64, (_hopper(192, 96, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (64, (_hopper_shared(128, 3), _hopper(192, 96, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+)
+# The same where masks leave rows of tiles short.
+HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper_shared(48, 3), _hopper_shared(64, 2), _hopper(128, 128, 8), _hopper(128, 64, 8))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
 )
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(64, 128, 8),)),
     (128, (_hopper_backward(64, 128, 8),)),
+    (256, ()),
+)
+HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
+    (128, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
     (256, ()),
 )
 HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (

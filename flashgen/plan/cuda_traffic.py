@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.analysis.pieces import classify_in_pieces, is_cut
 from flashgen.analysis.tiles import Tile, TileClass, as_kernels_know, classify, loads_of
 from flashgen.analysis.variant import Variant
 from flashgen.ir.interval import IntRange
@@ -175,7 +176,9 @@ class _Model:
             sizes=sizes,
             params={param.name: values[param_field(param.name)] for param in self.variant.spec.params},
         )
-        return classify(self.variant.keep, tile, loads=self.loads) is not TileClass.EMPTY
+        keep = self.variant.keep
+        found = classify_in_pieces(keep, tile) if is_cut(keep) else classify(keep, tile, loads=self.loads)
+        return found is not TileClass.EMPTY
 
 
 def _spans(length: int, tile: int) -> list[_Span]:

@@ -1,13 +1,18 @@
 """Predicted time of a pass on a GPU: a roofline for each tile, tiles to blocks, blocks to waves.
 
 In: a ``Variant``, the tiles of an element type, a ``Gpu``, a shape. Out: ``PassTime``. For each tile every unit of a
-multiprocessor (tensor cores, special functions, float32 lanes, shared memory) has a number of clocks to work. Warps
-that share a scheduler hide each other's clocks: a tile takes no less than its busiest unit, and no less than one warp
-needs from end to end. Blocks have as many tiles as the mask leaves them, and are dealt to multiprocessors as a GPU
-deals them; what the L2 cache and HBM need for the bytes that are moved bounds the whole.
+multiprocessor (tensor cores, special functions, float32 lanes, shared memory, its link to the L2 cache) has a number of
+clocks to work. A warp goes through the phases of a tile one after the other: products, whose fragments are loaded
+meanwhile; the weights; what it adds to dQ. Warps that share a scheduler hide each other's phases: the busiest unit
+works all the time, and what is beside it is divided among them. Blocks have as many tiles as the mask leaves them, and
+are dealt to multiprocessors as a GPU deals them; what the L2 cache and HBM need for the bytes that are moved bounds the
+whole.
 
-It is a model to rank tiles by: clocks are the boost clock's, and constants below are rough. ``benchmarks/model.py``
-says how far it is off.
+It is a model to rank tiles by. Five constants were fitted, to the logarithms of 34 times of causal attention on an
+H200 (``benchmarks/model.py`` at 2,16,16,8192,8192 in bfloat16, both passes, D 64 and 128): ``BARRIER``, ``PROLOGUE``,
+``L2_BYTES_PER_CLOCK``, ``ISSUE`` and ``SPILL_CLOCKS``. Predictions are off by 10 % there (root mean square), and by
+12 % where the constants come from the other head dimension alone. Clocks are the boost clock's.
+``benchmarks/README.md`` has the table.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_bytes import backward_traffic, forward_traffic
 from flashgen.plan.cuda_launches import passes
-from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_model import FLOAT, padded
 from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_registers import MOST, registers
 from flashgen.plan.device_table import Gpu
@@ -34,26 +39,26 @@ from flashgen.plan.work import PairWork, pair_work
 
 MainTiles = ForwardTiles | BackwardTiles | QueryTiles
 
-LATENCY = 700  # clocks from asking for a line to having it in shared memory, when it lies in the L2 cache
-BARRIER = 40  # clocks for all warps of a block to meet
-PROLOGUE = 2500  # clocks before the first tile and after the last: launch, query tile, mask, output
+BARRIER = 285  # clocks of a block at each barrier of a tile: warps wait for the last, and start with nothing under way
+PROLOGUE = 12500  # clocks before the first tile and after the last: launch, query tile, mask, first copies, output
 LAUNCH_SECONDS = 3e-6
 RESERVED_SHARED = 1024  # bytes of a block's shared memory that CUDA keeps for itself
-L2_BYTES_PER_CLOCK = 32  # a multiprocessor's share, where nobody has published the chip's; half of its link
+L2_BYTES_PER_CLOCK = 40  # a multiprocessor's share, where nobody has published the chip's; its link takes 64
+ADDITION = 2  # times its bytes that an addition in the L2 cache takes: they are read and written there
 REACHED_BANDWIDTH = 0.9  # of the memory's peak
-ISSUE = 0.85  # of a unit's peak: address arithmetic and branches take turns with it
-SPILL_CLOCKS = 2.0  # a tile for each register of a thread beyond the last, by a warp: stored and loaded again
-_MOST_DEALT = 1 << 17  # blocks that are dealt one by one
+ISSUE = 0.95  # of a unit's peak: address arithmetic and branches take turns with it
+SPILL_CLOCKS = 21.0  # a tile for each register of a thread beyond the last, by a warp: stored and loaded again
+_MOST_DEALT = 1 << 11  # blocks that are dealt one by one: the last ones, whose tail shows
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Clocks of one tile by unit, of a multiprocessor that has nothing else to do; bytes that are loaded for it."""
+    """Clocks of one tile by unit, of a multiprocessor that has nothing else to do; bytes of the L2 cache for it."""
 
     units: Mapping[str, float]
     mask: float  # more of ``other`` in a PARTIAL tile
     loaded: float
-    stages: int
+    added: float  # to the sums of dQ
 
 
 def forward_time(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape) -> PassTime:
@@ -137,7 +142,7 @@ def _main_kernel(
     tile = _tile(name, variant, element, tiles, gpu, work)
     partial = counts.partial / counts.visited if counts.visited else 0.0
     clocks = _clocks(tile, tiles, resident, partial, gpu)
-    clocks += resident * max(0, wanted - MOST) * SPILL_CLOCKS * tiles.warps / 4
+    clocks += resident * max(0, wanted - _most_registers(tiles, gpu)) * SPILL_CLOCKS * tiles.warps / 4
     # The longest blocks of a causal mask come first, whichever way the tiles are numbered.
     lengths = np.sort(per_head)[::-1] * clocks + PROLOGUE
     makespan, busy = _dealt(lengths, heads, gpu.sms * resident)
@@ -146,21 +151,22 @@ def _main_kernel(
         each: counts.visited * (value + (partial * tile.mask if each == "other" else 0.0)) / gpu.sms / gpu.clock_hz
         for each, value in tile.units.items()
     }
-    total = sum(moved.values()) + moved.get("workspace.dq", 0)  # additions in the cache take twice their bytes
+    total = sum(moved.values()) + (ADDITION - 1) * moved.get("workspace.dq", 0)
     alone["l2"] = total / (_l2_bytes_per_clock(gpu) * gpu.clock_hz)
     alone["hbm"] = _from_memory(variant, element, shape, gpu, moved, slots, len(per_head)) / (
         REACHED_BANDWIDTH * gpu.bandwidth
     )
     seconds = max(makespan / gpu.clock_hz, alone["l2"], alone["hbm"]) + LAUNCH_SECONDS
-    idle = 1 - busy / (makespan * slots) if makespan else 0.0
-    return KernelTime(name, seconds, alone, blocks, resident, limit, blocks / slots, idle, min(wanted, MOST))
+    idle = max(0.0, 1 - busy / (makespan * slots)) if makespan else 0.0
+    used = min(wanted, _most_registers(tiles, gpu))
+    return KernelTime(name, seconds, alone, blocks, resident, limit, blocks / slots, idle, used)
 
 
 def _resident(tiles: MainTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
     """Blocks that fit a multiprocessor at a time, and what they run out of first."""
     unit = multiprocessor_of(gpu.target)
     warps = tiles.warps + (0 if isinstance(tiles, QueryTiles) else tiles.loaders)
-    granule = -(-min(wanted, MOST) // 8) * 8  # registers are given to a warp in units of 256
+    granule = -(-min(wanted, _most_registers(tiles, gpu)) // 8) * 8  # registers are given to a warp in units of 256
     limits = {
         "shared memory": gpu.target.sm_bytes // (tiles.sram_bytes + RESERVED_SHARED),
         "registers": unit.registers // (32 * granule * warps),
@@ -169,6 +175,14 @@ def _resident(tiles: MainTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
     }
     name = min(limits, key=lambda each: limits[each])
     return max(1, limits[name]), name
+
+
+def _most_registers(tiles: MainTiles, gpu: Gpu) -> int:
+    """Of a thread, where the compiler leaves as many for further blocks as the plan wants there."""
+    if isinstance(tiles, QueryTiles) or tiles.blocks == 1:
+        return MOST
+    threads = 32 * (tiles.warps + tiles.loaders) * tiles.blocks
+    return min(MOST, multiprocessor_of(gpu.target).registers // threads // 8 * 8)
 
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: MainTiles, gpu: Gpu, work: PairWork) -> _Tile:
@@ -188,7 +202,7 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: MainTiles, g
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
         loaded=loaded,
-        stages=tiles.stages,
+        added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk)) if name == "backward" else 0.0,
     )
 
 
@@ -221,27 +235,41 @@ def _shared_bytes(name: str, tiles: MainTiles, element: ElementType, D: int, Dv:
 
 def _clocks(tile: _Tile, tiles: MainTiles, resident: int, partial: float, gpu: Gpu) -> float:
     """From one tile of a block to its next, when ``resident`` blocks share a multiprocessor."""
-    units = {**tile.units, "other": tile.units["other"] + partial * tile.mask}
-    own = sum(units.values()) * 4 / tiles.warps  # one warp from end to end: a block has warps / 4 on each scheduler
-    rate = _l2_bytes_per_clock(gpu) / gpu.sms
-    arrives = LATENCY + tile.loaded * resident / rate
-    # With one stage a copy has half a tile to arrive in, and the other blocks' tiles; with more stages a whole one.
-    compute = max(resident * max(units.values()), own)
-    hidden = compute if tile.stages > 1 else compute * (resident - 1) / resident + own / 2
-    return compute + max(0.0, arrives - hidden) + 2 * BARRIER
+    link = _l2_bytes_per_clock(gpu) / gpu.sms
+    added = ADDITION * tile.added / link
+    other = tile.units["other"] + partial * tile.mask
+    busiest = max(*tile.units.values(), other, added)
+    phases = max(tile.units["tensor"], tile.units["shared"]) + tile.units["special"] + other + added
+    # What a warp does beside the busiest unit is hidden by the warps that share its scheduler, one in ``sharing``.
+    sharing = resident * tiles.warps / 4
+    compute = resident * (busiest + (phases - busiest) / sharing)
+    # With one stage a copy has the other blocks' tiles to arrive in; with more stages its own block's, too.
+    hidden = compute if tiles.stages > 1 else compute * (resident - 1) / resident
+    return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * _barriers(tiles)
+
+
+def _barriers(tiles: MainTiles) -> int:
+    """That a tile has in the loops of ``templates/cuda``."""
+    match tiles:
+        case BackwardTiles(warpgroups=False, stages=stages, split=split):
+            return 3 + (stages == 1) + (split > 1)
+        case QueryTiles(warpgroups=False):
+            return 3
+    return 2
 
 
 def _dealt(lengths: np.ndarray[tuple[int], np.dtype[np.float64]], heads: int, slots: int) -> tuple[float, float]:
-    """When the last block ends, and the clocks of all; each block goes to the slot that is free first."""
+    """When the last block ends, and the clocks of all; each block goes to the slot that is free first.
+
+    Of many blocks only the last are dealt; those before them leave all slots free at about the same time.
+    """
     busy = heads * float(lengths.sum())
     if heads * len(lengths) == 0:
         return 0.0, 0.0
-    if heads * len(lengths) > _MOST_DEALT:
-        return busy / slots + float(lengths.max()) / 2, busy
-    free = [0.0] * slots
-    for _ in range(heads):
-        for length in lengths:
-            heapq.heapreplace(free, free[0] + float(length))
+    last = lengths[-_MOST_DEALT:].tolist() * max(1, min(heads, _MOST_DEALT // len(lengths)))
+    free = [(busy - sum(last)) / slots] * slots
+    for length in last:
+        heapq.heapreplace(free, free[0] + length)
     return max(free), busy
 
 

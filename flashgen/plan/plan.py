@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 
+def kib(size: int) -> str:
+    """Bytes in words: whole KiB, with a decimal where there are few."""
+    if size < 10 * 1024 and size % 1024:
+        return f"{size / 1024:.1f} KiB"
+    return f"{size / 1024:.0f} KiB"
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The tile of one pass: B_r query rows by B_c keys, and the bytes that it keeps in the device's SRAM."""

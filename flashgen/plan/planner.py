@@ -14,7 +14,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
 from flashgen.plan.cpu_model import backward_buffers, forward_buffers, overhead
 from flashgen.plan.devices import Device
-from flashgen.plan.plan import Plan, Rejection, Tiles
+from flashgen.plan.plan import Plan, Rejection, Tiles, kib
 
 # A tile shares its cache with the next rows of K and V on their way in, and with the stack.
 USABLE_SRAM = 0.75
@@ -43,7 +43,7 @@ def plan(variant: Variant, device: Device) -> Plan:
         _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers),
     )
     tiles: list[Tiles] = []
-    memory = f"M = {device.sram_bytes // 1024} KiB of L2 a core on '{device.name}' ({device.source})"
+    memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
     reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
     rejected: list[Rejection] = []
     for each in passes:
@@ -77,7 +77,7 @@ def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, 
             if tile.sram_bytes <= budget:
                 fitting.append((overhead(variant, Br, Bc), tile))
             else:
-                reason = f"needs {tile.sram_bytes // 1024} KiB, {budget // 1024} KiB are usable"
+                reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
                 rejected.append(Rejection(each.name, Br, Bc, reason))
     assert smallest is not None, "there is always a candidate"
     if not fitting:

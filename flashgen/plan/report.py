@@ -20,6 +20,7 @@ from flashgen.plan.alternatives import RunnerUp, cpu_runners_up, gpu_runners_up
 from flashgen.plan.cuda_launches import passes
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_planner import plan_cuda
+from flashgen.plan.cuda_tables import BackwardChoice
 from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.paper import BlockSizes, Lengths
@@ -99,6 +100,8 @@ class PassReport:
             "full_fraction": self.counts.full_fraction,
             "kept_fraction": self.counts.kept_fraction,
             "exact": self.counts.is_exact and not self.counts.unknown,
+            "at_most": bool(self.counts.unknown),
+            "unknown": list(self.counts.unknown),
             "predicted_seconds": self.time.seconds,
             "flops": self.time.flops,
             "special_functions": self.time.specials,
@@ -207,11 +210,8 @@ def _buffers(variant: Variant, element: ElementType, tiles: Tiles, plans: Elemen
     match tiles:
         case ForwardTiles(Br=Br, Bc=Bc, stages=stages):
             return cuda_model.forward_buffers(variant, element, Br, Bc, stages)
-        case BackwardTiles(Br=Br, Bc=Bc, warps=warps, stages=stages, split=split, warpgroups=warpgroups):
-            with_dq = passes(variant).one_pass
-            return cuda_model.backward_buffers(
-                variant, element, Br, Bc, warps, stages, split, warpgroups=warpgroups, with_dq=with_dq
-            )
+        case BackwardTiles():
+            return cuda_model.backward_buffers(variant, element, tiles, with_dq=passes(variant).one_pass)
     assert tiles == plans.queries
     return cuda_model.query_buffers(variant, element, tiles.Br, tiles.Bc, plans.queries.stages)
 
@@ -222,9 +222,8 @@ def _paper_tile_gpu(variant: Variant, element: ElementType, name: str, gpu: Gpu)
     if name == "forward":
         needed = cuda_model.forward_bytes(variant, element, rounded.Br, rounded.Bc, 1)
     else:
-        needed = cuda_model.backward_bytes(
-            variant, element, rounded.Br, rounded.Bc, rounded.Bc // 16, 1, 1, warpgroups=False, with_dq=True
-        )
+        tile = BackwardChoice(rounded.Br, rounded.Bc, rounded.Bc // 16)
+        needed = cuda_model.backward_bytes(variant, element, tile, with_dq=True)
     return PaperTile(blocks, elements, buffers, rounded, needed, gpu.target.block_bytes)
 
 
@@ -236,7 +235,7 @@ def _with_shortage(error: SpecError, variant: Variant, gpu: Gpu) -> SpecError:
         parts = {
             "forward": cuda_model.forward_buffers(variant, element, 16, 16, 1),
             "backward": cuda_model.backward_buffers(
-                variant, element, 16, 16, 1, 1, 1, warpgroups=False, with_dq=passes(variant).one_pass
+                variant, element, BackwardChoice(16, 16, 1), with_dq=passes(variant).one_pass
             ),
         }
         hints += [f"{name}, {element}: {_shortage(sizes, gpu.target.block_bytes)}" for name, sizes in parts.items()]
@@ -248,7 +247,7 @@ def _with_shortage(error: SpecError, variant: Variant, gpu: Gpu) -> SpecError:
 
 def _shortage(buffers: Mapping[str, int], sram: int) -> str:
     total = sum(buffers.values())
-    parts = ", ".join(f"{name} {size}" for name, size in buffers.items())
+    parts = "; ".join(f"{name} {size}" for name, size in buffers.items())
     return f"even a tile of 16 × 16 needs {total} bytes ({parts}); {sram} are there"
 
 
@@ -329,7 +328,10 @@ def _remarks(reports: list[PassReport]) -> tuple[str, ...]:
     for each in reports:
         if each.counts.unknown:
             names = ", ".join(f"'{name}'" for name in each.counts.unknown)
-            found[f"the mask reads {names}, known only to a call: tiles that depend on it count as visited"] = None
+            found[
+                f"the mask reads {names}, known only to a call: tiles that depend on it count as visited, so that "
+                "times and HBM bytes are the most that a call can take"
+            ] = None
         elif not each.counts.is_exact:
             found["of this many tiles some rows were looked at, and stand for all"] = None
     return tuple(found)

@@ -1,30 +1,33 @@
 """How many tiles of each class a pass visits, without looking at pairs, and seldom at tiles one by one.
 
-In: a ``Variant``, a shape, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by intervals and halved only
-where that does not settle them, as kernels do it, so that the work follows the border of the mask. Beyond
-``MOST_CLASSIFIED`` boxes some rows of tiles stand for all. What a mask reads of captured tensors is not known before a
-call: tiles that depend on it count as PARTIAL.
+In: a ``Variant``, a shape, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by intervals, many at a time
+(``analysis/boxes.py``), and halved only where that does not settle them, so that the work follows the border of the
+mask. Beyond ``MOST_CLASSIFIED`` boxes some rows of tiles stand for all. What a mask reads of captured tensors is not
+known before a call: tiles that depend on it count as PARTIAL, so that counts of visits are the most that a call makes.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.tiles import Tile, TileClass, classify
+from flashgen.analysis.boxes import FULL, PARTIAL, Boxes, classify_tiles
+from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.variant import Variant
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, literal, size, substitute, walk
-from flashgen.ir.interval import IntRange
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Param
 from flashgen.ir.types import ScalarType
 
 GROUP = 16  # rows whose sums of dQ lie together
-MOST_CLASSIFIED = 1500  # boxes, of all heads that are looked at; some 0.1 to 0.6 ms each
+MOST_CLASSIFIED = 2500  # boxes, of all heads that are looked at; some 2 to 50 µs each
+_PIECES = 6  # more of a tile, on average, where a mask may leave it open
+_MOST_CUT = 128  # tiles that a mask leaves open, where rows are sampled
 _MOST_HEADS = 8  # that are looked at where heads have masks of their own
 _Counts = NDArray[np.int64]
 
@@ -83,13 +86,12 @@ def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: i
     heads, distinct = _heads(keep, shape)
     rows, columns = grid.rows, grid.columns
     sampled = np.arange(rows)
-    found = grid.count(heads, [(0, rows)], MOST_CLASSIFIED)
+    found, _ = grid.count(heads, [(0, rows)], MOST_CLASSIFIED)
     if found is None:  # one row says how many rows can be afforded
-        grid.asked = 0
-        grid.count(heads[:1], [(rows // 2, rows // 2 + 1)], None)
-        affordable = max(3, MOST_CLASSIFIED // max(grid.asked * len(heads), 1))
+        _, asked = grid.count(heads[:1], [(rows // 2, rows // 2 + 1)], None)
+        affordable = max(3, MOST_CLASSIFIED // max(asked * len(heads), 1))
         sampled = np.unique((np.arange(affordable) + 0.5) * rows // affordable).astype(np.int64)
-        found = grid.count(heads, [(int(row), int(row) + 1) for row in sampled], None)
+        found, _ = grid.count(heads, [(int(row), int(row) + 1) for row in sampled], None)
         assert found is not None
     # A sampled row of tiles stands for those around it, a head for those that were not looked at.
     share = shape.batch * shape.heads / max(len(heads), 1)
@@ -116,17 +118,52 @@ def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: i
 
 
 class _Found:
-    """Counts by row of tiles, and by column of tiles."""
+    """Counts by row of tiles, and by column of tiles, of boxes that are settled."""
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self.full, self.partial, self.keys = (np.zeros(rows, dtype=np.int64) for _ in range(3))
-        self.by_column, self.rows_by_column, self.groups_by_column = (
-            np.zeros(columns, dtype=np.int64) for _ in range(3)
-        )
+    def __init__(self, grid: _Grid, settled: Sequence[_Settled]) -> None:
+        full = [each for each in settled if each.code == FULL]
+        ones = np.ones(grid.columns, dtype=np.int64)
+        self.full = _by_row(grid, full, ones)
+        self.partial = _by_row(grid, settled, ones) - self.full
+        self.keys = _by_row(grid, settled, grid.column_lengths)
+        self.by_column = _by_column(grid, settled, np.ones(grid.rows, dtype=np.int64))
+        self.rows_by_column = _by_column(grid, settled, grid.row_lengths)
+        self.groups_by_column = _by_column(grid, settled, -(-grid.row_lengths // GROUP))
+
+
+@dataclass(frozen=True, eq=False)
+class _TileBoxes:
+    """Boxes of whole tiles: batch element, head, rows r0 … r1 - 1 by columns c0 … c1 - 1; arrays of one length."""
+
+    b: _Counts
+    h: _Counts
+    r0: _Counts
+    r1: _Counts
+    c0: _Counts
+    c1: _Counts
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+    def take(self, chosen: NDArray[np.bool_]) -> _TileBoxes:
+        """Some of them."""
+        return _TileBoxes(*(getattr(self, each.name)[chosen] for each in fields(self)))
+
+    def joined(self, other: _TileBoxes) -> _TileBoxes:
+        """These and others."""
+        return _TileBoxes(*(np.concatenate([getattr(x, each.name) for x in (self, other)]) for each in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Settled:
+    """Boxes of which every tile is of one class, or that are one tile."""
+
+    code: int
+    boxes: _TileBoxes
 
 
 class _Grid:
-    """The tiles of one head; ``asked`` counts the boxes that were classified."""
+    """The tiles of one head."""
 
     def __init__(self, keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: int) -> None:
         self.keep, self.shape, self.Br, self.Bc = keep, shape, Br, Bc
@@ -134,57 +171,73 @@ class _Grid:
         self.row_lengths, self.column_lengths = _lengths(shape.q_len, Br), _lengths(shape.kv_len, Bc)
         self.params = _known_params(params, shape)
         self.sizes = {"B": shape.batch, "H": shape.heads, "Hkv": shape.kv_heads, "Nq": shape.q_len, "Nk": shape.kv_len}
-        self.asked = 0
 
-    def count(self, heads: list[tuple[int, int]], spans: list[tuple[int, int]], most: int | None) -> _Found | None:
-        """The rows of tiles in these spans; None where it takes more than ``most`` boxes."""
-        found = _Found(self.rows, self.columns)
-        for b, h in heads:
-            boxes = [(first, last, 0, self.columns) for first, last in spans]
-            while boxes:
-                r0, r1, c0, c1 = boxes.pop()
-                if r0 == r1 or c0 == c1:
-                    continue
-                self.asked += 1
-                if most is not None and self.asked > most:
-                    return None
-                kind = self._classify(b, h, r0, r1, c0, c1)
-                if kind is TileClass.PARTIAL and (r1 - r0 > 1 or c1 - c0 > 1):
-                    boxes += _halves(r0, r1, c0, c1, self.Br, self.Bc)
-                elif kind is not TileClass.EMPTY:
-                    self._add(found, kind, r0, r1, c0, c1)
-        return found
+    def count(
+        self, heads: list[tuple[int, int]], spans: list[tuple[int, int]], most: int | None
+    ) -> tuple[_Found | None, int]:
+        """The rows of tiles in these spans, None where it takes more than ``most`` boxes; how many were classified."""
+        places = [(b, h, first, last) for b, h in heads for first, last in spans if first < last and self.columns]
+        b, h, r0, r1 = np.array(places, dtype=np.int64).reshape(-1, 4).T
+        boxes = _TileBoxes(b, h, r0, r1, np.zeros_like(r0), np.full_like(r0, self.columns))
+        asked, settled = 0, []
+        while len(boxes):
+            single = (boxes.r1 - boxes.r0 == 1) & (boxes.c1 - boxes.c0 == 1)
+            asked += len(boxes) + (_PIECES * int(single.sum()) if is_cut(self.keep) else 0)
+            if most is not None and asked > most:
+                return None, asked
+            codes = self._classify(boxes, single, _MOST_CUT if most is None else None)
+            settled.append(_Settled(FULL, boxes.take(codes == FULL)))
+            settled.append(_Settled(PARTIAL, boxes.take((codes == PARTIAL) & single)))
+            boxes = self._halves(boxes.take((codes == PARTIAL) & ~single))
+        return _Found(self, settled), asked
 
-    def _classify(self, b: int, h: int, r0: int, r1: int, c0: int, c1: int) -> TileClass:
+    def _classify(self, boxes: _TileBoxes, single: NDArray[np.bool_], most_cut: int | None) -> NDArray[np.int8]:
         if self.keep == literal(True):
-            return TileClass.FULL
-        tile = Tile(
-            b=IntRange(b, b),
-            h=IntRange(h, h),
-            i=IntRange(r0 * self.Br, min(r1 * self.Br, self.shape.q_len) - 1),
-            j=IntRange(c0 * self.Bc, min(c1 * self.Bc, self.shape.kv_len) - 1),
-            sizes=self.sizes,
-            params=self.params,
+            return np.full(len(boxes), FULL, dtype=np.int8)
+        return classify_tiles(
+            self.keep,
+            Boxes(
+                b=boxes.b,
+                h=boxes.h,
+                first_i=boxes.r0 * self.Br,
+                last_i=np.minimum(boxes.r1 * self.Br, self.shape.q_len) - 1,
+                first_j=boxes.c0 * self.Bc,
+                last_j=np.minimum(boxes.c1 * self.Bc, self.shape.kv_len) - 1,
+                sizes=self.sizes,
+                params=self.params,
+            ),
+            single,
+            most_cut,
         )
-        return classify(self.keep, tile)
 
-    def _add(self, found: _Found, kind: TileClass, r0: int, r1: int, c0: int, c1: int) -> None:
-        rows, lengths = slice(r0, r1), self.row_lengths[r0:r1]
-        columns = slice(c0, c1)
-        (found.full if kind is TileClass.FULL else found.partial)[rows] += c1 - c0
-        found.keys[rows] += self.column_lengths[columns].sum()
-        found.by_column[columns] += r1 - r0
-        found.rows_by_column[columns] += lengths.sum()
-        found.groups_by_column[columns] += (-(-lengths // GROUP)).sum()
+    def _halves(self, boxes: _TileBoxes) -> _TileBoxes:
+        """Each box cut across its longer side."""
+        height, width = boxes.r1 - boxes.r0, boxes.c1 - boxes.c0
+        across = (width == 1) | ((height > 1) & (height * self.Br >= width * self.Bc))
+        middle = np.where(across, (boxes.r0 + boxes.r1) // 2, (boxes.c0 + boxes.c1) // 2)
+        lower = replace(boxes, r1=np.where(across, middle, boxes.r1), c1=np.where(across, boxes.c1, middle))
+        upper = replace(boxes, r0=np.where(across, middle, boxes.r0), c0=np.where(across, boxes.c0, middle))
+        return lower.joined(upper)
 
 
-def _halves(r0: int, r1: int, c0: int, c1: int, Br: int, Bc: int) -> list[tuple[int, int, int, int]]:
-    """A box cut across its longer side."""
-    if c1 - c0 == 1 or (r1 - r0 > 1 and (r1 - r0) * Br >= (c1 - c0) * Bc):
-        middle = (r0 + r1) // 2
-        return [(r0, middle, c0, c1), (middle, r1, c0, c1)]
-    middle = (c0 + c1) // 2
-    return [(r0, r1, c0, middle), (r0, r1, middle, c1)]
+def _by_row(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
+    """The weights of the columns that each row of tiles visits, summed."""
+    before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(grid.rows + 1, dtype=np.int64)
+    for each in settled:
+        total = before[each.boxes.c1] - before[each.boxes.c0]
+        np.add.at(steps, each.boxes.r0, total)
+        np.subtract.at(steps, each.boxes.r1, total)
+    return np.cumsum(steps)[:-1]
+
+
+def _by_column(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
+    """The weights of the rows that visit each column of tiles, summed."""
+    before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(grid.columns + 1, dtype=np.int64)
+    for each in settled:
+        total = before[each.boxes.r1] - before[each.boxes.r0]
+        np.add.at(steps, each.boxes.c0, total)
+        np.subtract.at(steps, each.boxes.c1, total)
+    return np.cumsum(steps)[:-1]
 
 
 def _lengths(length: int, tile: int) -> _Counts:

@@ -123,7 +123,8 @@ def _build(nvrtc: Any, source: Source, options: tuple[str, ...]) -> dict[str, by
         program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
         try:
             nvrtc.compileProgram(program, options)
-            log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+            # CuPy takes the last byte of an ELF file, which is 0, for the end of a string and drops it.
+            log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program) + b"\0"
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             complaints = [line for line in log.splitlines() if "error" in line] or [str(error)]

@@ -270,12 +270,14 @@ def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
 # Fake tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _fake_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+def _fake_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError("q, k and v have four dimensions")
-    for name, tensor in (("k", k), ("v", v)):
+    # One tensor on meta among real ones comes here, too.
+    captured = [(f"tensor '{declared.name}'", x) for declared, x in zip(signature.tensors, others, strict=False)]
+    for name, tensor in (("'k'", k), ("'v'", v), *captured):
         if tensor.device != q.device:
-            raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
+            raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     if not signature.has_lse:
         return o

@@ -1,7 +1,7 @@
 // Number formats of matrix operands, to and from float32; both sides of the emulator use them.
 //
-// Contract: conversions to 16 bits round to nearest even and make NaN 0x7fff; to tf32, to nearest with ties away from
-// zero. Conversions to float32 are exact; that of tf32 drops the 13 low bits, which hardware does not look at.
+// Contract: conversions to 16 bits round to nearest even and make NaN 0x7fff. Conversions to float32 are exact; that of
+// tf32 drops the 13 low bits, which hardware does not look at.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -45,7 +45,6 @@ inline uint32_t bfloat_of_float(float x) {
 }
 
 inline float float_of_tf32(uint32_t tf32) { return float_of_bits(tf32 & 0xffffe000u); }
-inline uint32_t tf32_of_float(float x) { return x != x ? 0x7fffffff : (bits_of_float(x) + 0x1000) & 0xffffe000u; }
 
 }  // namespace emulator
 }  // namespace fg

@@ -26,7 +26,8 @@ enum class Access : int { load, store, add };
 enum class Together : int {
   warp_barrier,
   block_barrier,
-  barrier_wait,  // of a barrier with a number, and
+  barrier_wait,  // these three of a barrier with a number
+  barrier_meet,
   barrier_arrive,
   shuffle,
   ballot,

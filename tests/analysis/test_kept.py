@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.kept import MOST_TERMS, KeptPairs, kept_pairs
+from flashgen.analysis.constraints import KeptPairs
+from flashgen.analysis.kept import MOST_TERMS, kept_pairs
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
 from flashgen.ir.build import apply

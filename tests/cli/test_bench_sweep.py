@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flashgen.benchmark import sweeps, timing
+from flashgen.benchmark.sweep import Sweep
 from tests.cli.helpers import flashgen
 
 SMALL = ("--shape", "1,1,1,128,128")
@@ -39,8 +40,16 @@ def test_length_as_json_and_plot(spec: Path, tmp_path: Path) -> None:
     assert {point["x"] for point in found["points"]} == {32, 64}
     assert found["points"][0]["shape"] == [1, 1, 1, 32, 32]
     assert {point["pass"] for point in found["points"]} == {"forward", "forward+backward"}
+    assert json.loads(json.dumps(Sweep.from_json(found).to_json())) == found
     text = plot.read_text()
-    for words in (">ms<", ">N<", "MiB beyond the inputs", "flashgen", "sdpa", "medians and quartiles"):
+    for words in (
+        "run time (ms)",
+        "N (tokens)",
+        "peak beyond the inputs (MiB)",
+        "flashgen",
+        "SDPA",
+        "medians and quartiles",
+    ):
         assert words in text, words
     assert str(plot) in outcome.stderr
 
@@ -48,7 +57,12 @@ def test_length_as_json_and_plot(spec: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sweep", "more", "words", "in_plot"),
     [
-        ("blocks", ("--blocks", "16,24"), ("16 × 16", "(planner)", "× planner"), ("B_r = B_c", "standard, forward")),
+        (
+            "blocks",
+            ("--blocks", "16,24"),
+            ("16 × 16", "(planner)", "× planner"),
+            ("run time (ms)", "standard attention, forward"),
+        ),
         ("sparsity", (), ("butterfly, ", "random blocks, ", "× proportional"), ("pairs kept (%)", "proportional")),
     ],
 )

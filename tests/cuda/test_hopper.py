@@ -19,11 +19,14 @@ from tests.numeric.helpers import failures
 
 TARGET = TARGETS["sm_90a"]
 
-# Two warpgroups and three; weights before dP and not; grouped heads with empty tiles; parts of dQ; a head dimension of
-# two; gradients of each level; weights that are no softmax; more tiles than stages.
+# One warpgroup that copies for itself; two and three with warps that copy; weights before dP and not; grouped heads
+# with empty tiles; parts of dQ; a head dimension of two; gradients of each level; weights that are no softmax; more
+# tiles than stages.
 SPECS = {
     "causal": ("head_dim 128  mask causal", (1, 2, 1, 200, 300)),
     "documents": ("head_dim 64  tensor doc: i32[B, Nk]  mask causal and same_document(doc)", (1, 4, 2, 300, 500)),
+    "wide": ("head_dim 64  mask causal  schedule { Br = 192  Bc = 96  warps = 12 }", (1, 2, 1, 400, 410)),
+    "window": ("head_dim 128  mask causal and window_left(60)", (1, 2, 1, 190, 230)),
     "slopes": ("head_dim 96  tensor slope: f32[H] grad  score s - slope[h] * (i - j)", (1, 2, 1, 131, 200)),
     "table": (
         "head_dim 64  tensor table: f32[H, 65] grad  score s + table[h, clamp(i - j, -32, 32) + 32]",
@@ -72,14 +75,28 @@ def test_other_targets_have_nothing_of_it() -> None:
 
 def test_what_multiplies_and_what_copies_share_the_registers() -> None:
     """A multiprocessor has 64 Ki registers in four parts; a warp of every warpgroup lies on each."""
-    for text in ("attention a { head_dim 64 }", "attention a { head_dim 128 }", "attention a { head_dim 256 }"):
+    wide = "attention a { head_dim 64  schedule { Br = 192  Bc = 96  warps = 12 } }"
+    for text in (wide, "attention a { head_dim 128 }", "attention a { head_dim 256 }"):
         _, plan = planned(text, "sm_90a")
         tiles = plan.by_element[ElementType.BF16].forward
         assert tiles.warpgroups
+        assert tiles.loaders
         each = registers(tiles.warps, tiles.loaders)
         assert 32 * (each * tiles.warps + 40 * tiles.loaders) <= 64 * 1024
         assert each % 8 == 0
         assert each <= 240
+
+
+def test_short_rows_take_small_blocks() -> None:
+    """Several blocks a multiprocessor, whose accumulators leave registers for addresses and hooks."""
+    short, long = "mask causal and window_left(512)", "mask causal"
+    for head_dim in (64, 128):
+        plans = [planned(f"attention a {{ head_dim {head_dim}  {mask} }}", "sm_90a")[1] for mask in (short, long)]
+        few, many = (plan.by_element[ElementType.BF16].forward for plan in plans)
+        assert few.Br * few.Bc < many.Br * many.Bc
+        assert (few.warps, few.loaders) == (4, 0)
+        assert few.blocks * (few.sram_bytes + 1024) <= TARGET.sm_bytes
+        assert few.blocks * 128 * (few.Br * (few.Bc + head_dim) // 128 + few.Br * few.Bc // 256 + 24) <= 64 * 1024
 
 
 @pytest.mark.parametrize(("head_dim", "groups"), [(128, 2), (64, 2), (96, 1), (32, 2), (48, 1)])

@@ -30,6 +30,7 @@ OPEN = [
     ("one_at_the_block_barrier", "waits at 'block_barrier', but warp 0 at 'barrier_wait'"),
 ]
 OTHERS = {"handed_over", "halves", "one_reader_left_out", "one_warpgroup_left_out", "lanes_at_two_barriers"}
+OTHERS |= {"waits_at_two_places", "from_two_places"}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
@@ -43,6 +44,11 @@ def test_a_ring_that_is_handed_over(rows: int) -> None:
 def test_warps_that_wait_for_some_others() -> None:
     for seed in range(4):
         assert np.array_equal(call("halves", n=0, seed=seed)[:128], [2] * 64 + [3] * 64)
+
+
+def test_warps_that_meet_from_two_places() -> None:
+    for seed in range(4):
+        assert np.array_equal(call("from_two_places", n=0, seed=seed)[:128], np.arange(128) ^ 64)
 
 
 @pytest.mark.parametrize("name", RACES)
@@ -90,6 +96,15 @@ def test_lanes_at_two_barriers() -> None:
     assert error.kind is FaultKind.DIVERGENCE
     assert "come to 'barrier_wait' of different barriers" in error.message
     assert "FAULT" in error.line_text
+
+
+def test_all_who_wait_execute_one_instruction() -> None:
+    """``bar.sync`` is aligned: what two branches of a program wait for is not defined."""
+    error = failed("waits_at_two_places", threads=64)
+    assert error.kind is FaultKind.DIVERGENCE
+    assert "waits for barrier 1 here, but warp" in error.message
+    assert error.line_text != error.other_line_text
+    assert {mark_of(error.line_text), mark_of(error.other_line_text)} == {"FAULT"}
 
 
 def test_the_parameters_of_every_kernel_stand_here() -> None:

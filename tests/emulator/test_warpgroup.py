@@ -100,6 +100,26 @@ def test_products(product: Product) -> None:
     product.check(torch.from_numpy(outcome.arrays["d"].copy()), a, b, c)
 
 
+@pytest.mark.parametrize(("bits", "left"), [(25, 16), (26, 0)])
+def test_sums_are_cut_off(bits: int, left: int) -> None:
+    """Two bits below float32's last place are kept of what is added to 1, for all sixteen terms at once."""
+    product = next(each for each in PRODUCTS if each.add and each.dtype is torch.float16 and each.k == 16)
+    a, b = torch.full((64, 16), 2.0 ** (12 - bits)).half(), torch.full((16, product.n), 2.0**-12).half()
+    outcome = launch(
+        SOURCE,
+        {
+            "a": a.view(torch.uint16).numpy(),
+            "b": b.view(torch.uint16).numpy(),
+            "c": np.ones((64, product.n), np.float32),
+            "d": np.zeros((64, product.n), np.float32),
+        },
+        name=product.name,
+        threads=128,
+        shared_bytes=SHARED_BYTES,
+    )
+    assert np.all(outcome.arrays["d"] == np.float32(1 + left * 2.0**-bits))
+
+
 def test_every_width_of_a_panel_is_read_in_both_directions() -> None:
     every = {(width, across) for width in (16, 32, 64) for across in (False, True)}
     assert {(product.a_width, product.a_across) for product in PRODUCTS if product.a_width} == every

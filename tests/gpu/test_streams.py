@@ -127,6 +127,7 @@ def test_two_devices() -> None:
         torch.testing.assert_close(a.cpu(), b.cpu())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor's own, of PyTorch's own
 def test_compile() -> None:
     op = operator("causal")
     inputs = arguments(op, SHAPE)

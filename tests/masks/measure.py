@@ -23,6 +23,7 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.emit.cpu import emit_cpu
 from flashgen.ir.expr import Expr, index, size
 from flashgen.ir.interval import IntRange
+from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields, dimension_field, stride_field, tensor_field
 from flashgen.plan.devices import GENERIC_CPU
@@ -79,6 +80,8 @@ extern "C" int64_t plan_%(n)d(const void* arguments, int tile_rows, int tile_col
   return count;
 }
 """
+# Beyond what the first mask includes: what lists of visits need.
+_INCLUDES = "\n#include <atomic>\n#include <memory>\n#include <mutex>\n#include <vector>\n"
 # How query tiles are ordered and cut by their work; the same for every mask.
 _SCHEDULE = """
 extern "C" void longest_first(int32_t* order, const int32_t* work, int64_t tiles) {
@@ -145,28 +148,28 @@ class Masks:
 
     def __init__(self, masks: Sequence[Mask], folder: Path, optimisation: str = "-O0") -> None:
         self.masks = tuple(masks)
-        self.variants = tuple(_variant(mask) for mask in masks)
+        self.variants = tuple(variant_of(mask) for mask in masks)
         self.layouts = tuple(ArgumentLayout(argument_fields(variant.spec)) for variant in self.variants)
-        self._library = ctypes.CDLL(str(_compiled(_text(self.variants), folder, optimisation)))
+        self._library = ctypes.CDLL(str(compiled(_text(self.variants), folder, optimisation)))
 
     def count(self, number: int, problem: Problem, rows: int, columns: int, tensors: Mapping[str, Any]) -> Counts:
         """The tiles of one mask."""
         shape = (-(-problem.q_len // rows), -(-problem.kv_len // columns))
         classes, visits = (np.zeros(shape, dtype=np.int8) for _ in range(2))
         function = getattr(self._library, f"tiles_{number}")
-        function(self.arguments(number, problem, tensors), rows, columns, _pointer(classes), _pointer(visits))
+        function(self.arguments(number, problem, tensors), rows, columns, pointer(classes), pointer(visits))
         return Counts(classes, visits, exact(self.keep(number, problem, tensors), rows, columns))
 
     def longest_first(self, work: Any) -> Any:
         """The order of query tiles with this work."""
         work, order = np.ascontiguousarray(work, np.int32), np.empty(len(work), np.int32)
-        self._library.longest_first(_pointer(order), _pointer(work), ctypes.c_int64(len(work)))
+        self._library.longest_first(pointer(order), pointer(work), ctypes.c_int64(len(work)))
         return order
 
     def cut_evenly(self, work: Any, runs: int) -> Any:
         """Where runs of query tiles begin, and where the last one ends."""
         work, first = np.ascontiguousarray(work, np.int32), np.full(runs + 1, -1, np.int32)
-        self._library.cut_evenly(_pointer(first), ctypes.c_int64(runs), _pointer(work), ctypes.c_int64(len(work)))
+        self._library.cut_evenly(pointer(first), ctypes.c_int64(runs), pointer(work), ctypes.c_int64(len(work)))
         return first
 
     def seconds_to_plan(
@@ -179,13 +182,13 @@ class Masks:
         function(packed, rows, columns)
         return time.process_time() - start
 
-    def arguments(self, number: int, problem: Problem, tensors: Mapping[str, Any]) -> bytes:
+    def arguments(self, number: int, problem: Problem, tensors: Mapping[str, Any], *, workspace: int = 0) -> bytes:
         """``struct Arguments`` of a call, with nothing in it but what a mask may read."""
         q_total, kv_total = problem.totals
         known: dict[str, float] = {
             "batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "q_len": problem.q_len, "kv_len": problem.kv_len,
             "q_start": problem.q_start, "kv_start": problem.kv_start, "b_total": BATCH, "h_total": HEADS,
-            "q_total": q_total, "kv_total": kv_total,
+            "q_total": q_total, "kv_total": kv_total, "workspace": workspace,
         }  # fmt: skip
         for name in self.masks[number].tensors:
             array = tensors[name]
@@ -232,7 +235,8 @@ def intervals(keep: Any) -> int:
     return int((~padded[:, :-1] & padded[:, 1:]).sum(1).max())
 
 
-def _pointer(array: Any) -> ctypes.c_void_p:
+def pointer(array: Any) -> ctypes.c_void_p:
+    """Where its elements lie."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
@@ -245,8 +249,9 @@ def _cut(start: int, length: int, size: int) -> list[IntRange]:
     return [IntRange(start + first, start + min(first + size, length) - 1) for first in ends]
 
 
-def _variant(mask: Mask) -> Variant:
-    spec = parse_text(mask.spec).specs[0]
+def variant_of(mask: Mask | AttentionSpec) -> Variant:
+    """The first head dimension of a mask's spec, or of any."""
+    spec = mask if isinstance(mask, AttentionSpec) else parse_text(mask.spec).specs[0]
     return analyse(spec, spec.head_dims[0])
 
 
@@ -257,7 +262,7 @@ def _text(variants: Sequence[Variant]) -> str:
         text = emit_cpu(variant, plan(variant, GENERIC_CPU)).text
         start, end = text.index("namespace {\n\n// ---- What a caller passes"), text.index("// ---- Forward -")
         if not parts:
-            parts.append(text[:start] + "\n#include <vector>\n")
+            parts.append(text[:start] + _INCLUDES)
         by_row, by_column = "struct RowBounds" in text, "struct ColumnBounds" in text
         number = "b * a.heads + h" if "make_head(a, u, number / a.heads" in text else "b"
         parts.append(f"namespace mask_{n} {{\n{text[start:end]}\n}}  // namespace mask_{n}\n")
@@ -275,7 +280,7 @@ def _text(variants: Sequence[Variant]) -> str:
     return "".join((*parts, _SCHEDULE))
 
 
-def _compiled(text: str, folder: Path, optimisation: str) -> Path:
+def compiled(text: str, folder: Path, optimisation: str) -> Path:
     """The library, kept under a name that its text determines."""
     digest = hashlib.sha256(f"{optimisation}\n{text}".encode()).hexdigest()[:16]
     library = folder / f"masks_{digest}.so"

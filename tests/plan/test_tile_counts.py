@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashgen.analysis.tiles import Tile, TileClass, classify
+from flashgen.analysis.pieces import classify_in_pieces
+from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.interval import IntRange
@@ -58,7 +59,7 @@ def classes(keep: Variant, shape: Shape, Br: int, Bc: int) -> np.ndarray:
             sizes,
         )
         order = (TileClass.EMPTY, TileClass.PARTIAL, TileClass.FULL)
-        found[b, h, row, column] = order.index(classify(keep.keep, tile))
+        found[b, h, row, column] = order.index(classify_in_pieces(keep.keep, tile))
     return found
 
 

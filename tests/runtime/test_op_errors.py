@@ -55,6 +55,7 @@ CASES: list[tuple[Change, type[Exception], str]] = [
     (at(0, lambda x: x[:, :3]), ValueError, "q has 3 heads and k has 2; H must be a multiple of Hkv"),
     (at(1, lambda x: x.bfloat16()), TypeError, "'k' is torch.bfloat16, but 'q' is torch.float32"),
     (at(2, lambda x: x.to("meta")), ValueError, "'v' is on meta, but 'q' is on cpu"),
+    (name(slope=torch.ones(4).to("meta")), ValueError, "tensor 'slope' is on meta, but 'q' is on cpu"),
     (without("slope"), TypeError, "missing argument 'slope': the spec declares tensor slope: f32[H]"),
     (name(slop=1), TypeError, "unknown argument 'slop'; did you mean 'slope'?"),
     (name(zzz=1), TypeError, "unknown argument 'zzz'. The spec declares 'slope', 'doc', 'table', 'bias', 'cut', 'ell'"),

@@ -39,21 +39,37 @@ template <class T> struct Right {  // depth x 8
 FG_DEVICE void multiply(float (&d)[4], const Left<half_t>& a, const Right<half_t>& b) { mma_f16(d, a.r, b.r); }
 FG_DEVICE void multiply(float (&d)[4], const Left<bfloat_t>& a, const Right<bfloat_t>& b) { mma_bf16(d, a.r, b.r); }
 
-// x = large + small, both tf32: together they hold 22 of the 24 bits.
+// x = large + small; large is the nearest tf32 number, of small the matrix units read all bits but the last. Not by
+// cvt.rna.tf32, which is four instructions that also care for NaN: that comes out of small.
 FG_DEVICE void split(uint32_t x, uint32_t& large, uint32_t& small) {
-  large = round_tf32(__uint_as_float(x));
-  small = round_tf32(__uint_as_float(x) - __uint_as_float(large));
+  large = (x + 0x1000) & 0xffffe000;
+  small = __float_as_uint(__uint_as_float(x) - __uint_as_float(large));
 }
-// float32 in three tf32 products; what is left out, small by small, is below float32's rounding.
+template <int registers> struct Parts {  // of an operand of float32
+  uint32_t large[registers], small[registers];
+};
+template <int registers> FG_DEVICE Parts<registers> split(const uint32_t (&r)[registers]) {
+  Parts<registers> parts;
+#pragma unroll
+  for (int i = 0; i < registers; ++i) split(r[i], parts.large[i], parts.small[i]);
+  return parts;
+}
+// float32 in three tf32 products; what is left out, small by small, is below float32's rounding. Matrix units cut their sums
+// off towards zero, which a long chain of products turns into an error of its own: chains begin at zero, stay within a
+// tile, and end with an addition that rounds to nearest.
+FG_DEVICE void chain(float (&d)[4], const Parts<4>& a, const Parts<2>& b) {
+  mma_tf32(d, a.small, b.large);
+  mma_tf32(d, a.large, b.small);
+  mma_tf32(d, a.large, b.large);
+}
+FG_DEVICE void add(float (&d)[4], const float (&sum)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) d[e] += sum[e];
+}
 FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>& b) {
-  uint32_t a_large[4], a_small[4], b_large[2], b_small[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) split(a.r[i], a_large[i], a_small[i]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) split(b.r[i], b_large[i], b_small[i]);
-  mma_tf32(d, a_small, b_large);
-  mma_tf32(d, a_large, b_small);
-  mma_tf32(d, a_large, b_large);
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  chain(sum, split(a.r), split(b.r));
+  add(d, sum);
 }
 
 // ---- operands from shared memory -------------------------------------------------------------------------------------
@@ -63,38 +79,48 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
 // chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are repeated
 // in every product instead of every address being kept in a register.
 enum class Order { down, along };
-template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, int lane) {
+template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
-  const int lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
-  const int lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
-  const int in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
+  const unsigned lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
+  const unsigned lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
+  const unsigned in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
   const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
   const char* const address = reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
   if constexpr (transposed) load_matrix_x4_transposed(r, address);
   else load_matrix_x4(r, address);
 }
 
+// The address of element (row + own_row, column + own_column), `row` and `column` multiples of 8, what is the lane's own
+// below 8: one place a lane as well, of which the chunk's number flips bits.
+template <class Tile> FG_DEVICE char* place_of(Tile tile, int row, int column, unsigned own_row, unsigned own_column) {
+  constexpr int group = 8 / Tile::row_chunks, row_bytes = Tile::row_chunks * 16;
+  const unsigned within = own_column * unsigned(sizeof(typename Tile::element));
+  const unsigned in_first = own_row * row_bytes + ((own_row / group % Tile::row_chunks) ^ within / 16) * 16 + within % 16;
+  const int panel = (column / Tile::width * Tile::rows + row) * row_bytes;
+  return reinterpret_cast<char*>(tile.base) + panel + (in_first ^ column % Tile::width / Tile::chunk * 16);
+}
+
 // Rows row … row + 15 of the tile are rows of A.
-template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner, int lane) {
+template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner, unsigned lane) {
   Left<typename Tile::element> a;
   load_square<Order::down, false>(a.r, tile, row, inner, lane);
   return a;
 }
 // Rows row … row + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner, int lane) {
+template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner, unsigned lane) {
   uint32_t r[4];
   load_square<Order::along, false>(r, tile, row, inner, lane);
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
 // Rows row … row + 7 of the tile are the columns of one B.
-template <class Tile> FG_DEVICE void load_last_right(Right<typename Tile::element>& b, Tile tile, int row, int inner, int lane) {
+template <class Tile> FG_DEVICE void load_last_right(Right<typename Tile::element>& b, Tile tile, int row, int inner, unsigned lane) {
   static_assert(sizeof(typename Tile::element) == 4, "16-bit operands come in pairs");
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    b.r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(row + lane / 4, inner + lane % 4 + 4 * i)));
+    b.r[i] = shared_load(reinterpret_cast<const uint32_t*>(place_of(tile, row, inner, lane / 4, lane % 4 + 4 * i)));
 }
 // Rows row … row + 15 of the tile are rows of A, for a B that is read across its tile.
-template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, int inner, int lane) {
+template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, int inner, unsigned lane) {
   using T = typename Tile::element;
   Left<T> a;
   if constexpr (sizeof(T) == 2) {
@@ -102,14 +128,14 @@ template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, in
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto pair = shared_load(reinterpret_cast<const uint2*>(tile.at(row + lane / 4 + 8 * half, inner + lane % 4 * 2)));
+      const auto pair = shared_load(reinterpret_cast<const uint2*>(place_of(tile, row + 8 * half, inner, lane / 4, lane % 4 * 2)));
       a.r[half] = pair.x, a.r[half + 2] = pair.y;
     }
   }
   return a;
 }
 // Columns column … column + 15 of the tile are rows of A.
-template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column, int lane) {
+template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int column, unsigned lane) {
   using T = typename Tile::element;
   Left<T> a;
   if constexpr (sizeof(T) == 2) {
@@ -117,12 +143,12 @@ template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int 
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      a.r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i / 2, column + lane / 4 + i % 2 * 8)));
+      a.r[i] = shared_load(reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i % 2 * 8, lane % 4 * 2 + i / 2, lane / 4)));
   }
   return a;
 }
 // Columns column … column + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column, int lane) {
+template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column, unsigned lane) {
   using T = typename Tile::element;
   uint32_t r[4];
   if constexpr (sizeof(T) == 2) {
@@ -130,7 +156,7 @@ template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::elem
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      r[i] = shared_load(reinterpret_cast<const uint32_t*>(tile.at(inner + lane % 4 * 2 + i % 2, column + lane / 4 + i / 2 * 8)));
+      r[i] = shared_load(reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i / 2 * 8, lane % 4 * 2 + i % 2, lane / 4)));
   }
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
@@ -151,18 +177,13 @@ template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_til
 
 // ---- accumulators to shared memory -----------------------------------------------------------------------------------
 
-// Rounds an accumulator to the tile's type and stores it at (row, column), multiples of 8; `lane` as for load_square. A lane
-// has one place in the first fragment of a row of panels; the chunk's number flips bits of it.
-template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], int lane) {
+// Rounds an accumulator to the tile's type and stores it at (row, column), multiples of 8; `lane` as for load_square.
+template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], unsigned lane) {
   using T = typename Tile::element;
-  constexpr int group = 8 / Tile::row_chunks, row_bytes = Tile::row_chunks * 16;
-  const int within = lane % 4 * 2 * int(sizeof(T)), lane_row = lane / 4;
-  const int in_fragment = lane_row * row_bytes + ((lane_row / group % Tile::row_chunks) ^ within / 16) * 16 + within % 16;
-  const int panel = (column / Tile::width * Tile::rows + row) * row_bytes;
-  char* const start = reinterpret_cast<char*>(tile.base) + panel + (in_fragment ^ column % Tile::width / Tile::chunk * 16);
+  char* const start = place_of(tile, row, column, lane / 4, lane % 4 * 2);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    char* const place = start + 8 * half * row_bytes;
+    char* const place = start + 8 * half * Tile::row_chunks * 16;
     if constexpr (sizeof(T) == 2) {
       shared_store(reinterpret_cast<uint32_t*>(place), Element<T>::pack(d[2 * half], d[2 * half + 1]));
     } else {
@@ -234,17 +255,44 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulat
   using T = typename TileB::element;
   static_assert(n_tiles % 2 == 0 && 8 * p_tiles == TileB::rows, "operands come in pairs, of one inner dimension");
   const int lane = again(lane_index());
+  constexpr int steps = 8 * p_tiles / Element<T>::depth;
+  if constexpr (sizeof(T) == 4) {  // one chain over all steps
+    Parts<4> left[m_tiles][steps];
 #pragma unroll
-  for (int step = 0; step < 8 * p_tiles / Element<T>::depth; ++step) {
-    Left<T> left[m_tiles];
+    for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) left[m] = left_of<T>(p.at[m], step);
+      for (int step = 0; step < steps; ++step) left[m][step] = split(left_of<T>(p.at[m], step).r);
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
-      Right<T> right[2];
-      load_right_across(right, b, step * Element<T>::depth, column + 8 * n, lane);
+      Accumulators<m_tiles, 2> sums;
+      clear(sums);
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+      for (int step = 0; step < steps; ++step) {
+        Right<T> right[2];
+        load_right_across(right, b, step * Element<T>::depth, column + 8 * n, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const Parts<2> parts = split(right[i].r);
+#pragma unroll
+          for (int m = 0; m < m_tiles; ++m) chain(sums.at[m][i], left[m][step], parts);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) add(d.at[m][n], sums.at[m][0]), add(d.at[m][n + 1], sums.at[m][1]);
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      Left<T> left[m_tiles];
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m) left[m] = left_of<T>(p.at[m], step);
+#pragma unroll
+      for (int n = 0; n < n_tiles; n += 2) {
+        Right<T> right[2];
+        load_right_across(right, b, step * Element<T>::depth, column + 8 * n, lane);
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+      }
     }
   }
 }

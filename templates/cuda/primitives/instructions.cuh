@@ -122,9 +122,12 @@ template <int pending> FG_DEVICE void copy_async_wait() {
 
 FG_DEVICE void block_barrier() { __syncthreads(); }
 FG_DEVICE void warp_barrier() { __syncwarp(); }
-// A barrier of `threads` threads, whole warps: some wait, others only say that they have been there. Numbers 1 … 15.
+// A barrier of `threads` threads, whole warps: some wait, all at the same place of the program, others only say that they
+// have been there. Numbers 1 … 15.
 FG_DEVICE void barrier_wait(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 FG_DEVICE void barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+// The same for threads that all wait, and come from different places of the program.
+FG_DEVICE void barrier_meet(int number, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // Bit l: the condition in lane l.
@@ -136,7 +139,7 @@ FG_DEVICE int block_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(r));
   return r;
 }
-FG_DEVICE int lane_index() { return int(threadIdx.x) % 32; }
+FG_DEVICE int lane_index() { return int(threadIdx.x % 32); }
 // x, but the compiler does not know it: what follows from it is computed again each time, instead of kept in registers.
 FG_DEVICE int again(int x) {
   asm volatile("" : "+r"(x));
@@ -236,16 +239,6 @@ FG_DEVICE float unpack_f16(uint16_t half) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half));
   return r;
-}
-// The nearest tf32 number, as the bits of a float.
-FG_DEVICE uint32_t round_tf32(float x) {
-#if __CUDA_ARCH__ >= 800
-  uint32_t r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-#else
-  return __float_as_uint(x);
-#endif
 }
 
 // ---- the special function unit -------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ template <class T, int rows_, int columns_> struct SharedTile {
   T* base;
 
   // Element (row, column). Within aligned groups of 8 rows and of one chunk the permutation moves whole chunks only.
-  FG_DEVICE T* at(int row, int column) const {
-    const int group = 8 / row_chunks;  // rows that share 128 bytes
-    const int place = ((column % width) / chunk) ^ ((row / group) % row_chunks);
+  FG_DEVICE T* at(unsigned row, unsigned column) const {  // unsigned: remainders are one instruction
+    const unsigned group = 8 / row_chunks;  // rows that share 128 bytes
+    const unsigned place = ((column % width) / chunk) ^ ((row / group) % row_chunks);
     return base + (column / width * rows + row) * width + place * chunk + column % chunk;
   }
 };
@@ -57,7 +57,7 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
   constexpr int step = threads / lanes;  // rows at a time
   static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
-  const int row0 = thread / lanes, column0 = thread % lanes * chunk;
+  const int row0 = unsigned(thread) / lanes, column0 = unsigned(thread) % lanes * chunk, rows_left = count - row0;
 #pragma unroll
   for (int part = 0; part < chunks; part += lanes) {
     const int column = column0 + part * chunk;
@@ -67,13 +67,13 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
       if (Tile::rows % step != 0 && row0 + row >= Tile::rows) continue;
       T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;  // the permutation repeats every 8 rows
       if constexpr (width % chunk == 0) {
-        copy_async_16(place, from.at(first + row0 + row, column), row0 + row < count && (width == Tile::columns || column < width));
+        copy_async_16(place, from.at(first + row0 + row, column), row < rows_left && (width == Tile::columns || column < width));
       } else {
         Chunk<T> values;
 #pragma unroll
         for (int e = 0; e < chunk; ++e) {
           values.element[e] = T{};
-          if (row0 + row < count && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
+          if (row < rows_left && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
         }
         shared_store(reinterpret_cast<Chunk<T>*>(place), values);
       }
@@ -93,7 +93,7 @@ FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk, lanes = power_of_two_above(chunks, threads);
   static_assert(threads % lanes == 0, "a row is stored by neighbouring threads");
-  const int row0 = first + thread / lanes, column0 = thread % lanes * chunk;
+  const int row0 = first + unsigned(thread) / lanes, column0 = unsigned(thread) % lanes * chunk;
 #pragma unroll
   for (int part = 0; part < chunks; part += lanes)
 #pragma unroll 4

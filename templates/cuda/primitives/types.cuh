@@ -17,21 +17,25 @@ FG_DEVICE float to_float(half_t x) { return unpack_f16(x.bits); }
 FG_DEVICE float to_float(bfloat_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
 // How a type of q, k, v and o is stored and multiplied. `depth` is the inner dimension of one matrix instruction, `unroll` how
-// many of them stand side by side in a loop over it: float32 takes three times the instructions.
+// many of them stand side by side in a loop over it: float32 takes three times the instructions. `Sum`: in which a few
+// long sums are made that no matrix unit makes, so that they are as good as the elements.
 template <class T> struct Element;
 template <> struct Element<half_t> {
+  using Sum = float;
   static constexpr int depth = 16, unroll = 16;
   static constexpr bool narrow = true;  // fewer exponents than float32 has
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_f16(low, high); }
   FG_DEVICE static half_t round(float x) { return {uint16_t(pack_f16(x, 0.0f))}; }
 };
 template <> struct Element<bfloat_t> {
+  using Sum = float;
   static constexpr int depth = 16, unroll = 16;
   static constexpr bool narrow = false;
   FG_DEVICE static uint32_t pack(float low, float high) { return pack_bf16(low, high); }
   FG_DEVICE static bfloat_t round(float x) { return {uint16_t(pack_bf16(x, 0.0f))}; }
 };
 template <> struct Element<float> {
+  using Sum = double;
   static constexpr int depth = 8, unroll = 1;
   static constexpr bool narrow = false;
   FG_DEVICE static float round(float x) { return x; }

@@ -36,6 +36,9 @@ template <class T> FG_PRIMITIVE void global_store(T* p, T value, int line = __bu
 FG_PRIMITIVE void global_add(float* p, float value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_add(p, &value, 1, line);
 }
+FG_PRIMITIVE void global_add(float* p, const float (&values)[4], int line = __builtin_LINE()) {
+  emulator::registers.machine->global_add(p, values, 4, line);
+}
 FG_PRIMITIVE void global_add(uint64_t* p, uint64_t value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_access(emulator::Access::add, p, sizeof *p, line);
   __atomic_fetch_add(p, value, __ATOMIC_RELAXED);

@@ -15,7 +15,6 @@ FG_DEVICE uint32_t pack_bf16(float low, float high) {
   return emulator::bfloat_of_float(low) | emulator::bfloat_of_float(high) << 16;
 }
 FG_DEVICE float unpack_f16(uint16_t half) { return emulator::float_of_half(half); }
-FG_DEVICE uint32_t round_tf32(float x) { return emulator::tf32_of_float(x); }
 
 namespace emulator {
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }

@@ -26,9 +26,13 @@ FG_PRIMITIVE void block_barrier(int line = __builtin_LINE()) {
 FG_PRIMITIVE void warp_barrier(int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::warp_barrier, line, nullptr, {}, 0, 0});
 }
-// A barrier of `threads` threads, whole warps: some wait, others only say that they have been there.
+// A barrier of `threads` threads, whole warps: some wait, all at the same line, others only say that they have been there.
 FG_PRIMITIVE void barrier_wait(int number, int threads, int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::barrier_wait, line, nullptr, {}, number, threads});
+}
+// The same for threads that all wait, from different lines.
+FG_PRIMITIVE void barrier_meet(int number, int threads, int line = __builtin_LINE()) {
+  emulator::registers.machine->together({emulator::Together::barrier_meet, line, nullptr, {}, number, threads});
 }
 FG_PRIMITIVE void barrier_arrive(int number, int threads, int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::barrier_arrive, line, nullptr, {}, number, threads});

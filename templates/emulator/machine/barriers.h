@@ -1,4 +1,5 @@
-// Barriers with a number, for some of a block's warps: bar.sync, whose warps wait, and bar.arrive, whose warps go on.
+// Barriers with a number, for some of a block's warps: bar.sync, whose warps wait at one instruction, barrier.sync, whose
+// warps wait wherever they are, and bar.arrive, whose warps go on.
 //
 // Contract: a barrier is complete when as many threads have come as were announced, the same number by everyone; then
 // those that wait are ordered after all that came, and the next round begins. No warp comes twice in one round.
@@ -20,7 +21,9 @@ class Barriers {
   }
 
   // The warps that may go on after this one came: bits. One that waits may be among them.
-  uint32_t come(int warp, int number, int threads, bool waits, int line, const char* name) {
+  uint32_t come(int warp, const Call& call, const char* name) {
+    const int number = call.number, threads = call.bytes, line = call.line;
+    const bool waits = call.what != Together::barrier_arrive, aligned = call.what == Together::barrier_wait;
     if (number < 1 || number >= most)
       faults_.report(Fault::deadlock, line, 0, "warp %d comes to '%s' of barrier %d: there are 1 to %d", warp, name,
                      number, most - 1);
@@ -36,8 +39,14 @@ class Barriers {
       faults_.report(Fault::deadlock, line, barrier.line,
                      "warp %d comes to '%s' of barrier %d again before the %d threads of it have all come once", warp,
                      name, number, threads);
+    // bar.sync is barrier.sync.aligned: all threads that wait execute the same instruction.
+    if (waits && barrier.waiting && (aligned || barrier.aligned) && barrier.waiting_line != line)
+      faults_.report(Fault::divergence, line, barrier.waiting_line,
+                     "warp %d waits for barrier %d here, but warp %d at another place", warp, number,
+                     __builtin_ctz(barrier.waiting));
     barrier.threads = threads;
     barrier.line = line;
+    if (waits) barrier.waiting_line = line, barrier.aligned = aligned;
     barrier.warps |= 1u << warp;
     if (waits) barrier.waiting |= 1u << warp;
     clocks_.collect(warp, barrier.seen);
@@ -63,7 +72,8 @@ class Barriers {
 
  private:
   struct Barrier {
-    int threads = 0, line = 0;
+    int threads = 0, line = 0, waiting_line = 0;
+    bool aligned = false;
     uint32_t warps = 0, waiting = 0;  // that came in this round
     uint32_t seen[Clocks::most_warps] = {};
   };

@@ -243,6 +243,7 @@ class Block final : public Machine {
         warp_of(warp).line = calls[0].line;
         break;
       case Together::barrier_wait:
+      case Together::barrier_meet:
       case Together::barrier_arrive: come_to_barrier(warp, calls); break;
       case Together::shuffle: shuffle(calls); break;
       case Together::ballot: ballot(calls); break;
@@ -264,10 +265,10 @@ class Block final : public Machine {
       if (calls[l].number != call.number || calls[l].bytes != call.bytes)
         faults.report(Fault::divergence, call.line, 0, "lanes 0 and %d of warp %d come to '%s' of different barriers",
                       l, warp, name(call.what));
-    const bool waits = call.what == Together::barrier_wait;
+    const bool waits = call.what != Together::barrier_arrive;
     if (waits) warp_of(warp).state = Warp::at_barrier;
     warp_of(warp).line = call.line;
-    const uint32_t released = barriers_.come(warp, call.number, call.bytes, waits, call.line, name(call.what));
+    const uint32_t released = barriers_.come(warp, call, name(call.what));
     for (uint32_t rest = released; rest; rest &= rest - 1) warp_of(__builtin_ctz(rest)).state = Warp::ready;
   }
 
@@ -376,6 +377,7 @@ class Block final : public Machine {
       case Together::warp_barrier: return "warp_barrier";
       case Together::block_barrier: return "block_barrier";
       case Together::barrier_wait: return "barrier_wait";
+      case Together::barrier_meet: return "barrier_meet";
       case Together::barrier_arrive: return "barrier_arrive";
       case Together::shuffle: return "shuffle";
       case Together::ballot: return "ballot";

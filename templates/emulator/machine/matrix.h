@@ -6,13 +6,13 @@
 //   m16n8k8    a: (g, t) (g + 8, t) (g, t + 4) (g + 8, t + 4); b: rows t and t + 4, column g
 //   both       d: (g, 2t) (g, 2t + 1) (g + 8, 2t) (g + 8, 2t + 1)
 //
-// Contract: products are exact and sums are rounded to float32 after each term, in the order of k; hardware's order and
-// rounding differ in the last place.
+// Contract: sums are made as tensor_core.h says.
 #pragma once
 #include <string.h>
 
 #include "../formats.h"
 #include "../interface.h"
+#include "tensor_core.h"
 
 namespace fg {
 namespace emulator {
@@ -21,15 +21,20 @@ namespace matrix {
 
 constexpr int M = 16, N = 8;
 
-template <int K> void product(const Call (&calls)[warp_lanes], const float (&a)[M][K], const float (&b)[K][N]) {
+// `terms`: of one sum.
+template <int terms, int K>
+void product(const Call (&calls)[warp_lanes], const float (&a)[M][K], const float (&b)[K][N]) {
+  static_assert(N == tensor_core::width && K % terms == 0, "a row of d is one vector, K is whole sums");
   float d[M][N];
   for (int lane = 0; lane < warp_lanes; ++lane) {
     const float* c = static_cast<const float*>(calls[lane].out);
     for (int k = 0; k < 4; ++k) d[lane / 4 + k / 2 * 8][lane % 4 * 2 + k % 2] = c[k];
   }
-  for (int m = 0; m < M; ++m)
-    for (int k = 0; k < K; ++k)
-      for (int n = 0; n < N; ++n) d[m][n] += a[m][k] * b[k][n];
+  for (int m = 0; m < M; ++m) {
+    tensor_core::Floats& row = reinterpret_cast<tensor_core::Floats&>(d[m][0]);
+    for (int k = 0; k < K; k += terms)
+      row = tensor_core::multiply_and_add<terms, tensor_core::mma_extra_bits>(row, a[m] + k, b[k], N);
+  }
   for (int lane = 0; lane < warp_lanes; ++lane) {
     float* c = static_cast<float*>(calls[lane].out);
     for (int k = 0; k < 4; ++k) c[k] = d[lane / 4 + k / 2 * 8][lane % 4 * 2 + k % 2];
@@ -49,7 +54,7 @@ template <float (*convert)(uint32_t)> void mma_16bit(const Call (&calls)[warp_la
       for (int half = 0; half < 2; ++half)
         b[2 * t + 8 * r + half][g] = convert(operand(calls[lane], 1)[r] >> 16 * half & 0xffff);
   }
-  product<16>(calls, a, b);
+  product<tensor_core::mma_terms_16bit>(calls, a, b);
 }
 
 inline void mma_tf32(const Call (&calls)[warp_lanes]) {
@@ -59,7 +64,7 @@ inline void mma_tf32(const Call (&calls)[warp_lanes]) {
     for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 4] = float_of_tf32(operand(calls[lane], 0)[r]);
     for (int r = 0; r < 2; ++r) b[t + 4 * r][g] = float_of_tf32(operand(calls[lane], 1)[r]);
   }
-  product<8>(calls, a, b);
+  product<tensor_core::mma_terms_tf32>(calls, a, b);
 }
 
 // ldmatrix: lane 8 m + r supplies row r of matrix m; every lane receives two neighbours of row lane / 4, or,

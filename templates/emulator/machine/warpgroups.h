@@ -6,12 +6,13 @@
 // products and a wait takes that back; that a register is written after the arrival and before the product is not seen.
 // What a product reads was published and ordered by a barrier before it was issued (shared_memory.h).
 //
-// Products are exact and sums are rounded to float32 after each term, in the order of k, as in matrix.h.
+// Sums are made as tensor_core.h says.
 #pragma once
 #include <vector>
 
 #include "operand.h"
 #include "shared_memory.h"
+#include "tensor_core.h"
 
 namespace fg {
 namespace emulator {
@@ -237,26 +238,15 @@ class Warpgroups {
     }
   }
 
-  // Neighbouring columns.
-  typedef float Eight __attribute__((vector_size(4 * warpgroup::chunk), aligned(4), may_alias));
-  static Eight& eight(float& first) { return reinterpret_cast<Eight&>(first); }
-  static const Eight& eight(const float& first) { return reinterpret_cast<const Eight&>(first); }
-
-  // Four rows at a time, so that their sums stay in registers and each load of b serves four.
   static void add(Accumulator& into, const float (&a)[warpgroup::rows][warpgroup::depth],
                   const float (&b)[warpgroup::depth][warpgroup::most_columns], bool add) {
-    for (int m = 0; m < warpgroup::rows; m += 4)
-      for (int n = 0; n < warpgroup::chunk * into.n_tiles; n += warpgroup::chunk) {
-        Eight &d0 = eight(into.sum(m, n)), &d1 = eight(into.sum(m + 1, n));
-        Eight &d2 = eight(into.sum(m + 2, n)), &d3 = eight(into.sum(m + 3, n));
-        Eight sum0 = {}, sum1 = {}, sum2 = {}, sum3 = {};
-        if (add) sum0 = d0, sum1 = d1, sum2 = d2, sum3 = d3;
-        for (int k = 0; k < warpgroup::depth; ++k) {
-          const Eight right = eight(b[k][n]);
-          sum0 += a[m][k] * right, sum1 += a[m + 1][k] * right;
-          sum2 += a[m + 2][k] * right, sum3 += a[m + 3][k] * right;
-        }
-        d0 = sum0, d1 = sum1, d2 = sum2, d3 = sum3;
+    using namespace tensor_core;
+    static_assert(width == warpgroup::chunk && warpgroup_terms == warpgroup::depth, "a product is one sum");
+    for (int m = 0; m < warpgroup::rows; ++m)
+      for (int n = 0; n < width * into.n_tiles; n += width) {
+        Floats& d = reinterpret_cast<Floats&>(into.sum(m, n));
+        d = multiply_and_add<warpgroup_terms, warpgroup_extra_bits>(add ? d : Floats{}, a[m], &b[0][n],
+                                                                   warpgroup::most_columns);
       }
   }
 

@@ -45,6 +45,15 @@ extern "C" __global__ void halves(const Arguments p) {
   }
 }
 
+// The same, but for where the halves wait for each other in the end.
+extern "C" __global__ void from_two_places(const Arguments p) {
+  const int half = thread() / 64;
+  fg::shared_store(floats() + thread(), float(thread()));
+  if (half == 0) fg::barrier_meet(3, 128);
+  else fg::barrier_meet(3, 128);
+  fg::global_store(p.y + thread(), fg::shared_load(floats() + (thread() ^ 64)));
+}
+
 // ---- what they do not order ----------------------------------------------------------------------------------------
 
 extern "C" __global__ void read_after_arriving(const Arguments p) {  // an arrival announces, it learns nothing
@@ -146,6 +155,10 @@ extern "C" __global__ void half_a_warp(const Arguments p) {
 }
 extern "C" __global__ void lanes_at_two_barriers(const Arguments p) {
   fg::barrier_wait(1 + thread() % 2, 64);  // FAULT
+}
+extern "C" __global__ void waits_at_two_places(const Arguments p) {
+  if (warp() == 0) fg::barrier_wait(1, 64);  // FAULT OTHER
+  else fg::barrier_wait(1, 64);  // FAULT OTHER
 }
 extern "C" __global__ void crossed(const Arguments p) {  // each waits for the other
   if (warp() == 0) {

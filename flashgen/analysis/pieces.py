@@ -1,0 +1,260 @@
+"""Tiles that ranges leave open, cut into pieces until ranges settle each.
+
+Stage: analyse and after. In: a mask over positions alone, and a tile. Out: whether ranges decide such a mask anyway
+(``is_decided``), and the class of a tile that is cut at the blocks of the mask, then at multiples of powers of two: a
+tile that holds parts of several blocks, or several rows of an image, is exactly what its parts are. GPU kernels take
+the same steps (``templates/cuda/primitives/pieces.cuh``): they would have to load a tile to look at its pairs. A tile
+is cut only so often; what is open then counts as PARTIAL. Masks that read captured tensors are not cut: what is known
+of rows and columns is known of sixteen at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from flashgen.analysis.constraints import (
+    COLUMN,
+    COLUMN_LESS_ROW,
+    MOST_COEFFICIENT,
+    ROW,
+    ROW_LESS_COLUMN,
+    Bound,
+    Form,
+    Limit,
+    Term,
+    Truth,
+    Unequal,
+    block_of,
+    is_point,
+)
+from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.tiles import Tile, TileClass, classify
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, index_set, walk
+from flashgen.ir.interval import IntRange
+
+MOST_PIECES = 64  # of a tile, with those that were cut
+MOST_POSITIONS = 256  # of a tile, each way: what is larger are many tiles at once, which nobody has to settle
+MOST_BLOCK_SIZES = 3  # by which rows, or columns, are cut
+MOST_DEPTH = 31
+
+
+def classify_in_pieces(keep: Expr, tile: Tile) -> TileClass:
+    """The class of a tile under a mask over positions alone, as GPU kernels find it."""
+    found = classify(keep, tile)
+    if found is not TileClass.PARTIAL or not is_cut(keep) or not _is_one_tile(tile):
+        return found
+    seen: set[TileClass] = set()
+    pieces, asked = [(tile, 0)], 0
+    sizes = block_sizes(keep, ROW), block_sizes(keep, COLUMN)
+    while pieces:
+        if asked == MOST_PIECES:
+            return TileClass.PARTIAL
+        piece, depth = pieces.pop()
+        asked += 1
+        kind = classify(keep, piece)
+        if kind is TileClass.PARTIAL and depth < MOST_DEPTH and (parts := _parts(piece, *sizes)) is not None:
+            pieces += [(part, depth + 1) for part in reversed(parts)]
+            continue
+        seen.add(kind)
+        if len(seen) > 1 or kind is TileClass.PARTIAL:
+            return TileClass.PARTIAL
+    (only,) = seen
+    return only
+
+
+@functools.lru_cache(maxsize=256)
+def stays_open(keep: Expr) -> bool:
+    """Whether a mask over positions alone may leave tiles open that hold no pair, or only kept ones."""
+    if _reads_tensors(keep):
+        return False
+    kept = kept_pairs(keep)
+    return not all(is_decided(term) for term in (*kept.kept, *kept.dropped))
+
+
+@functools.lru_cache(maxsize=256)
+def is_cut(keep: Expr) -> bool:
+    """Whether open tiles are cut: where a mask draws its blocks (by a hash, by bits), so that ranges leave many open.
+
+    Where it compares positions ranges leave few; on an H200 to look for them took as long as half a forward pass.
+    """
+    return stays_open(keep) and any(term.truths for term in kept_pairs(keep).kept)
+
+
+def is_irregular(keep: Expr) -> bool:
+    """Whether a mask over positions alone may keep many runs of keys a row: not bounds on what rises or falls alone."""
+    if _reads_tensors(keep):
+        return False
+    return any(
+        term.truths
+        or term.unequal
+        or not all(_has_no_gaps(atom) for bound in term.bounds for atom, _ in bound.form.terms)
+        for term in kept_pairs(keep).kept
+    )
+
+
+def _reads_tensors(keep: Expr) -> bool:
+    return any(isinstance(node, Load) for node in walk(keep))
+
+
+@functools.lru_cache(maxsize=256)
+def block_sizes(keep: Expr, axis: Symbol) -> tuple[int, ...]:
+    """The sizes of the blocks that the mask makes of an axis, the largest first: c of i // c and of (i + 1) % c."""
+    found = {
+        int(c.value)
+        for node in walk(keep)
+        if isinstance(node, Apply) and node.op in ("floordiv", "mod")
+        for x, c in [node.args]
+        if isinstance(c, Literal) and 1 < c.value < MOST_COEFFICIENT and _is_moved(x, axis)
+    }
+    return tuple(sorted(found, reverse=True)[:MOST_BLOCK_SIZES])
+
+
+def _is_moved(expr: Expr, axis: Symbol) -> bool:
+    """Whether it is the position, with a constant added or taken away."""
+    match expr:
+        case Apply(op="add" | "sub", args=(x, Literal())):
+            return x == axis
+    return expr == axis
+
+
+def _is_one_tile(tile: Tile) -> bool:
+    return all(each.hi - each.lo < MOST_POSITIONS for each in (tile.i, tile.j))
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``at`` is the first position of the second part; ``block`` the size of blocks that it lies between, 1 where none
+    does, 0 where there is nothing to cut.
+    """
+
+    at: int
+    block: int
+
+
+def _parts(tile: Tile, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> tuple[Tile, Tile] | None:
+    """The tile in two, between larger blocks first, then across its longer side."""
+    i, j = cut(tile.i, row_sizes), cut(tile.j, column_sizes)
+    if max(i.block, j.block) == 0:
+        return None
+    if (i.block, tile.i.hi - tile.i.lo) >= (j.block, tile.j.hi - tile.j.lo):
+        return replace(tile, i=IntRange(tile.i.lo, i.at - 1)), replace(tile, i=IntRange(i.at, tile.i.hi))
+    return replace(tile, j=IntRange(tile.j.lo, j.at - 1)), replace(tile, j=IntRange(j.at, tile.j.hi))
+
+
+def cut(x: IntRange, sizes: tuple[int, ...]) -> Cut:
+    """Where a range is cut: between the largest blocks that it holds parts of, else at a multiple of a power of two."""
+    middle = x.lo + (x.hi - x.lo + 1) // 2
+    for size in sizes:
+        at = (middle + size // 2) // size * size
+        if x.lo < at <= x.hi:
+            return Cut(at, size)
+    if x.lo == x.hi:
+        return Cut(x.lo, 0)
+    bit = (x.lo ^ x.hi).bit_length() - 1
+    return Cut(x.hi >> bit << bit, 1)
+
+
+# What ranges decide exactly -------------------------------------------------------------------------------------------
+
+
+def is_decided(term: Term) -> bool:
+    """Whether ranges are never wider than the pairs of a tile: it bounds i, j, one difference, and one thing more.
+
+    What i, j and i - j (or the difference of blocks of one size) may be at once leaves each of them, and each alone,
+    every value between its ends. Whatever else is asked has to depend on one of them; without a difference rows and
+    columns are independent.
+    """
+    differences = [bound for bound in term.bounds if _is_difference(bound.form)]
+    others: list[Bound | Unequal | Truth] = [
+        each for each in term.bounds if each.form.axis is None and not _is_difference(each.form)
+    ]
+    others += [*term.unequal, *term.truths]
+    if len(differences) > 1 or len(others) > 1:
+        return False
+    return all(_is_exact(each) and (not differences or _follows(each, differences[0].form)) for each in others)
+
+
+def _is_difference(form: Form) -> bool:
+    """i - j, or i // c - j // c."""
+    if len(form.terms) != 2:
+        return False
+    (row, one), (column, other) = form.terms
+    rows, columns = block_of(row), block_of(column)
+    return (one, other) == (1, -1) and rows is not None and columns is not None and rows[1] == columns[1]
+
+
+def _is_exact(part: Bound | Unequal | Truth) -> bool:
+    """Whether it holds somewhere in a box whenever its range says so."""
+    match part:
+        case Unequal(form=form):
+            return all(_has_its_ends(atom) for atom, _ in form.terms)
+        case Bound(form=form, least=least, most=most) if not least or not most:
+            return all(_has_its_ends(atom) for atom, _ in form.terms)
+        case Bound(form=form, least=least, most=most):
+            steps = max(abs(c) for _, c in form.terms)
+            return all(_has_no_gaps(atom) for atom, _ in form.terms) and _width(least, most) >= steps
+        case Truth(condition=Apply(op="eq" | "ne", args=(Apply(op="mod", args=(x, Literal())), Literal(value=0)))):
+            return _is_sum_without_gaps(x)
+    return False
+
+
+def _follows(part: Bound | Unequal | Truth, difference: Form) -> bool:
+    """Whether it depends on i alone, on j alone, or on i - j where that is the difference that is bounded."""
+    exprs = [part.condition] if isinstance(part, Truth) else [atom for atom, _ in part.form.terms]
+    if len(frozenset[str]().union(*(index_set(each) for each in exprs)) & {"i", "j"}) == 1:
+        return True
+    return difference.is_distance and isinstance(part, Truth) and _reads_through_distance(part.condition)
+
+
+def _reads_through_distance(expr: Expr) -> bool:
+    if expr in (ROW_LESS_COLUMN, COLUMN_LESS_ROW) or is_point(expr):
+        return True
+    return isinstance(expr, Apply) and all(_reads_through_distance(each) for each in expr.args)
+
+
+def _width(least: tuple[Limit, ...], most: tuple[Limit, ...]) -> int:
+    """How many values there are between the ends; 0 where they are not known now."""
+    if not all(limit.is_number for limit in (*least, *most)):
+        return 0
+    return min(limit.constant for limit in most) - max(limit.constant for limit in least) + 1
+
+
+def _has_its_ends(atom: Expr) -> bool:
+    """Whether the ends of its range occur."""
+    match atom:
+        case Apply(op="mod", args=(x, Literal())):
+            return _is_sum_without_gaps(x)
+    return _has_no_gaps(atom)
+
+
+def _has_no_gaps(atom: Expr) -> bool:
+    """Whether it takes every value between its ends while i, or j, takes every value of a range."""
+    match atom:
+        case Symbol():
+            return atom in (ROW, COLUMN)
+        case Apply(op="floordiv", args=(x, Literal(value=c))):
+            return c > 0 and _has_no_gaps(x)
+        case Apply(op="neg", args=(x,)):
+            return _has_no_gaps(x)
+        case Apply(op="add" | "sub" | "min" | "max", args=(x, y)):
+            return (_has_no_gaps(x) and is_point(y)) or (is_point(x) and _has_no_gaps(y))
+        case Apply(op="clamp", args=(x, lo, hi)):
+            return _has_no_gaps(x) and is_point(lo) and is_point(hi)
+    return False
+
+
+def _is_sum_without_gaps(expr: Expr) -> bool:
+    """The same of a sum or difference of a row's and a column's."""
+    if level_of(expr) is not Level.PAIR:
+        return _has_no_gaps(expr)
+    match expr:
+        case Apply(op="add" | "sub", args=(x, y)):
+            if is_point(y) or is_point(x):
+                return _is_sum_without_gaps(x if is_point(y) else y)
+            return {level_of(x), level_of(y)} == {Level.ROW, Level.COLUMN} and _has_no_gaps(x) and _has_no_gaps(y)
+    return False
