@@ -235,12 +235,13 @@ def table(sweep: Sweep) -> list[str]:
     for point in sweep.points:
         label = f"{point.label} (the planner's)" if point.series == "planner" else point.label
         places.setdefault(label, {})[point.who, point.backward] = point
-    lines = ["| | " + " | ".join(f"{head} (ms)" for head in heads) + " | HBM bytes (MiB) |"]
+    lines = ["| | " + " | ".join(f"{head} (ms)" for head in heads) + " | HBM bytes of flashgen's (MiB) |"]
     lines.append("|---|" + "---|" * (len(heads) + 1))
     for label, found in places.items():
         cells = [f"{1e3 * found[column].seconds.median:.3g}" if column in found else "" for column in columns]
-        moved = [point.hbm_bytes for point in found.values() if point.backward and point.hbm_bytes]
-        lines.append(f"| {label} | " + " | ".join(cells) + f" | {moved[0] / 2**20:.0f} |" if moved else " | |")
+        own = found.get(("flashgen", True))
+        moved = f"{own.hbm_bytes / 2**20:.0f}" if own and own.hbm_bytes else ""
+        lines.append(f"| {label} | {' | '.join([*cells, moved])} |")
     return lines
 
 
