@@ -238,11 +238,16 @@ def table(sweep: Sweep) -> list[str]:
     lines = ["| | " + " | ".join(f"{head} (ms)" for head in heads) + " | HBM bytes of flashgen's (MiB) |"]
     lines.append("|---|" + "---|" * (len(heads) + 1))
     for label, found in places.items():
-        cells = [f"{1e3 * found[column].seconds.median:.3g}" if column in found else "" for column in columns]
+        cells = [_milliseconds(found[column]) if column in found else "" for column in columns]
         own = found.get(("flashgen", True))
         moved = f"{own.hbm_bytes / 2**20:.0f}" if own and own.hbm_bytes else ""
         lines.append(f"| {label} | {' | '.join([*cells, moved])} |")
     return lines
+
+
+def _milliseconds(point: Point) -> str:
+    value = 1e3 * point.seconds.median
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -59,6 +59,9 @@ GPU_PINS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((64, 32, 4, 1), (32, 32, 2, 1)),
     ((32, 32, 2, 1), (64, 64, 4, 2)),
     ((64, 128, 4, 1), (32, 128, 8, 1)),
+    ((64, 128, 4, 2), (64, 64, 4, 2)),
+    ((64, 64, 4, 2), (64, 32, 2, 1)),
+    ((64, 48, 4, 2), (32, 64, 4, 2)),
 )
 CPU_PINS = (
     *((128, 64), (64, 64), (128, 128), (32, 128), (64, 16), (16, 64), (32, 32), (16, 16)),
@@ -271,6 +274,7 @@ def _describe(tiles: Tiles) -> str:
     text = f"{tiles.Br} × {tiles.Bc}"
     if isinstance(tiles, ForwardTiles | BackwardTiles):
         text += f", {tiles.warps} warps{' in groups' if tiles.warpgroups else ''}, {tiles.stages} stages"
+        text += f", {tiles.loaders} warps that copy" if tiles.loaders else ""
     return text
 
 
