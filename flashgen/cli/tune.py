@@ -174,6 +174,9 @@ def _verdict(found: MeasuredPass) -> str:
         said += f"; the model is off by up to {found.largest_error - 1:.0%}"
     if found.rank_correlation is not None:
         said += f"; it ranks the candidates with Spearman's ρ = {found.rank_correlation:.2f}"
+        alike = sum(each.low <= 1.0 <= each.high for each in found.candidates)
+        if 2 * alike > len(found.candidates):
+            said += f", which says little: {alike} of {len(found.candidates)} take as long, as far as times scatter"
     return said
 
 

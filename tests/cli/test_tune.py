@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from flashgen import tuned
+from flashgen.cli.tune import _verdict
+from flashgen.plan.measured import Measured, MeasuredPass, Tile
 from flashgen.tuned import TunedStore
 from flashgen.tuning import tune as tuning
 from tests.cli.helpers import flashgen
@@ -87,3 +89,12 @@ def test_wrong_usage_is_explained(spec: Path, arguments: tuple[str, ...], reason
     outcome = flashgen("tune", spec, *arguments)
     assert outcome.code == 2
     assert reason in " ".join(outcome.stderr.split())
+
+
+@pytest.mark.parametrize(("others", "says_little"), [((1.4, 1.7, 2.1), False), ((1.01, 0.99, 2.1), True)])
+def test_ranks_of_tiles_that_take_as_long_say_little(others: tuple[float, ...], says_little: bool) -> None:
+    candidates = tuple(
+        Measured(Tile(16 * n, 16), 3, ratio, ratio, ratio - 0.05, ratio + 0.05) for n, ratio in enumerate(others, 2)
+    )
+    said = _verdict(MeasuredPass(Tile(16, 16), 1.0, candidates))
+    assert ("which says little: 2 of 3 take as long" in said) is says_little
