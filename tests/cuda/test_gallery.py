@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.verification import fitting, random_inputs
@@ -32,6 +33,15 @@ SPECS = (
 def test_the_emulator_agrees_with_the_reference(name: str) -> None:
     op = operator(name, "emulator")
     case = verify_case(op, op.spec.head_dims[0], ElementType.BF16, fitting(op.spec, Shape(1, 2, 1, 70, 70)))
+    assert case.ok, failures(case)
+
+
+@pytest.mark.parametrize("element", [ElementType.BF16, ElementType.F32])
+def test_o_takes_the_place_of_less_than_itself(element: ElementType) -> None:
+    """O of wide values is stored where Q, K, V and then the list of tiles were, while other warps are still at it."""
+    text = "attention wide { head_dim 32/256  mask causal  schedule { Br = 128  Bc = 16  warps = 8  stages = 1 } }"
+    op = flashgen.loads(text, backend="emulator")
+    case = verify_case(op, op.spec.head_dims[0], element, Shape(1, 1, 1, 150, 70))
     assert case.ok, failures(case)
 
 
