@@ -58,6 +58,7 @@ class Spill:
 
 def plan_cuda(variant: Variant, target: Target, spills: Collection[Spill] = ()) -> CudaPlan:
     """The plan; ``SpecError`` where the spec pins tiles that cannot work, or nothing fits a type that it asks for."""
+    _check_head_dim(variant)
     _check_schedule(variant)
     wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
     plans: list[ElementPlan] = []
@@ -278,6 +279,15 @@ def _warpgroup_problems(choice: ForwardChoice | BackwardChoice | QueryChoice) ->
         yield "warpgroups have two stages of at most 256 rows"
     if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
         yield "the blocks of a multiprocessor leave a thread 128 registers"
+
+
+def _check_head_dim(variant: Variant) -> None:
+    """Refuse head dimensions of which one is large, so that warps divide it, and the other cannot be divided."""
+    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
+    if max(widths) > 128 and any(width % 32 for width in widths):
+        message = f"a GPU's kernels cannot divide head dimension {variant.head_dim} among two warps"
+        note = "where one is above 128 both have to be multiples of 32: pad the smaller one of the tensors with zeros"
+        raise SpecError([Diagnostic("E406", message, variant.spec.span, notes=(note,))], variant.spec.sources)
 
 
 def _check_schedule(variant: Variant) -> None:

@@ -102,3 +102,13 @@ def test_warps_that_share_keys_have_parts_of_one_length(target: str) -> None:
         _, plan = planned(f"attention any {{ head_dim {head_dim}  mask (i * j + i) % 7 < 3 and causal }}", target)
         for each in plan.elements:
             assert padded(head_dim) % (16 * each.backward.split) == 0
+
+
+@pytest.mark.parametrize("head_dim", ["16/256", "192/80", "144/8"])
+def test_a_large_head_dimension_beside_one_that_cannot_be_divided(head_dim: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        plan_cuda(variant_of(f"attention uneven {{ head_dim {head_dim} }}"), TARGETS["sm_80"])
+    (said,) = refused.value.diagnostics
+    assert said.code == "E406"
+    assert head_dim in said.message
+    assert "multiples of 32" in said.notes[0]
