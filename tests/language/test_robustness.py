@@ -114,11 +114,10 @@ def outcome(text: str) -> str:
     ],
 )
 def test_absurd_text_is_refused_quickly(text: str) -> None:
-    """What takes seconds on a loaded machine is in proportion to the text; its square would take hours."""
     parse_text("attention warm { head_dim 64 }")
     start = time.process_time()
     shown = outcome(text)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 2
     assert len(shown) < 1_000_000
 
 
