@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from flashgen.analysis.variant import Variant, analyse
@@ -22,8 +22,8 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_devices import TARGETS, Target
 from flashgen.plan.cuda_launches import backward_launches, forward_launches
-from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.cuda_planner import HARMLESS_SPILL, HARMLESS_WARPGROUP_SPILL, Spill, plan_cuda
+from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
+from flashgen.plan.cuda_planner import HARMLESS_SPILL, HARMLESS_WARPGROUP_SPILL, Choice, Spill, plan_cuda
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.plan.launches import Launch
 from flashgen.plan.manifest import Manifest, ManifestBinary, ManifestGpuKernel
@@ -74,35 +74,21 @@ def spills_of(plan: CudaPlan, symbol: str, kernels: tuple[Resources, ...]) -> It
         if name not in _PASSES:
             continue
         element = next(each for each in plan.elements if rest.partition("_")[0] == str(each.element))
-        forward, backward, queries = element.forward, element.backward, element.queries
         tile: ForwardChoice | BackwardChoice | QueryChoice
         match _PASSES[name]:
             case "forward":
-                tile = ForwardChoice(
-                    forward.Br,
-                    forward.Bc,
-                    forward.warps,
-                    forward.stages,
-                    forward.q_in_registers,
-                    forward.warpgroups,
-                    forward.loaders,
-                    forward.blocks,
-                )
+                tile = _choice(ForwardChoice, element.forward)
             case "backward":
-                tile = BackwardChoice(
-                    backward.Br,
-                    backward.Bc,
-                    backward.warps,
-                    backward.stages,
-                    backward.split,
-                    backward.warpgroups,
-                    backward.loaders,
-                    backward.blocks,
-                )
+                tile = _choice(BackwardChoice, element.backward)
             case _:
-                tile = QueryChoice(queries.Br, queries.Bc, queries.warps, queries.stages, queries.warpgroups)
+                tile = _choice(QueryChoice, element.queries)
         if kernel.spill_bytes > (HARMLESS_WARPGROUP_SPILL if tile.warpgroups else HARMLESS_SPILL):
             yield Spill(element.element, _PASSES[name], tile, kernel.spill_bytes)
+
+
+def _choice(kind: type[Choice], tiles: ForwardTiles | BackwardTiles | QueryTiles) -> Choice:
+    """The row of the planner's tables that tiles were made of."""
+    return kind(**{each.name: getattr(tiles, each.name) for each in fields(kind)})
 
 
 def _emit(

@@ -225,6 +225,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     observed = tuple(observed_load(load, placement) for load in observable_loads(variant.keep))
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
+    warpgroups, pieces = _warpgroups(variant, plan), _pieces(variant.keep)
     return _Context(
         name=spec.name,
         symbol=symbol,
@@ -235,17 +236,13 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=primitives(
-            dropout=spec.dropout is not None,
-            warpgroups=_warpgroups(variant, plan),
-            pieces=is_cut(variant.keep),
-        ),
-        warpgroups=_warpgroups(variant, plan) is not None,
+        primitives=primitives(dropout=spec.dropout is not None, warpgroups=warpgroups, pieces=pieces is not None),
+        warpgroups=warpgroups is not None,
         arguments=tuple(declaration(field) for field in argument_fields(spec)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
-        pieces=_pieces(variant.keep),
+        pieces=pieces,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),

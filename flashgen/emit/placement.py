@@ -111,8 +111,7 @@ class Placement:
 
     def row_code(self, expr: Expr) -> str:
         """An expression over a row and what it has ``ahead``, as code where ``r`` is in scope."""
-        lines, result = self._body(expr, Level.PAIR)
-        return f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result
+        return _one_expression(*self._body(expr, Level.PAIR))
 
     def value(self, name: str, expr: Expr, level: Level) -> str:
         """The expression placed as a member of ``level``'s struct (or a lower one's); returns its spelling."""
@@ -210,8 +209,7 @@ class Placement:
     def _member(self, node: Expr, level: Level, name: str | None = None) -> str:
         found = self._members[level]
         if node not in found:
-            lines, result = self._body(node, level)
-            code = f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result
+            code = _one_expression(*self._body(node, level))
             c_type = self._c_type(node.type, level)
             # The name is chosen after the operands have taken theirs.
             found[node] = Member(self._free_name(found, node, level, name), c_type, code, text(node))
@@ -253,3 +251,8 @@ class Placement:
             return f"fg::element({base}, {offset})"
         address = base if offset == "0" else f"{base} + {offset}"
         return f"fg::rows({address}, {', '.join(f'{code}, {stride}' for code, stride in vectors)})"
+
+
+def _one_expression(lines: tuple[str, ...], result: str) -> str:
+    """Straight-line code where an expression is wanted."""
+    return f"[&] {{ {' '.join(lines)} return {result}; }}()" if lines else result

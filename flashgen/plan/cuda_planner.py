@@ -8,7 +8,7 @@ the shared memory of a block is taken. Kernels that turned out to spill register
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from flashgen.analysis.variant import Variant
@@ -131,40 +131,16 @@ def _plan_element(
         return None
     return ElementPlan(
         element,
-        ForwardTiles(
-            forward.Br,
-            forward.Bc,
-            _forward_bytes(variant, element, forward),
-            forward.warps,
-            forward.stages,
-            forward.q_in_registers,
-            forward.warpgroups,
-            forward.loaders,
-            forward.blocks,
-        ),
+        ForwardTiles(sram_bytes=_forward_bytes(variant, element, forward), **asdict(forward)),
         BackwardTiles(
-            backward.Br,
-            backward.Bc,
-            backward_bytes(variant, element, backward, with_dq=True),
-            backward.warps,
-            backward.stages,
-            backward.split,
-            backward_bytes(variant, element, backward, with_dq=False),
-            backward.warpgroups,
-            backward.loaders,
-            dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
+            sram_bytes=backward_bytes(variant, element, backward, with_dq=True),
+            keys_sram_bytes=backward_bytes(variant, element, backward, with_dq=False),
+            dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups
             else 1,
-            backward.blocks,
+            **asdict(backward),
         ),
-        QueryTiles(
-            queries.Br,
-            queries.Bc,
-            _query_bytes(variant, element, queries),
-            queries.warps,
-            queries.stages,
-            queries.warpgroups,
-        ),
+        QueryTiles(sram_bytes=_query_bytes(variant, element, queries), **asdict(queries)),
     )
 
 

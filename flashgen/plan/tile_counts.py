@@ -222,21 +222,23 @@ class _Grid:
 
 def _by_row(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
     """The weights of the columns that each row of tiles visits, summed."""
-    before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(grid.rows + 1, dtype=np.int64)
-    for each in settled:
-        total = before[each.boxes.c1] - before[each.boxes.c0]
-        np.add.at(steps, each.boxes.r0, total)
-        np.subtract.at(steps, each.boxes.r1, total)
-    return np.cumsum(steps)[:-1]
+    boxes = [each.boxes for each in settled]
+    return _spread(grid.rows, weights, [(x.r0, x.r1, x.c0, x.c1) for x in boxes])
 
 
 def _by_column(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
     """The weights of the rows that visit each column of tiles, summed."""
-    before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(grid.columns + 1, dtype=np.int64)
-    for each in settled:
-        total = before[each.boxes.r1] - before[each.boxes.r0]
-        np.add.at(steps, each.boxes.c0, total)
-        np.subtract.at(steps, each.boxes.c1, total)
+    boxes = [each.boxes for each in settled]
+    return _spread(grid.columns, weights, [(x.c0, x.c1, x.r0, x.r1) for x in boxes])
+
+
+def _spread(length: int, weights: _Counts, spans: Sequence[tuple[_Counts, _Counts, _Counts, _Counts]]) -> _Counts:
+    """Adds to places first … last - 1 the weights begin … end - 1, for every such (first, last, begin, end)."""
+    before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(length + 1, dtype=np.int64)
+    for first, last, begin, end in spans:
+        total = before[end] - before[begin]
+        np.add.at(steps, first, total)
+        np.subtract.at(steps, last, total)
     return np.cumsum(steps)[:-1]
 
 
