@@ -21,6 +21,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import argument_fields, gradient_field
 from flashgen.plan.cuda_devices import TARGETS, Target
 from flashgen.plan.cuda_launches import backward_launches, forward_launches
+from flashgen.plan.cuda_lists import cuda_fields
 from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.manifest import Manifest
@@ -106,11 +107,10 @@ def emulator_provider(spec: AttentionSpec, target: Target = EMULATED) -> KernelP
     from flashgen.runtime.emulator import compile_program
     from flashgen.targets import source_for
 
-    layout = ArgumentLayout(argument_fields(spec))
-
     @functools.cache
     def find(head_dim: HeadDim) -> EmulatedKernel:
         variant = analyse(spec, head_dim)
+        layout = ArgumentLayout(cuda_fields(variant))
 
         @functools.cache
         def compiled(element: int) -> Compiled[Program]:
@@ -128,7 +128,6 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
 
     Calls raise ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
-    layout = ArgumentLayout(argument_fields(spec))
 
     @functools.cache
     def find(head_dim: HeadDim, index: int) -> Kernel:
@@ -150,7 +149,7 @@ def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> Kernel
                 kernel.binary.path, launches_of(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
             )
 
-        return cuda.CudaKernel(layout, head_dim, driver, compiled)
+        return cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, driver, compiled)
 
     return find
 

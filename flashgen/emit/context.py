@@ -17,7 +17,7 @@ from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.placement import Hooks, Placement
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, literal
+from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
@@ -60,6 +60,28 @@ class Observed:
     c_type: str
     member: str  # its value at one row or column
     comment: str
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The batch entries and heads that the mask tells apart, numbered, as code."""
+
+    count: str
+    number: str  # of batch entry b and head h
+    b: str  # of one that has number `mask`
+    h: str
+
+
+def masks_of(keep: Expr) -> Masks:
+    """How the masks of a call are numbered, by the indices that the mask uses."""
+    match "b" in index_set(keep), "h" in index_set(keep):
+        case True, True:
+            return Masks("a.batch * a.heads", "b * a.heads + h", "mask / a.heads", "mask % a.heads")
+        case True, False:
+            return Masks("a.batch", "b", "mask", "0")
+        case False, True:
+            return Masks("a.heads", "h", "0", "mask")
+    return Masks("1", "0", "0", "0")
 
 
 def declaration(field: Field) -> Declaration:

@@ -14,11 +14,13 @@ from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
     Declaration,
+    Masks,
     Observed,
     declaration,
     formula,
     in_base_2,
     labels,
+    masks_of,
     observed_load,
     template_hooks,
     template_values,
@@ -29,22 +31,21 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, walk
+from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
-from flashgen.plan.arguments import argument_fields, dimension_field, gradient_field, param_field
+from flashgen.plan.arguments import (
+    argument_fields,
+    dimension_field,
+    gradient_field,
+    mask_params,
+    mask_sizes,
+    param_field,
+)
+from flashgen.plan.cuda_model import constant_factor
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
-# The fields of the arguments from which kernels compute an index's values, and a size.
-_INDEX_FIELDS = {"b": ("batch", "b_start"), "h": ("heads", "kv_heads", "h_start")}
-_SIZE_FIELDS = {
-    "B": ("b_total",),
-    "H": ("h_total",),
-    "Hkv": ("h_total", "heads", "kv_heads"),
-    "Nq": ("q_total",),
-    "Nk": ("kv_total",),
-}
 _PRIMITIVES = ("flush.h", "vector.h", "convert.h", "vector_math.h", "ranges.h", "captured.h", "tile_product.h")
 
 
@@ -64,16 +65,6 @@ class _Gradient:
     @property
     def sink_only(self) -> bool:
         return self.pair_code is None
-
-
-@dataclass(frozen=True)
-class _Masks:
-    """The batch entries and heads that the mask tells apart, numbered, as code."""
-
-    count: str
-    number: str  # of batch entry b and head h
-    b: str  # of one that has number `mask`
-    h: str
 
 
 @dataclass(frozen=True)
@@ -100,13 +91,14 @@ class _Context:
     hooks: object
     function_inputs: dict[str, str]
     keep_everything: bool
-    masks: _Masks
+    masks: Masks
     lists: _Lists | None
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
     observed_by_head: bool
     weights: str
+    scaled_dot: bool
     sqdist: bool
     dropout: bool
     sink: str | None
@@ -180,13 +172,14 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
-        masks=_masks(index_set(variant.keep)),
+        masks=masks_of(variant.keep),
         lists=_lists(variant.keep) if is_irregular(variant.keep) else None,
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
+        scaled_dot=constant_factor(variant.score) is not None,
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,
@@ -198,23 +191,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     )
 
 
-def _masks(indices: frozenset[str]) -> _Masks:
-    match "b" in indices, "h" in indices:
-        case True, True:
-            return _Masks("a.batch * a.heads", "b * a.heads + h", "mask / a.heads", "mask % a.heads")
-        case True, False:
-            return _Masks("a.batch", "b", "mask", "0")
-        case False, True:
-            return _Masks("a.heads", "h", "0", "mask")
-    return _Masks("1", "0", "0", "0")
-
-
 def _lists(keep: Expr) -> _Lists:
-    symbols = dict.fromkeys(node for node in walk(keep) if isinstance(node, Symbol))
-    sizes = [name for each in symbols if each.kind is SymbolKind.SIZE for name in _SIZE_FIELDS[each.name]]
-    params = [param_field(each.name) for each in symbols if each.kind is SymbolKind.PARAM]
-    axes = [name for axis in ("b", "h") if axis in index_set(keep) for name in _INDEX_FIELDS[axis]]
-    fields = dict.fromkeys(("q_len", "kv_len", "q_start", "kv_start", *axes, *sizes, *params))
+    fields = ("q_len", "kv_len", *mask_sizes(keep), *(param_field(each) for each in mask_params(keep)))
     return _Lists(("tile_rows", "tile_columns", *(f"a.{name}" for name in fields)))
 
 

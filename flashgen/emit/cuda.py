@@ -15,11 +15,13 @@ from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.emit.context import (
     AddHook,
     Declaration,
+    Masks,
     Observed,
     declaration,
     formula,
     in_base_2,
     labels,
+    masks_of,
     observed_load,
     template_hooks,
     template_values,
@@ -37,8 +39,9 @@ from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
-from flashgen.plan.arguments import argument_fields, gradient_field, param_field
+from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.plan.cuda_launches import Passes, atomic_buffers, captured_elements, exact_buffers, passes
+from flashgen.plan.cuda_lists import cuda_fields, shares_lists
 from flashgen.plan.cuda_model import BINS, LOADER_REGISTERS, constant_factor, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
@@ -125,11 +128,14 @@ class _Context:
     plan: CudaPlan
     primitives: tuple[str, ...]
     warpgroups: bool
+    mapped_forward: tuple[str, ...]  # element types whose forward kernels take maps for tensor copies
+    mapped_backward: tuple[str, ...]  # the same of those for dK and dV
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
     keep_range: RangeCode
     pieces: _Pieces | None
+    lists: Masks | None  # where calls share lists of visits: what of a call's heads has lists of its own
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
     compiled_parts: tuple[str, ...]
@@ -238,11 +244,14 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         plan=plan,
         primitives=primitives(dropout=spec.dropout is not None, warpgroups=warpgroups, pieces=pieces is not None),
         warpgroups=warpgroups is not None,
-        arguments=tuple(declaration(field) for field in argument_fields(spec)),
+        mapped_forward=tuple(str(each.element) for each in plan.elements if each.forward.tensor_copies),
+        mapped_backward=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
+        arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_range=keep_range,
         pieces=pieces,
+        lists=masks_of(variant.keep) if shares_lists(variant) else None,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
@@ -391,11 +400,11 @@ def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:
 
 
 def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
-    """Who copies, how many blocks share the registers, and how many those who copy have and the others get."""
+    """Who copies, and how, how many blocks share the registers, and how many those who copy have and the others get."""
     roles = {"loaders": tiles.loaders, "blocks": tiles.blocks}
     if tiles.loaders:
         roles |= {"loader_registers": LOADER_REGISTERS, "registers": registers(tiles.warps, tiles.loaders)}
-    return roles
+    return roles | {"tensor_copies": int(tiles.tensor_copies)}
 
 
 def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:

@@ -52,7 +52,8 @@ def _warpgroup_primitives(products: WarpgroupProducts | None) -> tuple[str, ...]
     template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
     instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
-    return (instructions, _without_includes((folder / "warpgroup.cuh").read_text(encoding="utf-8")))
+    others = ("warpgroup.cuh", "tensor_copies.cuh")
+    return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 
 
 def _without_includes(header: str) -> str:

@@ -9,6 +9,7 @@ build them with the functions below.
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor
 from flashgen.ir.types import ScalarType
 
@@ -97,6 +98,30 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
                 Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float")
             )
     return tuple(fields)
+
+
+# The fields from which kernels compute an index's values, and a size.
+_INDEX_FIELDS = {"b": ("batch", "b_start"), "h": ("heads", "kv_heads", "h_start")}
+_SIZE_FIELDS = {
+    "B": ("b_total",),
+    "H": ("h_total",),
+    "Hkv": ("h_total", "heads", "kv_heads"),
+    "Nq": ("q_total",),
+    "Nk": ("kv_total",),
+}
+
+
+def mask_sizes(keep: Expr) -> tuple[str, ...]:
+    """The integer fields, beside the lengths, on which the tiles of a mask over positions depend."""
+    names = [each.name for each in walk(keep) if isinstance(each, Symbol) and each.kind is SymbolKind.SIZE]
+    of_axes = [name for axis in ("b", "h") if axis in index_set(keep) for name in _INDEX_FIELDS[axis]]
+    return tuple(dict.fromkeys(("q_start", "kv_start", *of_axes, *(x for name in names for x in _SIZE_FIELDS[name]))))
+
+
+def mask_params(keep: Expr) -> tuple[str, ...]:
+    """The params that a mask reads, by their names in the spec."""
+    found = (each.name for each in walk(keep) if isinstance(each, Symbol) and each.kind is SymbolKind.PARAM)
+    return tuple(dict.fromkeys(found))
 
 
 def _tensor_fields(tensor: CapturedTensor) -> list[Field]:

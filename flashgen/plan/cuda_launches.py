@@ -14,9 +14,10 @@ from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
-from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, shares_lists
+from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, VisitLists
 
 GRANULE = 16  # rows or columns of one range of what the mask reads
 _HEADS = (Factor("batch"), Factor("heads"))
@@ -122,8 +123,18 @@ def forward_launches(
     tiles = plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_HEADS, Factor("q_len", tiles.Br)))
-    launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes)
-    return PassLaunches(bounds_buffers(variant), (*_observe(symbol, variant), launch))
+    boxes = _boxes(("k", "v"), tiles.Bc, variant, element) if tiles.tensor_copies else ()
+    launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes)
+    lists = (
+        (lists_of_queries(f"{symbol}_visits_of_forward_{element}", variant, tiles),) if shares_lists(variant) else ()
+    )
+    return PassLaunches(bounds_buffers(variant), (*_observe(symbol, variant), launch), lists)
+
+
+def _boxes(tensors: tuple[str, str], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
+    """One panel each of a tile of Q or K, and of one of V or dO."""
+    widths = zip(tensors, (variant.head_dim.qk, variant.head_dim.v), strict=True)
+    return tuple(Box(tensor, rows, panel_width(padded(width), element)) for tensor, width in widths)
 
 
 def backward_launches(
@@ -142,6 +153,7 @@ def backward_launches(
     suffix = f"{element}{'_dropout' if dropped else ''}"
     key_grid = Count((*_KV_HEADS, Factor("kv_len", tiles.backward.Bc)))
     query_grid = Count((*_HEADS, Factor("q_len", tiles.queries.Br)))
+    boxes = _boxes(("q", "d_o"), tiles.backward.Br, variant, element) if tiles.backward.tensor_copies else ()
 
     def rows(how: str = "") -> list[Launch]:
         if not cut.row_state:
@@ -151,23 +163,27 @@ def backward_launches(
 
     def keys(kernel: str, how: str = "") -> Launch:
         shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
-        return Launch(
-            f"{symbol}_{kernel}_{suffix}{how}", key_grid, 32 * (tiles.backward.warps + tiles.backward.loaders), shared
-        )
+        threads = 32 * (tiles.backward.warps + tiles.backward.loaders)
+        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, threads, shared, boxes)
 
     def queries(how: str = "") -> Launch:
         name = f"{symbol}_queries_{suffix}{how}"
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
+    of_keys: tuple[VisitLists, ...] = ()
+    of_both: tuple[VisitLists, ...] = ()
+    if shares_lists(variant):
+        of_keys = (lists_of_keys(f"{symbol}_visits_of_keys_{element}", variant, tiles.backward),)
+        of_both = (*of_keys, lists_of_queries(f"{symbol}_visits_of_queries_{element}", variant, tiles.queries))
     observe = _observe(symbol, variant)
     if not deterministic:
         if cut.one_pass:
             convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
             convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
-            return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("backward"), convert_launch))
-        return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("keys"), queries()))
+            return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("backward"), convert_launch), of_keys)
+        return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("keys"), queries()), of_both)
     if not cut.captured:
-        return PassLaunches(exact_buffers(variant), (*observe, *rows(), keys("keys"), queries()))
+        return PassLaunches(exact_buffers(variant), (*observe, *rows(), keys("keys"), queries()), of_both)
     launches: list[Launch] = [*observe]
     if captured:
         launches += rows("_measure")
@@ -178,7 +194,7 @@ def backward_launches(
         for name, elements in captured_elements(variant).items():
             grid = Count(elements.factors, divide=256)
             launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
-    return PassLaunches(exact_buffers(variant), tuple(launches))
+    return PassLaunches(exact_buffers(variant), tuple(launches), of_both)
 
 
 def rows_of_a_block(head_dim: int, element: ElementType) -> int:

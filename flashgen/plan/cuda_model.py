@@ -20,18 +20,24 @@ WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = 4
+SIGNAL = 8  # an mbarrier
 _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 _FAR = 8192 - 128
 _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": 8192, "Nk": 8192}
 
 
-LOADER_REGISTERS = 40  # of a thread that only copies
-_WARP_REGISTERS = 512  # of all threads with one place in their warps, on one of a multiprocessor's four parts
+LOADER_REGISTERS = 24  # of a thread that only copies
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def registers(warps: int, loaders: int) -> int:
-    """What a thread that multiplies may have, where loaders keep no more than they need."""
-    return min((_WARP_REGISTERS - LOADER_REGISTERS * loaders // 4) // (warps // 4) // 8 * 8, 240)
+    """What a thread that multiplies may have, where loaders keep no more than they need.
+
+    A block begins with equal shares, of a multiple of 8, and they can be dealt out again; to ask for more would wait
+    for ever.
+    """
+    at_launch = _REGISTERS // (32 * (warps + loaders)) // 8 * 8
+    return min((at_launch * (warps + loaders) - LOADER_REGISTERS * loaders) // warps // 8 * 8, 240)
 
 
 def constant_factor(score: Expr) -> float | None:
@@ -61,7 +67,12 @@ def has_long_rows(variant: Variant) -> bool:
     Then a block has tiles enough to hide what it begins and ends with.
     """
     far = Tile(IntRange(0, 0), IntRange(0, 0), IntRange(_FAR, _FAR + 127), IntRange(0, 127), _FAR_SIZES)
-    return not _relates_pairs(variant.keep) or classify(variant.keep, far) is TileClass.FULL
+    return has_whole_rows(variant) or classify(variant.keep, far) is TileClass.FULL
+
+
+def has_whole_rows(variant: Variant) -> bool:
+    """Whether the mask relates no queries to keys: a row has all tiles, or those before a length."""
+    return not _relates_pairs(variant.keep)
 
 
 def _relates_pairs(condition: Expr) -> bool:
@@ -100,8 +111,10 @@ def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -
     return max(n for n in range(1, warps // 4 // row_groups + 1) if works(n))
 
 
-def forward_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:
-    """Q, rings of K and V, the visits, norms where the score uses them."""
+def forward_buffers(
+    variant: Variant, element: ElementType, Br: int, Bc: int, stages: int, *, tensor_copies: bool = False
+) -> dict[str, int]:
+    """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
         "Q": tile_bytes(Br, D, element),
@@ -109,19 +122,36 @@ def forward_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, st
         "V": stages * tile_bytes(Bc, Dv, element),
         "list of tiles": VISIT_LIST,
     }
-    return found | ({"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {})
+    found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
+    return found | ({"signals": -sum(found.values()) % SIGNAL + _signals(stages)} if tensor_copies else {})
 
 
-def forward_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
-    """All of them; O takes their place at the end."""
-    buffers = forward_buffers(variant, element, Br, Bc, stages)
-    return max(sum(buffers.values()), tile_bytes(Br, padded(variant.head_dim.v), element))
+def forward_bytes(
+    variant: Variant, element: ElementType, Br: int, Bc: int, stages: int, *, tensor_copies: bool = False
+) -> int:
+    """All of them; O takes the place of all but the signals at the end."""
+    buffers = forward_buffers(variant, element, Br, Bc, stages, tensor_copies=tensor_copies)
+    o = tile_bytes(Br, padded(variant.head_dim.v), element)
+    return max(sum(buffers.values()), o + _signals(stages) if tensor_copies else o)
+
+
+def _signals(stages: int) -> int:
+    """Two mbarriers a stage: it is full, it is empty."""
+    return 2 * stages * SIGNAL
 
 
 def backward_buffers(
-    variant: Variant, element: ElementType, tiles: BackwardChoice | BackwardTiles, *, with_dq: bool
+    variant: Variant,
+    element: ElementType,
+    tiles: BackwardChoice | BackwardTiles,
+    *,
+    with_dq: bool,
+    tensor_copies: bool = False,
 ) -> dict[str, int]:
-    """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block."""
+    """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
+
+    Signals, too, where tensor copies have some.
+    """
     Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     more_stages = stages if tiles.warpgroups else 1  # of dO and what rows carry
@@ -142,14 +172,20 @@ def backward_buffers(
         "list of tiles": VISIT_LIST,
         "sums, histograms": FLOAT * tiles.warps * (1 + bins),
     }
+    found |= {"signals": -sum(found.values()) % SIGNAL + _signals(stages)} if tensor_copies else {}
     return {name: size for name, size in found.items() if size}
 
 
 def backward_bytes(
-    variant: Variant, element: ElementType, tiles: BackwardChoice | BackwardTiles, *, with_dq: bool
+    variant: Variant,
+    element: ElementType,
+    tiles: BackwardChoice | BackwardTiles,
+    *,
+    with_dq: bool,
+    tensor_copies: bool = False,
 ) -> int:
     """All of them."""
-    return sum(backward_buffers(variant, element, tiles, with_dq=with_dq).values())
+    return sum(backward_buffers(variant, element, tiles, with_dq=with_dq, tensor_copies=tensor_copies).values())
 
 
 def query_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:

@@ -14,7 +14,8 @@ class ForwardTiles(Tiles):
     """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block.
 
     ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``loaders``
-    more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
+    more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
+    bring K and V, and one thread starts them.
     """
 
     warps: int
@@ -23,6 +24,7 @@ class ForwardTiles(Tiles):
     warpgroups: bool = False
     loaders: int = 0
     blocks: int = 1
+    tensor_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class BackwardTiles(Tiles):
     ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
     ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without. With
     ``warpgroups`` dO and dS have as many stages as Q, ``loaders`` more warps copy, and ``dq_column_groups`` warpgroups
-    share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
+    share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
+    bring Q and dO, and one thread starts them.
     """
 
     warps: int
@@ -43,6 +46,7 @@ class BackwardTiles(Tiles):
     loaders: int = 0
     dq_column_groups: int = 1
     blocks: int = 1
+    tensor_copies: bool = False
 
 
 @dataclass(frozen=True)

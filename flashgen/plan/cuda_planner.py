@@ -22,6 +22,7 @@ from flashgen.plan.cuda_model import (
     forward_bytes,
     has_light_mask,
     has_long_rows,
+    has_whole_rows,
     is_plain,
     padded,
     query_bytes,
@@ -119,7 +120,7 @@ def _plan_element(
         return _forward_bytes(variant, element, choice)
 
     def backward_size(choice: BackwardChoice) -> int:
-        return backward_bytes(variant, element, choice, with_dq=True)
+        return _backward_bytes(variant, element, choice, with_dq=True)
 
     def query_size(choice: QueryChoice) -> int:
         return _query_bytes(variant, element, choice)
@@ -131,13 +132,18 @@ def _plan_element(
         return None
     return ElementPlan(
         element,
-        ForwardTiles(sram_bytes=_forward_bytes(variant, element, forward), **asdict(forward)),
+        ForwardTiles(
+            sram_bytes=_forward_bytes(variant, element, forward),
+            tensor_copies=_takes_tensor_copies(variant, element, forward),
+            **asdict(forward),
+        ),
         BackwardTiles(
-            sram_bytes=backward_bytes(variant, element, backward, with_dq=True),
-            keys_sram_bytes=backward_bytes(variant, element, backward, with_dq=False),
+            sram_bytes=_backward_bytes(variant, element, backward, with_dq=True),
+            keys_sram_bytes=_backward_bytes(variant, element, backward, with_dq=False),
             dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups
             else 1,
+            tensor_copies=_takes_tensor_copies(variant, element, backward),
             **asdict(backward),
         ),
         QueryTiles(sram_bytes=_query_bytes(variant, element, queries), **asdict(queries)),
@@ -152,7 +158,19 @@ def _describe(choice: ForwardChoice | BackwardChoice | QueryChoice) -> str:
 
 
 def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice) -> int:
-    return forward_bytes(variant, element, choice.Br, choice.Bc, choice.stages)
+    signals = _takes_tensor_copies(variant, element, choice)
+    return forward_bytes(variant, element, choice.Br, choice.Bc, choice.stages, tensor_copies=signals)
+
+
+def _backward_bytes(variant: Variant, element: ElementType, choice: BackwardChoice, *, with_dq: bool) -> int:
+    signals = _takes_tensor_copies(variant, element, choice)
+    return backward_bytes(variant, element, choice, with_dq=with_dq, tensor_copies=signals)
+
+
+def _takes_tensor_copies(variant: Variant, element: ElementType, choice: ForwardChoice | BackwardChoice) -> bool:
+    """Where warpgroups multiply, and rows are whole numbers of 16 bytes."""
+    widths = (variant.head_dim.qk, variant.head_dim.v)
+    return choice.warpgroups and all(width * element.bytes % 16 == 0 for width in widths)
 
 
 def _query_bytes(variant: Variant, element: ElementType, choice: QueryChoice) -> int:
@@ -172,10 +190,15 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
     if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
     if not single and target.has_warpgroups and not variant.uses_sqdist:  # norms of K want everyone at once
-        hopper = cuda_tables.HOPPER_FORWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_FORWARD
-        rows = [*_rows_for(variant, hopper), *rows]
+        rows = [*_rows_for(variant, _hopper_forward(variant)), *rows]
     schedule = variant.spec.schedule
     return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
+
+
+def _hopper_forward(variant: Variant) -> tuple[tuple[int, tuple[ForwardChoice, ...]], ...]:
+    if has_whole_rows(variant):
+        return cuda_tables.HOPPER_WHOLE_FORWARD
+    return cuda_tables.HOPPER_FORWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_FORWARD
 
 
 def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
@@ -249,7 +272,7 @@ def _warpgroup_problems(choice: ForwardChoice | BackwardChoice | QueryChoice) ->
     rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
     if choice.warps % 4 or rows != 16 * choice.warps:
         yield "a warpgroup has 64 rows"
-    if isinstance(choice, BackwardChoice) and choice.Br % 64:
+    if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):
         yield "a warpgroup has 64 rows of dQ"
     if choice.stages != 2 or width > 256:
         yield "warpgroups have two stages of at most 256 rows"

@@ -109,6 +109,12 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
 )
+# The same where the mask relates no queries to keys, so that every row has all tiles.
+HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper(192, 128, 12), *HOPPER_FORWARD[0][1])),
+    (128, (_hopper(128, 160, 8), *HOPPER_FORWARD[1][1])),
+    HOPPER_FORWARD[2],
+)
 # The same where masks leave rows of tiles short.
 HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
@@ -116,7 +122,7 @@ HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
 )
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
-    (64, (_hopper_backward(64, 128, 8),)),
+    (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
     (256, ()),
 )

@@ -3,8 +3,8 @@
 In: a ``Variant``, the tiles, the launches of the pass, the values of ``struct Arguments``, what captured tensors hold.
 Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the fields and of
 the parts of the workspace. It follows ``templates/cuda``: which tiles are visited, what is loaded for each, what is
-stored at the end. Captured tensors are read element by element where the formula needs them, mostly from caches, and
-are left out.
+stored at the end, and of the lists of visits that the values point to. Captured tensors are read element by element
+where the formula needs them, mostly from caches, and are left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.interval import IntRange
 from flashgen.plan.arguments import param_field
 from flashgen.plan.cuda_launches import passes, rows_of_a_block
-from flashgen.plan.cuda_model import padded
+from flashgen.plan.cuda_lists import CHUNK, COUNTS, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
+from flashgen.plan.cuda_model import WINDOW, padded
 from flashgen.plan.cuda_plan import ElementPlan
 from flashgen.plan.launches import PassLaunches
 
 FLOAT = 4
 GROUP = 16  # rows whose sums of dQ lie together
-COUNTED = ("q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "workspace.delta", "workspace.dq")
+COUNTED = (
+    *("q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "workspace.delta", "workspace.dq"),
+    *(OF_QUERIES, OF_KEYS),
+)
 _THREADS = 128  # of the kernel of delta
 
 
@@ -89,6 +93,7 @@ class _Model:
         found.update({"q": rows * self.D * self.element, "o": rows * self.Dv * self.element})
         if self.cut.row_state:
             found["lse"] += rows * FLOAT
+        found.update(self._lists(OF_QUERIES, (self.q_len, self.tiles.forward.Br), self.tiles.forward.Bc))
         return found
 
     def rows(self) -> Mapping[str, int]:
@@ -122,6 +127,7 @@ class _Model:
         found.update({"q": rows * self.D * self.element, "d_o": rows * self.Dv * self.element})
         if self.cut.row_state:
             found.update({"lse": rows * FLOAT, "workspace.delta": rows * FLOAT})
+        found.update(self._lists(OF_KEYS, (self.kv_len, plan.Bc), plan.Br))
         if adds_dq:
             found["workspace.dq"] += groups * GROUP * self.padded * FLOAT
         return found
@@ -134,6 +140,7 @@ class _Model:
         found["dq"] += rows * self.D * self.element
         if self.cut.row_state:
             found.update({"lse": 4 * rows * FLOAT, "workspace.delta": 4 * rows * FLOAT})
+        found.update(self._lists(OF_QUERIES, (self.q_len, self.tiles.queries.Br), self.tiles.queries.Bc))
         return found
 
     def convert(self) -> Mapping[str, int]:
@@ -143,6 +150,15 @@ class _Model:
             "workspace.dq": groups * GROUP * self.padded * FLOAT,
             "dq": self._rows() * self.D * self.element,
         }
+
+    def _lists(self, field: str, own: tuple[int, int], visited: int) -> Mapping[str, int]:
+        """What blocks read of shared lists: all that a list has room for, but of its counts only what they need."""
+        if not self.values.get(field):
+            return {}
+        length, tile = own
+        others = self.q_len if field == OF_KEYS else self.kv_len
+        each = CHUNK * -(-others // (TILES_OF_CHUNK * visited)) + COUNTS * -(-others // (WINDOW * visited))
+        return {field: self.batch * self.heads * -(-length // tile) * each}
 
     def _rows(self) -> int:
         return self.batch * self.heads * self.q_len

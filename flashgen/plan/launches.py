@@ -50,21 +50,58 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Box:
+    """What one tensor copy brings of ``tensor``, a field of ``struct Arguments``: ``rows`` of ``columns`` elements."""
+
+    tensor: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel on a grid of blocks in one dimension. A grid of none is not started."""
+    """One kernel on a grid of blocks in one dimension. A grid of none is not started.
+
+    A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``.
+    """
 
     kernel: str
     grid: Count
     threads: int
     shared_bytes: int
+    boxes: tuple[Box, ...] = ()
+
+
+@dataclass(frozen=True)
+class VisitLists:
+    """Lists of tiles to visit that calls share: ``launch`` writes them where ``field`` points to.
+
+    What they hold follows from the ``tiles``, own and visited, and from the values of the fields ``sizes`` and
+    ``params``. A param has a second field, which is not null where only the GPU knows it: then there are no lists.
+    ``pairs`` is the number of tiles of queries and keys, ``counts`` and ``visits`` are the bytes of the two parts.
+    """
+
+    field: str
+    tiles: tuple[int, int]
+    pairs: Count
+    counts: Count
+    visits: Count
+    launch: Launch
+    sizes: tuple[str, ...]
+    params: tuple[tuple[str, str], ...]
+
+    def bytes(self, sizes: Mapping[str, int]) -> int:
+        """What ``field`` has to point to."""
+        return self.counts.value(sizes) + self.visits.value(sizes)
 
 
 @dataclass(frozen=True)
 class PassLaunches:
-    """One pass: its workspace and its kernels, in order."""
+    """One pass: its workspace and its kernels, in order, and the lists that these read where there are some."""
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
+    lists: tuple[VisitLists, ...] = ()
 
     def offsets(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[int, int]]:
         """Where each buffer begins in the workspace, and its bytes; one behind the other, aligned."""

@@ -208,10 +208,11 @@ def _kernel_name(tiles: Tiles) -> str:
 
 def _buffers(variant: Variant, element: ElementType, tiles: Tiles, plans: ElementPlan) -> Mapping[str, int]:
     match tiles:
-        case ForwardTiles(Br=Br, Bc=Bc, stages=stages):
-            return cuda_model.forward_buffers(variant, element, Br, Bc, stages)
-        case BackwardTiles():
-            return cuda_model.backward_buffers(variant, element, tiles, with_dq=passes(variant).one_pass)
+        case ForwardTiles(Br=Br, Bc=Bc, stages=stages, tensor_copies=signals):
+            return cuda_model.forward_buffers(variant, element, Br, Bc, stages, tensor_copies=signals)
+        case BackwardTiles(tensor_copies=signals):
+            with_dq = passes(variant).one_pass
+            return cuda_model.backward_buffers(variant, element, tiles, with_dq=with_dq, tensor_copies=signals)
     assert tiles == plans.queries
     return cuda_model.query_buffers(variant, element, tiles.Br, tiles.Bc, plans.queries.stages)
 

@@ -11,15 +11,19 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from flashgen.ir.spec import HeadDim
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Values
+from flashgen.runtime import driver_maps
+from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
+from flashgen.runtime.lists import SharedLists, Shelf
 from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
+from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -42,13 +46,40 @@ class Driver(Protocol):
         """Zero memory, in the order of the stream."""
 
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
-        """Start a kernel, in the order of the stream. ``arguments`` is the address of the address of the struct."""
+        """Start a kernel, in the order of the stream. ``arguments`` points to the addresses of its parameters."""
+
+    def encode(self, tensor: TensorMap, address: int) -> bytes:
+        """What tensor copies are told of a tensor: 128 bytes."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph, to be replayed later."""
+
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
+        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it."""
 
     def enter(self) -> Any:
         """A context in which the device is the current one."""
 
     def is_current(self) -> bool:
         """Whether it is already."""
+
+
+class Written(Protocol):
+    """Memory that is written once, and then read on any stream."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+    def join(self, stream: int) -> None:
+        """What the current stream, which is this one, does from now on sees it.
+
+        What was started there when this object goes is done before the memory is used for anything else.
+        """
+
+
+_Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
+_Parameters = ctypes.c_char_p * 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,7 @@ class CudaKernel:
     head_dim: HeadDim
     driver: Driver
     compiled: Callable[[int], Compiled[Path]]
+    shelf: Shelf[Written] = field(default_factory=Shelf)
     row_alignment: int = ROW_ALIGNMENT
     reads = staticmethod(is_readable)
 
@@ -66,32 +98,78 @@ class CudaKernel:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
         found = schedule(launches, self.layout, self.head_dim, values)
-        steps = {
-            step.kernel: self.driver.function(kernels.binary, step.kernel, step.shared_bytes)
-            for part in found.parts
-            for step in part.steps
-        }
+        function = functools.partial(self.driver.function, kernels.binary)
+
+        def launch(step: Step) -> _Launch:
+            return function(step.kernel, step.shared_bytes), step.grid, step.threads, step.shared_bytes
+
         parts = [
-            (part, [(steps[each.kernel], each.grid, each.threads, each.shared_bytes) for each in part.steps])
+            (
+                part,
+                [(launch(step), self._maps(step, part.values(values))) for step in part.steps],
+                [(each, launch(each.step)) for each in part.lists],
+            )
             for part in found.parts
         ]
         return Prepared(found.workspace_bytes, functools.partial(self._run, parts))
 
-    def _run(self, parts: Sequence[tuple[Part, Sequence[tuple[int, int, int, int]]]], values: Values) -> None:
+    def _maps(self, step: Step, values: Values) -> LaunchMaps | None:
+        """The maps that a kernel takes, as its second parameter."""
+        known, slots = self.layout.named(values), self.layout.slots
+        maps = [(slots[box.tensor], tensor_map(box, self.head_dim, known)) for box in step.boxes]
+        return LaunchMaps(maps, self.driver.encode) if maps else None
+
+    def _run(
+        self,
+        parts: Sequence[
+            tuple[Part, Sequence[tuple[_Launch, LaunchMaps | None]], Sequence[tuple[SharedLists, _Launch]]]
+        ],
+        values: Values,
+    ) -> None:
         driver = self.driver
         if not driver.is_current():
             with driver.enter():
                 return self._run(parts, values)
         stream, workspace = driver.stream(), int(values[self.layout.slots["workspace"]])
-        for part, steps in parts:
-            # A kernel takes one argument, the struct, which a launch copies from the address that this object holds.
-            packed = ctypes.c_char_p(self.layout.pack(*part.values(values)))
-            arguments = ctypes.addressof(packed)
+        for part, steps, lists in parts:
+            own = part.values(values)
+            # A graph may be replayed when the lists are gone: there blocks find what they visit.
+            held = [] if not lists or driver.is_capturing() else self._find(lists, own)
+            if held:
+                own = list(own)
+                for slot, written in held:
+                    written.join(stream)
+                    own[slot] = written.address
+            # A launch copies parameters from the addresses that an object holds: the struct's, and the maps'.
+            packed = self.layout.pack(*own)
+            alone = ctypes.c_char_p(packed)
+            arguments = ctypes.addressof(alone)
             for offset, size in part.clear:
                 driver.clear(workspace + offset, size, stream)
-            for step in steps:
-                driver.launch(*step, stream, arguments)
+            for step, maps in steps:
+                if maps is None:
+                    driver.launch(*step, stream, arguments)
+                else:
+                    both = _Parameters(packed, maps(own))
+                    driver.launch(*step, stream, ctypes.addressof(both))
         return None
+
+    def _find(self, lists: Sequence[tuple[SharedLists, _Launch]], values: Values) -> list[tuple[int, Written]]:
+        """The lists of a call that there are, by the slots of their pointers."""
+        found = [
+            (each.slot, self.shelf.find(each, values, functools.partial(self._make, each, launch, values)))
+            for each, launch in lists
+        ]
+        return [(slot, written) for slot, written in found if written is not None]
+
+    def _make(self, lists: SharedLists, launch: _Launch, values: Values) -> Written:
+        def write(address: int, stream: int) -> None:
+            own = list(values)
+            own[lists.slot] = address
+            packed = ctypes.c_char_p(self.layout.pack(*own))
+            self.driver.launch(*launch, stream, ctypes.addressof(packed))
+
+        return self.driver.write_once(lists.size, write)
 
 
 class CupyDriver:
@@ -105,6 +183,7 @@ class CupyDriver:
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._current: Callable[[], int] = torch._C._cuda_getDevice
         self._kernels: dict[tuple[Path, str], Any] = {}  # a module lives as long as one of its kernels
+        self._beside: Any = None  # a stream
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         with self.enter():
@@ -126,11 +205,55 @@ class CupyDriver:
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
         self._driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
 
+    def encode(self, tensor: TensorMap, address: int) -> bytes:
+        return driver_maps.encode(tensor, address)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
+        stream = self._beside = self._beside or torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+        memory = _lasting(size, stream)
+        write(memory.data_ptr(), stream.cuda_stream)
+        return _WrittenBeside(memory, stream.record_event())
+
     def enter(self) -> Any:
         return torch.cuda.device(self._index)
 
     def is_current(self) -> bool:
         return self._current() == self._index
+
+
+class _WrittenBeside:
+    """A tensor that a stream of its own fills until an event, so that no other one is the first that it waits for."""
+
+    def __init__(self, memory: torch.Tensor, event: Any) -> None:
+        self.address = memory.data_ptr()
+        self._memory, self._event = memory, event
+        self._joined: set[int] = set()
+
+    def join(self, stream: int) -> None:
+        if stream in self._joined:
+            return
+        current = torch.cuda.current_stream(self._memory.device)
+        current.wait_event(self._event)
+        self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
+        self._joined.add(stream)
+
+
+def _lasting(size: int, stream: Any) -> torch.Tensor:
+    """Memory for longer than a call, of the stream.
+
+    It is asked for in a thread of its own: where PyTorch warms up a graph, a thread's memory is that of the graph, in
+    which nothing may stay.
+    """
+
+    def ask() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=stream.device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
 
 
 def import_cupy() -> Any:

@@ -2,7 +2,8 @@
 
 In: programs of the emulator and the launches of their passes. Out: a ``Kernel``. Tensors are copied into memory of
 their own for each pass, far apart and at the same place within 128 bytes, so that an access outside of one is seen and
-an unaligned one stays so; what the kernels wrote is copied back. ``recording`` collects what the emulator counted.
+an unaligned one stays so; what the kernels wrote is copied back. Lists of visits are made for calls of any size, so
+that every call tests them. ``recording`` collects what the emulator counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +19,10 @@ from functools import partial
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Values
+from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
+from flashgen.runtime.lists import SharedLists, Shelf
 from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
+from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
 
 _LINE = 128  # bytes: what alignment a kernel can depend on, and more
 _NAN = b"\xff"  # in every float format
@@ -30,11 +34,16 @@ _RECORDS: contextvars.ContextVar[list[Counted] | None] = contextvars.ContextVar(
 
 @dataclass(frozen=True)
 class Counted:
-    """What the emulator counted in one pass; the report is the sum over its launches."""
+    """What the emulator counted in one pass; the report is the sum over its launches.
+
+    ``lists`` is what it took to make lists of visits, where this pass was the first to ask for them. ``values`` are
+    those of the call, with where the lists were that it read.
+    """
 
     name: PassName
     values: Mapping[str, float]
     report: Report
+    lists: Report
 
 
 @contextlib.contextmanager
@@ -61,6 +70,7 @@ class EmulatedKernel:
     seed: int = 0
     most: int = MOST_ELEMENTS
     row_alignment: int = ROW_ALIGNMENT
+    shelf: Shelf[bytes] = dataclasses.field(default_factory=partial(Shelf, eager=True))
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
@@ -70,12 +80,17 @@ class EmulatedKernel:
         return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:
-        report = Report.total(self._run_part(name, program, part, part.values(values)) for part in parts)
+        found = [self._run_part(name, program, part, part.values(values)) for part in parts]
         records = _RECORDS.get()
         if records is not None:
-            records.append(Counted(name, self.layout.named(values), report))
+            reports, made, places = zip(*found, strict=True)
+            known = self.layout.named(values) | places[0]
+            records.append(Counted(name, known, Report.total(reports), Report.total(made)))
 
-    def _run_part(self, name: PassName, program: Program, part: Part, values: Values) -> Report:
+    def _run_part(
+        self, name: PassName, program: Program, part: Part, values: Values
+    ) -> tuple[Report, Report, dict[str, float]]:
+        """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()
         own, written = list(values), []
         allocations: dict[str, tuple[int, int]] = {}
@@ -95,14 +110,23 @@ class EmulatedKernel:
             allocations[f"workspace.{buffer}"] = (workspace + offset, size)
         for offset, size in part.clear:
             ctypes.memset(workspace + offset, 0, size)
-        packed = self.layout.pack(*own)
+        made: list[Report] = []
+        places: dict[str, float] = {}
+        for lists in part.lists:
+            held = self.shelf.find(lists, values, partial(self._make, lists, program, values, made))
+            if held is not None:
+                of_lists = self.layout.names[lists.slot]
+                own[lists.slot] = places[of_lists] = place = memory.put(of_lists, held)
+                allocations[of_lists] = (place, len(held))
+        arguments = self.layout.pack(*own)
+        known = self.layout.named(own)
         reports = [
             program.launch(
                 step.kernel,
                 (step.grid, 1, 1),
                 (step.threads, 1, 1),
                 step.shared_bytes,
-                packed,
+                arguments + self._maps(step, known, len(arguments)),
                 allocations,
                 seed=self.seed,
             )
@@ -110,4 +134,29 @@ class EmulatedKernel:
         ]
         for address, place, size in written:
             ctypes.memmove(address, place, size)
-        return Report.total(reports)
+        return Report.total(reports), Report.total(made), places
+
+    def _make(self, lists: SharedLists, program: Program, values: Values, made: list[Report]) -> bytes:
+        """The content of lists; what it took is added to ``made``."""
+        memory, own, name = DeviceMemory(), list(values), self.layout.names[lists.slot]
+        own[lists.slot] = memory.allocate(name, lists.size)
+        step, packed = lists.step, self.layout.pack(*own)
+        made.append(
+            program.launch(
+                step.kernel,
+                (step.grid, 1, 1),
+                (step.threads, 1, 1),
+                step.shared_bytes,
+                packed,
+                memory.allocations,
+                seed=self.seed,
+            )
+        )
+        return memory.bytes_of(name)
+
+    def _maps(self, step: Step, known: Mapping[str, float], behind: int) -> bytes:
+        """The maps that a kernel takes, as its second parameter."""
+        maps = (
+            map_bytes(tensor_map(box, self.head_dim, known), int(known[box.tensor]), emulated) for box in step.boxes
+        )
+        return bytes(-behind % PARAMETER_ALIGNMENT) + b"".join(maps) if step.boxes else b""

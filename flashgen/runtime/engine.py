@@ -22,7 +22,7 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
 from flashgen.runtime.call import Call, CallChecker, is_readable
-from flashgen.runtime.kernel import Kernel, KernelProvider, PassName
+from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel, PassName
 from flashgen.runtime.signature import Signature
 
 # A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
@@ -73,7 +73,14 @@ class Engine:
 
     def forward(self, *args: Any) -> Any:
         """``o``, or ``(o, lse)`` where the spec has one."""
+        return self._forward(self._check(args), keeps_lse=True)
+
+    def output(self, *args: Any) -> Any:
+        """What ``forward`` gives; the lse may be None, as nobody asked for it."""
         a = self._check(args)
+        return self._forward(a, keeps_lse=not isinstance(a.call.kernel, LibraryKernel))
+
+    def _forward(self, a: _Arguments, *, keeps_lse: bool) -> Any:
         call, kernel = a.call, a.call.kernel
         if kernel is None or call.is_empty:
             return self._forward_without_kernel(a)
@@ -83,6 +90,9 @@ class Engine:
         if not self.signature.has_lse:
             self._run(a, kernel, "forward", values, None)
             return o
+        if not keeps_lse:
+            self._run(a, kernel, "forward", values, None)
+            return o, None
         lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
         values[slots["lse"]] = lse.data_ptr()
         self._run(a, kernel, "forward", values, None)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import Field
+from flashgen.plan.launches import Box
 
 PassName = OneOf["forward", "backward"]
 Values = Sequence[float]
@@ -42,6 +43,17 @@ class ArgumentLayout:
     def named(self, values: Values) -> dict[str, float]:
         """Values by the names of their fields."""
         return dict(zip(self.names, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch, with numbers."""
+
+    kernel: str
+    grid: int
+    threads: int
+    shared_bytes: int
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)

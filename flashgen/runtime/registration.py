@@ -218,7 +218,7 @@ def call(op: Registered, tensors: tuple[Any, ...], rest: tuple[Any, ...], *, ret
         else:
             result = op.forward(*tensors, *rest)
     elif not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
-        result = op.engine.forward(*tensors, *rest)
+        result = (op.engine.forward if return_lse else op.engine.output)(*tensors, *rest)
     elif return_lse or not has_lse:
         return _attention(op, op.engine.forward, rest, *tensors)
     else:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.launches import PassLaunches
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Values
+from flashgen.plan.launches import Launch, PassLaunches, VisitLists
+from flashgen.runtime.kernel import ArgumentLayout, PassName, Step, Values
+from flashgen.runtime.lists import SharedLists
 
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
@@ -30,21 +31,12 @@ class Compiled(Generic[Binary]):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One launch, with numbers."""
-
-    kernel: str
-    grid: int
-    threads: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
 class Part:
     """Launches over a shard of the call, whose values differ in a few slots.
 
     ``changes`` are new values by slot, ``moves`` distances in bytes of pointers that are not null. ``buffers`` are the
-    offsets and bytes in the workspace; ``clear`` of these have to be zero when the first step starts.
+    offsets and bytes in the workspace; ``clear`` of these have to be zero when the first step starts. The steps read
+    ``lists`` where their slots point to some.
     """
 
     changes: tuple[tuple[int, int], ...]
@@ -52,6 +44,7 @@ class Part:
     buffers: Mapping[str, tuple[int, int]]
     clear: tuple[tuple[int, int], ...]
     steps: tuple[Step, ...]
+    lists: tuple[SharedLists, ...] = ()
 
     def values(self, values: Values) -> Values:
         """The values of the call as this part's kernels take them."""
@@ -95,8 +88,10 @@ def schedule(
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, and a head's not too far apart."""
+    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, apart, and a head's not too far."""
     if shape[3] > 1 and strides[3] != 1:
+        return False
+    if shape[2] > 1 and strides[2] < shape[3]:  # tensor copies know no rows that overlap
         return False
     if span((shape[2],), (strides[2],), shape[3]) > MOST_ELEMENTS:
         return False
@@ -194,7 +189,7 @@ def _part(
     changes = _changes(known, shard)
     sizes = {**known, **changes}
     buffers = launches.offsets(sizes)
-    steps = (Step(each.kernel, each.grid.value(sizes), each.threads, each.shared_bytes) for each in launches.launches)
+    steps = (_step(each, sizes) for each in launches.launches)
     moves = {} if is_whole else _moves(known, shard, head_dim)
     return Part(
         changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),
@@ -202,4 +197,21 @@ def _part(
         buffers=buffers,
         clear=tuple(buffers[each.name] for each in launches.buffers if each.clear and buffers[each.name][1]),
         steps=tuple(each for each in steps if each.grid),
+        lists=tuple(_shared(each, layout, sizes) for each in launches.lists),
+    )
+
+
+def _step(launch: Launch, sizes: Mapping[str, int]) -> Step:
+    return Step(launch.kernel, launch.grid.value(sizes), launch.threads, launch.shared_bytes, launch.boxes)
+
+
+def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int]) -> SharedLists:
+    return SharedLists(
+        slot=layout.slots[lists.field],
+        size=lists.bytes(sizes),
+        tiles=lists.pairs.value(sizes),
+        step=_step(lists.launch, sizes),
+        known=(lists.field, lists.tiles, *(sizes[name] for name in lists.sizes)),
+        params=tuple(layout.slots[value] for value, _ in lists.params),
+        places=tuple(layout.slots[place] for _, place in lists.params),
     )

@@ -792,14 +792,16 @@ FG_INLINE VecF sigmoid(VecF x) {
 }
 FG_INLINE VecF silu(VecF x) { return x * sigmoid(x); }
 
-// Near 0 an odd polynomial; elsewhere (1 - e) / (1 + e) with e = e^(-2|x|), so small that its exponent needs no more
-// than a rounded product.
+// h / (h + 1) with h = (e^(2|x|) - 1) / 2, which keeps its relative accuracy near 0, so that one form serves everywhere:
+// |x| = n ln(2)/2 + y, and h is 2^n times (e^(2y) - 1) / 2, a polynomial of y, plus (2^n - 1) / 2. Beyond 10 it is 1.
 FG_INLINE VecF tanh(VecF x) {
-  const VecF a = abs(x), z = x * x;
-  const VecF near = a + a * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f,
-                                           -0x1.99565ep-8f);
-  const VecF e = exp2_bounded(a * (-2 * log2_e));
-  return copy_sign(select(lt(a, 0.55f), near, (1.0f - e) / (1.0f + e)), x);
+  const VecF a = select(gt(abs(x), 10.0f), 10.0f, abs(x));
+  const VecF shifted = a * (2 * log2_e) + round_shift, n = shifted - round_shift;
+  const VecF y = a - n * 0x1.62e430p-2f;
+  const VecF inner = y + y * y * polynomial(y, 1.0f, 0x1.5554a2p-1f, 0x1.55561ep-2f, 0x1.123016p-3f, 0x1.6bdb08p-5f);
+  const VecF power = power_of_two(shifted);
+  const VecF h = power * inner + (0.5f * power - 0.5f);
+  return from_bits(bits(h / (h + 1.0f)) | (bits(x) & INT32_MIN));
 }
 
 // log(1 + e^x), with e = e^-|x|
@@ -1423,7 +1425,19 @@ constexpr int block_vectors = 4;  // 6 * 4 accumulators + 4 + 1 of 32 registers
 constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
-// The operands at one block, strides in floats.
+// Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
+// lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
+// buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
+struct Ahead {
+  const char* at = nullptr;
+  int64_t step = 0;
+  int64_t steps = 0;
+  int passes = 0;
+  int64_t done = 0;  // of the steps of this pass
+};
+constexpr int ahead_interval = 4, line_bytes = 64;
+
+// The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
   int K;
   const float* a;
@@ -1434,6 +1448,8 @@ struct ProductOperands {
   int64_t ldc;
   Begin begin;
   const float* column_scale;
+  const char* ahead;
+  int64_t ahead_step;
 };
 
 // GCC unrolls these loops by itself, but too late to keep the array in registers throughout.
@@ -1449,6 +1465,8 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   VecF sum[R][V] = {};
   const float *a = p.a, *b = p.b;
   const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
+  const char* ahead = p.ahead;
+  const int64_t ahead_step = p.ahead_step;
   for (int k = p.K; k > 0; --k) {
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
@@ -1458,6 +1476,10 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     }
     a += a_col;
     b += ldb;
+    if (k % ahead_interval == 0) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += ahead_step;
+    }
   }
   float* const c = p.c;
   const int64_t ldc = p.ldc;
@@ -1477,9 +1499,13 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <int V> inline void product_panel(int M, ProductOperands p) {
+template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
+    p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
+    p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
+    ahead.done += p.K / ahead_interval;
+    if (ahead.done >= ahead.steps) ahead.done = 0, ahead.at += line_bytes, --ahead.passes;
     if (rows == 6)
       product_block<6, V>(p);
     else
@@ -1491,21 +1517,22 @@ template <int V> inline void product_panel(int M, ProductOperands p) {
 }
 
 // The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
-// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N.
+// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is asked
+// for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         const float* column_scale = nullptr) {
+                         const float* column_scale = nullptr, Ahead ahead = {}) {
   for (int v = 0; v < vectors;) {
-    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W};
+    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
-      product_panel<block_vectors>(M, p);
+      product_panel<block_vectors>(M, p, ahead);
       v += 4;
     } else if (left >= 2) {
-      product_panel<2>(M, p);
+      product_panel<2>(M, p, ahead);
       v += 2;
     } else {
-      product_panel<1>(M, p);
+      product_panel<1>(M, p, ahead);
       v += 1;
     }
   }
@@ -1754,23 +1781,6 @@ inline Rows rows_in_place(float* scratch, int ld, int width, const void* from, i
   return {scratch, ld};
 }
 
-// Asks for rows of the next tile while this one is computed on.
-inline void prefetch_rows(const void* from, int64_t stride, int element, int64_t first, int count, int width) {
-  const int64_t bytes = element == 0 ? 4 : 2;
-  for (int row = 0; row < count; ++row) {
-    const char* const at = static_cast<const char*>(from) + (first + row) * stride * bytes;
-    for (int64_t b = 0; b < width * bytes; b += 64) __builtin_prefetch(at + b, 0, 2);
-  }
-}
-
-// The same for the keys and values of a tile.
-inline void prefetch_tile(const Arguments& a, const void* k, const void* v, int64_t tile, int tile_columns) {
-  const int64_t first = tile * tile_columns;
-  const int count = int(std::min<int64_t>(tile_columns, a.kv_len - first));
-  prefetch_rows(k, a.k_stride_n, a.element, first, count, D);
-  prefetch_rows(v, a.v_stride_n, a.element, first, count, DV);
-}
-
 // Rounds `count` rows of float32, `ld` apart, to the element type, packed from element `first` on.
 inline void store_rows(void* to, int element, int64_t first, const float* from, int ld, int width, int count) {
   for (int row = 0; row < count; ++row) {
@@ -1800,6 +1810,25 @@ struct Visit {
   bool masked;                // PARTIAL: some pairs of its rows are not kept. Otherwise FULL
   int16_t first, last;        // its rows: vectors first … last - 1; others keep nothing
 };
+
+// The rows of K and V of one visit.
+struct KeyRows {
+  int64_t first;
+  int count;
+};
+inline KeyRows key_rows(const Arguments& a, const Visit& visit, int tile_columns) {
+  const int64_t first = int64_t(visit.tile) * tile_columns;
+  return {first, int(std::min<int64_t>(tile_columns, a.kv_len - first))};
+}
+
+// The rows of another visit, to be asked for while one is computed: line by line where they lie without gaps.
+inline fg::Ahead rows_ahead(const void* from, int64_t stride, int element, KeyRows rows, int width) {
+  const int64_t bytes = element == 0 ? 4 : 2, lines = ceil_div(width * bytes, fg::line_bytes);
+  const char* const at = static_cast<const char*>(from) + rows.first * stride * bytes;
+  if (rows.count == 0) return {};
+  if (stride * bytes == lines * fg::line_bytes) return {at, fg::line_bytes, rows.count * lines, 1, 0};
+  return {at, stride * bytes, rows.count, int(lines), 0};
+}
 
 // Finds the key tiles that one query tile visits. A run of tiles that is FULL or EMPTY as a whole is settled by one
 // evaluation, any other is quartered: the work follows the border of the mask, not its area. In a tile on the border,
@@ -1967,20 +1996,27 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     float* const s = t.s + n * W;
     const fg::VecF old_max = fg::load(t.row_max + n * W);
     fg::VecF row_max = old_max;
-    for (int j = 0; j < columns; ++j) {
+    const auto scored = [&](int64_t j) {
       const Column& c = t.columns[j];
       fg::VecF e = score(a, u, x, r, c, fg::load(s + j * LD));
       if (masked) e = fg::select(keep(a, u, x, r, c), e, -INFINITY);
-      row_max = fg::select(fg::gt(e, row_max), e, row_max);  // NaN is passed over here and shows in the sum
       fg::store(s + j * LD, e);
+      return e;
+    };
+    // Maxima of four in a tree: one after another, each would wait for the last. NaN is passed over and shows in the sum.
+    int64_t j = 0;  // of 64 bits: addresses then move on, instead of being formed anew for every key
+    for (; j + 4 <= columns; j += 4) {
+      const fg::VecF low = fg::running_max(scored(j), scored(j + 1)), high = fg::running_max(scored(j + 2), scored(j + 3));
+      row_max = fg::running_max(row_max, fg::running_max(low, high));
     }
+    for (; j < columns; ++j) row_max = fg::running_max(row_max, scored(j));
     // A row with nothing kept so far has max -inf; exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.
     const fg::VecF shift = fg::select(fg::eq(row_max, -INFINITY), 0.0f, row_max);
     const fg::VecF rescale = fg::exp2_bounded(old_max - shift);
     fg::VecF row_sum = fg::load(t.row_sum + n * W) * rescale;
     fg::store(t.rescale + n * W, rescale);
     fg::store(t.row_max + n * W, row_max);
-    for (int j = 0; j < columns; ++j) {
+    for (int64_t j = 0; j < columns; ++j) {
       fg::VecF p = fg::exp2_bounded(fg::load(s + j * LD) - shift);
       row_sum += p;
       fg::store(s + j * LD, p);
@@ -1989,52 +2025,59 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
   }
 }
 
+// The rows of a query tile. Where one of BR would be all there is, several threads share it.
+static int tile_rows(const Arguments& a) {
+  const bool is_alone = a.batch * a.heads == 1 && a.q_len <= BR;
+  return is_alone ? int(std::min<int64_t>(BR, round_up(ceil_div(a.q_len, a.threads), W))) : BR;
+}
+
 static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int64_t query_tile,
                  Visit* visits, Scratch& t) {
   const Head x = make_head(a, u, b, h);
   const int64_t hkv = h / (a.heads / a.kv_heads);
-  const int64_t row0 = query_tile * BR, i0 = a.q_start + row0;
-  const int rows = int(std::min<int64_t>(BR, a.q_len - row0));
+  const int most_rows = tile_rows(a);
+  const int64_t row0 = query_tile * most_rows, i0 = a.q_start + row0;
+  const int rows = int(std::min<int64_t>(most_rows, a.q_len - row0));
   const int vectors = int(ceil_div(rows, W));
   const void* const k = head_of(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h);
   const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
-  if (count > 0) prefetch_tile(a, k, v, visits[0].tile, BC);
   load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
             vectors * W);
   fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
-  std::fill_n(t.ot, DVP * LD, 0.0f);
+  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * LD, vectors * W, 0.0f);
   std::fill_n(t.row_max, BR, -INFINITY);
   std::fill_n(t.row_sum, BR, 0.0f);
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
     const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
-    const int64_t column0 = int64_t(visit.tile) * BC;
-    const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
+    const auto [column0, columns] = key_rows(a, visit, BC);
+    const KeyRows next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
     const int padded = int(round_up(columns, MR));
-    if (n + 1 < count) prefetch_tile(a, k, v, visits[n + 1].tile, BC);
     const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
     const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
     for (int j = 0; j < columns; ++j) {
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     // Sᵀ = K Qᵀ
-    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.s + skip, LD);
+    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.s + skip, LD, fg::Begin::zero, nullptr,
+                     rows_ahead(k, a.k_stride_n, a.element, next, D));
     (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t);
     // Oᵀ = diag(rescale) Oᵀ + Vᵀ Pᵀ
-    fg::tile_product(DVP, some, columns, values.at, 1, values.ld, t.s + skip, LD, t.ot + skip, LD, fg::Begin::rescale,
-                     t.rescale + skip);
+    fg::tile_product(DVP, some, columns, values.at, 1, values.ld, t.s + skip, LD, t.ot + skip, LD,
+                     fg::Begin::rescale, t.rescale + skip,
+                     rows_ahead(v, a.v_stride_n, a.element, next, DV));
   }
-  float* const lse = a.lse + (b * a.heads + h) * a.q_len + row0;
+  float* const lse = a.lse ? a.lse + (b * a.heads + h) * a.q_len + row0 : nullptr;
   for (int n = 0; n < vectors; ++n) {
     const fg::VecF row_max = fg::load(t.row_max + n * W);
     fg::VecF denominator = fg::load(t.row_sum + n * W);
     fg::VecF top = row_max;
     const fg::VecF factor = fg::select(fg::eq(denominator, 0.0f), 0.0f, 1.0f / denominator);
     // The logarithm is formed in double: the backward pass multiplies its error by every weight of the row.
-    for (int l = 0; l < std::min(W, rows - n * W); ++l)
+    for (int l = 0; a.lse && l < std::min(W, rows - n * W); ++l)
       lse[n * W + l] = denominator[l] == 0.0f ? -INFINITY : float((top[l] + std::log2(double(denominator[l]))) * LN_2);
     for (int d = 0; d < DV; ++d) fg::store(t.ot + d * LD + n * W, fg::load(t.ot + d * LD + n * W) * factor);
   }
@@ -2049,16 +2092,16 @@ static int64_t thread_bytes(const Arguments& a) {
 
 // Whether a long query tile could be the last to begin: few heads for the threads that share them.
 static bool is_ordered(const Arguments& a) {
-  return a.threads > 1 && a.batch * a.heads < 4 * a.threads && a.q_len > a.threads * BR;
+  return a.threads > 1 && a.batch * a.heads < 4 * a.threads && a.q_len > a.threads * tile_rows(a);
 }
 
 // For each mask the work of all query tiles, then their order.
 static int64_t order_bytes(const Arguments& a) {
-  return is_ordered(a) ? round_up(2 * masks_of(a) * ceil_div(a.q_len, BR) * int64_t(sizeof(int32_t)), 64) : 0;
+  return is_ordered(a) ? round_up(2 * masks_of(a) * ceil_div(a.q_len, tile_rows(a)) * int64_t(sizeof(int32_t)), 64) : 0;
 }
 
 static Arguments with_useful_threads(const Arguments& a) {
-  return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, BR));
+  return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, tile_rows(a)));
 }
 
 }  // namespace forward
@@ -2071,7 +2114,7 @@ extern "C" int64_t alibi_d64_forward_workspace(const Arguments* arguments) {
 extern "C" void alibi_d64_forward(const Arguments* arguments) {
   const Arguments a = forward::with_useful_threads(*arguments);
   const Launch u = make_launch(a);
-  const int64_t tiles = ceil_div(a.q_len, forward::BR), tasks = a.batch * a.heads * tiles;
+  const int64_t tiles = ceil_div(a.q_len, forward::tile_rows(a)), tasks = a.batch * a.heads * tiles;
   char* workspace = aligned_workspace(a);
   auto* const work = reinterpret_cast<int32_t*>(workspace);
   int32_t* const order = work + masks_of(a) * tiles;
@@ -2086,7 +2129,7 @@ extern "C" void alibi_d64_forward(const Arguments* arguments) {
     if (is_ordered) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
-        work[n] = work_of(a, u, n / tiles, n % tiles, forward::BR, forward::BC, visits);
+        work[n] = work_of(a, u, n / tiles, n % tiles, forward::tile_rows(a), forward::BC, visits);
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask) longest_first(order + mask * tiles, work + mask * tiles, tiles);
     }
@@ -2142,7 +2185,7 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     const fg::VecF lse = fg::load(t.lse + n * W), delta = fg::load(t.delta + n * W);
     const fg::VecF lse_rest = fg::load(t.lse_rest + n * W);
     fg::VecF sum_slope{}, sum_slope_total{};  // sums of short sums: terms of both signs nearly cancel
-    for (int j = 0; j < columns; ++j) {
+    for (int64_t j = 0; j < columns; ++j) {
       const Column& c = t.columns[j];
       const fg::VecF dot = fg::load(s + j * LD);
       const fg::VecF e = score(a, u, x, r, c, dot);
@@ -2175,7 +2218,6 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const int64_t first_row = (b * a.heads + h) * a.q_len + row0;
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
-  if (count > 0) prefetch_tile(a, k, v, visits[0].tile, BC);
   load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
             vectors * W);
   fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
@@ -2196,25 +2238,26 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     t.lse[row] = float(lse);
     t.lse_rest[row] = std::isinf(lse) ? 0.0f : float(lse - double(t.lse[row]));
   }
-  std::fill_n(t.dqt, DP * LD, 0.0f);
+  for (int d = 0; d < DP; ++d) std::fill_n(t.dqt + d * LD, vectors * W, 0.0f);
   t.sum_slope = 0.0;
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
     const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
     const int some_rows = std::min(some * W, rows - skip);
-    const int64_t column0 = int64_t(visit.tile) * BC;
-    const int columns = int(std::min<int64_t>(BC, a.kv_len - column0));
+    const auto [column0, columns] = key_rows(a, visit, BC);
+    const KeyRows next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
     const int padded = int(round_up(columns, MR));
-    if (n + 1 < count) prefetch_tile(a, k, v, visits[n + 1].tile, BC);
     const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
     const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
     for (int j = 0; j < columns; ++j) {
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
-    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.p + skip, LD);
-    fg::tile_product(padded, some, DV, values.at, values.ld, 1, t.d_ot + skip, LD, t.ds + skip, LD);
+    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.p + skip, LD, fg::Begin::zero, nullptr,
+                     rows_ahead(k, a.k_stride_n, a.element, next, D));
+    fg::tile_product(padded, some, DV, values.at, values.ld, 1, t.d_ot + skip, LD, t.ds + skip, LD, fg::Begin::zero,
+                     nullptr, rows_ahead(v, a.v_stride_n, a.element, next, DV));
     (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t, task);
     // Rows past the last key have no weight.
     for (int j = columns; j < padded; ++j) {
@@ -2228,8 +2271,10 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       std::fill_n(task.dv + column0 * DVP, columns * DVP, 0.0f);
     }
     const fg::Begin begin = touched || BC % MR != 0 ? fg::Begin::accumulate : fg::Begin::zero;
-    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP, begin);
-    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, begin);
+    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP,
+                     begin, nullptr, rows_ahead(task.dv, DVP, 0, next, DVP));
+    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, begin,
+                     nullptr, rows_ahead(task.dk, DP, 0, next, DP));
     fg::tile_product(DP, some, columns, keys.at, 1, keys.ld, t.ds + skip, LD, t.dqt + skip, LD, fg::Begin::accumulate);
     touched = true;
   }

@@ -10,5 +10,6 @@
 #include "kernel/matrix.h"
 #include "kernel/warpgroup.h"
 #include "kernel/bulk.h"
+#include "kernel/tensor_copies.h"
 #include "kernel/threads.h"
 #include "kernel/numbers.h"

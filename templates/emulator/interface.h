@@ -36,6 +36,8 @@ enum class Together : int {
   mma_f16,
   mma_bf16,
   mma_tf32,
+  mbarrier_arrive,  // these two of a barrier in shared memory
+  mbarrier_wait,
   warpgroup_arrive,  // these four by the four warps of a warpgroup
   warpgroup_multiply,
   warpgroup_commit,
@@ -45,9 +47,10 @@ struct Call {
   Together what;
   int line;
   void* out;          // shuffle: the value; ballot: the bits; load_matrix: 4 registers; products: d, read and written
-  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product
+  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product;
+                      // mbarrier: where it lies
   int number;         // shuffle: the lane that is read; ballot: the condition; warpgroup_wait: the groups left;
-                      // barrier: its number
+                      // barrier: its number; mbarrier_wait: the parity
   int bytes;          // shuffle: the size of the value; barrier: the threads that it is for
 };
 
@@ -65,6 +68,19 @@ struct Product {
   bool bfloat, add;
 };
 
+// A tensor of 2-byte elements in global memory, and the boxes of it that tensor copies bring: what the emulator's hosts write
+// into the words of a fg::TensorMap (flashgen/runtime/tensor_maps.py).
+struct MappedTensor {
+  uint64_t address, extents[3], strides[2];  // elements of a row, rows, slabs; bytes between rows and between slabs
+  uint32_t box[2];                           // columns and rows
+};
+struct PanelCopy {
+  void* to;
+  MappedTensor from;
+  int column, row, slab;  // of the first element
+  const void* signal;
+};
+
 class Machine {
  public:
   virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
@@ -78,6 +94,10 @@ class Machine {
   virtual void bulk_add(float* to, const float* from, int bytes, int line) = 0;
   virtual void bulk_commit() = 0;
   virtual void bulk_wait() = 0;
+  virtual void mbarrier_init(const void* signal, int arrivals, int line) = 0;
+  virtual void mbarrier_invalidate(const void* signal, int line) = 0;
+  virtual void mbarrier_expect(const void* signal, int bytes, int line) = 0;
+  virtual void copy_panel(const PanelCopy& copy, int line) = 0;
   virtual void together(const Call& call) = 0;
 
  protected:
@@ -124,6 +144,7 @@ enum class Fault : int {
   global_race,    // global memory: written and loaded, or written by two threads, in one launch
   divergence,     // lanes of a warp, or warps of a warpgroup, at different collectives
   deadlock,       // a barrier that cannot complete
+  mbarrier,       // a barrier in shared memory that is not there, or comes to more than it was made for
 };
 constexpr int most_frames = 24;
 struct Failure {

@@ -43,11 +43,12 @@ def test_tune_shows_keeps_and_clears(spec: Path) -> None:
     assert (listed["spec"], listed["head_dim"]) == ("small", "16")
     assert "tuned tiles of 1 kernels" in flashgen("cache").stdout
     assert "tuned on" in flashgen("plan", spec).stdout
-    libraries = len(json.loads(flashgen("cache", "--json").stdout)["entries"])
+    libraries = {each["key"] for each in json.loads(flashgen("cache", "--json").stdout)["entries"]}
     assert flashgen("cache", "clear", "--only", "tuned").code == 0
     left = json.loads(flashgen("cache", "--json").stdout)
     assert left["tuned"] == []
-    assert len(left["entries"]) == libraries > 0
+    assert libraries
+    assert libraries <= {each["key"] for each in left["entries"]}  # other tests may add to them meanwhile
     assert "tuned on" not in flashgen("plan", spec).stdout
 
 

@@ -51,4 +51,5 @@ def launched(variant: Variant, plan: CudaPlan) -> dict[str, Launch]:
                 for captured in (False, True)
             ]
             found |= {launch.kernel: launch for each in passes for launch in each.launches}
+            found |= {lists.launch.kernel: lists.launch for each in passes for lists in each.lists}
     return found

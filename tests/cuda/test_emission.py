@@ -38,6 +38,7 @@ SPECS = {
     "everything": EVERYTHING,
     "pointwise": "attention p { head_dim 32 param bias: f32 = 0.0 grad score s + bias weights sigmoid(s) }",
     "normalized": "attention n { head_dim 32 dropout 0.2 weights normalize(relu(s)) }",
+    "listed": "attention l { head_dim 32 layout block 64: popcount(I ^ J) == 1 }",
 }
 
 
@@ -91,7 +92,8 @@ def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
 def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
     body = section(emitted(CAUSAL).text, "template <class T> struct Block")
     assert len(re.findall(r"\bkeep\(", body)) == 1
-    assert "if (masked && !(column < kv_len && keep(" in body
+    assert "if (masked && !keep(" in body
+    assert "if (masked && column0 + BC > kv_len) hide_the_end(" in body
     assert "step<true>(n)" in body
     assert "step<false>(n)" in body
 

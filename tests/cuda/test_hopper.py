@@ -10,7 +10,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.pipeline import compile_spec
 from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_model import dq_column_groups, registers
+from flashgen.plan.cuda_model import LOADER_REGISTERS, dq_column_groups, registers
 from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.verification.verify import verify_case
@@ -73,6 +73,16 @@ def test_other_targets_have_nothing_of_it() -> None:
         assert "Warpgroup" not in emitted(causal, target).text
 
 
+@pytest.mark.parametrize("mask", ["causal", "causal and window_left(100)"])
+@pytest.mark.parametrize("Br", [64, 128, 256])
+def test_every_row_of_a_tile_of_dq_has_a_warpgroup(Br: int, mask: str) -> None:
+    _, plan = planned(f"attention a {{ head_dim 16  mask {mask}  schedule {{ backward_Br = {Br} }} }}", "sm_90a")
+    tiles = plan.by_element[ElementType.BF16].backward
+    assert tiles.Br == Br
+    assert tiles.warpgroups == (Br <= 128)
+    assert not tiles.warpgroups or 16 * tiles.warps >= Br
+
+
 def test_what_multiplies_and_what_copies_share_the_registers() -> None:
     """A multiprocessor has 64 Ki registers in four parts; a warp of every warpgroup lies on each."""
     wide = "attention a { head_dim 64  schedule { Br = 192  Bc = 96  warps = 12 } }"
@@ -82,7 +92,7 @@ def test_what_multiplies_and_what_copies_share_the_registers() -> None:
         assert tiles.warpgroups
         assert tiles.loaders
         each = registers(tiles.warps, tiles.loaders)
-        assert 32 * (each * tiles.warps + 40 * tiles.loaders) <= 64 * 1024
+        assert 32 * (each * tiles.warps + LOADER_REGISTERS * tiles.loaders) <= 64 * 1024
         assert each % 8 == 0
         assert each <= 240
 

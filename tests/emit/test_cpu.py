@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ from flashgen.language import parse_text
 from flashgen.plan.cpu_model import backward_working_set, forward_working_set
 from flashgen.plan.devices import GENERIC_CPU
 from flashgen.plan.planner import plan
-from flashgen.runtime.compiler import find_compiler
+from flashgen.runtime.compiler import REQUIRED_FLAGS, find_compiler
 
 EVERYTHING = """
 attention everything {
@@ -146,3 +147,26 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp
     outside = 4 * tiles[3] * sum(-(-each // lanes) * lanes for each in (spec.head_dims[0].qk, spec.head_dims[0].v))
     predicted = backward_working_set(variant, tiles[2], tiles[3], lanes)
     assert backward_bytes + outside - predicted in range(-slack, slack + 1)
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"), reason="its instruction is not known"
+)
+def test_compilers_keep_what_asks_for_the_next_tile(tmp_path: Path) -> None:
+    """A function that does nothing but prefetch may be left out by a compiler, with nothing to tell it by but time."""
+    source = tmp_path / "kernel.cpp"
+    source.write_text(emitted("attention a { head_dim 64  mask causal }").text)
+    command = [*find_compiler().command, *REQUIRED_FLAGS, "-S", str(source), "-o", "-"]
+    command.remove("-shared")
+    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    asked = re.findall(r"^\s+(?:prefetch\w*|prfm)\s", assembly, flags=re.MULTILINE)
+    assert len(asked) >= 2, "each block of rows of the products has one"
+
+
+def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
+    """They are multiplied again, in masked tiles as in others, so that both give the same bits."""
+    plain, capped = (
+        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").text for body in ("", "score softcap(s, 30.0)")
+    )
+    assert "exp2_bounded(score(" in section(plain, "static void pairs")
+    assert "exp2_bounded(fg::load(" in section(capped, "static void pairs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashgen.runtime.emulator import DeviceMemory, Report, compile_program
+from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, TensorMap, emulated, map_bytes
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -34,6 +36,8 @@ def launch(
     source: str,
     arguments: dict[str, Array | int],
     *,
+    allocated: dict[str, Array] | None = None,
+    maps: Sequence[TensorMap] = (),
     name: str,
     grid: tuple[int, int, int] = (1, 1, 1),
     threads: int = 32,
@@ -42,7 +46,10 @@ def launch(
     seed: int = 0,
     host_threads: int = 1,
 ) -> Outcome:
-    """Launch ``name`` of ``source``: arrays become pointers, numbers become 32-bit integers, in their order."""
+    """Launch ``name`` of ``source``: arrays become pointers, numbers become 32-bit integers, in their order.
+
+    ``maps`` of arrays, of these or others that are ``allocated``, are the kernel's second parameter.
+    """
     memory = DeviceMemory()
     fields: list[tuple[str, type[ctypes.c_void_p] | type[ctypes.c_int]]] = []
     values: list[int] = []
@@ -53,14 +60,19 @@ def launch(
         else:
             fields.append((each, ctypes.c_void_p))
             values.append(memory.put(each, value.tobytes()))
-    packed = bytes(type("Arguments", (ctypes.Structure,), {"_fields_": fields})(*values))
+    parameters = bytes(type("Arguments", (ctypes.Structure,), {"_fields_": fields})(*values))
+    for each, array in (allocated or {}).items():
+        memory.put(each, array.tobytes())
+    if maps:
+        parameters += bytes(-len(parameters) % PARAMETER_ALIGNMENT)
+        parameters += b"".join(map_bytes(each, memory.address(each.tensor), emulated) for each in maps)
     program = compile_program(source, name="test")
     report = program.launch(
         name,
         grid,
         block or (threads, 1, 1),
         shared_bytes,
-        packed,
+        parameters,
         memory.allocations,
         seed=seed,
         host_threads=host_threads,

@@ -40,6 +40,10 @@ struct Memory final : fg::emulator::Machine {
   void bulk_add(float*, const float*, int, int) override { abort(); }
   void bulk_commit() override { abort(); }
   void bulk_wait() override { abort(); }
+  void mbarrier_init(const void*, int, int) override { abort(); }
+  void mbarrier_invalidate(const void*, int) override { abort(); }
+  void mbarrier_expect(const void*, int, int) override { abort(); }
+  void copy_panel(const fg::emulator::PanelCopy&, int) override { abort(); }
   void together(const fg::emulator::Call&) override { abort(); }
 };
 """

@@ -64,6 +64,15 @@ def test_lse_carries_a_gradient_alone(backend: str) -> None:
         assert error(value, expected) < 2e-5
 
 
+def test_output_is_the_same_where_nobody_asks_for_lse(backend: str) -> None:
+    """Its memory is then not asked for: without gradients, with them, and after a call that had it."""
+    inputs, causal = qkv(), op(CAUSAL, backend)
+    wanted = causal(*inputs, return_lse=True)[0]
+    with torch.no_grad():
+        found = [causal(*inputs), causal(*inputs, return_lse=True)[0], causal(*inputs)]
+    assert all(torch.equal(wanted, each) for each in (*found, causal(*inputs)))
+
+
 def test_only_what_requires_a_gradient_gets_one(backend: str) -> None:
     inputs, arguments = qkv(), captured()
     expected = gradients(op(RICH, backend)(*inputs, **arguments), [inputs[1], arguments["slope"]])

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flashgen.analysis.variant import analyse
 from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches
+from flashgen.plan.cuda_lists import cuda_fields
+from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, VisitLists
 from flashgen.runtime.cuda import CudaKernel
 from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.runtime.lists import Shelf
 from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, is_readable, schedule
+from flashgen.runtime.tensor_maps import TensorMap, emulated
 
 HEAD_DIM = HeadDim(16, 8)
 LAYOUT = ArgumentLayout(argument_fields(parse_text("attention a { head_dim 16/8 }").specs[0]))
@@ -105,21 +109,27 @@ def test_what_is_read_in_place() -> None:
     assert not readable(torch.empty(2, 3, 50, 17, dtype=torch.bfloat16, device="meta")[..., :16])
     assert readable(torch.empty(2, 3, 50, 20, dtype=torch.bfloat16, device="meta")[..., :17]), "element by element"
     assert readable(torch.empty(1, 1, 1, 17, dtype=torch.bfloat16, device="meta")[..., 1:]), "one row"
+    assert readable(x[:1, :1].expand(2, 3, -1, -1))
+    assert not readable(x[:, :, :1].expand(-1, -1, 50, -1)), "rows that overlap"
     long = torch.empty(1, 2**20, 2**4, 2**8, device="meta").transpose(1, 2)
     assert not readable(long), "rows of one head 2^32 elements apart"
     assert readable(long.contiguous())
 
 
 class RecordingDriver:
-    """Stands for a device: writes down what it is asked for."""
+    """Stands for a device: writes down what it is asked for. Arguments are those of ``layout``."""
+
+    layout = LAYOUT
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.current = True
+        self.capturing = False
+        self.written: list[Written] = []
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         self.calls.append(("function", path.name, name, shared_bytes))
-        return {"first": 1, "second": 2}[name]
+        return {"first": 1, "second": 2, "lists": 3}[name]
 
     def stream(self) -> int:
         return 77
@@ -129,8 +139,11 @@ class RecordingDriver:
 
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
         struct = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p)).contents.value
-        packed = ctypes.string_at(struct or 0, len(LAYOUT.pack(*LAYOUT.values({}))))
+        packed = ctypes.string_at(struct or 0, len(self.layout.pack(*self.layout.values({}))))
         self.calls.append(("launch", function, grid, threads, shared_bytes, stream, packed))
+
+    def encode(self, tensor: TensorMap, address: int) -> bytes:
+        return emulated(tensor, address)
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -142,6 +155,27 @@ class RecordingDriver:
 
     def is_current(self) -> bool:
         return self.current
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
+        address = (1 << 44) + 1000 * len(self.written)
+        self.calls.append(("write", size, address))
+        write(address, 88)
+        self.written.append(Written(address, self))
+        return self.written[-1]
+
+
+class Written:
+    """Memory that was written once."""
+
+    def __init__(self, address: int, driver: RecordingDriver) -> None:
+        self.address = address
+        self._driver = driver
+
+    def join(self, stream: int) -> None:
+        self._driver.calls.append(("join", self.address, stream))
 
 
 def test_a_pass_on_a_device() -> None:
@@ -164,3 +198,62 @@ def test_a_pass_on_a_device() -> None:
     driver.current = False  # another device is PyTorch's current one
     prepared.run(filled)
     assert driver.calls == [("enter",), *expected, ("leave",)]
+
+
+LISTS = VisitLists(
+    field="visits_of_queries",
+    tiles=(64, 32),
+    pairs=Count((Factor("q_len", 64), Factor("kv_len", 32))),
+    counts=Count((Factor("q_len", 64), Factor("kv_len", 32 * 1024)), 16),
+    visits=Count((Factor("q_len", 64), Factor("kv_len", 8 * 32)), 16),
+    launch=Launch("lists", Count((Factor("q_len", 64),)), 128, 2332),
+    sizes=("q_len", "kv_len"),
+    params=(("param_salt", "param_salt_at"),),
+)
+SALTED = parse_text("attention a { head_dim 16/8  param salt: i32 = 1  mask hash(i, j, salt) % 3 == 0 }").specs[0]
+
+
+def test_lists_of_visits_on_a_device() -> None:
+    """Made once for all that they depend on, on a stream of their own; joined before a launch reads them."""
+    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    driver = RecordingDriver()
+    driver.layout = layout
+    launches = PassLaunches((), LAUNCHES.launches[:1], (LISTS,))
+    compiled = Compiled(Path("a.cubin"), lambda *_: launches)
+    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda _: compiled, Shelf(eager=True))
+    base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
+
+    def run(**known: float) -> list[tuple[Any, ...]]:
+        """What one call asks for; of the arguments where the lists are, the others are the call's."""
+        filled = layout.values(base | {"param_salt": 1} | known)
+        prepared = kernel.prepare("forward", filled)
+        driver.calls.clear()
+        prepared.run(filled)
+        for n, call in enumerate(driver.calls):
+            if call[0] == "launch":
+                own = layout.named(unpacked(layout, call[-1]))
+                driver.calls[n] = (*call[:-1], own["visits_of_queries"])
+                assert own == layout.named(filled) | {"visits_of_queries": own["visits_of_queries"]}
+        return list(driver.calls)
+
+    first, second = 1 << 44, (1 << 44) + 1000
+    makes = [("write", 64, first), ("launch", 3, 2, 128, 2332, 88, first)]
+    reads = [("join", first, 77), ("launch", 1, 24, 128, 50_000, 77, first)]
+    assert run() == makes + reads
+    assert run() == reads
+    assert run(heads=4, batch=3, k=1 << 45) == reads, "nothing that they depend on"
+    assert run(param_salt=2)[:1] == [("write", 64, second)]
+    assert run() == reads
+    bare = [("launch", 1, 24, 128, 50_000, 77, 0)]
+    assert run(param_salt_at=1 << 46) == bare, "only the GPU knows the param"
+    driver.capturing = True
+    assert run() == bare, "a graph may outlive the lists"
+    driver.capturing = False
+    kernel.shelf.most_bytes = 63
+    assert run() == bare, "too large"
+
+
+def unpacked(layout: ArgumentLayout, packed: bytes) -> list[float]:
+    """The values of a struct."""
+    pack: Any = layout.pack
+    return list(pack.__self__.unpack(packed))

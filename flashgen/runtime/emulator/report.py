@@ -23,6 +23,7 @@ class FaultKind(enum.StrEnum):
     GLOBAL_RACE = "global-race"
     DIVERGENCE = "divergence"
     DEADLOCK = "deadlock"
+    MBARRIER = "mbarrier"
 
 
 class EmulatorError(Exception):

@@ -24,7 +24,19 @@ constexpr int block_vectors = 4;  // 6 * 4 accumulators + 4 + 1 of 32 registers
 constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
-// The operands at one block, strides in floats.
+// Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
+// lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
+// buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
+struct Ahead {
+  const char* at = nullptr;
+  int64_t step = 0;
+  int64_t steps = 0;
+  int passes = 0;
+  int64_t done = 0;  // of the steps of this pass
+};
+constexpr int ahead_interval = 4, line_bytes = 64;
+
+// The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
   int K;
   const float* a;
@@ -35,6 +47,8 @@ struct ProductOperands {
   int64_t ldc;
   Begin begin;
   const float* column_scale;
+  const char* ahead;
+  int64_t ahead_step;
 };
 
 // GCC unrolls these loops by itself, but too late to keep the array in registers throughout.
@@ -50,6 +64,8 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   VecF sum[R][V] = {};
   const float *a = p.a, *b = p.b;
   const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
+  const char* ahead = p.ahead;
+  const int64_t ahead_step = p.ahead_step;
   for (int k = p.K; k > 0; --k) {
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
@@ -59,6 +75,10 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     }
     a += a_col;
     b += ldb;
+    if (k % ahead_interval == 0) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += ahead_step;
+    }
   }
   float* const c = p.c;
   const int64_t ldc = p.ldc;
@@ -78,9 +98,13 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <int V> inline void product_panel(int M, ProductOperands p) {
+template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
+    p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
+    p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
+    ahead.done += p.K / ahead_interval;
+    if (ahead.done >= ahead.steps) ahead.done = 0, ahead.at += line_bytes, --ahead.passes;
     if (rows == 6)
       product_block<6, V>(p);
     else
@@ -92,21 +116,22 @@ template <int V> inline void product_panel(int M, ProductOperands p) {
 }
 
 // The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
-// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N.
+// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is asked
+// for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         const float* column_scale = nullptr) {
+                         const float* column_scale = nullptr, Ahead ahead = {}) {
   for (int v = 0; v < vectors;) {
-    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W};
+    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
-      product_panel<block_vectors>(M, p);
+      product_panel<block_vectors>(M, p, ahead);
       v += 4;
     } else if (left >= 2) {
-      product_panel<2>(M, p);
+      product_panel<2>(M, p, ahead);
       v += 2;
     } else {
-      product_panel<1>(M, p);
+      product_panel<1>(M, p, ahead);
       v += 1;
     }
   }

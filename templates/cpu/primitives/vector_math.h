@@ -388,14 +388,16 @@ FG_INLINE VecF sigmoid(VecF x) {
 }
 FG_INLINE VecF silu(VecF x) { return x * sigmoid(x); }
 
-// Near 0 an odd polynomial; elsewhere (1 - e) / (1 + e) with e = e^(-2|x|), so small that its exponent needs no more
-// than a rounded product.
+// h / (h + 1) with h = (e^(2|x|) - 1) / 2, which keeps its relative accuracy near 0, so that one form serves everywhere:
+// |x| = n ln(2)/2 + y, and h is 2^n times (e^(2y) - 1) / 2, a polynomial of y, plus (2^n - 1) / 2. Beyond 10 it is 1.
 FG_INLINE VecF tanh(VecF x) {
-  const VecF a = abs(x), z = x * x;
-  const VecF near = a + a * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f,
-                                           -0x1.99565ep-8f);
-  const VecF e = exp2_bounded(a * (-2 * log2_e));
-  return copy_sign(select(lt(a, 0.55f), near, (1.0f - e) / (1.0f + e)), x);
+  const VecF a = select(gt(abs(x), 10.0f), 10.0f, abs(x));
+  const VecF shifted = a * (2 * log2_e) + round_shift, n = shifted - round_shift;
+  const VecF y = a - n * 0x1.62e430p-2f;
+  const VecF inner = y + y * y * polynomial(y, 1.0f, 0x1.5554a2p-1f, 0x1.55561ep-2f, 0x1.123016p-3f, 0x1.6bdb08p-5f);
+  const VecF power = power_of_two(shifted);
+  const VecF h = power * inner + (0.5f * power - 0.5f);
+  return from_bits(bits(h / (h + 1.0f)) | (bits(x) & INT32_MIN));
 }
 
 // log(1 + e^x), with e = e^-|x|

@@ -192,6 +192,16 @@ template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int colu
   }
 }
 
+// The same for a left operand of 16 bits, 16 x 16, which is rounded already.
+template <class Tile> FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
+  static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    char* const start = place_of(tile, row, column + i / 2 * 8, lane / 4, lane % 4 * 2);
+    shared_store(reinterpret_cast<uint32_t*>(start + i % 2 * 8 * Tile::row_chunks * 16), left.r[i]);
+  }
+}
+
 // ---- products ------------------------------------------------------------------------------------------------------
 
 // D += A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are rows column … of its tile.

@@ -9,6 +9,9 @@
 
 namespace fg {
 
+// x, rounded: a product in it does not become part of an addition that it goes into.
+FG_DEVICE float settled(float x) { return __fadd_rn(x, -0.0f); }
+
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 // ---- conversions -------------------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ template <class T, int inner> FG_DEVICE void touch(LeftRows<T, 1, inner>& a) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) touch(a.at[0][step].r[i]);
 }
+template <class T, int inner, int n> FG_DEVICE void touch(LeftRows<T, 1, inner> (&all)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) touch(all[i]);
+}
 template <class... Registers> FG_DEVICE void begin_products(Registers&... registers) {
   (touch(registers), ...);
   warpgroup_arrive();
@@ -43,21 +47,21 @@ template <class Tile> FG_CONSTEXPR int bytes_along(int inner) {
 }
 template <class Tile> FG_CONSTEXPR int bytes_across(int inner) { return inner * Tile::width * 2; }
 
-// Starts D = A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are the rows of its tile.
+// Starts D = A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are rows `row_b` … of its tile.
 template <int n_tiles, class TileA, class TileB>
-FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, TileA a, int row, TileB b) {
+FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, TileA a, int row, TileB b, int row_b = 0) {
   using T = typename TileA::element;
-  static_assert(TileA::columns == TileB::columns && TileB::rows == 8 * n_tiles, "operands are of one inner dimension");
-  const SharedMatrix left = matrix_of(a, row, 0), right = matrix_of(b, 0, 0);
+  static_assert(TileA::columns == TileB::columns && TileB::rows % (8 * n_tiles) == 0, "operands are of one inner dimension");
+  const SharedMatrix left = matrix_of(a, row, 0), right = matrix_of(b, row_b, 0);
 #pragma unroll
   for (int inner = 0; inner < TileA::columns; inner += 16)
     warpgroup_multiply<T, false, false>(d.at[0], advance(left, bytes_along<TileA>(inner)), advance(right, bytes_along<TileB>(inner)), inner > 0);
 }
-// Starts D += A B; B's rows are the inner dimension, its columns those of its tile.
+// Starts D += A B; B's rows from `row` of its tile on are the inner dimension, its columns those of its tile.
 template <int n_tiles, class T, int inner_size, class TileB>
-FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, const LeftRows<T, 1, inner_size>& a, TileB b) {
-  static_assert(inner_size == TileB::rows && 8 * n_tiles == TileB::columns, "operands are of one inner dimension");
-  const SharedMatrix right = matrix_of(b, 0, 0);
+FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, const LeftRows<T, 1, inner_size>& a, TileB b, int row = 0) {
+  static_assert(TileB::rows % inner_size == 0 && 8 * n_tiles == TileB::columns, "operands are of one inner dimension");
+  const SharedMatrix right = matrix_of(b, row, 0);
 #pragma unroll
   for (int inner = 0; inner < inner_size; inner += 16)
     warpgroup_multiply<T, true>(d.at[0], a.at[0][inner / 16].r, advance(right, bytes_across<TileB>(inner)), true);

@@ -94,11 +94,24 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 namespace fg {
 namespace emulator {
 
-// How a host thread runs one thread of `kernel`: the struct that CUDA would pass by value lies at `arguments`.
+// How a host thread runs one thread of `kernel`: what CUDA would pass by value lies at `arguments`, a second parameter
+// behind the first, at a multiple of its alignment.
 template <class Arguments> void enter(void (*kernel)(Arguments), const void* arguments) {
   kernel(*static_cast<const Arguments*>(arguments));
 }
 template <class Arguments> constexpr size_t argument_bytes(void (*)(Arguments)) { return sizeof(Arguments); }
+
+template <class Arguments, class More> constexpr size_t place_of_more() {
+  return (sizeof(Arguments) + alignof(More) - 1) / alignof(More) * alignof(More);
+}
+template <class Arguments, class More> void enter(void (*kernel)(Arguments, More), const void* arguments) {
+  More more;  // a host knows no such alignment
+  memcpy(static_cast<void*>(&more), static_cast<const char*>(arguments) + place_of_more<Arguments, More>(), sizeof more);
+  kernel(*static_cast<const Arguments*>(arguments), more);
+}
+template <class Arguments, class More> constexpr size_t argument_bytes(void (*)(Arguments, More)) {
+  return place_of_more<Arguments, More>() + sizeof(More);
+}
 
 }  // namespace emulator
 }  // namespace fg

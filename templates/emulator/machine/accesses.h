@@ -18,16 +18,16 @@ namespace emulator {
 constexpr int warpgroup_warps = 4;
 
 // Step, line, publications, flags and thread in 64 bits; zero is "nobody". A product has its number for a step, and the
-// first of its warps.
+// first of its warps; what a tensor copy brought has the phase of its signal for a step, and the signal for a lane.
 class Mark {
  public:
-  static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11;  // of writers
+  static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11, tensor = 1u << 31;  // of writers
   static constexpr uint64_t product = 1u << 10, many = 1u << 11;      // of readers: several lanes of a warp
   static constexpr uint32_t never = UINT32_MAX;                       // the step of a read that is under way
 
   Mark() = default;
   Mark(uint32_t step, int line, Thread thread, uint64_t flags = 0, int published = 0)
-      : bits_(uint64_t{step} << 32 | static_cast<uint64_t>(line & 0xffff) << 16 |
+      : bits_(uint64_t{step} << 32 | static_cast<uint64_t>(line & 0x7fff) << 16 |
               static_cast<uint64_t>(published & Publications::most) << 12 | flags |
               static_cast<uint64_t>(thread.warp << 5 | thread.lane)) {}
 
@@ -35,10 +35,12 @@ class Mark {
   bool operator==(Mark other) const { return bits_ == other.bits_; }
   bool has(uint64_t flag) const { return bits_ & flag; }
   uint32_t step() const { return static_cast<uint32_t>(bits_ >> 32); }
-  int line() const { return static_cast<int>(bits_ >> 16 & 0xffff); }
+  int line() const { return static_cast<int>(bits_ >> 16 & 0x7fff); }
   int published() const { return static_cast<int>(bits_ >> 12 & Publications::most); }  // of writers: publications.h
   int warp() const { return static_cast<int>(bits_ >> 5 & 31); }
   int lane() const { return static_cast<int>(bits_ & 31); }
+  bool has_landed() const { return has(tensor) && !has(in_flight); }  // a writer: a tensor copy that was waited for
+  int clock() const { return has_landed() ? Clocks::of_signal(lane()) : warp(); }  // that `step` is of
 
  private:
   uint64_t bits_ = 0;
@@ -63,6 +65,7 @@ class Accesses {
 
   // Whether they may happen in either order.
   bool unordered(Thread thread, Mark writer) const {
+    if (writer.has_landed()) return !clocks_.seen(thread.warp, writer.clock(), writer.step());
     return writer && unseen(thread, writer.warp(), writer.step(), writer.lane() != thread.lane);
   }
   // A reader that the thread is not ordered after, or nobody.

@@ -75,7 +75,7 @@ class Barriers {
     int threads = 0, line = 0, waiting_line = 0;
     bool aligned = false;
     uint32_t warps = 0, waiting = 0;  // that came in this round
-    uint32_t seen[Clocks::most_warps] = {};
+    Clocks::Seen seen = {};
   };
 
   Clocks& clocks_;

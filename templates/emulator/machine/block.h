@@ -12,6 +12,7 @@
 #include "copies.h"
 #include "global_memory.h"
 #include "matrix.h"
+#include "mbarriers.h"
 #include "random.h"
 #include "warpgroups.h"
 
@@ -32,6 +33,7 @@ class Block final : public Machine {
         shared_(launch.shared_bytes, clocks_, publications_, faults),
         copies_(shared_, threads_),
         bulk_(shared_, faults, threads_),
+        mbarriers_(shared_, global, clocks_, faults),
         warpgroups_(shared_, clocks_, faults, threads_),
         fibers_(threads_, &Block::run_thread, this),
         lanes_(static_cast<size_t>(threads_)),
@@ -62,6 +64,7 @@ class Block final : public Machine {
     shared_.reset();
     copies_.reset();
     bulk_.reset();
+    mbarriers_.reset();
     warpgroups_.reset();
     for (Lane& lane : lanes_) lane.ended = false;
     for (Warp& warp : warps_) warp = {};
@@ -122,6 +125,14 @@ class Block final : public Machine {
   }
   void bulk_commit() override { bulk_.commit(thread_); }
   void bulk_wait() override { bulk_.wait(thread_); }
+  void mbarrier_init(const void* signal, int arrivals, int line) override {
+    mbarriers_.init(thread_, signal, arrivals, line);
+  }
+  void mbarrier_invalidate(const void* signal, int line) override { mbarriers_.invalidate(thread_, signal, line); }
+  void mbarrier_expect(const void* signal, int bytes, int line) override {
+    mbarriers_.expect(thread_, signal, bytes, line);
+  }
+  void copy_panel(const PanelCopy& copy, int line) override { mbarriers_.copy(thread_, writer(), copy, line); }
   void together(const Call& call) override {
     current().call = call;
     current().place = __builtin_return_address(0);
@@ -138,8 +149,9 @@ class Block final : public Machine {
     bool ended;
   };
   struct Warp {
-    enum State { ready, at_block_barrier, at_barrier, in_warpgroup, ended } state = ready;
+    enum State { ready, at_block_barrier, at_barrier, at_mbarrier, in_warpgroup, ended } state = ready;
     int line = 0;  // where it waits for other warps
+    Mbarriers::Wait wait;
   };
 
   Warp& warp_of(int warp) { return warps_[static_cast<size_t>(warp)]; }
@@ -184,7 +196,7 @@ class Block final : public Machine {
     for (;;) {
       int count = 0;
       for (size_t w = 0; w < warps_.size(); ++w)
-        if (warps_[w].state == Warp::ready) ready[count++] = static_cast<int>(w);
+        if (may_run(warps_[w])) ready[count++] = static_cast<int>(w);
       if (count > 0) {
         run_warp(ready[random_.below(static_cast<unsigned>(count))]);
       } else if (!go_on()) {
@@ -193,7 +205,14 @@ class Block final : public Machine {
     }
   }
 
+  // Whether what a warp waits for is there, which may come as late as the warp is chosen.
+  bool may_run(const Warp& warp) const {
+    return warp.state == Warp::ready || (warp.state == Warp::at_mbarrier && mbarriers_.may_pass(warp.wait));
+  }
+
   void run_warp(int warp) {
+    if (warp_of(warp).state == Warp::at_mbarrier) mbarriers_.pass(warp, warp_of(warp).wait);
+    warp_of(warp).state = Warp::ready;
     thread_ = {warp, 0};
     faults.on_fiber = true;
     if (choose_lane(0)) switch_context(scheduler_, fiber_of(thread_));
@@ -245,6 +264,8 @@ class Block final : public Machine {
       case Together::barrier_wait:
       case Together::barrier_meet:
       case Together::barrier_arrive: come_to_barrier(warp, calls); break;
+      case Together::mbarrier_arrive:
+      case Together::mbarrier_wait: come_to_mbarrier(warp, calls); break;
       case Together::shuffle: shuffle(calls); break;
       case Together::ballot: ballot(calls); break;
       case Together::load_matrix: load_matrix(warp, calls, false); break;
@@ -270,6 +291,18 @@ class Block final : public Machine {
     warp_of(warp).line = call.line;
     const uint32_t released = barriers_.come(warp, call, name(call.what));
     for (uint32_t rest = released; rest; rest &= rest - 1) warp_of(__builtin_ctz(rest)).state = Warp::ready;
+  }
+
+  void come_to_mbarrier(int warp, const Call (&calls)[warp_lanes]) {
+    const Call& call = calls[0];
+    for (int l = 1; l < warp_lanes; ++l)
+      if (calls[l].in[0] != call.in[0] || calls[l].number != call.number)
+        faults.report(Fault::divergence, call.line, 0, "lanes 0 and %d of warp %d come to '%s' of different mbarriers", l,
+                      warp, name(call.what));
+    if (call.what == Together::mbarrier_arrive) return mbarriers_.arrive(warp, call.in[0], call.line);
+    warp_of(warp).wait = mbarriers_.wait(warp, call.in[0], call.number, call.line);
+    warp_of(warp).state = Warp::at_mbarrier;
+    warp_of(warp).line = call.line;
   }
 
   // The last of its four warps carries the call out.
@@ -332,8 +365,10 @@ class Block final : public Machine {
     for (int w = warps - 1; w >= 0; --w) first[warp_of(w).state] = w, ++count[warp_of(w).state];
     if (count[Warp::ended] == warps) {
       barriers_.require_complete();
+      mbarriers_.require_idle();
       return false;
     }
+    if (count[Warp::at_mbarrier] > 0) refuse_half_a_phase(first[Warp::at_mbarrier]);
     if (count[Warp::in_warpgroup] > 0) refuse_half_a_warpgroup(first[Warp::in_warpgroup]);
     if (count[Warp::at_block_barrier] == 0) refuse_half_a_barrier(first[Warp::at_barrier]);
     const int waits = first[Warp::at_block_barrier], line = warp_of(waits).line;
@@ -351,6 +386,10 @@ class Block final : public Machine {
     return true;
   }
 
+  [[noreturn]] void refuse_half_a_phase(int warp) {
+    thread_ = {warp, 0};
+    mbarriers_.refuse(warp, warp_of(warp).wait, warp_of(warp).line);
+  }
   [[noreturn]] void refuse_half_a_barrier(int warp) {
     thread_ = {warp, 0};
     const Call& call = lane_of(thread_).call;
@@ -379,6 +418,8 @@ class Block final : public Machine {
       case Together::barrier_wait: return "barrier_wait";
       case Together::barrier_meet: return "barrier_meet";
       case Together::barrier_arrive: return "barrier_arrive";
+      case Together::mbarrier_arrive: return "mbarrier_arrive";
+      case Together::mbarrier_wait: return "mbarrier_wait";
       case Together::shuffle: return "shuffle";
       case Together::ballot: return "ballot";
       case Together::load_matrix: return "load_matrix_x4";
@@ -403,6 +444,7 @@ class Block final : public Machine {
   SharedMemory shared_;
   Copies copies_;
   BulkAdditions bulk_;
+  Mbarriers mbarriers_;
   Warpgroups warpgroups_;
   Fibers fibers_;
   std::vector<Lane> lanes_;

@@ -3,8 +3,9 @@
 // Contract: a read finds bytes that were written (fresh memory is all ones, a NaN in every float format); two accesses
 // to a byte by different threads, at least one of them a write, have a barrier between them (clocks.h); atomic
 // additions do not race with each other; bytes of an asynchronous copy are not touched until a wait covers it. What a
-// product of a warpgroup reads was published by its writer (publications.h), and a barrier ordered that before the
-// product was issued; nobody has written there since.
+// product of a warpgroup reads, or a tensor copy overwrites, was published by its writer (publications.h), and a barrier
+// ordered that before the product or copy was issued; nobody has written there since. What tensor copies brought needs no
+// publication.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -81,10 +82,32 @@ class SharedMemory {
     for (size_t at = offset / unit; at <= last(offset, bytes); ++at) shadow_[at].writer = mark;
   }
 
+  // A tensor copy of the thread is under way to these bytes; what it brings is there for who has seen `phase` of `signal`.
+  void begin_copy(Thread thread, size_t offset, unsigned bytes, int line) {
+    const Mark mark(clocks_.now(thread.warp), line, thread, Mark::in_flight | Mark::tensor);
+    for_each(
+        offset, bytes,
+        [&](const Shadow& shadow, size_t at) {
+          check_write(thread, shadow, at, line, 0);
+          if (shadow.writer && !shadow.writer.has_landed())
+            check_published(thread, shadow.writer, at, line, "overwritten by a tensor copy");
+        },
+        [&](Shadow& shadow) { shadow = {mark, {}}; });
+  }
+  void end_copy(int signal, uint32_t phase, size_t offset, const void* data, unsigned bytes, int line) {
+    memcpy(data_ + offset, data, bytes);
+    const Mark mark(phase, line, {0, signal}, Mark::tensor);
+    for (size_t at = offset / unit; at <= last(offset, bytes); ++at) shadow_[at].writer = mark;
+  }
+  Mark writer(size_t offset) const { return shadow_[offset / unit].writer; }
+  void require_published(Thread thread, size_t offset, int line) {
+    check_published(thread, writer(offset), offset, line, "an mbarrier, and counts a tensor copy");
+  }
+
   // A product: its warps, and what all of them had a barrier behind when they issued it (Clocks::seen_by_all).
   struct Issue {
     int first_warp, line;
-    uint32_t seen[Clocks::most_warps];
+    Clocks::Seen seen;
   };
   // It is carried out now: its mark as a reader.
   Mark begin_product(const Issue& issue) { return accesses_.product(issue.first_warp, issue.line); }
@@ -158,13 +181,15 @@ class SharedMemory {
 
   void check_bulk_read(Thread thread, Mark writer, size_t at, int line) {
     check_read(thread, writer, at, line);
+    if (!writer.has_landed()) check_published(thread, writer, at, line, "read by an asynchronous addition");
+  }
+  void check_published(Thread thread, Mark writer, size_t at, int line, const char* what) {
     const Thread other = {writer.warp(), writer.lane()};
     if (accesses_.unseen(thread, other, publications_.after(other, writer.step(), writer.published())))
       faults_.report(Fault::not_published, line, writer.line(),
-                     "byte %zu of shared memory is read by an asynchronous addition of warp %d lane %d, but warp %d "
-                     "lane %d, which wrote it, did not come to 'publish_shared' between the write and the barrier "
-                     "after it",
-                     at, thread.warp, thread.lane, other.warp, other.lane);
+                     "byte %zu of shared memory is %s of warp %d lane %d, but warp %d lane %d, which wrote it, did not "
+                     "come to 'publish_shared' between the write and the barrier after it",
+                     at, what, thread.warp, thread.lane, other.warp, other.lane);
   }
 
   void check_product(const Issue& issue, Mark writer, size_t at) {
@@ -173,7 +198,15 @@ class SharedMemory {
       faults_.report(Fault::uninitialized, line, 0, "reads byte %zu of shared memory, which nothing has written", at);
     const Thread thread = {writer.warp(), writer.lane()};
     if (writer.has(Mark::in_flight)) in_flight("reads", {first, 0}, writer, at, line);
-    const uint32_t seen = issue.seen[thread.warp];
+    const uint32_t seen = issue.seen[writer.clock()];
+    if (writer.has_landed()) {
+      if (writer.step() > seen)
+        faults_.report(Fault::race, line, writer.line(),
+                       "byte %zu of shared memory is read by a product of warps %d to %d, which have not all waited for "
+                       "the tensor copy that wrote it before the start of the product",
+                       at, first, first + 3);
+      return;
+    }
     if (writer.step() > seen)
       faults_.report(Fault::race, line, writer.line(),
                      "byte %zu of shared memory is read by a product of warps %d to %d and was written by warp %d "
@@ -188,6 +221,11 @@ class SharedMemory {
 
   [[noreturn]] void in_flight(const char* verb, Thread thread, Mark writer, size_t at, int line) {
     const Thread copier = {writer.warp(), writer.lane()};
+    if (writer.has(Mark::tensor))
+      faults_.report(Fault::not_awaited, line, writer.line(),
+                     "warp %d lane %d %s byte %zu of shared memory, the target of a tensor copy of warp %d lane %d that no "
+                     "wait for its mbarrier has covered",
+                     thread.warp, thread.lane, verb, at, copier.warp, copier.lane);
     if (commitments && !commitments->committed(copier, at))
       faults_.report(Fault::not_committed, line, writer.line(),
                      "warp %d lane %d %s byte %zu of shared memory, the target of an asynchronous copy that warp %d "
@@ -200,6 +238,11 @@ class SharedMemory {
   }
 
   [[noreturn]] void race(const char* now, const char* before, Thread thread, Mark mark, size_t at, int line) {
+    if (mark.has_landed())
+      faults_.report(Fault::race, line, mark.line(),
+                     "byte %zu of shared memory is %s by warp %d lane %d, which has not waited for the tensor copy that "
+                     "wrote it, nor come after a warp that has",
+                     at, now, thread.warp, thread.lane);
     const bool same_warp = mark.warp() == thread.warp;
     char who[48];
     snprintf(who, sizeof who, mark.has(Mark::many) ? "several lanes of warp %d" : "warp %d lane %d", mark.warp(),

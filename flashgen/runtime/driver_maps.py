@@ -1,0 +1,73 @@
+"""Tensor maps as the driver of a GPU encodes them: ``cuTensorMapEncodeTiled``, which neither CuPy nor torch binds.
+
+In: a ``TensorMap`` and an address in the memory of a GPU. Out: 128 bytes; no device is asked for anything.
+Source: CUDA driver API, "Tensor Map Object Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, SWIZZLES, WORD_BYTES, TensorMap
+
+_LIBRARY = "libcuda.so.1"
+_DIMENSIONS = 3
+_TYPE_UINT16, _INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 1, 0, 2, 0
+_SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))
+
+_Sizes = ctypes.c_uint64 * _DIMENSIONS
+_Strides = ctypes.c_uint64 * (_DIMENSIONS - 1)
+_Boxes = ctypes.c_uint32 * _DIMENSIONS
+
+
+class TensorMapRefused(RuntimeError):  # noqa: N818 - reads as what happened
+    """The driver describes no tensors to tensor copies, or not this one; the message says what to do about it."""
+
+
+def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
+    """The driver's description of a tensor at this address. Raises ``TensorMapRefused``."""
+    memory = ctypes.create_string_buffer(WORD_BYTES + PARAMETER_ALIGNMENT)
+    shift = -ctypes.addressof(memory) % PARAMETER_ALIGNMENT
+    columns, rows = tensor.box
+    error = _function(library)(
+        ctypes.addressof(memory) + shift,
+        _TYPE_UINT16,
+        _DIMENSIONS,
+        address,
+        _Sizes(*tensor.extents),
+        _Strides(*tensor.strides),
+        _Boxes(columns, rows, 1),
+        _Boxes(1, 1, 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_CODES[tensor.row_bytes],
+        _PROMOTE_L2_128B,
+        _FILL_ZEROS,
+    )
+    if error:
+        width, length, slabs = tensor.extents
+        raise TensorMapRefused(
+            f"the driver cannot describe '{tensor.tensor}' to tensor copies (CUDA error {error}): {slabs} x {length} "
+            f"rows of {width} elements at address {address:#x}, {tensor.strides[1]} and {tensor.strides[0]} bytes "
+            "apart; make the tensor contiguous"
+        )
+    return memory.raw[shift : shift + WORD_BYTES]
+
+
+@functools.cache
+def _function(library: str) -> Any:
+    try:
+        found = ctypes.CDLL(library).cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise TensorMapRefused(
+            f"kernels for sm_90a need cuTensorMapEncodeTiled of the driver, which cannot be used ({error}); "
+            "install a driver for CUDA 12 or later"
+        ) from None
+    found.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+    ]  # fmt: skip
+    found.restype = ctypes.c_int
+    return found

@@ -1,0 +1,66 @@
+// Layer 1 of the CUDA primitives, Hopper's part: copies of boxes of a tensor by one thread, and the barriers in shared
+// memory that count what they bring.
+//
+// Contract: a phase of an mbarrier is complete when as many have arrived as it was made for, and all bytes that were
+// expected are there; then the next one begins, of the other parity. One thread makes it, publishes it (publish_shared), and a
+// barrier orders that before all else. What a copy brings is there for who has waited, products included; what ordinary
+// instructions wrote in its place before was published, too. All lanes of a warp call mbarrier_arrive and mbarrier_wait.
+#ifndef FLASHGEN_EMULATOR
+namespace fg {
+
+// A tensor of three dimensions (elements of a row, rows, slabs) and the box of it that one copy brings: 128 bytes as the driver
+// encodes them. `batch_slabs` and `head_slabs` lie between one batch entry or head and the next.
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+  int32_t batch_slabs, head_slabs;
+};
+
+FG_DEVICE void mbarrier_init(uint64_t* signal, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(signal)), "r"(arrivals) : "memory");
+}
+// Before it is made again, when nobody uses it any more.
+FG_DEVICE void mbarrier_invalidate(uint64_t* signal) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(signal)) : "memory");
+}
+// Arrives, by this thread alone, and expects as many bytes more in this phase.
+FG_DEVICE void mbarrier_expect(uint64_t* signal, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(signal)), "r"(bytes) : "memory");
+}
+// One arrival of the warp, after all that its lanes did.
+FG_DEVICE void mbarrier_arrive(uint64_t* signal) {
+  warp_barrier();
+  if (lane_index() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(signal)) : "memory");
+}
+// Until the phase of this parity, the present one or the one before, is complete.
+FG_DEVICE void mbarrier_wait(uint64_t* signal, int parity) {
+  asm volatile("{ .reg .pred there;"
+               " again: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;"
+               " @!there bra again; }" ::"r"(shared_address(signal)), "r"(parity) : "memory");
+}
+
+// Starts the copy of a box, its first element at (column, row, slab), to rows that are permuted as in a SharedTile; what lies
+// outside of the tensor becomes zero, and counts among the bytes. `to` is a multiple of 8 rows of the box.
+template <class T> FG_DEVICE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal) {
+  static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                   shared_address(to)),
+               "l"(&map), "r"(column), "r"(row), "r"(slab), "r"(shared_address(signal))
+               : "memory");
+}
+// The first copy by a map need not wait for it.
+FG_DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+}  // namespace fg
+#endif  // FLASHGEN_EMULATOR
+
+namespace fg {
+
+// Starts the copy of rows first … of a slab to a whole tile, Tile::bytes in all, by this thread. The map's box is one panel.
+template <class Tile> FG_DEVICE void copy_tile_async(Tile to, const TensorMap& map, int first, int slab, uint64_t* signal) {
+  static_assert(Tile::rows <= 256 && Tile::rows * Tile::row_chunks * 16 % 1024 == 0, "a panel is one box");
+#pragma unroll
+  for (int panel = 0; panel < Tile::panels; ++panel)
+    copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width, first, slab, signal);
+}
+
+}  // namespace fg
