@@ -179,6 +179,23 @@ def test_windows_of_two_tiles_backward(mask: str) -> None:
         assert_close_to_exact(gradients(op, q, k, v, d_o, deterministic=deterministic), op, q, k, v, d_o)
 
 
+@pytest.mark.parametrize("schedule", [ALONE, SERVED])
+def test_windows_of_two_tiles_forward(schedule: str) -> None:
+    """Some rows of a warp keep keys of an earlier window, others do not: O and the sums of rows shrink together."""
+    text = f"head_dim 16  mask window_left(100) and causal and {ALL}  {schedule}"
+
+    def shortened(source: str) -> str:
+        forward, mark, backward = source.partition("// ---- Backward")
+        changed, count = re.subn(r"(window \+=? |first\(\) \+ )WINDOW", r"\g<1>2", forward)
+        assert count == 3
+        return changed + mark + backward
+
+    op = changed(f"windows_forward_{schedule == SERVED}", text, shortened)
+    q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
+    exact = op.reference(q, k, v, dtype=torch.float64)
+    assert (op(q, k, v).double() - exact).abs().max() < 0.02
+
+
 def test_several_heads_that_nothing_is_carried_for() -> None:
     op = hopper("head_dim 64  weights relu(s) / Nk")
     q, d_o = random(1, 3, 300, 64, seed=0), random(1, 3, 300, 64, seed=1)
