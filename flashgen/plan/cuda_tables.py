@@ -8,9 +8,9 @@ Hopper's products of four warps, which overlap with the rest: with two stages, 1
 What a block costs beside its tiles (finding them, first and last products, storing O) is hidden by other blocks of the
 multiprocessor, or not at all. On an H200, bfloat16, TFLOP/s of the forward pass, with warps that copy and one block a
 multiprocessor, and without them and several: documents of 900 tokens in 8k at D 64 192 × 96: 144, 64 × 64 by four
-blocks: 232; at D 128 128 × 128: 226, 64 × 48 by three: 283. ALiBi, 2k tokens, at D 64: 192 × 96: 263, 64 × 128 by three:
-344; at D 128: 128 × 128: 373, 64 × 48 by three: 380. Nothing masked, 16k tokens: D 64 192 × 128: 513, 64 × 128 by three:
-461; D 128 128 × 160: 665, 128 × 128: 605.
+blocks: 232; at D 128 128 × 128: 226, 64 × 48 by three: 283. ALiBi, 2k tokens, at D 64: 192 × 96: 263, 64 × 128 by
+three: 344; at D 128: 128 × 128: 373, 64 × 48 by three: 380. Nothing masked, 16k tokens: D 64 192 × 128: 513,
+64 × 128 by three: 461; D 128 128 × 160: 665, 128 × 128: 605.
 """
 
 from __future__ import annotations
