@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,47 +36,46 @@ _OFFSETS = (
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call may pass, and where it goes."""
+    """What a call may pass, and where it goes.
+
+    ``names``: the captured names, tensors, then params. ``inputs``: the number of arguments that may receive a
+    gradient (q, k, v, tensors, params). ``fixed``: positions and declarations of the captured values that receive
+    none. ``tensor_arguments``: the number of leading arguments that are tensors or None (the inputs, then seed and
+    dropout_p). ``without_gradient``: the gradients of seed and dropout_p, where there are any.
+
+    All is computed here and at once: torch.compile traces what a call reads, and cannot trace a property that fills
+    itself under a lock.
+    """
 
     tensors: tuple[CapturedTensor, ...]
     params: tuple[Param, ...]
     has_dropout: bool
     has_lse: bool
+    names: tuple[str, ...]
+    inputs: int
+    fixed: tuple[tuple[int, str], ...]
+    tensor_arguments: int
+    without_gradient: tuple[None, ...]
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Signature:
         """The signature of a spec. Raises ``ValueError`` where a captured name is one of the op's own arguments."""
-        for name in [tensor.name for tensor in spec.tensors] + [param.name for param in spec.params]:
-            if name in (*OPTIONS, "q", "k", "v", "self"):
-                raise ValueError(f"'{name}' is an argument of every op; the spec has to call it otherwise")
-        return cls(spec.tensors, spec.params, spec.dropout is not None, not isinstance(spec.weights, Pointwise))
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The captured names: tensors, then params."""
-        return (*(tensor.name for tensor in self.tensors), *(param.name for param in self.params))
-
-    @cached_property
-    def inputs(self) -> int:
-        """The number of arguments that may receive a gradient: q, k, v, tensors, params."""
-        return 3 + len(self.names)
-
-    @cached_property
-    def fixed(self) -> tuple[tuple[int, str], ...]:
-        """Positions and declarations of the captured values that receive no gradient."""
-        tensors = [(tensor.grad, f"tensor {tensor.name}: {describe_tensor(tensor)}") for tensor in self.tensors]
-        params = [(param.grad, f"param {param.name}: {kind(param)}") for param in self.params]
-        return tuple((n, text) for n, (grad, text) in enumerate([*tensors, *params], start=3) if not grad)
-
-    @cached_property
-    def tensor_arguments(self) -> int:
-        """The number of leading arguments that are tensors or None: the inputs, then seed and dropout_p."""
-        return self.inputs + (2 if self.has_dropout else 0)
-
-    @cached_property
-    def without_gradient(self) -> tuple[None, ...]:
-        """The gradients of seed and dropout_p, where there are any."""
-        return (None,) * (self.tensor_arguments - self.inputs)
+        captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
+        for each in captured:
+            if each.name in (*OPTIONS, "q", "k", "v", "self"):
+                raise ValueError(f"'{each.name}' is an argument of every op; the spec has to call it otherwise")
+        drawn = 0 if spec.dropout is None else 2
+        return cls(
+            tensors=spec.tensors,
+            params=spec.params,
+            has_dropout=spec.dropout is not None,
+            has_lse=not isinstance(spec.weights, Pointwise),
+            names=tuple(each.name for each in captured),
+            inputs=3 + len(captured),
+            fixed=tuple((n, _declaration(each)) for n, each in enumerate(captured, start=3) if not each.grad),
+            tensor_arguments=3 + len(captured) + drawn,
+            without_gradient=(None,) * drawn,
+        )
 
     @property
     def forward_schema(self) -> str:
@@ -160,3 +158,9 @@ def kind(param: Param) -> str:
 def describe_tensor(tensor: CapturedTensor) -> str:
     """A tensor's declaration as the language spells it: ``f32[H, Nk]``."""
     return f"{tensor.element}[{', '.join(text(size) for size in tensor.shape)}]"
+
+
+def _declaration(captured: CapturedTensor | Param) -> str:
+    if isinstance(captured, Param):
+        return f"param {captured.name}: {kind(captured)}"
+    return f"tensor {captured.name}: {describe_tensor(captured)}"

@@ -82,6 +82,14 @@ def test_compile_without_graph_breaks(backend: str, compiler: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, learned, towards), truth)
 
 
+def test_the_first_call_of_an_op_may_be_a_compiled_one(backend: str) -> None:
+    """Nothing that a call reads may be left for an eager call to fill in."""
+    inputs, arguments = [x.detach() for x in qkv()], captured()
+    fresh = op(RICH.replace("attention rich", "attention called_first_by_a_compiler"), backend)
+    run = torch.compile(lambda *x: fresh(*x, **arguments), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(*inputs), op(RICH, backend)(*inputs, **arguments))
+
+
 def test_params_and_lengths_that_change_compile_at_most_twice(backend: str) -> None:
     """Once as it comes, once with symbols in place of what has changed."""
     counter, rich = CompileCounterWithBackend("aot_eager"), op(RICH, backend)
