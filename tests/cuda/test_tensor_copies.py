@@ -236,13 +236,13 @@ def run_backward(name: str, text: str, old: str, new: str) -> None:
 MISTAKES = {
     "alone, no barrier before the next part": (
         ALONE,
-        "if constexpr (!served) Team::barrier();  // everyone is done with the places of part n + 1\n      fg::mb",
-        "fg::mb",
+        "if constexpr (!served) Team::barrier();  // everyone is done with the places of part n + 1\n      signals()",
+        "signals()",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "alone, no wait for a part": (
         ALONE,
-        "fg::mbarrier_wait(full(n), parity(n));",
+        "signals().await(n);",
         "",
         {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
     ),
@@ -254,14 +254,14 @@ MISTAKES = {
     ),
     "served, no wait for room": (
         SERVED,
-        "if (n >= stages) fg::mbarrier_wait(empty(n), parity(n - stages));",
+        "signals().await_room(n);",
         "",
         {FaultKind.MBARRIER},
     ),
     "served, released by half of the warps": (
         SERVED,
-        "fg::mbarrier_init(empty(stage), P::warps);",
-        "fg::mbarrier_init(empty(stage), P::warps / 2);",
+        "signals().make(again, 1, P::warps);",
+        "signals().make(again, 1, P::warps / 2);",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "served, no signals": (
@@ -283,8 +283,8 @@ MISTAKES = {
 BACKWARD_MISTAKES = {
     "alone, no barrier before the next tile": (
         SHORT,
-        "if constexpr (!served) Team::barrier();  // everyone is done with the place of tile n + 1\n      fg::mb",
-        "fg::mb",
+        "if constexpr (!served) Team::barrier();  // everyone is done with the place of tile n + 1\n      signals()",
+        "signals()",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "alone, bytes of Q alone": (
@@ -295,13 +295,13 @@ BACKWARD_MISTAKES = {
     ),
     "served, no wait for a tile": (
         LONG,
-        "fg::mbarrier_wait(full(n), parity(n));",
+        "signals().await(n);",
         "",
         {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED, FaultKind.RACE},
     ),
     "served, no wait for room": (
         LONG,
-        "if (n >= stages) fg::mbarrier_wait(empty(n), parity(n - stages));",
+        "signals().await_room(n);",
         "",
         {FaultKind.MBARRIER, FaultKind.RACE},
     ),
@@ -314,7 +314,7 @@ BACKWARD_MISTAKES = {
     "served, arrival before what rows carry": (
         LONG,
         "if (thread == 0) start_tile(n);",
-        "if (thread == 0) start_tile(n);\n        fg::mbarrier_arrive(full(n));\n        if (false)",
+        "if (thread == 0) start_tile(n);\n        fg::mbarrier_arrive(signals().full(n));\n        if (false)",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.MBARRIER},
     ),
 }

@@ -63,4 +63,32 @@ template <class Tile> FG_DEVICE void copy_tile_async(Tile to, const TensorMap& m
     copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width, first, slab, signal);
 }
 
+// Of a ring of stages that one side fills and the other uses, two mbarriers a stage: what was numbered n is there; everyone
+// is done with it. Made anew before number 0, so that a phase follows from the number.
+template <int stages> struct Signals {
+  static constexpr int bytes = 2 * stages * int(sizeof(uint64_t));
+  uint64_t* base;
+
+  FG_DEVICE uint64_t* full(int n) const { return base + n % stages; }
+  FG_DEVICE uint64_t* empty(int n) const { return base + stages + n % stages; }
+  FG_DEVICE static constexpr int parity(int n) { return n / stages % 2; }
+
+  // By one thread. `fillers` and `users` arrive at each.
+  FG_DEVICE void make(bool again, int fillers, int users) const {
+#pragma unroll
+    for (int stage = 0; stage < stages; ++stage) {
+      if (again) mbarrier_invalidate(full(stage)), mbarrier_invalidate(empty(stage));
+      mbarrier_init(full(stage), fillers);
+      mbarrier_init(empty(stage), users);
+    }
+    publish_shared();
+  }
+  FG_DEVICE void await(int n) const { mbarrier_wait(full(n), parity(n)); }
+  // For number n; there is room for as many as there are stages.
+  FG_DEVICE void await_room(int n) const {
+    if (n >= stages) mbarrier_wait(empty(n), parity(n - stages));
+  }
+  FG_DEVICE void release(int n) const { mbarrier_arrive(empty(n)); }
+};
+
 }  // namespace fg
