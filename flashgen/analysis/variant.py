@@ -26,7 +26,9 @@ from flashgen.analysis.levels import Level, level_of_indices
 from flashgen.analysis.simplify import canonical_weights, simplify, split_masked_score
 from flashgen.ir.build import apply
 from flashgen.ir.expr import (
+    Apply,
     Expr,
+    Literal,
     Load,
     Symbol,
     SymbolKind,
@@ -141,6 +143,16 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
         gradients=_captured_gradients(spec, score, weights),
         proofs=prove_indices(spec, head_dim),
     )
+
+
+def constant_factor(score: Expr) -> float | None:
+    """c where a score is c · dot with a positive constant; then maxima are taken of dot itself."""
+    match score:
+        case Apply(op="mul", args=(Literal(value=float() as value), other)) if other == DOT and value > 0:
+            return value
+        case Apply(op="mul", args=(other, Literal(value=float() as value))) if other == DOT and value > 0:
+            return value
+    return 1.0 if score == DOT else None
 
 
 def _map_weights(weights: Weights, rule: _Rule) -> Weights:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level
 from flashgen.analysis.pieces import is_irregular
-from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
     AddHook,
     Declaration,
@@ -42,7 +42,6 @@ from flashgen.plan.arguments import (
     mask_sizes,
     param_field,
 )
-from flashgen.plan.cuda_model import constant_factor
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 

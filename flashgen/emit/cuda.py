@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.levels import Level
 from flashgen.analysis.pieces import block_sizes, is_cut
-from flashgen.analysis.variant import DOT, CapturedGradient, Variant
+from flashgen.analysis.variant import DOT, CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
     AddHook,
     Declaration,
@@ -42,7 +42,7 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.plan.cuda_launches import Passes, atomic_buffers, captured_elements, exact_buffers, passes
 from flashgen.plan.cuda_lists import cuda_fields, shares_lists
-from flashgen.plan.cuda_model import BINS, LOADER_REGISTERS, constant_factor, padded, registers
+from flashgen.plan.cuda_model import BINS, LOADER_REGISTERS, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__

@@ -6,15 +6,17 @@ In: a variant, an element type, a tile. Out: bytes. The buffers are those of ``t
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.tiles import Tile, TileClass, classify
-from flashgen.analysis.variant import DOT, Variant
-from flashgen.ir.expr import Apply, Expr, Literal
+from flashgen.analysis.variant import Variant, constant_factor
+from flashgen.ir.expr import Apply, Expr
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import Softmax
 from flashgen.ir.types import ElementType
-from flashgen.plan.cuda_plan import BackwardTiles
-from flashgen.plan.cuda_tables import BackwardChoice
+from flashgen.plan.cuda_plan import BackwardTiles, ForwardTiles, QueryTiles
+from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 
 WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
@@ -25,6 +27,10 @@ _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 _FAR = 8192 - 128
 _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": 8192, "Nk": 8192}
 
+# Tiles that are weighed up, or chosen.
+_Forward: TypeAlias = ForwardChoice | ForwardTiles
+_Backward: TypeAlias = BackwardChoice | BackwardTiles
+_Queries: TypeAlias = QueryChoice | QueryTiles
 
 LOADER_REGISTERS = 24  # of a thread that only copies
 _REGISTERS = 65536  # of a multiprocessor
@@ -38,16 +44,6 @@ def registers(warps: int, loaders: int) -> int:
     """
     at_launch = _REGISTERS // (32 * (warps + loaders)) // 8 * 8
     return min((at_launch * (warps + loaders) - LOADER_REGISTERS * loaders) // warps // 8 * 8, 240)
-
-
-def constant_factor(score: Expr) -> float | None:
-    """c where a score is c · dot with a positive constant; then maxima are taken of dot itself."""
-    match score:
-        case Apply(op="mul", args=(Literal(value=float() as value), other)) if other == DOT and value > 0:
-            return value
-        case Apply(op="mul", args=(other, Literal(value=float() as value))) if other == DOT and value > 0:
-            return value
-    return 1.0 if score == DOT else None
 
 
 def is_plain(variant: Variant) -> bool:
@@ -111,10 +107,15 @@ def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -
     return max(n for n in range(1, warps // 4 // row_groups + 1) if works(n))
 
 
-def forward_buffers(
-    variant: Variant, element: ElementType, Br: int, Bc: int, stages: int, *, tensor_copies: bool = False
-) -> dict[str, int]:
+def takes_tensor_copies(variant: Variant, element: ElementType, tiles: _Forward | _Backward) -> bool:
+    """Where warpgroups multiply, and rows are whole numbers of 16 bytes."""
+    widths = (variant.head_dim.qk, variant.head_dim.v)
+    return tiles.warpgroups and all(width * element.bytes % 16 == 0 for width in widths)
+
+
+def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> dict[str, int]:
     """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some."""
+    Br, Bc, stages = tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
         "Q": tile_bytes(Br, D, element),
@@ -123,31 +124,24 @@ def forward_buffers(
         "list of tiles": VISIT_LIST,
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
-    return found | ({"signals": -sum(found.values()) % SIGNAL + _signals(stages)} if tensor_copies else {})
+    return found | _signals(variant, element, tiles, sum(found.values()))
 
 
-def forward_bytes(
-    variant: Variant, element: ElementType, Br: int, Bc: int, stages: int, *, tensor_copies: bool = False
-) -> int:
+def forward_bytes(variant: Variant, element: ElementType, tiles: _Forward) -> int:
     """All of them; O takes the place of all but the signals at the end."""
-    buffers = forward_buffers(variant, element, Br, Bc, stages, tensor_copies=tensor_copies)
-    o = tile_bytes(Br, padded(variant.head_dim.v), element)
-    return max(sum(buffers.values()), o + _signals(stages) if tensor_copies else o)
+    o = tile_bytes(tiles.Br, padded(variant.head_dim.v), element)
+    at_the_end = o + sum(_signals(variant, element, tiles, o).values())
+    return max(sum(forward_buffers(variant, element, tiles).values()), at_the_end)
 
 
-def _signals(stages: int) -> int:
-    """Two mbarriers a stage: it is full, it is empty."""
-    return 2 * stages * SIGNAL
+def _signals(variant: Variant, element: ElementType, tiles: _Forward | _Backward, before: int) -> dict[str, int]:
+    """Of tensor copies, after so many bytes: two mbarriers a stage, it is full and it is empty."""
+    if not takes_tensor_copies(variant, element, tiles):
+        return {}
+    return {"signals": -before % SIGNAL + 2 * tiles.stages * SIGNAL}
 
 
-def backward_buffers(
-    variant: Variant,
-    element: ElementType,
-    tiles: BackwardChoice | BackwardTiles,
-    *,
-    with_dq: bool,
-    tensor_copies: bool = False,
-) -> dict[str, int]:
+def backward_buffers(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> dict[str, int]:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Signals, too, where tensor copies have some.
@@ -172,24 +166,18 @@ def backward_buffers(
         "list of tiles": VISIT_LIST,
         "sums, histograms": FLOAT * tiles.warps * (1 + bins),
     }
-    found |= {"signals": -sum(found.values()) % SIGNAL + _signals(stages)} if tensor_copies else {}
+    found |= _signals(variant, element, tiles, sum(found.values()))
     return {name: size for name, size in found.items() if size}
 
 
-def backward_bytes(
-    variant: Variant,
-    element: ElementType,
-    tiles: BackwardChoice | BackwardTiles,
-    *,
-    with_dq: bool,
-    tensor_copies: bool = False,
-) -> int:
+def backward_bytes(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> int:
     """All of them."""
-    return sum(backward_buffers(variant, element, tiles, with_dq=with_dq, tensor_copies=tensor_copies).values())
+    return sum(backward_buffers(variant, element, tiles, with_dq=with_dq).values())
 
 
-def query_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> dict[str, int]:
+def query_buffers(variant: Variant, element: ElementType, tiles: _Queries) -> dict[str, int]:
     """Q, dO, rings of K and V, what rows carry, the visits."""
+    Br, Bc, stages = tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
         "Q": tile_bytes(Br, D, element),
@@ -202,6 +190,6 @@ def query_buffers(variant: Variant, element: ElementType, Br: int, Bc: int, stag
     return found | ({"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {})
 
 
-def query_bytes(variant: Variant, element: ElementType, Br: int, Bc: int, stages: int) -> int:
+def query_bytes(variant: Variant, element: ElementType, tiles: _Queries) -> int:
     """All of them."""
-    return sum(query_buffers(variant, element, Br, Bc, stages).values())
+    return sum(query_buffers(variant, element, tiles).values())

@@ -26,6 +26,7 @@ from flashgen.plan.cuda_model import (
     is_plain,
     padded,
     query_bytes,
+    takes_tensor_copies,
 )
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
@@ -117,13 +118,13 @@ def _plan_element(
         return None
 
     def forward_size(choice: ForwardChoice) -> int:
-        return _forward_bytes(variant, element, choice)
+        return forward_bytes(variant, element, choice)
 
     def backward_size(choice: BackwardChoice) -> int:
-        return _backward_bytes(variant, element, choice, with_dq=True)
+        return backward_bytes(variant, element, choice, with_dq=True)
 
     def query_size(choice: QueryChoice) -> int:
-        return _query_bytes(variant, element, choice)
+        return query_bytes(variant, element, choice)
 
     forward = choose("forward", _forward_choices(variant, element, target), forward_size)
     backward = choose("backward", _backward_choices(variant, element, target), backward_size)
@@ -133,20 +134,20 @@ def _plan_element(
     return ElementPlan(
         element,
         ForwardTiles(
-            sram_bytes=_forward_bytes(variant, element, forward),
-            tensor_copies=_takes_tensor_copies(variant, element, forward),
+            sram_bytes=forward_size(forward),
+            tensor_copies=takes_tensor_copies(variant, element, forward),
             **asdict(forward),
         ),
         BackwardTiles(
-            sram_bytes=_backward_bytes(variant, element, backward, with_dq=True),
-            keys_sram_bytes=_backward_bytes(variant, element, backward, with_dq=False),
+            sram_bytes=backward_size(backward),
+            keys_sram_bytes=backward_bytes(variant, element, backward, with_dq=False),
             dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups
             else 1,
-            tensor_copies=_takes_tensor_copies(variant, element, backward),
+            tensor_copies=takes_tensor_copies(variant, element, backward),
             **asdict(backward),
         ),
-        QueryTiles(sram_bytes=_query_bytes(variant, element, queries), **asdict(queries)),
+        QueryTiles(sram_bytes=query_size(queries), **asdict(queries)),
     )
 
 
@@ -155,26 +156,6 @@ def _describe(choice: ForwardChoice | BackwardChoice | QueryChoice) -> str:
     count, what = (choice.warps // 4, "warpgroup") if choice.warpgroups else (choice.warps, "warp")
     warps = f"{count} {what}{'s' * (count > 1)}"
     return f"{choice.Br} × {choice.Bc} by {warps}, {stages}"
-
-
-def _forward_bytes(variant: Variant, element: ElementType, choice: ForwardChoice) -> int:
-    signals = _takes_tensor_copies(variant, element, choice)
-    return forward_bytes(variant, element, choice.Br, choice.Bc, choice.stages, tensor_copies=signals)
-
-
-def _backward_bytes(variant: Variant, element: ElementType, choice: BackwardChoice, *, with_dq: bool) -> int:
-    signals = _takes_tensor_copies(variant, element, choice)
-    return backward_bytes(variant, element, choice, with_dq=with_dq, tensor_copies=signals)
-
-
-def _takes_tensor_copies(variant: Variant, element: ElementType, choice: ForwardChoice | BackwardChoice) -> bool:
-    """Where warpgroups multiply, and rows are whole numbers of 16 bytes."""
-    widths = (variant.head_dim.qk, variant.head_dim.v)
-    return choice.warpgroups and all(width * element.bytes % 16 == 0 for width in widths)
-
-
-def _query_bytes(variant: Variant, element: ElementType, choice: QueryChoice) -> int:
-    return query_bytes(variant, element, choice.Br, choice.Bc, choice.stages)
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from flashgen.plan.alternatives import RunnerUp, cpu_runners_up, gpu_runners_up
 from flashgen.plan.cuda_launches import passes
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.cuda_tables import BackwardChoice
+from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice
 from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.paper import BlockSizes, Lengths
@@ -182,7 +182,7 @@ def _gpu_report(variant: Variant, gpu: Gpu, shape: Shape) -> PlanReport:
                     name=name,  # type: ignore[arg-type]  # one of the two
                     element=element,
                     tiles=used,
-                    buffers={_kernel_name(each): _buffers(variant, element, each, tiles) for each in used},
+                    buffers={_kernel_name(each): _buffers(variant, element, each) for each in used},
                     counts=tile_counts(variant, shape, used[0].Br, used[0].Bc),
                     time=(predicted := time(variant, tiles, gpu, shape)),
                     moved=_moved(variant, shape, element, name, gpu.target.block_bytes, predicted.hbm_bytes),
@@ -206,25 +206,25 @@ def _kernel_name(tiles: Tiles) -> str:
     return {ForwardTiles: "forward", BackwardTiles: "backward", QueryTiles: "queries"}[type(tiles)]
 
 
-def _buffers(variant: Variant, element: ElementType, tiles: Tiles, plans: ElementPlan) -> Mapping[str, int]:
+def _buffers(variant: Variant, element: ElementType, tiles: Tiles) -> Mapping[str, int]:
     match tiles:
-        case ForwardTiles(Br=Br, Bc=Bc, stages=stages, tensor_copies=signals):
-            return cuda_model.forward_buffers(variant, element, Br, Bc, stages, tensor_copies=signals)
-        case BackwardTiles(tensor_copies=signals):
-            with_dq = passes(variant).one_pass
-            return cuda_model.backward_buffers(variant, element, tiles, with_dq=with_dq, tensor_copies=signals)
-    assert tiles == plans.queries
-    return cuda_model.query_buffers(variant, element, tiles.Br, tiles.Bc, plans.queries.stages)
+        case ForwardTiles():
+            return cuda_model.forward_buffers(variant, element, tiles)
+        case BackwardTiles():
+            return cuda_model.backward_buffers(variant, element, tiles, with_dq=passes(variant).one_pass)
+        case QueryTiles():
+            return cuda_model.query_buffers(variant, element, tiles)
+    raise AssertionError(tiles)
 
 
 def _paper_tile_gpu(variant: Variant, element: ElementType, name: str, gpu: Gpu) -> PaperTile:
     blocks, buffers, elements = _paper_buffers(variant, element, name, gpu.target.block_bytes)
     rounded = _rounded(blocks)
     if name == "forward":
-        needed = cuda_model.forward_bytes(variant, element, rounded.Br, rounded.Bc, 1)
+        needed = cuda_model.forward_bytes(variant, element, ForwardChoice(rounded.Br, rounded.Bc, 1))
     else:
-        tile = BackwardChoice(rounded.Br, rounded.Bc, rounded.Bc // 16)
-        needed = cuda_model.backward_bytes(variant, element, tile, with_dq=True)
+        tiles = BackwardChoice(rounded.Br, rounded.Bc, rounded.Bc // 16)
+        needed = cuda_model.backward_bytes(variant, element, tiles, with_dq=True)
     return PaperTile(blocks, elements, buffers, rounded, needed, gpu.target.block_bytes)
 
 
@@ -234,7 +234,7 @@ def _with_shortage(error: SpecError, variant: Variant, gpu: Gpu) -> SpecError:
     hints = []
     for element in wanted:
         parts = {
-            "forward": cuda_model.forward_buffers(variant, element, 16, 16, 1),
+            "forward": cuda_model.forward_buffers(variant, element, ForwardChoice(16, 16, 1)),
             "backward": cuda_model.backward_buffers(
                 variant, element, BackwardChoice(16, 16, 1), with_dq=passes(variant).one_pass
             ),

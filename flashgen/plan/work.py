@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import Literal as OneOf
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.variant import Variant
+from flashgen.analysis.variant import Variant, constant_factor
 from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, walk
 from flashgen.ir.spec import Softmax
-from flashgen.plan.cuda_model import constant_factor
 
 PassName = OneOf["forward", "keys", "queries"]
 

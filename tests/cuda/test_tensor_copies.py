@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -149,16 +148,27 @@ def emitted_for(text: str) -> tuple[CudaPlan, KernelSource]:
     return source_for(analyse(spec, spec.head_dims[0]), TARGET, ElementType.BF16)
 
 
-def changed(name: str, text: str, change: Callable[[str], str]) -> AttentionOp:
-    """An op whose source is that of a spec but for a change."""
+def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: int = 1) -> AttentionOp:
+    """An op whose source is that of a spec but for one pass, where a pattern occurs ``count`` times.
+
+    With another forward pass it has no backward one.
+    """
     spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
     variant = analyse(spec, spec.head_dims[0])
     plan, source = emitted_for(text)
-    program = compile_program(change(source.text), name=source.name)
+    forward, mark, backward = source.text.partition("// ---- Backward")
+    part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
+    assert mark
+    assert found == count
+    program = compile_program(part if pass_name == "forward" else forward + mark + part, name=source.name)
     compiled = Compiled(program, launches_of(variant, plan, source.symbol, ElementType.BF16))
     kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda _: compiled)
     # An op is known by what it computes, so that each of these has to be called by another name.
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))
+
+
+# In loops over the windows of a list, how many tiles one has.
+WINDOWS = r"(window \+=? |first\(\) \+ )WINDOW"
 
 
 @pytest.mark.parametrize("mask", [SHORT, LONG])
@@ -166,13 +176,7 @@ def test_windows_of_two_tiles_backward(mask: str) -> None:
     """Query heads that share keys, too, begin with fresh signals."""
     text = f"head_dim 16  {mask}  schedule {{ backward_Br = 64 }}"
 
-    def shortened(source: str) -> str:
-        forward, mark, backward = source.partition("// ---- Backward")
-        changed, count = re.subn(r"(window \+=? |first\(\) \+ )WINDOW", r"\g<1>2", backward)
-        assert count == 5
-        return forward + mark + changed
-
-    op = changed(f"windows_{mask == SHORT}", text, shortened)
+    op = changed(f"windows_{mask == SHORT}", text, "backward", WINDOWS, r"\g<1>2", count=5)
     q, d_o = random(1, 2, 400, 16, seed=0), random(1, 2, 400, 16, seed=1)
     k, v = random(1, 1, 200, 16, seed=2), random(1, 1, 200, 16, seed=3)
     for deterministic in (False, True):
@@ -184,13 +188,7 @@ def test_windows_of_two_tiles_forward(schedule: str) -> None:
     """Some rows of a warp keep keys of an earlier window, others do not: O and the sums of rows shrink together."""
     text = f"head_dim 16  mask window_left(100) and causal and {ALL}  {schedule}"
 
-    def shortened(source: str) -> str:
-        forward, mark, backward = source.partition("// ---- Backward")
-        changed, count = re.subn(r"(window \+=? |first\(\) \+ )WINDOW", r"\g<1>2", forward)
-        assert count == 3
-        return changed + mark + backward
-
-    op = changed(f"windows_forward_{schedule == SERVED}", text, shortened)
+    op = changed(f"windows_forward_{schedule == SERVED}", text, "forward", WINDOWS, r"\g<1>2", count=3)
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
     assert (op(q, k, v).double() - exact).abs().max() < 0.02
@@ -205,28 +203,15 @@ def test_several_heads_that_nothing_is_carried_for() -> None:
 
 def run(name: str, text: str, old: str, new: str) -> None:
     """The forward pass over several tiles with one change in its source."""
-
-    def change(source: str) -> str:
-        forward, _, backward = source.partition("// ---- Backward")
-        assert backward
-        assert forward.count(old) == 1
-        return forward.replace(old, new)
-
     text = f"head_dim 64  mask {ALL}  {text}"
-    op = changed(name, text, change)
+    op = changed(name, text, "forward", re.escape(old), new)
     assert bool(emitted_for(text)[0].elements[0].forward.loaders) is (SERVED in text)
     op(random(1, 1, 64, 64, seed=0), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2))
 
 
 def run_backward(name: str, text: str, old: str, new: str) -> None:
     """The same for the backward pass."""
-
-    def change(source: str) -> str:
-        forward, mark, backward = source.partition("// ---- Backward")
-        assert backward.count(old) == 1
-        return forward + mark + backward.replace(old, new)
-
-    op = changed(name, f"head_dim 64  {text}", change)
+    op = changed(name, f"head_dim 64  {text}", "backward", re.escape(old), new)
     assert bool(emitted_for(f"head_dim 64  {text}")[0].elements[0].backward.loaders) is (text == LONG)
     q, k, v, d_o = (random(1, 1, rows, 64, seed=rows) for rows in (500, 130, 131, 501))
     gradients(op, q, k, v[:, :, 1:], d_o[:, :, 1:])
