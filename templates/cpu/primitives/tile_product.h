@@ -55,7 +55,7 @@ struct ProductOperands {
 #if defined(__clang__)
 #define FG_UNROLL
 #else
-#define FG_UNROLL _Pragma("GCC unroll 8")
+#define FG_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
@@ -137,8 +137,6 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
   }
 }
 
-#undef FG_UNROLL
-
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
 // The lower (upper) halves of a and b, interleaved lane by lane.
@@ -167,15 +165,15 @@ FG_INLINE VecF interleave_high(VecF a, VecF b) {
 }
 #undef FG_SHUFFLE
 
-// Transposes the W x W matrix of x: log2(W) rounds, each interleaving row i with row i + W/2.
+// Transposes the W x W matrix of x, in registers: log2(W) rounds, each interleaving row i with row i + W/2.
 FG_INLINE void transpose_lanes(VecF x[W]) {
-  for (int round = 1; round < W; round *= 2) {
+  FG_UNROLL for (int round = 1; round < W; round *= 2) {
     VecF y[W];
-    for (int i = 0; i < W / 2; ++i) {
+    FG_UNROLL for (int i = 0; i < W / 2; ++i) {
       y[2 * i] = interleave_low(x[i], x[i + W / 2]);
       y[2 * i + 1] = interleave_high(x[i], x[i + W / 2]);
     }
-    for (int i = 0; i < W; ++i) x[i] = y[i];
+    FG_UNROLL for (int i = 0; i < W; ++i) x[i] = y[i];
   }
 }
 
@@ -187,14 +185,16 @@ inline void transpose_to(float* dst, int64_t ldd, const float* src, int64_t lds,
       float* to = dst + c * ldd + r;
       VecF x[W];
       if (r + W <= rows && c + W <= cols) {
-        for (int i = 0; i < W; ++i) x[i] = load(from + i * lds);
+        FG_UNROLL for (int i = 0; i < W; ++i) x[i] = load(from + i * lds);
         transpose_lanes(x);
-        for (int i = 0; i < W; ++i) store(to + i * ldd, x[i]);
+        FG_UNROLL for (int i = 0; i < W; ++i) store(to + i * ldd, x[i]);
       } else {
         for (int i = 0; i < W && c + i < cols; ++i)
           for (int j = 0; j < W && r + j < rows; ++j) to[i * ldd + j] = from[j * lds + i];
       }
     }
 }
+
+#undef FG_UNROLL
 
 }  // namespace fg
