@@ -1789,6 +1789,17 @@ inline void store_rows(void* to, int element, int64_t first, const float* from, 
   }
 }
 
+// The same of rows that lie transposed, `ld` apart; by way of `scratch`, `padded` a row, unless they fit as they are.
+inline void store_transposed(void* to, int element, int64_t first, const float* from, int64_t ld, float* scratch,
+                             int padded, int width, int count) {
+  if (element == 0 && width == padded && count % W == 0) {
+    fg::transpose_to(static_cast<float*>(to) + first, width, from, ld, width, count);
+    return;
+  }
+  fg::transpose_to(scratch, padded, from, ld, padded, int(round_up(count, W)));
+  store_rows(to, element, first, scratch, padded, width, count);
+}
+
 inline const void* head_of(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h) {
   return static_cast<const char*>(base) + (b * stride_b + h * stride_h) * (element == 0 ? 4 : 2);
 }
@@ -2038,9 +2049,9 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
-  load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
-            vectors * W);
-  fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
+  const Rows queries = rows_in_place(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n,
+                                     a.element, row0, rows, vectors * W);
+  fg::transpose_to(t.qt, LD, queries.at, queries.ld, vectors * W, D);
   for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * LD, vectors * W, 0.0f);
   std::fill_n(t.row_max, BR, -INFINITY);
   std::fill_n(t.row_sum, BR, 0.0f);
@@ -2084,8 +2095,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       lse[n * W + l] = denominator[l] == 0.0f ? -INFINITY : float((top[l] + std::log2(double(denominator[l]))) * LN_2);
     for (int d = 0; d < DV; ++d) fg::store(t.ot + d * LD + n * W, fg::load(t.ot + d * LD + n * W) * factor);
   }
-  fg::transpose_to(t.o, DVP, t.ot, LD, DVP, vectors * W);
-  store_rows(a.o, a.element, ((b * a.heads + h) * a.q_len + row0) * DV, t.o, DVP, DV, rows);
+  store_transposed(a.o, a.element, ((b * a.heads + h) * a.q_len + row0) * DV, t.ot, LD, t.o, DVP, DV, rows);
 }
 
 // Each thread's share of the workspace: its scratch, then its list of visits.
@@ -2223,11 +2233,11 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   // Lanes past the last row get no gradient, and so contribute none.
   std::fill(t.d_o + rows * DVP, t.d_o + vectors * W * DVP, 0.0f);
   fg::transpose_to(t.d_ot, LD, t.d_o, DVP, vectors * W, DV);
-  load_rows(t.o, DVP, DV, a.o, DV, a.element, first_row, rows, rows);
+  const Rows outputs = rows_in_place(t.o, DVP, DV, a.o, DV, a.element, first_row, rows, rows);
   for (int row = 0; row < vectors * W; ++row) {
     const bool real = row < rows;
     fg::VecF sum{};
-    for (int d = 0; real && d < DVP; d += W) sum += fg::load(t.o + row * DVP + d) * fg::load(t.d_o + row * DVP + d);
+    for (int d = 0; real && d < DVP; d += W) sum += fg::load(outputs.at + row * outputs.ld + d) * fg::load(t.d_o + row * DVP + d);
     t.delta[row] = fg::horizontal_sum(sum) - (real && a.d_lse ? a.d_lse[first_row + row] : 0.0f);
     const float stored = a.lse[first_row + (real ? row : rows - 1)];
     // A row that keeps nothing has lse -inf; with +inf every weight comes out 0.
@@ -2275,9 +2285,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     fg::tile_product(DP, some, columns, keys.at, 1, keys.ld, t.ds + skip, LD, t.dqt + skip, LD, fg::Begin::accumulate);
     touched = true;
   }
-
-  fg::transpose_to(t.dq, DP, t.dqt, LD, DP, vectors * W);
-  store_rows(a.dq, a.element, first_row * D, t.dq, DP, D, rows);
+  store_transposed(a.dq, a.element, first_row * D, t.dqt, LD, t.dq, DP, D, rows);
   for (int n = 0; n < vectors; ++n) {
     const int valid = std::min(W, rows - n * W);
     [[maybe_unused]] const Row r = make_row(a, u, x, rows_of(i0, n, rows));
