@@ -28,6 +28,8 @@ from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
 from flashgen.runtime.signature import TORCH_DTYPES, kind
 
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
+# The last arguments of the operator: offsets, then whether gradients are to be bitwise repeatable.
+Rest = tuple[int, int, int, int, int | None, int | None, int | None, int | None, bool]
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
@@ -39,18 +41,21 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What follows from the shapes, strides, types, offsets and device of a call.
+    """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o`` and ``lse`` are shapes and strides of the results. ``static`` are the values of ``struct Arguments`` known so
-    far, in the order of its fields; empty where no kernel runs. ``needs_copy``: the kernel cannot read some tensor
-    where it is. ``prepared`` remembers passes, ``params`` the defaults.
+    ``o`` and ``lse`` are shapes and strides of the results; ``o_is_like_q``: the former are those of q. ``static`` are
+    the values of ``struct Arguments`` known so far, in the order of its fields; empty where no kernel runs.
+    ``needs_copy``: the kernel cannot read some tensor where it is. ``prepared`` remembers passes, ``params`` the
+    defaults.
     """
 
     shard: Shard
     head_dim: HeadDim
     sizes: Mapping[str, int]
     is_empty: bool
+    deterministic: bool
     o: Layout
+    o_is_like_q: bool
     lse: Layout
     device: torch.device
     kernel: Kernel | None
@@ -73,27 +78,33 @@ class CallChecker:
         self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
         self._known: dict[object, Call] = {}
+        self._last: tuple[object, Call | None] = (None, None)
         self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
         defaults = [param.default for param in spec.params if param.default is not None]
         self._learned = _reads_params(*defaults)
         self._host_params = self._learned or (spec.dropout is not None and _reads_params(spec.dropout))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest) -> Call:
         """The call of these tensors. Raises ``ValueError`` or ``TypeError``."""
-        # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used.
+        # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used. To ask for
+        # a device makes an object; to hash a key takes longer than to compare it with the last one.
         key: tuple[object, ...] = (
-            q.dtype, q.shape, q.is_contiguous() or q.stride(), q.device,
-            k.dtype, k.shape, k.is_contiguous() or k.stride(), k.device,
-            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.device, offsets,
+            q.dtype, q.shape, q.is_contiguous() or q.stride(), q.is_cpu or q.device,
+            k.dtype, k.shape, k.is_contiguous() or k.stride(), k.is_cpu or k.device,
+            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.is_cpu or v.device, rest,
         )  # fmt: skip
         if tensors:
-            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device) for x in tensors])
+            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.is_cpu or x.device) for x in tensors])
+        last, call = self._last
+        if call is not None and key == last:
+            return call
         call = self._known.get(key)
         if call is None:
-            call = self._check(q, k, v, tensors, offsets)
+            call = self._check(q, k, v, tensors, rest)
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
             self._known[key] = call
+        self._last = (key, call)
         return call
 
     def is_fetched(self, call: Call, value: Tensor | None) -> bool:
@@ -142,12 +153,12 @@ class CallChecker:
             raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
         return probability
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets) -> Call:
-        shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest) -> Call:
+        shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[:-1])
         head_dim = HeadDim(q.shape[3], v.shape[3])
         if head_dim not in self.spec.head_dims:
-            known = ", ".join(str(each) for each in self.spec.head_dims)
-            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {known}")
+            there = ", ".join(str(each) for each in self.spec.head_dims)
+            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {there}")
         self._check_types(q, k, v)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             wanted = TORCH_DTYPES[declared.element]
@@ -161,7 +172,10 @@ class CallChecker:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
         provider = self._kernels.get(q.device.type)
         kernel = None if provider is None else provider(head_dim, q.device.index or 0)
-        static = [] if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors))
+        static: list[float] = []
+        if kernel is not None:
+            known = _static(self.spec, shard, q, k, v, tensors)
+            static = kernel.layout.values(known | {"deterministic": rest[-1]})
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
@@ -171,7 +185,9 @@ class CallChecker:
             head_dim,
             sizes,
             shard.is_empty,
+            rest[-1],
             _packed(*rows, head_dim.v),
+            q.is_contiguous() and head_dim.qk == head_dim.v,
             _packed(*rows),
             q.device,
             kernel,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel, PassN
 from flashgen.runtime.signature import Signature
 
 # A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
-_PROCESS = os.getpid()
+_IS_FORKED = threading.Event()
+os.register_at_fork(after_in_child=_IS_FORKED.set)
 
 # Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
 _SPARE_BYTES = 1 << 22
@@ -42,7 +44,6 @@ class _Arguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    deterministic: bool
     tensors: Sequence[Tensor] = ()
     given: Sequence[Tensor | None] = ()
     params: Sequence[float] = ()
@@ -85,7 +86,10 @@ class Engine:
         if kernel is None or call.is_empty:
             return self._forward_without_kernel(a)
         values, slots = self._values(a, kernel), kernel.layout.slots
-        o = torch.empty_strided(*call.o, dtype=a.q.dtype, device=call.device)
+        if call.o_is_like_q:  # the faster way
+            o = torch.empty_like(a.q, memory_format=torch.contiguous_format)
+        else:
+            o = torch.empty_strided(*call.o, dtype=a.q.dtype, device=call.device)
         values[slots["o"]] = o.data_ptr()
         if not self.signature.has_lse:
             self._run(a, kernel, "forward", values, None)
@@ -117,7 +121,7 @@ class Engine:
         if a.call.is_empty:
             wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
             return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-        with _deterministic(a.deterministic), _autograd_inside():
+        with _deterministic(a.call.deterministic), _autograd_inside():
             gradients = tiled.backward(self._problem(a), d_o, rows[0], needs)
         return [
             gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
@@ -165,7 +169,7 @@ class Engine:
     def _run(self, a: _Arguments, kernel: Kernel, name: PassName, values: list[float], more: object) -> None:
         """One pass of a kernel, with the workspace that it takes; ``more`` is what it depends on beside the call."""
         slots = kernel.layout.slots
-        key = (name, values[slots["threads"]], a.deterministic, a.dropout is None, more)
+        key = (name, values[slots["threads"]], a.dropout is None, more)
         prepared = a.call.prepared.get(key)
         if prepared is None:
             prepared = a.call.prepared[key] = kernel.prepare(name, values)
@@ -184,15 +188,14 @@ class Engine:
     def _check(self, args: tuple[Any, ...]) -> _Arguments:
         """The arguments of the forward operator, checked."""
         q, k, v = args[:3]
-        tensors, deterministic = args[3 : self._tensors_end], args[-1]
-        offsets: Any = args[-9:-1]
-        call = self.checker(q, k, v, tensors, offsets)
+        tensors, rest = args[3 : self._tensors_end], args[-9:]
+        call = self.checker(q, k, v, tensors, rest)
         kernel = call.kernel
         if kernel is not None and (call.needs_copy or not _starts_well(kernel, q, k, v)):
             q, k, v = (_readable(kernel, x) for x in (q, k, v))
-            call = self.checker(q, k, v, tensors, offsets)
+            call = self.checker(q, k, v, tensors, rest)
         if self._is_plain:
-            return _Arguments(call, q, k, v, deterministic)
+            return _Arguments(call, q, k, v)
         end = self.signature.inputs
         given = args[self._tensors_end : end]
         params = self.checker.params(call, given) if given else ()
@@ -207,7 +210,7 @@ class Engine:
                     fetched = seed
                 number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
                 dropout = Dropout(probability, number)
-        return _Arguments(call, q, k, v, deterministic, tensors, given, params, dropout, fetched)
+        return _Arguments(call, q, k, v, tensors, given, params, dropout, fetched)
 
     def _values(self, a: _Arguments, kernel: Kernel) -> list[float]:
         """The values of ``struct Arguments`` that both passes share."""
@@ -217,7 +220,6 @@ class Engine:
         values[slots["k"]] = a.k.data_ptr()
         values[slots["v"]] = a.v.data_ptr()
         values[slots["threads"]] = _threads()
-        values[slots["deterministic"]] = a.deterministic
         if self._is_plain:
             return values
         for name, tensor in zip(self._tensor_fields, a.tensors, strict=True):
@@ -253,7 +255,7 @@ class Engine:
 
 
 def _threads() -> int:
-    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+    return 1 if _IS_FORKED.is_set() else torch.get_num_threads()
 
 
 def _starts_well(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference import dense
-from flashgen.runtime.call import check_shapes
+from flashgen.runtime.call import Offsets, check_shapes
 from flashgen.runtime.engine import Engine
 from flashgen.runtime.fingerprint import KernelText, fingerprint
 from flashgen.runtime.kernel import KernelProvider
@@ -134,19 +134,11 @@ class BaseOp:
         k: Tensor,
         v: Tensor,
         captured: Sequence[object],
-        *,
-        return_lse: bool = False,
+        offsets: Offsets,
+        deterministic: bool | None,
+        return_lse: bool,
         dropout_p: float | Tensor | None = None,
         seed: int | Tensor | None = None,
-        q_start: int = 0,
-        kv_start: int = 0,
-        b_start: int = 0,
-        h_start: int = 0,
-        q_total: int | None = None,
-        kv_total: int | None = None,
-        b_total: int | None = None,
-        h_total: int | None = None,
-        deterministic: bool | None = None,
     ) -> Any:
         """Call the operator; ``captured`` are tensors, then params, in the order of the spec."""
         signature = self._signature
@@ -164,7 +156,7 @@ class BaseOp:
         return call(
             self._registered,
             arguments,
-            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total, deterministic),
+            (*offsets, deterministic),
             return_lse=return_lse,
         )
 
@@ -302,9 +294,8 @@ class AttentionOp(BaseOp):
         """
         return self._call(
             q, k, v, self._signature.bind(captured),
-            return_lse=return_lse, dropout_p=dropout_p, seed=seed,
-            q_start=q_start, kv_start=kv_start, b_start=b_start, h_start=h_start,
-            q_total=q_total, kv_total=kv_total, b_total=b_total, h_total=h_total, deterministic=deterministic,
+            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
+            deterministic, return_lse, dropout_p, seed,
         )  # fmt: skip
 
 

@@ -110,16 +110,9 @@ class Alibi(BaseOp):
             k,
             v,
             (slope,),
-            return_lse=return_lse,
-            q_start=q_start,
-            kv_start=kv_start,
-            b_start=b_start,
-            h_start=h_start,
-            q_total=q_total,
-            kv_total=kv_total,
-            b_total=b_total,
-            h_total=h_total,
-            deterministic=deterministic,
+            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
+            deterministic,
+            return_lse,
         )
         return found
 
