@@ -54,8 +54,11 @@ class Driver(Protocol):
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a graph, to be replayed later."""
 
-    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
-        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it."""
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
+        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
+
+        None where so much is not there.
+        """
 
     def enter(self) -> Any:
         """A context in which the device is the current one."""
@@ -162,7 +165,7 @@ class CudaKernel:
         ]
         return [(slot, written) for slot, written in found if written is not None]
 
-    def _make(self, lists: SharedLists, launch: _Launch, values: Values) -> Written:
+    def _make(self, lists: SharedLists, launch: _Launch, values: Values) -> Written | None:
         def write(address: int, stream: int) -> None:
             own = list(values)
             own[lists.slot] = address
@@ -211,9 +214,12 @@ class CupyDriver:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
         stream = self._beside = self._beside or torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
-        memory = _lasting(size, stream)
+        try:
+            memory = _lasting(size, stream)
+        except torch.OutOfMemoryError:
+            return None
         write(memory.data_ptr(), stream.cuda_stream)
         return _WrittenBeside(memory, stream.record_event())
 

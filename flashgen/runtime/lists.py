@@ -66,8 +66,11 @@ class Shelf(Generic[Held]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, lists: SharedLists, values: Values, make: Callable[[], Held]) -> Held | None:
-        """What is kept for these values, or what ``make`` gives; None where blocks have to find their visits."""
+    def find(self, lists: SharedLists, values: Values, make: Callable[[], Held | None]) -> Held | None:
+        """What is kept for these values, or what ``make`` gives; None where blocks have to find their visits.
+
+        ``make`` gives None where there is no memory for them; a later call asks again.
+        """
         if lists.size > self.most_bytes or (lists.tiles < LEAST_TILES and not self.eager):
             return None
         question = lists.question(values)
@@ -88,6 +91,8 @@ class Shelf(Generic[Held]):
                 _, (size, _) = self._entries.popitem(last=False)
                 self.bytes -= size
             held = make()
+            if held is None:
+                return None
             self._entries[question] = lists.size, held
             self.bytes += lists.size
             return held

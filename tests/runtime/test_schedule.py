@@ -17,7 +17,8 @@ from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.cuda_lists import cuda_fields
 from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, VisitLists
-from flashgen.runtime.cuda import CudaKernel
+from flashgen.runtime import cuda
+from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.runtime.lists import Shelf
 from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, is_readable, schedule
@@ -126,6 +127,7 @@ class RecordingDriver:
         self.current = True
         self.capturing = False
         self.written: list[Written] = []
+        self.memory = 1 << 30  # for lists
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         self.calls.append(("function", path.name, name, shared_bytes))
@@ -159,7 +161,9 @@ class RecordingDriver:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written:
+    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
+        if size > self.memory:
+            return None
         address = (1 << 44) + 1000 * len(self.written)
         self.calls.append(("write", size, address))
         write(address, 88)
@@ -249,8 +253,23 @@ def test_lists_of_visits_on_a_device() -> None:
     driver.capturing = True
     assert run() == bare, "a graph may outlive the lists"
     driver.capturing = False
+    driver.memory = 63
+    assert run(param_salt=3) == bare, "no memory is left"
+    assert run() == reads, "what there is stays"
+    driver.memory = 64
+    assert run(param_salt=3)[:1] == [("write", 64, second + 1000)]
     kernel.shelf.most_bytes = 63
     assert run() == bare, "too large"
+
+
+def test_no_memory_is_no_error_where_lists_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(size: int, stream: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"{size} bytes on {stream}")
+
+    monkeypatch.setattr(cuda, "_lasting", no_memory)
+    driver = object.__new__(CupyDriver)
+    driver._beside = "a stream"
+    assert driver.write_once(64, lambda *_: pytest.fail("nothing was allocated")) is None
 
 
 def unpacked(layout: ArgumentLayout, packed: bytes) -> list[float]:
