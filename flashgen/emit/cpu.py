@@ -67,13 +67,6 @@ class _Gradient:
 
 
 @dataclass(frozen=True)
-class _Lists:
-    """What lists of visits depend on, as code over the arguments, the sizes of tiles first."""
-
-    parts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
 
@@ -91,7 +84,7 @@ class _Context:
     function_inputs: dict[str, str]
     keep_everything: bool
     masks: Masks
-    lists: _Lists | None
+    lists: tuple[str, ...]  # what lists of visits depend on, as code over the arguments; none where there are no lists
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
@@ -172,7 +165,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
         masks=masks_of(variant.keep),
-        lists=_lists(variant.keep) if is_irregular(variant.keep) else None,
+        lists=_lists(variant.keep) if is_irregular(variant.keep) else (),
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
@@ -190,9 +183,10 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     )
 
 
-def _lists(keep: Expr) -> _Lists:
+def _lists(keep: Expr) -> tuple[str, ...]:
+    """Over the arguments and the sizes of tiles, which come first."""
     fields = ("q_len", "kv_len", *mask_sizes(keep), *(param_field(each) for each in mask_params(keep)))
-    return _Lists(("tile_rows", "tile_columns", *(f"a.{name}" for name in fields)))
+    return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
 def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:
