@@ -1577,7 +1577,7 @@ FG_INLINE void transpose_lanes(VecF x[W]) {
 }
 
 // dst[c][r] = src[r][c] for any rows and cols; leading dimensions in floats. Touches nothing else.
-inline void transpose_to(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
+inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
   for (int r = 0; r < rows; r += W)
     for (int c = 0; c < cols; c += W) {
       const float* from = src + r * lds + c;
