@@ -29,7 +29,7 @@ from flashgen.runtime.signature import TORCH_DTYPES, kind
 
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
 # The last arguments of the operator: offsets, then whether gradients are to be bitwise repeatable.
-Rest = tuple[int, int, int, int, int | None, int | None, int | None, int | None, bool]
+Rest = tuple[*Offsets, bool]
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
@@ -154,11 +154,12 @@ class CallChecker:
         return probability
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest) -> Call:
-        shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[:-1])
+        offsets, deterministic = rest[:-1], rest[-1]
+        shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
         head_dim = HeadDim(q.shape[3], v.shape[3])
         if head_dim not in self.spec.head_dims:
-            there = ", ".join(str(each) for each in self.spec.head_dims)
-            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {there}")
+            known = ", ".join(str(each) for each in self.spec.head_dims)
+            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {known}")
         self._check_types(q, k, v)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             wanted = TORCH_DTYPES[declared.element]
@@ -172,10 +173,9 @@ class CallChecker:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
         provider = self._kernels.get(q.device.type)
         kernel = None if provider is None else provider(head_dim, q.device.index or 0)
-        static: list[float] = []
-        if kernel is not None:
-            known = _static(self.spec, shard, q, k, v, tensors)
-            static = kernel.layout.values(known | {"deterministic": rest[-1]})
+        static = (
+            [] if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors, deterministic))
+        )
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
@@ -185,7 +185,7 @@ class CallChecker:
             head_dim,
             sizes,
             shard.is_empty,
-            rest[-1],
+            deterministic,
             _packed(*rows, head_dim.v),
             q.is_contiguous() and head_dim.qk == head_dim.v,
             _packed(*rows),
@@ -287,12 +287,18 @@ def _check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str
 
 
 def _static(
-    spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+    spec: AttentionSpec,
+    shard: Shard,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Sequence[Tensor],
+    deterministic: bool,
 ) -> dict[str, Any]:
-    """The values of ``struct Arguments`` that shapes and strides determine."""
+    """The values of ``struct Arguments`` that shapes, strides and the last arguments determine."""
     b_total, h_total, q_total, kv_total = shard.totals()
     known: dict[str, Any] = {
-        "element": ELEMENTS[q.dtype],
+        "element": ELEMENTS[q.dtype], "deterministic": deterministic,
         "batch": shard.batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
         "q_len": shard.q_len, "kv_len": shard.kv_len,
         "b_start": shard.b_start, "h_start": shard.h_start, "q_start": shard.q_start, "kv_start": shard.kv_start,

@@ -91,16 +91,12 @@ class Engine:
         else:
             o = torch.empty_strided(*call.o, dtype=a.q.dtype, device=call.device)
         values[slots["o"]] = o.data_ptr()
-        if not self.signature.has_lse:
-            self._run(a, kernel, "forward", values, None)
-            return o
-        if not keeps_lse:
-            self._run(a, kernel, "forward", values, None)
-            return o, None
-        lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-        values[slots["lse"]] = lse.data_ptr()
+        has_lse, lse = self.signature.has_lse, None
+        if has_lse and keeps_lse:
+            lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+            values[slots["lse"]] = lse.data_ptr()
         self._run(a, kernel, "forward", values, None)
-        return o, lse
+        return (o, lse) if has_lse else o
 
     def _forward_without_kernel(self, a: _Arguments) -> Any:
         has_lse, dtype = self.signature.has_lse, _lse_dtype(a.q)
