@@ -121,15 +121,7 @@ class EmulatedKernel:
         arguments = self.layout.pack(*own)
         known = self.layout.named(own)
         reports = [
-            program.launch(
-                step.kernel,
-                (step.grid, 1, 1),
-                (step.threads, 1, 1),
-                step.shared_bytes,
-                arguments + self._maps(step, known, len(arguments)),
-                allocations,
-                seed=self.seed,
-            )
+            self._launch(program, step, arguments + self._maps(step, known, len(arguments)), allocations)
             for step in part.steps
         ]
         for address, place, size in written:
@@ -140,19 +132,14 @@ class EmulatedKernel:
         """The content of lists; what it took is added to ``made``."""
         memory, own, name = DeviceMemory(), list(values), self.layout.names[lists.slot]
         own[lists.slot] = memory.allocate(name, lists.size)
-        step, packed = lists.step, self.layout.pack(*own)
-        made.append(
-            program.launch(
-                step.kernel,
-                (step.grid, 1, 1),
-                (step.threads, 1, 1),
-                step.shared_bytes,
-                packed,
-                memory.allocations,
-                seed=self.seed,
-            )
-        )
+        made.append(self._launch(program, lists.step, self.layout.pack(*own), memory.allocations))
         return memory.bytes_of(name)
+
+    def _launch(
+        self, program: Program, step: Step, parameters: bytes, allocations: Mapping[str, tuple[int, int]]
+    ) -> Report:
+        grid, threads = (step.grid, 1, 1), (step.threads, 1, 1)
+        return program.launch(step.kernel, grid, threads, step.shared_bytes, parameters, allocations, seed=self.seed)
 
     def _maps(self, step: Step, known: Mapping[str, float], behind: int) -> bytes:
         """The maps that a kernel takes, as its second parameter."""
