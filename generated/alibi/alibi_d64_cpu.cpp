@@ -2088,7 +2088,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     fg::VecF top = row_max;
     const fg::VecF factor = fg::select(fg::eq(denominator, 0.0f), 0.0f, 1.0f / denominator);
     // The logarithm is formed in double: the backward pass multiplies its error by every weight of the row.
-    for (int l = 0; a.lse && l < std::min(W, rows - n * W); ++l)
+    for (int l = 0; lse && l < std::min(W, rows - n * W); ++l)
       lse[n * W + l] = denominator[l] == 0.0f ? -INFINITY : float((top[l] + std::log2(double(denominator[l]))) * LN_2);
     for (int d = 0; d < DV; ++d) fg::store(t.ot + d * LD + n * W, fg::load(t.ot + d * LD + n * W) * factor);
   }
