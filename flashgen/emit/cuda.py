@@ -40,9 +40,17 @@ from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
-from flashgen.plan.cuda_launches import Passes, atomic_buffers, captured_elements, exact_buffers, passes
+from flashgen.plan.cuda_launches import (
+    TURNS,
+    Passes,
+    atomic_buffers,
+    captured_elements,
+    exact_buffers,
+    forward_buffers,
+    passes,
+)
 from flashgen.plan.cuda_lists import cuda_fields, shares_lists
-from flashgen.plan.cuda_model import BINS, LOADER_REGISTERS, padded, registers
+from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
@@ -53,6 +61,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "delta": ("delta_of", "float"),
     "dq": ("dq_sums", "float"),
     "largest": ("largest_of", "uint32_t"),
+    TURNS: ("turns_of", "uint32_t"),
 }
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
 LAG = 8.0
@@ -130,6 +139,7 @@ class _Context:
     warpgroups: bool
     mapped_forward: tuple[str, ...]  # element types whose forward kernels take maps for tensor copies
     mapped_backward: tuple[str, ...]  # the same of those for dK and dV
+    served_forward: bool  # whether forward blocks have warps that copy, and stay for several query tiles
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
@@ -246,6 +256,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         warpgroups=warpgroups is not None,
         mapped_forward=tuple(str(each.element) for each in plan.elements if each.forward.tensor_copies),
         mapped_backward=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
+        served_forward=any(each.forward.loaders for each in plan.elements),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
@@ -275,7 +286,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         dot_factor=_constant(variant.score_by_dot),
         weights_first=_weights_first(variant, cut),
         one_pass=cut.one_pass,
-        workspace_code=_workspace_code(variant),
+        workspace_code=_workspace_code(variant, stays=any(each.forward.loaders for each in plan.elements)),
         captured=cut.captured,
         captured_elements={name: _count_code(count) for name, count in captured_elements(variant).items()},
         key_gradients=tuple(gradients[each.read] for each in cut.key_gradients),
@@ -342,10 +353,11 @@ def _gradient(
     )
 
 
-def _workspace_code(variant: Variant) -> str:
+def _workspace_code(variant: Variant, *, stays: bool) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
     lines = []
-    for buffers in (atomic_buffers(variant), exact_buffers(variant)):
+    forward = (forward_buffers(variant),) if stays else ()
+    for buffers in (*forward, atomic_buffers(variant), exact_buffers(variant)):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes) for each in before) or "0"
@@ -403,7 +415,9 @@ def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
     """Who copies, and how, how many blocks share the registers, and how many those who copy have and the others get."""
     roles = {"loaders": tiles.loaders, "blocks": tiles.blocks}
     if tiles.loaders:
-        roles |= {"loader_registers": LOADER_REGISTERS, "registers": registers(tiles.warps, tiles.loaders)}
+        least = FINDING_REGISTERS if isinstance(tiles, ForwardTiles) else COPYING_REGISTERS
+        multiplying, copying = registers(tiles.warps, tiles.loaders, least)
+        roles |= {"loader_registers": copying, "registers": multiplying}
     return roles | {"tensor_copies": int(tiles.tensor_copies)}
 
 

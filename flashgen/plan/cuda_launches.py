@@ -17,8 +17,9 @@ from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, shares_lists
 from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, VisitLists
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists
 
+TURNS = "turns"  # a buffer: query tiles that blocks which stay have taken, beyond one each
 GRANULE = 16  # rows or columns of one range of what the mask reads
 _HEADS = (Factor("batch"), Factor("heads"))
 _KV_HEADS = (Factor("batch"), Factor("kv_heads"))
@@ -94,6 +95,11 @@ def _observe(symbol: str, variant: Variant) -> list[Launch]:
     return launches
 
 
+def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """The workspace of the forward pass whose blocks stay."""
+    return (*bounds_buffers(variant), Buffer(TURNS, Count((), 4), clear=True))
+
+
 def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed."""
     cut = passes(variant)
@@ -123,18 +129,22 @@ def forward_launches(
     tiles = plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_HEADS, Factor("q_len", tiles.Br)))
-    boxes = _boxes(("k", "v"), tiles.Bc, variant, element) if tiles.tensor_copies else ()
-    launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes)
+    boxes: tuple[Box, ...] = ()
+    if tiles.tensor_copies:
+        boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+    turns = Turns(TURNS, tiles.blocks) if tiles.loaders else None
+    launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes, turns)
     lists = (
         (lists_of_queries(f"{symbol}_visits_of_forward_{element}", variant, tiles),) if shares_lists(variant) else ()
     )
-    return PassLaunches(bounds_buffers(variant), (*_observe(symbol, variant), launch), lists)
+    buffers = forward_buffers(variant) if turns else bounds_buffers(variant)
+    return PassLaunches(buffers, (*_observe(symbol, variant), launch), lists)
 
 
-def _boxes(tensors: tuple[str, str], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
-    """One panel each of a tile of Q or K, and of one of V or dO."""
-    widths = zip(tensors, (variant.head_dim.qk, variant.head_dim.v), strict=True)
-    return tuple(Box(tensor, rows, panel_width(padded(width), element)) for tensor, width in widths)
+def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
+    """One panel each of a tile of these tensors."""
+    widths = {"q": variant.head_dim.qk, "k": variant.head_dim.qk, "v": variant.head_dim.v, "d_o": variant.head_dim.v}
+    return tuple(Box(tensor, rows, panel_width(padded(widths[tensor]), element)) for tensor in tensors)
 
 
 def backward_launches(

@@ -19,7 +19,7 @@ from flashgen.plan.cuda_plan import BackwardTiles, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 
 WINDOW = 1024  # tiles that one list of visits covers
-VISIT_LIST = 28 + 2 * WINDOW // 8 + 2 * WINDOW
+VISIT_LIST = 40 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = 4
 SIGNAL = 8  # an mbarrier
@@ -32,18 +32,21 @@ _Forward: TypeAlias = ForwardChoice | ForwardTiles
 _Backward: TypeAlias = BackwardChoice | BackwardTiles
 _Queries: TypeAlias = QueryChoice | QueryTiles
 
-LOADER_REGISTERS = 24  # of a thread that only copies
+COPYING_REGISTERS = 24  # of a thread that only copies
+FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
+_MOST_REGISTERS = 240
 
 
-def registers(warps: int, loaders: int) -> int:
-    """What a thread that multiplies may have, where loaders keep no more than they need.
+def registers(warps: int, loaders: int, least: int) -> tuple[int, int]:
+    """What a thread that multiplies may have, where loaders keep no more than ``least``; and what these then have.
 
     A block begins with equal shares, of a multiple of 8, and they can be dealt out again; to ask for more would wait
     for ever.
     """
-    at_launch = _REGISTERS // (32 * (warps + loaders)) // 8 * 8
-    return min((at_launch * (warps + loaders) - LOADER_REGISTERS * loaders) // warps // 8 * 8, 240)
+    whole = _REGISTERS // (32 * (warps + loaders)) // 8 * 8 * (warps + loaders)
+    multiplying = min((whole - least * loaders) // warps // 8 * 8, _MOST_REGISTERS)
+    return multiplying, (whole - multiplying * warps) // loaders // 8 * 8
 
 
 def is_plain(variant: Variant) -> bool:
@@ -114,24 +117,37 @@ def takes_tensor_copies(variant: Variant, element: ElementType, tiles: _Forward 
 
 
 def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> dict[str, int]:
-    """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some."""
+    """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
+
+    Blocks with loaders stay for several query tiles, and have two lists of visits.
+    """
     Br, Bc, stages = tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
         "Q": tile_bytes(Br, D, element),
         "K": stages * tile_bytes(Bc, D, element),
         "V": stages * tile_bytes(Bc, Dv, element),
-        "list of tiles": VISIT_LIST,
+        "list of tiles": (2 if tiles.loaders else 1) * VISIT_LIST,
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
-    return found | _signals(variant, element, tiles, sum(found.values()))
+    return found | _forward_signals(variant, element, tiles, sum(found.values()))
 
 
 def forward_bytes(variant: Variant, element: ElementType, tiles: _Forward) -> int:
-    """All of them; O takes the place of all but the signals at the end."""
+    """All of them; O takes the place of all but the signals at the end, unless blocks stay."""
+    whole = sum(forward_buffers(variant, element, tiles).values())
+    if tiles.loaders:
+        return whole
     o = tile_bytes(tiles.Br, padded(variant.head_dim.v), element)
-    at_the_end = o + sum(_signals(variant, element, tiles, o).values())
-    return max(sum(forward_buffers(variant, element, tiles).values()), at_the_end)
+    return max(whole, o + sum(_forward_signals(variant, element, tiles, o).values()))
+
+
+def _forward_signals(variant: Variant, element: ElementType, tiles: _Forward, before: int) -> dict[str, int]:
+    """Those of K and V; the two of Q; where blocks stay, two for each list."""
+    found = _signals(variant, element, tiles, before)
+    if found:
+        found["signals"] += (6 if tiles.loaders else 2) * SIGNAL
+    return found
 
 
 def _signals(variant: Variant, element: ElementType, tiles: _Forward | _Backward, before: int) -> dict[str, int]:

@@ -171,7 +171,8 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
     if not single and target.sm_bytes <= 100 * 1024 and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)  # two blocks a multiprocessor
     if not single and target.has_warpgroups and not variant.uses_sqdist:  # norms of K want everyone at once
-        rows = [*_rows_for(variant, _hopper_forward(variant)), *rows]
+        hopper = _rows_for(variant, _hopper_forward(variant))  # warps that copy do so by tensor copies alone
+        rows = [*(row for row in hopper if not row.loaders or takes_tensor_copies(variant, element, row)), *rows]
     schedule = variant.spec.schedule
     return _pinned(rows, schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
 

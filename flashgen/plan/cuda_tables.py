@@ -107,7 +107,7 @@ HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
 # Before those of HALF_… on sm_90a. dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
 HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (_hopper_shared(128, 3), _hopper(192, 96, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
-    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
 )
 # The same where the mask relates no queries to keys, so that every row has all tiles.

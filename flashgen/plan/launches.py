@@ -59,10 +59,20 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How many blocks of a kernel run at a time on a multiprocessor, and the buffer in which they count."""
+
+    buffer: str
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel on a grid of blocks in one dimension. A grid of none is not started.
 
-    A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``.
+    A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``. Blocks of one with
+    ``turns`` do the work of many, so that no more of them are started than run at a time; what is left they count in
+    the buffer of that name.
     """
 
     kernel: str
@@ -70,6 +80,7 @@ class Launch:
     threads: int
     shared_bytes: int
     boxes: tuple[Box, ...] = ()
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True)

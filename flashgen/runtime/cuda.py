@@ -36,6 +36,10 @@ class CudaMissing(RuntimeError):  # noqa: N818 - reads as what happened
 class Driver(Protocol):
     """What a kernel asks of one device."""
 
+    @property
+    def multiprocessors(self) -> int:
+        """How many there are."""
+
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         """A kernel of a binary, allowed this much shared memory."""
 
@@ -100,7 +104,7 @@ class CudaKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values)
+        found = schedule(launches, self.layout, self.head_dim, values, self.driver.multiprocessors)
         function = functools.partial(self.driver.function, kernels.binary)
 
         def launch(step: Step) -> _Launch:
@@ -180,6 +184,7 @@ class CupyDriver:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self.multiprocessors: int = torch.cuda.get_device_properties(index).multi_processor_count
         self._cupy = import_cupy()
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")

@@ -24,6 +24,7 @@ from flashgen.runtime.lists import SharedLists, Shelf
 from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
 
+MULTIPROCESSORS = 2  # so that blocks that stay have something to take turns with
 _LINE = 128  # bytes: what alignment a kernel can depend on, and more
 _NAN = b"\xff"  # in every float format
 # What each pass writes whole; it adds to the gradients of captured values, and reads everything else.
@@ -76,7 +77,7 @@ class EmulatedKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values, self.most)
+        found = schedule(launches, self.layout, self.head_dim, values, MULTIPROCESSORS, self.most)
         return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:

@@ -78,12 +78,19 @@ class _Shard:
 
 
 def schedule(
-    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, values: Values, most: int = MOST_ELEMENTS
+    launches: PassLaunches,
+    layout: ArgumentLayout,
+    head_dim: HeadDim,
+    values: Values,
+    multiprocessors: int,
+    most: int = MOST_ELEMENTS,
 ) -> Schedule:
     """The parts of one pass. Raises ``ValueError`` where a single key/value head is too large for one."""
     known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
     shards = tuple(_shards(known, head_dim, most))
-    parts = tuple(_part(launches, layout, head_dim, known, each, is_whole=len(shards) == 1) for each in shards)
+    parts = tuple(
+        _part(launches, layout, head_dim, known, each, multiprocessors, is_whole=len(shards) == 1) for each in shards
+    )
     return Schedule(max(launches.workspace_bytes(known | _changes(known, each)) for each in shards), parts)
 
 
@@ -183,34 +190,48 @@ def _part(
     head_dim: HeadDim,
     known: Mapping[str, int],
     shard: _Shard,
+    multiprocessors: int,
     *,
     is_whole: bool,
 ) -> Part:
     changes = _changes(known, shard)
     sizes = {**known, **changes}
     buffers = launches.offsets(sizes)
-    steps = (_step(each, sizes) for each in launches.launches)
+    steps = tuple(_step(each, sizes, multiprocessors) for each in launches.launches)
+    # Where every block starts, none counts.
+    idle = {
+        launch.turns.buffer
+        for launch, step in zip(launches.launches, steps, strict=True)
+        if launch.turns and step.grid == launch.grid.value(sizes)
+    }
     moves = {} if is_whole else _moves(known, shard, head_dim)
     return Part(
         changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),
         moves=tuple((layout.slots[name], distance) for name, distance in moves.items() if distance),
         buffers=buffers,
-        clear=tuple(buffers[each.name] for each in launches.buffers if each.clear and buffers[each.name][1]),
+        clear=tuple(
+            buffers[each.name]
+            for each in launches.buffers
+            if each.clear and buffers[each.name][1] and each.name not in idle
+        ),
         steps=tuple(each for each in steps if each.grid),
-        lists=tuple(_shared(each, layout, sizes) for each in launches.lists),
+        lists=tuple(_shared(each, layout, sizes, multiprocessors) for each in launches.lists),
     )
 
 
-def _step(launch: Launch, sizes: Mapping[str, int]) -> Step:
-    return Step(launch.kernel, launch.grid.value(sizes), launch.threads, launch.shared_bytes, launch.boxes)
+def _step(launch: Launch, sizes: Mapping[str, int], multiprocessors: int) -> Step:
+    grid = launch.grid.value(sizes)
+    if launch.turns:
+        grid = min(grid, launch.turns.blocks * multiprocessors)
+    return Step(launch.kernel, grid, launch.threads, launch.shared_bytes, launch.boxes)
 
 
-def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int]) -> SharedLists:
+def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int], multiprocessors: int) -> SharedLists:
     return SharedLists(
         slot=layout.slots[lists.field],
         size=lists.bytes(sizes),
         tiles=lists.pairs.value(sizes),
-        step=_step(lists.launch, sizes),
+        step=_step(lists.launch, sizes, multiprocessors),
         known=(lists.field, lists.tiles, *(sizes[name] for name in lists.sizes)),
         params=tuple(layout.slots[value] for value, _ in lists.params),
         places=tuple(layout.slots[place] for _, place in lists.params),

@@ -10,7 +10,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.pipeline import compile_spec
 from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_model import LOADER_REGISTERS, dq_column_groups, registers
+from flashgen.plan.cuda_model import COPYING_REGISTERS, FINDING_REGISTERS, dq_column_groups, registers
 from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.verification.verify import verify_case
@@ -91,10 +91,12 @@ def test_what_multiplies_and_what_copies_share_the_registers() -> None:
         tiles = plan.by_element[ElementType.BF16].forward
         assert tiles.warpgroups
         assert tiles.loaders
-        each = registers(tiles.warps, tiles.loaders)
-        assert 32 * (each * tiles.warps + LOADER_REGISTERS * tiles.loaders) <= 64 * 1024
-        assert each % 8 == 0
-        assert each <= 240
+        for least in (COPYING_REGISTERS, FINDING_REGISTERS):
+            multiplying, others = registers(tiles.warps, tiles.loaders, least)
+            assert 32 * (multiplying * tiles.warps + others * tiles.loaders) <= 64 * 1024
+            assert multiplying % 8 == others % 8 == 0
+            assert others >= least
+            assert 150 <= multiplying <= 240
 
 
 def test_short_rows_take_small_blocks() -> None:

@@ -61,7 +61,7 @@ def test_who_takes_tensor_copies() -> None:
         assert tiles.tensor_copies is expected
         assert plan.by_element[ElementType.F16].backward.tensor_copies is expected
         *_, launch = forward_launches("a", variant, plan, ElementType.F16, dropped=False).launches
-        assert [box.tensor for box in launch.boxes] == (["k", "v"] if expected else [])
+        assert [box.tensor for box in launch.boxes] == (["q", "k", "v"] if expected else [])
         launches = launched(variant, plan)
         for name in ("keys_f16",) if variant.uses_sqdist else ("backward_f16", "keys_f16"):
             boxes = launches[f"{cuda_symbol(variant)}_{name}"].boxes
@@ -188,7 +188,14 @@ def test_windows_of_two_tiles_forward(schedule: str) -> None:
     """Some rows of a warp keep keys of an earlier window, others do not: O and the sums of rows shrink together."""
     text = f"head_dim 16  mask window_left(100) and causal and {ALL}  {schedule}"
 
-    op = changed(f"windows_forward_{schedule == SERVED}", text, "forward", WINDOWS, r"\g<1>2", count=3)
+    op = changed(
+        f"windows_forward_{schedule == SERVED}",
+        text,
+        "forward",
+        WINDOWS,
+        r"\g<1>2",
+        count=5 if schedule == SERVED else 2,
+    )
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
     assert (op(q, k, v).double() - exact).abs().max() < 0.02
@@ -206,7 +213,7 @@ def run(name: str, text: str, old: str, new: str) -> None:
     text = f"head_dim 64  mask {ALL}  {text}"
     op = changed(name, text, "forward", re.escape(old), new)
     assert bool(emitted_for(text)[0].elements[0].forward.loaders) is (SERVED in text)
-    op(random(1, 1, 64, 64, seed=0), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2))
+    op(random(1, 1, 900, 64, seed=0), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2))
 
 
 def run_backward(name: str, text: str, old: str, new: str) -> None:
@@ -227,9 +234,15 @@ MISTAKES = {
     ),
     "alone, no wait for a part": (
         ALONE,
-        "signals().await(n);",
+        "signals().await(parts_before + n);",
         "",
         {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
+    ),
+    "alone, no wait for Q": (
+        ALONE,
+        "if constexpr (P::tensor_copies) q_signals().await(0);",
+        "",
+        {FaultKind.NOT_AWAITED},
     ),
     "alone, bytes of K alone": (
         ALONE,
@@ -239,21 +252,57 @@ MISTAKES = {
     ),
     "served, no wait for room": (
         SERVED,
-        "signals().await_room(n);",
+        "signals().await_room(parts_before + n);",
         "",
         {FaultKind.MBARRIER},
     ),
     "served, released by half of the warps": (
         SERVED,
-        "signals().make(again, 1, P::warps);",
-        "signals().make(again, 1, P::warps / 2);",
+        "      signals().make(false, 1, P::warps);",
+        "      signals().make(false, 1, P::warps / 2);",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "served, no signals": (
         SERVED,
-        "make_signals(window > 0);",
+        "      signals().make(false, 1, P::warps);",
         "",
         {FaultKind.MBARRIER},
+    ),
+    "served, no wait for Q": (
+        SERVED,
+        "if constexpr (P::tensor_copies) q_signals().await(served ? visits.offset(TURN) : 0);",
+        "",
+        {FaultKind.NOT_AWAITED, FaultKind.RACE, FaultKind.UNINITIALIZED},
+    ),
+    "served, no wait for the room of Q": (
+        SERVED,
+        "q_signals().await_room(turn);",
+        "",
+        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "served, Q released before its products are done": (
+        SERVED,
+        "    Weights p;\n",
+        "    Weights p;\n    release_q();\n",
+        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "served, no wait for a list": (
+        SERVED,
+        "list_signals().await(list);",
+        "",
+        {FaultKind.RACE, FaultKind.UNINITIALIZED},
+    ),
+    "served, no wait for the room of a list": (
+        SERVED,
+        "      list_signals().await_room(list);\n      turn_to(list);\n      if (turn > 0)",
+        "      turn_to(list);\n      if (turn > 0)",
+        {FaultKind.RACE, FaultKind.MBARRIER},
+    ),
+    "served, a list that is given back before it is read": (
+        SERVED,
+        "      const bool done = ends();\n      list_signals().release(list);",
+        "      list_signals().release(list);\n      const bool done = ends();",
+        {FaultKind.RACE},
     ),
     "served, boxes half a row too far": (
         SERVED,
@@ -324,7 +373,7 @@ def test_mistakes_in_a_backward_kernel_that_was_right(name: str) -> None:
 def check(error: EmulatorError, kinds: set[FaultKind]) -> None:
     assert error.kind in kinds, str(error)
     assert error.line > 0
-    assert any(word in str(error) for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows"))
+    assert any(word in str(error) for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows", "list"))
 
 
 def test_without_a_mistake_it_is_right() -> None:

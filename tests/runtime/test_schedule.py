@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.cuda_lists import cuda_fields
-from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, VisitLists
+from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists
 from flashgen.runtime import cuda
 from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
@@ -53,7 +54,7 @@ def values(batch: int = 3, heads: int = 4, kv_heads: int = 2, q_len: int = 100, 
 
 
 def test_one_part() -> None:
-    found = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values())
+    found = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132)
     (part,) = found.parts
     assert found.workspace_bytes == 4864 + 1280  # 4 · 3 · 4 · 100 and 100 · 3 · 4 bytes, both in whole 256 bytes
     assert [(step.kernel, step.grid, step.threads, step.shared_bytes) for step in part.steps] == [
@@ -64,8 +65,19 @@ def test_one_part() -> None:
     assert part.values(values()) == values()
 
 
+@pytest.mark.parametrize(("multiprocessors", "grid", "cleared"), [(11, 22, True), (12, 24, False), (13, 24, False)])
+def test_blocks_that_stay(multiprocessors: int, grid: int, cleared: bool) -> None:
+    """No more are started than run at a time; where all are, none of them takes a further turn, and none counts."""
+    first, *_ = LAUNCHES.launches
+    launch = replace(first, turns=Turns("turns", 2))
+    launches = PassLaunches((Buffer("turns", Count((), 4), clear=True),), (launch,))
+    (part,) = schedule(launches, LAYOUT, HEAD_DIM, values(), multiprocessors).parts
+    assert [step.grid for step in part.steps] == [grid]
+    assert part.clear == (((0, 4),) if cleared else ())
+
+
 def test_an_empty_grid_is_not_started() -> None:
-    (part,) = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(q_len=0)).parts
+    (part,) = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(q_len=0), 132).parts
     assert [step.kernel for step in part.steps] == ["second"]
 
 
@@ -79,7 +91,7 @@ def test_an_empty_grid_is_not_started() -> None:
     ],
 )
 def test_large_tensors_are_divided(most: int, expected: list[tuple[int, ...]]) -> None:
-    parts = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), most).parts
+    parts = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132, most).parts
     named = [LAYOUT.named(part.values(values())) for part in parts]
     assert [tuple(each[name] for name in ("b_start", "batch", "h_start", "heads")) for each in named] == expected
     for each in named:
@@ -94,7 +106,7 @@ def test_large_tensors_are_divided(most: int, expected: list[tuple[int, ...]]) -
 
 def test_a_head_that_is_too_large() -> None:
     with pytest.raises(ValueError, match="one key/value head reaches over more than 3199 elements"):
-        schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 3199)
+        schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132, 3199)
 
 
 def test_what_is_read_in_place() -> None:
@@ -121,6 +133,7 @@ class RecordingDriver:
     """Stands for a device: writes down what it is asked for. Arguments are those of ``layout``."""
 
     layout = LAYOUT
+    multiprocessors = 132
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

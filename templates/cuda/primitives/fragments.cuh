@@ -335,6 +335,46 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int ro
 
 // ---- accumulators to global memory -----------------------------------------------------------------------------------
 
+// Word k of lane l of a quad becomes word l of lane k; `lane` is that within the quad.
+FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k & bit) continue;
+      const bool upper = lane & bit;
+      const uint32_t other = shuffle_xor(upper ? words[k] : words[k + bit], bit);
+      words[k] = upper ? other : words[k];
+      words[k + bit] = upper ? words[k + bit] : other;
+    }
+}
+
+// Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows, one after
+// another from `to` on. Lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
+template <int width, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
+  static_assert(sizeof(T) == 2 && width % 8 == 0 && width <= 8 * n_tiles, "whole tiles of 2-byte elements");
+  constexpr int tiles = width / 8, wide = tiles / 4 * 4;
+  const int lane = lane_index() % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + fragment_row(2 * half);
+    T* const place = to + int64_t(at) * width;
+#pragma unroll
+    for (int t = 0; t < wide; t += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = Element<T>::pack(d[t + k][2 * half], d[t + k][2 * half + 1]);
+      transpose_quad(words, lane);
+      if (at < count) global_store(reinterpret_cast<uint4*>(place + 8 * (t + lane)), make_uint4(words[0], words[1], words[2], words[3]));
+    }
+#pragma unroll
+    for (int t = wide; t < tiles; ++t) {
+      const uint32_t word = Element<T>::pack(d[t][2 * half], d[t][2 * half + 1]);
+      if (at < count) global_store(reinterpret_cast<uint32_t*>(place + 8 * t + fragment_column(0)), word);
+    }
+  }
+}
+
 // Adds an accumulator to 128 floats, atomically; number e of lane l has place 32 e + l.
 FG_DEVICE void global_add_fragment(float* sums, const float (&d)[4]) {
 #pragma unroll

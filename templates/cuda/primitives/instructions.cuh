@@ -75,10 +75,11 @@ template <class T> FG_DEVICE T global_load(const T* p) {
   return value;
 }
 template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
-// Atomic, all three.
+// Atomic, all four. The last one adds 1 and gives what was there before.
 FG_DEVICE void global_add(float* p, float value) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory"); }
 FG_DEVICE void global_add(uint64_t* p, uint64_t value) { asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory"); }
 FG_DEVICE void global_max(uint32_t* p, uint32_t value) { asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory"); }
+FG_DEVICE uint32_t global_next(uint32_t* p) { return atomicAdd(p, 1u); }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
@@ -139,6 +140,7 @@ FG_DEVICE int block_index() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(r));
   return r;
 }
+FG_DEVICE int grid_size() { return int(gridDim.x); }
 FG_DEVICE int lane_index() { return int(threadIdx.x % 32); }
 // x, but the compiler does not know it: what follows from it is computed again each time, instead of kept in registers.
 FG_DEVICE int again(int x) {

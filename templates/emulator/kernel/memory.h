@@ -49,6 +49,10 @@ FG_PRIMITIVE void global_max(uint32_t* p, uint32_t value, int line = __builtin_L
   while (old < value && !__atomic_compare_exchange_n(p, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
+FG_PRIMITIVE uint32_t global_next(uint32_t* p, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_access(emulator::Access::add, p, sizeof *p, line);
+  return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED);
+}
 
 FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
 template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {

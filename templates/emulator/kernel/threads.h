@@ -50,6 +50,7 @@ FG_PRIMITIVE uint32_t ballot(bool condition, int line = __builtin_LINE()) {
 }
 
 FG_PRIMITIVE int block_index() { return static_cast<int>(emulator::registers.block.x); }
+FG_PRIMITIVE int grid_size() { return static_cast<int>(emulator::registers.grid_size.x); }
 FG_PRIMITIVE int lane_index() { return static_cast<int>(emulator::registers.thread.x) % emulator::warp_lanes; }
 // As on a GPU: from lane 0, so the warp must be together.
 FG_PRIMITIVE int warp_index(int line = __builtin_LINE()) {
