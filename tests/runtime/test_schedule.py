@@ -131,7 +131,7 @@ class RecordingDriver:
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         self.calls.append(("function", path.name, name, shared_bytes))
-        return {"first": 1, "second": 2, "lists": 3}[name]
+        return {"first": 1, "second": 2, "lists": 3, "order": 4}[name]
 
     def stream(self) -> int:
         return 77
@@ -207,10 +207,19 @@ def test_a_pass_on_a_device() -> None:
 LISTS = VisitLists(
     field="visits_of_queries",
     tiles=(64, 32),
+    kept=True,
+    longest_first=False,
     pairs=Count((Factor("q_len", 64), Factor("kv_len", 32))),
-    counts=Count((Factor("q_len", 64), Factor("kv_len", 32 * 1024)), 16),
-    visits=Count((Factor("q_len", 64), Factor("kv_len", 8 * 32)), 16),
-    launch=Launch("lists", Count((Factor("q_len", 64),)), 128, 2332),
+    count=Count((Factor("q_len", 64),)),
+    readers=LAUNCHES.launches[0].grid,
+    parts=(
+        Count((Factor("q_len", 64), Factor("kv_len", 32 * 1024)), 16),
+        Count((Factor("q_len", 64), Factor("kv_len", 8 * 32)), 16),
+    ),
+    launches=(
+        Launch("lists", Count((Factor("q_len", 64),)), 128, 2332),
+        Launch("order", Count((Factor("q_len", 64),), divide=4), 128, 0),
+    ),
     sizes=("q_len", "kv_len"),
     params=(("param_salt", "param_salt_at"),),
 )
@@ -241,7 +250,7 @@ def test_lists_of_visits_on_a_device() -> None:
         return list(driver.calls)
 
     first, second = 1 << 44, (1 << 44) + 1000
-    makes = [("write", 64, first), ("launch", 3, 2, 128, 2332, 88, first)]
+    makes = [("write", 64, first), ("launch", 3, 2, 128, 2332, 88, first), ("launch", 4, 1, 128, 0, 88, first)]
     reads = [("join", first, 77), ("launch", 1, 24, 128, 50_000, 77, first)]
     assert run() == makes + reads
     assert run() == reads
