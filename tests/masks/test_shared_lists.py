@@ -29,7 +29,7 @@ from flashgen.language import parse_file
 from flashgen.pipeline import compile_spec
 from flashgen.plan.arguments import param_field
 from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES, cuda_fields
+from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES, cuda_fields, observed_loads
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.runtime.call import CallChecker
@@ -323,22 +323,26 @@ def test_params_that_only_the_gpu_knows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_who_has_lists(specs: Path) -> None:
-    """The masks for which CPUs keep lists, and no others: their sources know nothing of it."""
-    with_lists = set()
+    """The masks for which CPUs keep lists, those over captured tensors, and no others: their sources know nothing."""
+    kept, of_calls = set(), set()
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
         variant = analyse(own, own.head_dims[0])
         source = emit_cuda(variant, plan_cuda(variant, TARGETS["sm_90a"])).text
         if is_irregular(variant.keep):
-            with_lists.add(path.stem)
+            kept.add(path.stem)
+        elif any(observed_loads(variant)):
+            of_calls.add(path.stem)
+        if path.stem in kept | of_calls:
             assert "take_visits<Team>(visits.list" in source
             assert "find_visits<Team>(visits.list" not in source
         else:
             assert "take_visits" not in source
             assert OF_QUERIES not in source
-    assert with_lists == {
+    assert kept == {
         "bigbird", "dilated", "neighborhood_2d", "random_blocks", "sparse_butterfly", "sparse_fixed", "sparse_strided",
     }  # fmt: skip
+    assert of_calls == {"bert", "evoformer", "packed_documents"}
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------
