@@ -210,5 +210,6 @@ def _launches(variant: Variant, plan: CudaPlan, symbol: str) -> dict[str, Launch
                 )
                 for deterministic, captured in ((False, True), (True, True), (True, False))
             ]
-            found |= {launch.kernel: launch for each in passes for launch in each.launches}
+            for each in passes:
+                found |= each.kernels
     return found

@@ -35,7 +35,7 @@ from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, observable_loads, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
-from flashgen.ir.expr import Expr, Literal, Load, walk
+from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
@@ -49,7 +49,7 @@ from flashgen.plan.cuda_launches import (
     forward_buffers,
     passes,
 )
-from flashgen.plan.cuda_lists import cuda_fields, shares_lists
+from flashgen.plan.cuda_lists import cuda_fields, has_lists, keeps_lists, takes_longest_first
 from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count
@@ -123,6 +123,19 @@ class _Pieces:
 
 
 @dataclass(frozen=True)
+class _Lists:
+    """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
+
+    ``sharing``: how many of the heads that have blocks take one list, as code over their number ``heads`` in a batch
+    entry; None where blocks do not take the longest first.
+    """
+
+    masks: Masks
+    kept: bool
+    sharing: str | None
+
+
+@dataclass(frozen=True)
 class _Context:
     """Everything that ``kernel.cu.jinja`` and what it includes may refer to."""
 
@@ -145,7 +158,7 @@ class _Context:
     function_inputs: dict[str, str]
     keep_range: RangeCode
     pieces: _Pieces | None
-    lists: Masks | None  # where calls share lists of visits: what of a call's heads has lists of its own
+    lists: _Lists | None
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
     compiled_parts: tuple[str, ...]
@@ -262,7 +275,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         function_inputs=inputs,
         keep_range=keep_range,
         pieces=pieces,
-        lists=masks_of(variant.keep) if shares_lists(variant) else None,
+        lists=_lists(variant),
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
@@ -295,6 +308,15 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         query_gradients=tuple(gradients[each.read] for each in cut.query_gradients),
         sink_gradients=tuple(gradients[each.read] for each in cut.sink_gradients),
     )
+
+
+def _lists(variant: Variant) -> _Lists | None:
+    if not has_lists(variant):
+        return None
+    masks, sharing = masks_of(variant.keep), None
+    if takes_longest_first(variant):
+        sharing = "heads" if "b" in index_set(variant.keep) else "int(a.batch) * heads"
+    return _Lists(masks, keeps_lists(variant), sharing)
 
 
 def _pieces(keep: Expr) -> _Pieces | None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
-from flashgen.ir.expr import Load, walk
+from flashgen.ir.expr import Load
 from flashgen.ir.spec import Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
-from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, shares_lists
+from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, made_in_workspace, observed_loads
 from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Turns
 
 TURNS = "turns"  # a buffer: query tiles that blocks which stay have taken, beyond one each
 GRANULE = 16  # rows or columns of one range of what the mask reads
@@ -63,15 +63,6 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
         factors = tuple(Factor(dimension_field(gradient.name, axis)) for axis in range(rank))
         found[gradient_field(gradient.name)] = Count(factors)
     return found
-
-
-def observed_loads(variant: Variant) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
-    """The elements that the mask reads by row, and those by column: their ranges are found before all else."""
-    loads = [node for node in walk(variant.keep) if isinstance(node, Load)]
-    return (
-        tuple(each for each in loads if level_of(each) is Level.ROW),
-        tuple(each for each in loads if level_of(each) is Level.COLUMN),
-    )
 
 
 def bounds_buffers(variant: Variant) -> tuple[Buffer, ...]:
@@ -134,11 +125,9 @@ def forward_launches(
         boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
     turns = Turns(TURNS, tiles.blocks) if tiles.loaders else None
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes, turns)
-    lists = (
-        (lists_of_queries(f"{symbol}_visits_of_forward_{element}", variant, tiles),) if shares_lists(variant) else ()
-    )
-    buffers = forward_buffers(variant) if turns else bounds_buffers(variant)
-    return PassLaunches(buffers, (*_observe(symbol, variant), launch), lists)
+    lists = lists_of_queries(symbol, f"forward_{element}", variant, tiles, launch)
+    launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
+    return PassLaunches(forward_buffers(variant) if turns else bounds_buffers(variant), launches, lists)
 
 
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
@@ -180,21 +169,18 @@ def backward_launches(
         name = f"{symbol}_queries_{suffix}{how}"
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
-    of_keys: tuple[VisitLists, ...] = ()
-    of_both: tuple[VisitLists, ...] = ()
-    if shares_lists(variant):
-        of_keys = (lists_of_keys(f"{symbol}_visits_of_keys_{element}", variant, tiles.backward),)
-        of_both = (*of_keys, lists_of_queries(f"{symbol}_visits_of_queries_{element}", variant, tiles.queries))
     observe = _observe(symbol, variant)
-    if not deterministic:
-        if cut.one_pass:
-            convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
-            convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
-            return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("backward"), convert_launch), of_keys)
-        return PassLaunches(atomic_buffers(variant), (*observe, *rows(), keys("keys"), queries()), of_both)
-    if not cut.captured:
-        return PassLaunches(exact_buffers(variant), (*observe, *rows(), keys("keys"), queries()), of_both)
-    launches: list[Launch] = [*observe]
+    lists = lists_of_keys(symbol, f"keys_{element}", variant, tiles.backward, keys("keys"))
+    if not deterministic and cut.one_pass:
+        convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
+        convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
+        kernels = (*rows(), keys("backward"), convert_launch)
+        return PassLaunches(atomic_buffers(variant), (*observe, *made_in_workspace(lists), *kernels), lists)
+    lists += lists_of_queries(symbol, f"queries_{element}", variant, tiles.queries, queries())
+    launches: list[Launch] = [*observe, *made_in_workspace(lists)]
+    if not deterministic or not cut.captured:
+        buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant)
+        return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists)
     if captured:
         launches += rows("_measure")
         launches += [keys("keys", "_measure")] if cut.key_gradients else []
@@ -204,7 +190,7 @@ def backward_launches(
         for name, elements in captured_elements(variant).items():
             grid = Count(elements.factors, divide=256)
             launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
-    return PassLaunches(exact_buffers(variant), tuple(launches), of_both)
+    return PassLaunches(exact_buffers(variant), tuple(launches), lists)
 
 
 def rows_of_a_block(head_dim: int, element: ElementType) -> int:

@@ -3,7 +3,8 @@
 In: a ``Variant``, the tiles, the launches of the pass, the values of ``struct Arguments``, what captured tensors hold.
 Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the fields and of
 the parts of the workspace. It follows ``templates/cuda``: which tiles are visited, what is loaded for each, what is
-stored at the end, and of the lists of visits that the values point to. Captured tensors are read element by element
+stored at the end, and of the lists of visits that the values point to, with what it takes to make them where each call
+does. Captured tensors are read element by element
 where the formula needs them, mostly from caches, and are left out.
 """
 
@@ -21,18 +22,19 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.interval import IntRange
 from flashgen.plan.arguments import param_field
 from flashgen.plan.cuda_launches import passes, rows_of_a_block
-from flashgen.plan.cuda_lists import CHUNK, COUNTS, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
+from flashgen.plan.cuda_lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.plan.cuda_model import WINDOW, padded
 from flashgen.plan.cuda_plan import ElementPlan
-from flashgen.plan.launches import PassLaunches
+from flashgen.plan.launches import PassLaunches, VisitLists
 
 FLOAT = 4
 GROUP = 16  # rows whose sums of dQ lie together
 COUNTED = (
     *("q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "workspace.delta", "workspace.dq"),
-    *(OF_QUERIES, OF_KEYS),
+    *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
 )
 _THREADS = 128  # of the kernel of delta
+_WARP = 32
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def traffic(
     captured: Mapping[str, Any],
 ) -> Mapping[str, int]:
     """Bytes by buffer. ``captured`` are the tensors that masks read, as NumPy arrays."""
-    found: Counter[str] = Counter()
-    model = _Model(variant, tiles, values, captured)
+    model = _Model(variant, tiles, launches.lists, values, captured)
+    found = Counter(model.making())
     for launch in launches.launches:
         kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
         moved: dict[str, Callable[[], Mapping[str, int]]] = {
@@ -73,9 +75,15 @@ class _Model:
     """One call: sizes in elements, and which tiles hold a pair that may be kept."""
 
     def __init__(
-        self, variant: Variant, tiles: ElementPlan, values: Mapping[str, Any], captured: Mapping[str, Any]
+        self,
+        variant: Variant,
+        tiles: ElementPlan,
+        lists: tuple[VisitLists, ...],
+        values: Mapping[str, Any],
+        captured: Mapping[str, Any],
     ) -> None:
         self.tiles = tiles
+        self.lists = {each.field: each for each in lists if values.get(each.field)}
         self.cut = passes(variant)
         self.element = tiles.element.bytes
         self.D, self.Dv, self.padded = variant.head_dim.qk, variant.head_dim.v, padded(variant.head_dim.qk)
@@ -93,7 +101,8 @@ class _Model:
         found.update({"q": rows * self.D * self.element, "o": rows * self.Dv * self.element})
         if self.cut.row_state:
             found["lse"] += rows * FLOAT
-        found.update(self._lists(OF_QUERIES, (self.q_len, self.tiles.forward.Br), self.tiles.forward.Bc))
+        tiles = self.tiles.forward
+        found.update(self._reading(OF_QUERIES, tiles.loaders - 1 if tiles.loaders else tiles.warps))
         return found
 
     def rows(self) -> Mapping[str, int]:
@@ -127,7 +136,7 @@ class _Model:
         found.update({"q": rows * self.D * self.element, "d_o": rows * self.Dv * self.element})
         if self.cut.row_state:
             found.update({"lse": rows * FLOAT, "workspace.delta": rows * FLOAT})
-        found.update(self._lists(OF_KEYS, (self.kv_len, plan.Bc), plan.Br))
+        found.update(self._reading(OF_KEYS, plan.warps + plan.loaders, group))
         if adds_dq:
             found["workspace.dq"] += groups * GROUP * self.padded * FLOAT
         return found
@@ -140,7 +149,7 @@ class _Model:
         found["dq"] += rows * self.D * self.element
         if self.cut.row_state:
             found.update({"lse": 4 * rows * FLOAT, "workspace.delta": 4 * rows * FLOAT})
-        found.update(self._lists(OF_QUERIES, (self.q_len, self.tiles.queries.Br), self.tiles.queries.Bc))
+        found.update(self._reading(OF_QUERIES, self.tiles.queries.warps))
         return found
 
     def convert(self) -> Mapping[str, int]:
@@ -151,14 +160,41 @@ class _Model:
             "dq": self._rows() * self.D * self.element,
         }
 
-    def _lists(self, field: str, own: tuple[int, int], visited: int) -> Mapping[str, int]:
-        """What blocks read of shared lists: all that a list has room for, but of its counts only what they need."""
-        if not self.values.get(field):
+    def making(self) -> Mapping[str, int]:
+        """The lists of the call: written, and where the longest come first read and written again.
+
+        A warp that orders one looks at the lengths of all.
+        """
+        found: Counter[str] = Counter()
+        for lists in self.lists.values():
+            if lists.kept:
+                continue
+            count, size = lists.count.value(self.values), CHUNK * sum(self._chunks(lists))
+            each = size
+            if lists.longest_first:
+                each += LENGTH + LENGTH * (_WARP + count) + 2 * size
+            found[_allocation(lists)] += count * each
+        return found
+
+    def _reading(self, field: str, warps: int, heads: int = 1) -> Mapping[str, int]:
+        """What blocks read of lists: all that one has room for, but of its counts only what they need.
+
+        Every thread of so many ``warps`` reads which list it is; a block reads it for so many ``heads``.
+        """
+        lists = self.lists.get(field)
+        if lists is None:
             return {}
-        length, tile = own
-        others = self.q_len if field == OF_KEYS else self.kv_len
-        each = CHUNK * -(-others // (TILES_OF_CHUNK * visited)) + COUNTS * -(-others // (WINDOW * visited))
-        return {field: self.batch * self.heads * -(-length // tile) * each}
+        windows, chunks = self._chunks(lists)
+        each = heads * (COUNTS * windows + CHUNK * chunks)
+        if lists.longest_first:
+            each += NUMBER * _WARP * warps
+        return {_allocation(lists): lists.readers.value(self.values) * each}
+
+    def _chunks(self, lists: VisitLists) -> tuple[int, int]:
+        """Of a list: the first ones of windows, and those of tiles."""
+        length = self.q_len if lists.field == OF_KEYS else self.kv_len
+        visited = -(-length // lists.tiles[1])
+        return -(-visited // WINDOW), -(-visited // TILES_OF_CHUNK)
 
     def _rows(self) -> int:
         return self.batch * self.heads * self.q_len
@@ -195,6 +231,10 @@ class _Model:
         keep = self.variant.keep
         found = classify_in_pieces(keep, tile) if is_cut(keep) else classify(keep, tile, loads=self.loads)
         return found is not TileClass.EMPTY
+
+
+def _allocation(lists: VisitLists) -> str:
+    return lists.field if lists.kept else f"workspace.{lists.field}"
 
 
 def _spans(length: int, tile: int) -> list[_Span]:

@@ -1,12 +1,12 @@
 """Launches: which kernels make up a pass on a GPU, over what grids, with what memory; data that every host can follow.
 
 Stage 3, plan. In: nothing. Out: the types. A host fills ``struct Arguments`` (``plan/arguments.py``), allocates
-``workspace_bytes``, clears the buffers that ask for it, and starts the launches one after another.
+the workspace, clears the buffers that ask for it, and starts the launches one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 ALIGNMENT = 256  # of every buffer in the workspace
@@ -72,7 +72,7 @@ class Launch:
 
     A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``. Blocks of one with
     ``turns`` do the work of many, so that no more of them are started than run at a time; what is left they count in
-    the buffer of that name.
+    the buffer of that name. One that ``makes`` lists, those of this field, is started where they are made.
     """
 
     kernel: str
@@ -81,48 +81,68 @@ class Launch:
     shared_bytes: int
     boxes: tuple[Box, ...] = ()
     turns: Turns | None = None
+    makes: str = ""
 
 
 @dataclass(frozen=True)
 class VisitLists:
-    """Lists of tiles to visit that calls share: ``launch`` writes them where ``field`` points to.
+    """Lists of tiles to visit, for the heads that share a mask: ``launches`` write them where ``field`` points to.
 
-    What they hold follows from the ``tiles``, own and visited, and from the values of the fields ``sizes`` and
-    ``params``. A param has a second field, which is not null where only the GPU knows it: then there are no lists.
-    ``pairs`` is the number of tiles of queries and keys, ``counts`` and ``visits`` are the bytes of the two parts.
+    Where ``kept``, what they hold follows from the ``tiles``, own and visited, and from the values of the fields
+    ``sizes`` and ``params``: the host keeps them for later calls. A param has a second field, which is not null where
+    only the GPU knows it: then there are no lists. Else they follow from captured tensors, and a call makes its own, in
+    its workspace. Where ``longest_first`` blocks take them in the order in which they lie. ``pairs`` is the number of
+    tiles of queries and keys, ``count`` that of lists, ``readers`` that of blocks that read them, ``parts`` are bytes.
     """
 
     field: str
     tiles: tuple[int, int]
+    kept: bool
+    longest_first: bool
     pairs: Count
-    counts: Count
-    visits: Count
-    launch: Launch
+    count: Count
+    readers: Count
+    parts: tuple[Count, ...]
+    launches: tuple[Launch, ...]
     sizes: tuple[str, ...]
     params: tuple[tuple[str, str], ...]
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """What ``field`` has to point to."""
-        return self.counts.value(sizes) + self.visits.value(sizes)
+        return sum(part.value(sizes) for part in self.parts)
 
 
 @dataclass(frozen=True)
 class PassLaunches:
-    """One pass: its workspace and its kernels, in order, and the lists that these read where there are some."""
+    """One pass: its workspace and its kernels, in order, and the lists that these read where there are some.
+
+    Among the ``launches`` are those that make lists in the workspace, not those of lists that the host keeps.
+    """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
     lists: tuple[VisitLists, ...] = ()
 
-    def offsets(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[int, int]]:
-        """Where each buffer begins in the workspace, and its bytes; one behind the other, aligned."""
+    @property
+    def kernels(self) -> Mapping[str, Launch]:
+        """Every launch that a host may be told to start, by its kernel."""
+        of_lists = (launch for lists in self.lists for launch in lists.launches)
+        return {launch.kernel: launch for launch in (*self.launches, *of_lists)}
+
+    def offsets(self, sizes: Mapping[str, int], made: Collection[VisitLists] = ()) -> Mapping[str, tuple[int, int]]:
+        """Where each buffer begins in the workspace, and its bytes; one behind the other, aligned.
+
+        Behind them lie the lists that the call has ``made``, by their fields.
+        """
+        lengths = {buffer.name: buffer.bytes.value(sizes) for buffer in self.buffers}
+        lengths |= {lists.field: lists.bytes(sizes) for lists in made}
         at, found = 0, {}
-        for buffer in self.buffers:
-            length = buffer.bytes.value(sizes)
-            found[buffer.name] = (at, length)
-            at += -(-length // ALIGNMENT) * ALIGNMENT
+        for name, length in lengths.items():
+            found[name] = (at, length)
+            at += aligned(length)
         return found
 
-    def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
-        """The bytes that ``workspace`` has to point to."""
-        return sum(-(-length // ALIGNMENT) * ALIGNMENT for _, length in self.offsets(sizes).values())
+
+def aligned(length: int) -> int:
+    """The bytes that a buffer of the workspace takes."""
+    return -(-length // ALIGNMENT) * ALIGNMENT

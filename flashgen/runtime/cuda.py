@@ -104,7 +104,8 @@ class CudaKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values, self.driver.multiprocessors)
+        multiprocessors, eager = self.driver.multiprocessors, self.shelf.eager
+        found = schedule(launches, self.layout, self.head_dim, values, multiprocessors, eager=eager)
         function = functools.partial(self.driver.function, kernels.binary)
 
         def launch(step: Step) -> _Launch:
@@ -114,7 +115,7 @@ class CudaKernel:
             (
                 part,
                 [(launch(step), self._maps(step, part.values(values))) for step in part.steps],
-                [(each, launch(each.step)) for each in part.lists],
+                [(each, [launch(step) for step in each.steps]) for each in part.lists],
             )
             for part in found.parts
         ]
@@ -129,7 +130,7 @@ class CudaKernel:
     def _run(
         self,
         parts: Sequence[
-            tuple[Part, Sequence[tuple[_Launch, LaunchMaps | None]], Sequence[tuple[SharedLists, _Launch]]]
+            tuple[Part, Sequence[tuple[_Launch, LaunchMaps | None]], Sequence[tuple[SharedLists, Sequence[_Launch]]]]
         ],
         values: Values,
     ) -> None:
@@ -142,11 +143,13 @@ class CudaKernel:
             own = part.values(values)
             # A graph may be replayed when the lists are gone: there blocks find what they visit.
             held = [] if not lists or driver.is_capturing() else self._find(lists, own)
-            if held:
+            if held or part.places:
                 own = list(own)
                 for slot, written in held:
                     written.join(stream)
                     own[slot] = written.address
+                for slot, offset in part.places:
+                    own[slot] = workspace + offset
             # A launch copies parameters from the addresses that an object holds: the struct's, and the maps'.
             packed = self.layout.pack(*own)
             alone = ctypes.c_char_p(packed)
@@ -161,20 +164,23 @@ class CudaKernel:
                     driver.launch(*step, stream, ctypes.addressof(both))
         return None
 
-    def _find(self, lists: Sequence[tuple[SharedLists, _Launch]], values: Values) -> list[tuple[int, Written]]:
-        """The lists of a call that there are, by the slots of their pointers."""
+    def _find(
+        self, lists: Sequence[tuple[SharedLists, Sequence[_Launch]]], values: Values
+    ) -> list[tuple[int, Written]]:
+        """The lists of a call that are kept, by the slots of their pointers."""
         found = [
-            (each.slot, self.shelf.find(each, values, functools.partial(self._make, each, launch, values)))
-            for each, launch in lists
+            (each.slot, self.shelf.find(each, values, functools.partial(self._make, each, launches, values)))
+            for each, launches in lists
         ]
         return [(slot, written) for slot, written in found if written is not None]
 
-    def _make(self, lists: SharedLists, launch: _Launch, values: Values) -> Written | None:
+    def _make(self, lists: SharedLists, launches: Sequence[_Launch], values: Values) -> Written | None:
         def write(address: int, stream: int) -> None:
             own = list(values)
             own[lists.slot] = address
             packed = ctypes.c_char_p(self.layout.pack(*own))
-            self.driver.launch(*launch, stream, ctypes.addressof(packed))
+            for launch in launches:
+                self.driver.launch(*launch, stream, ctypes.addressof(packed))
 
         return self.driver.write_once(lists.size, write)
 

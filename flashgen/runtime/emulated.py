@@ -37,8 +37,8 @@ _RECORDS: contextvars.ContextVar[list[Counted] | None] = contextvars.ContextVar(
 class Counted:
     """What the emulator counted in one pass; the report is the sum over its launches.
 
-    ``lists`` is what it took to make lists of visits, where this pass was the first to ask for them. ``values`` are
-    those of the call, with where the lists were that it read.
+    ``lists`` is what it took to make lists of visits that are kept, where this pass was the first to ask for them.
+    ``values`` are those of the call, with where the lists were that it read.
     """
 
     name: PassName
@@ -77,7 +77,8 @@ class EmulatedKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values, MULTIPROCESSORS, self.most)
+        eager = self.shelf.eager
+        found = schedule(launches, self.layout, self.head_dim, values, MULTIPROCESSORS, self.most, eager=eager)
         return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:
@@ -104,8 +105,7 @@ class EmulatedKernel:
             allocations[field] = (place, size)
             if is_output or field.startswith("grad_"):
                 written.append((address, place, size))
-        whole = max((offset + size for offset, size in part.buffers.values()), default=0)
-        workspace = memory.allocate("workspace", whole)
+        workspace = memory.allocate("workspace", part.workspace_bytes)
         own[self.layout.slots["workspace"]] = workspace
         for buffer, (offset, size) in part.buffers.items():
             allocations[f"workspace.{buffer}"] = (workspace + offset, size)
@@ -119,6 +119,8 @@ class EmulatedKernel:
                 of_lists = self.layout.names[lists.slot]
                 own[lists.slot] = places[of_lists] = place = memory.put(of_lists, held)
                 allocations[of_lists] = (place, len(held))
+        for slot, offset in part.places:
+            own[slot] = places[self.layout.names[slot]] = workspace + offset
         arguments = self.layout.pack(*own)
         known = self.layout.named(own)
         reports = [
@@ -133,7 +135,7 @@ class EmulatedKernel:
         """The content of lists; what it took is added to ``made``."""
         memory, own, name = DeviceMemory(), list(values), self.layout.names[lists.slot]
         own[lists.slot] = memory.allocate(name, lists.size)
-        made.append(self._launch(program, lists.step, self.layout.pack(*own), memory.allocations))
+        made += [self._launch(program, each, self.layout.pack(*own), memory.allocations) for each in lists.steps]
         return memory.bytes_of(name)
 
     def _launch(

@@ -1,25 +1,28 @@
-"""Lists of visits that calls share, as the host of a GPU keeps them.
+"""Lists of visits as the host of a GPU has them: kept for calls that share them, or made by each call.
 
 In: what a pass says of its lists (``plan/launches.py``) with its numbers, the values of ``struct Arguments``. Out: the
 lists of a call, whatever holds them: made once, found again by all that they depend on, in bounded memory. What was
 not asked for longest makes room; where one would be larger than the bound there is none, and blocks find what they
 visit. To make one takes the host longer than it saves a single call: lengths that come once have none, nor have single
-queries. Nothing here imports torch.
+queries. A call makes those that follow from its captured tensors, where many blocks read them. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from flashgen.plan.launches import VisitLists
 from flashgen.runtime.kernel import Step, Values
 
-LIST_BYTES = 32 << 20  # of one shelf
+LIST_BYTES = 32 << 20  # of one shelf, or of one order in a call's workspace
 MOST_LISTS = 256  # small ones cost more than their bytes
 LEAST_TILES = 1024  # of queries and keys: of fewer a block finds its own in a moment
+LEAST_BLOCKS = 512  # that read what a call makes: fewer find their own while two kernels would be started
 
 Held = TypeVar("Held")
 Question = tuple[object, ...]
@@ -27,7 +30,7 @@ Question = tuple[object, ...]
 
 @dataclass(frozen=True)
 class SharedLists:
-    """Lists of one order, with numbers: ``step`` writes ``size`` bytes where the value in ``slot`` points to.
+    """Lists of one order, with numbers: ``steps`` write ``size`` bytes where the value in ``slot`` points to.
 
     They tell the classes of ``tiles`` tiles a mask. ``known`` is what they depend on but for the params in the slots
     ``params``; ``places`` are the slots of where those lie that only the GPU knows.
@@ -36,7 +39,7 @@ class SharedLists:
     slot: int
     size: int
     tiles: int
-    step: Step
+    steps: tuple[Step, ...]
     known: Question
     params: tuple[int, ...]
     places: tuple[int, ...]
@@ -48,6 +51,13 @@ class SharedLists:
         if any(values[place] for place in self.places):
             return None
         return (*self.known, *(values[slot] for slot in self.params))
+
+
+def makes_lists(lists: VisitLists, sizes: Mapping[str, int], *, eager: bool) -> bool:
+    """Whether a call makes these in its workspace. ``eager``: however few blocks read them."""
+    if lists.kept or lists.bytes(sizes) > LIST_BYTES:
+        return False
+    return eager or lists.readers.value(sizes) >= LEAST_BLOCKS
 
 
 class Shelf(Generic[Held]):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.launches import Launch, PassLaunches, VisitLists
+from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Step, Values
-from flashgen.runtime.lists import SharedLists
+from flashgen.runtime.lists import SharedLists, makes_lists
 
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
@@ -36,7 +36,8 @@ class Part:
 
     ``changes`` are new values by slot, ``moves`` distances in bytes of pointers that are not null. ``buffers`` are the
     offsets and bytes in the workspace; ``clear`` of these have to be zero when the first step starts. The steps read
-    ``lists`` where their slots point to some.
+    ``lists`` where their slots point to some; ``places`` are the slots of those that they make themselves, and where
+    these begin in the workspace.
     """
 
     changes: tuple[tuple[int, int], ...]
@@ -45,6 +46,12 @@ class Part:
     clear: tuple[tuple[int, int], ...]
     steps: tuple[Step, ...]
     lists: tuple[SharedLists, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The bytes that ``workspace`` has to point to."""
+        return max((offset + aligned(size) for offset, size in self.buffers.values()), default=0)
 
     def values(self, values: Values) -> Values:
         """The values of the call as this part's kernels take them."""
@@ -84,14 +91,21 @@ def schedule(
     values: Values,
     multiprocessors: int,
     most: int = MOST_ELEMENTS,
+    *,
+    eager: bool = False,
 ) -> Schedule:
-    """The parts of one pass. Raises ``ValueError`` where a single key/value head is too large for one."""
+    """The parts of one pass; ``eager``: each makes lists that few blocks read, too.
+
+    Raises ``ValueError`` where a single key/value head is too large for one.
+    """
     known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
     shards = tuple(_shards(known, head_dim, most))
+    is_whole = len(shards) == 1
     parts = tuple(
-        _part(launches, layout, head_dim, known, each, multiprocessors, is_whole=len(shards) == 1) for each in shards
+        _part(launches, layout, head_dim, known, each, multiprocessors, is_whole=is_whole, eager=eager)
+        for each in shards
     )
-    return Schedule(max(launches.workspace_bytes(known | _changes(known, each)) for each in shards), parts)
+    return Schedule(max(part.workspace_bytes for part in parts), parts)
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
@@ -193,17 +207,16 @@ def _part(
     multiprocessors: int,
     *,
     is_whole: bool,
+    eager: bool,
 ) -> Part:
     changes = _changes(known, shard)
     sizes = {**known, **changes}
-    buffers = launches.offsets(sizes)
-    steps = tuple(_step(each, sizes, multiprocessors) for each in launches.launches)
+    made = [each for each in launches.lists if makes_lists(each, sizes, eager=eager)]
+    started = {"", *(each.field for each in made)}
+    buffers = launches.offsets(sizes, made)
+    steps = [(each, _step(each, sizes, multiprocessors)) for each in launches.launches if each.makes in started]
     # Where every block starts, none counts.
-    idle = {
-        launch.turns.buffer
-        for launch, step in zip(launches.launches, steps, strict=True)
-        if launch.turns and step.grid == launch.grid.value(sizes)
-    }
+    idle = {each.turns.buffer for each, step in steps if each.turns and step.grid == each.grid.value(sizes)}
     moves = {} if is_whole else _moves(known, shard, head_dim)
     return Part(
         changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),
@@ -214,8 +227,9 @@ def _part(
             for each in launches.buffers
             if each.clear and buffers[each.name][1] and each.name not in idle
         ),
-        steps=tuple(each for each in steps if each.grid),
-        lists=tuple(_shared(each, layout, sizes, multiprocessors) for each in launches.lists),
+        steps=tuple(step for _, step in steps if step.grid),
+        lists=tuple(_shared(each, layout, sizes, multiprocessors) for each in launches.lists if each.kept),
+        places=tuple((layout.slots[each.field], buffers[each.field][0]) for each in made),
     )
 
 
@@ -231,7 +245,7 @@ def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int],
         slot=layout.slots[lists.field],
         size=lists.bytes(sizes),
         tiles=lists.pairs.value(sizes),
-        step=_step(lists.launch, sizes, multiprocessors),
+        steps=tuple(_step(each, sizes, multiprocessors) for each in lists.launches),
         known=(lists.field, lists.tiles, *(sizes[name] for name in lists.sizes)),
         params=tuple(layout.slots[value] for value, _ in lists.params),
         places=tuple(layout.slots[place] for _, place in lists.params),

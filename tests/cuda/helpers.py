@@ -50,6 +50,6 @@ def launched(variant: Variant, plan: CudaPlan) -> dict[str, Launch]:
                 for deterministic in (False, True)
                 for captured in (False, True)
             ]
-            found |= {launch.kernel: launch for each in passes for launch in each.launches}
-            found |= {lists.launch.kernel: lists.launch for each in passes for lists in each.lists}
+            for each in passes:
+                found |= each.kernels
     return found

@@ -141,7 +141,6 @@ def test_buffers_follow_one_another_aligned() -> None:
             assert at % ALIGNMENT == 0
             assert at >= end
             end = at + length
-        assert launches.workspace_bytes(sizes) >= end
     forward = forward_launches("k", variant, plan, ElementType.F16, dropped=True)
     assert forward.launches[-1].kernel == "k_forward_f16_dropout"
 

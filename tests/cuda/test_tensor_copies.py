@@ -294,8 +294,8 @@ MISTAKES = {
     ),
     "served, no wait for the room of a list": (
         SERVED,
-        "      list_signals().await_room(list);\n      turn_to(list);\n      if (turn > 0)",
-        "      turn_to(list);\n      if (turn > 0)",
+        "      list_signals().await_room(n);\n      turn_to(n);\n      if (turn > 0)",
+        "      turn_to(n);\n      if (turn > 0)",
         {FaultKind.RACE, FaultKind.MBARRIER},
     ),
     "served, a list that is given back before it is read": (

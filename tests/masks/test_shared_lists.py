@@ -29,9 +29,9 @@ from flashgen.language import parse_file
 from flashgen.pipeline import compile_spec
 from flashgen.plan.arguments import param_field
 from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES, cuda_fields
+from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES, cuda_fields, observed_loads
 from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.launches import PassLaunches
+from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.runtime.call import CallChecker
 from flashgen.runtime.emulated import Counted, EmulatedKernel, recording
 from flashgen.runtime.emulator import DeviceMemory, compile_program
@@ -114,20 +114,32 @@ def expected(
     ]
 
 
-def decoded(content: bytes, number: int, visited: int) -> tuple[list[int], list[int]]:
-    """The visits of one list, whichever window they are in."""
-    words = np.frombuffer(content, np.uint16).reshape(-1, 8)
-    windows = -(-visited // WINDOW)
-    own = words[number * (windows + -(-visited // 8)) :]
-    partial: list[int] = []
-    full: list[int] = []
-    for window in range(windows):
-        chunks = own[window * (1 + WINDOW // 8) :]
-        partials, count = (int(x) for x in chunks[0, :2])
-        listed = [WINDOW * window + int(x) for x in chunks[1:].reshape(-1)[:count]]
-        partial += listed[:partials]
-        full += listed[partials:]
-    return partial, full
+class Lists:
+    """What a kernel wrote: of every mask and tile its visits, whichever window they are in."""
+
+    def __init__(self, content: bytes, lists: VisitLists, count: int, visited: int) -> None:
+        words = np.frombuffer(content, np.uint16)
+        windows = -(-visited // WINDOW)
+        chunks = words[: count * 8 * (windows + -(-visited // 8))].reshape(count, -1, 8)
+        self.numbers = [int(each[0].view(np.uint32)[1]) if lists.longest_first else n for n, each in enumerate(chunks)]
+        self.visits = {number: self._visits(own, windows) for number, own in zip(self.numbers, chunks, strict=True)}
+
+    def _visits(self, own: Any, windows: int) -> tuple[list[int], list[int]]:
+        """PARTIAL and FULL ones."""
+        partial: list[int] = []
+        full: list[int] = []
+        for window in range(windows):
+            chunks = own[window * (1 + WINDOW // 8) :]
+            partials, count = (int(x) for x in chunks[0, :2])
+            listed = [WINDOW * window + int(x) for x in chunks[1:].reshape(-1)[:count]]
+            partial += listed[:partials]
+            full += listed[partials:]
+        return partial, full
+
+    @property
+    def lengths(self) -> list[int]:
+        """In the order in which they lie."""
+        return [sum(len(each) for each in self.visits[number]) for number in self.numbers]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -150,25 +162,31 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
                 visited = -(-known["kv_len" if lists.field == OF_QUERIES else "q_len"] // lists.tiles[1])
                 tiles = -(-known["q_len" if lists.field == OF_QUERIES else "kv_len"] // lists.tiles[0])
                 masks = known["batch"] * known["heads"] if is_by_head else 1
-                assert lists.launch.grid.value(known) == masks * tiles
-                size = 16 * masks * tiles * (-(-visited // WINDOW) + -(-visited // 8))
+                assert lists.count.value(known) == masks * tiles
+                assert lists.longest_first is not is_by_head
                 memory = DeviceMemory()
+                size = (2 - is_by_head) * 16 * masks * tiles * (-(-visited // WINDOW) + -(-visited // 8))
+                size += 0 if is_by_head else 4 * tiles
                 filled = layout.values(known | {lists.field: memory.allocate(lists.field, size)})
-                program.launch(
-                    lists.launch.kernel,
-                    (masks * tiles, 1, 1),
-                    (lists.launch.threads, 1, 1),
-                    lists.launch.shared_bytes,
-                    layout.pack(*filled),
-                    memory.allocations,
-                )
-                content = memory.bytes_of(lists.field)
+                for launch in lists.launches:
+                    program.launch(
+                        launch.kernel,
+                        (launch.grid.value(known), 1, 1),
+                        (launch.threads, 1, 1),
+                        launch.shared_bytes,
+                        layout.pack(*filled),
+                        memory.allocations,
+                    )
+                written = Lists(memory.bytes_of(lists.field), lists, masks * tiles, visited)
+                assert sorted(written.numbers) == list(range(masks * tiles))
+                if lists.longest_first:
+                    assert written.lengths == sorted(written.lengths, reverse=True)
                 for mask in range(masks):
                     b, h = divmod(mask, known["heads"])
                     rows, columns = lists.tiles if lists.field == OF_QUERIES else reversed(lists.tiles)
                     found = classes(variant, known, b, h, rows, columns)
                     truth = expected(found, lists.field, known, rows, columns)
-                    assert [decoded(content, mask * tiles + tile, visited) for tile in range(tiles)] == truth
+                    assert [written.visits[mask * tiles + tile] for tile in range(tiles)] == truth
                     listed += sum(len(partial) + len(full) for partial, full in truth)
     assert listed > 10
 
@@ -305,22 +323,26 @@ def test_params_that_only_the_gpu_knows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_who_has_lists(specs: Path) -> None:
-    """The masks for which CPUs keep lists, and no others: their sources know nothing of it."""
-    with_lists = set()
+    """The masks for which CPUs keep lists, those over captured tensors, and no others: their sources know nothing."""
+    kept, of_calls = set(), set()
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
         variant = analyse(own, own.head_dims[0])
         source = emit_cuda(variant, plan_cuda(variant, TARGETS["sm_90a"])).text
         if is_irregular(variant.keep):
-            with_lists.add(path.stem)
+            kept.add(path.stem)
+        elif any(observed_loads(variant)):
+            of_calls.add(path.stem)
+        if path.stem in kept | of_calls:
             assert "take_visits<Team>(visits.list" in source
             assert "find_visits<Team>(visits.list" not in source
         else:
             assert "take_visits" not in source
             assert OF_QUERIES not in source
-    assert with_lists == {
+    assert kept == {
         "bigbird", "dilated", "neighborhood_2d", "random_blocks", "sparse_butterfly", "sparse_fixed", "sparse_strided",
     }  # fmt: skip
+    assert of_calls == {"bert", "evoformer", "packed_documents"}
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------
@@ -328,7 +350,7 @@ def test_who_has_lists(specs: Path) -> None:
 
 def asked(name: object, size: int = 10, tiles: int = 9) -> SharedLists:
     """Lists that depend on one thing."""
-    return SharedLists(0, size, tiles, Step("k", 1, 128, 0), (name,), (), ())
+    return SharedLists(0, size, tiles, (Step("k", 1, 128, 0),), (name,), (), ())
 
 
 def test_a_shelf_is_bounded() -> None:
@@ -388,7 +410,7 @@ def test_what_fails_is_not_kept() -> None:
 
 
 def test_params_are_part_of_the_question() -> None:
-    lists = SharedLists(0, 10, 9, Step("k", 1, 128, 0), ("shape",), params=(1, 3), places=(2, 4))
+    lists = SharedLists(0, 10, 9, (Step("k", 1, 128, 0),), ("shape",), params=(1, 3), places=(2, 4))
     assert lists.question([0, 7, 0, 0.5, 0]) == ("shape", 7, 0.5)
     assert lists.question([0, 7, 1 << 40, 0.5, 0]) is None
     assert Shelf[str](eager=True).find(lists, [0, 7, 1 << 40, 0.5, 0], lambda: "made") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.cuda_lists import cuda_fields
-from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists
+from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists, aligned
 from flashgen.runtime import cuda
 from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.lists import Shelf
-from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, is_readable, schedule
+from flashgen.runtime.lists import LIST_BYTES, Shelf
+from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import TensorMap, emulated
 
 HEAD_DIM = HeadDim(16, 8)
@@ -144,7 +144,7 @@ class RecordingDriver:
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         self.calls.append(("function", path.name, name, shared_bytes))
-        return {"first": 1, "second": 2, "lists": 3}[name]
+        return {"first": 1, "second": 2, "lists": 3, "order": 4}[name]
 
     def stream(self) -> int:
         return 77
@@ -220,10 +220,19 @@ def test_a_pass_on_a_device() -> None:
 LISTS = VisitLists(
     field="visits_of_queries",
     tiles=(64, 32),
+    kept=True,
+    longest_first=False,
     pairs=Count((Factor("q_len", 64), Factor("kv_len", 32))),
-    counts=Count((Factor("q_len", 64), Factor("kv_len", 32 * 1024)), 16),
-    visits=Count((Factor("q_len", 64), Factor("kv_len", 8 * 32)), 16),
-    launch=Launch("lists", Count((Factor("q_len", 64),)), 128, 2332),
+    count=Count((Factor("q_len", 64),)),
+    readers=LAUNCHES.launches[0].grid,
+    parts=(
+        Count((Factor("q_len", 64), Factor("kv_len", 32 * 1024)), 16),
+        Count((Factor("q_len", 64), Factor("kv_len", 8 * 32)), 16),
+    ),
+    launches=(
+        Launch("lists", Count((Factor("q_len", 64),)), 128, 2332),
+        Launch("order", Count((Factor("q_len", 64),), divide=4), 128, 0),
+    ),
     sizes=("q_len", "kv_len"),
     params=(("param_salt", "param_salt_at"),),
 )
@@ -254,7 +263,7 @@ def test_lists_of_visits_on_a_device() -> None:
         return list(driver.calls)
 
     first, second = 1 << 44, (1 << 44) + 1000
-    makes = [("write", 64, first), ("launch", 3, 2, 128, 2332, 88, first)]
+    makes = [("write", 64, first), ("launch", 3, 2, 128, 2332, 88, first), ("launch", 4, 1, 128, 0, 88, first)]
     reads = [("join", first, 77), ("launch", 1, 24, 128, 50_000, 77, first)]
     assert run() == makes + reads
     assert run() == reads
@@ -273,6 +282,66 @@ def test_lists_of_visits_on_a_device() -> None:
     assert run(param_salt=3)[:1] == [("write", 64, second + 1000)]
     kernel.shelf.most_bytes = 63
     assert run() == bare, "too large"
+
+
+MOST_OWN = 184_576  # rows of 64, keys of 32: the most whose lists take no more than LIST_BYTES
+
+
+def own_lists(readers: int) -> PassLaunches:
+    """A pass that makes its lists itself, read by so many blocks a batch entry and head."""
+    making = tuple(replace(each, makes=LISTS.field) for each in LISTS.launches)
+    lists = replace(LISTS, kept=False, readers=Count(HEADS, readers), launches=making)
+    first, second = LAUNCHES.launches
+    return PassLaunches(LAUNCHES.buffers, (first, *making, second), (lists,))
+
+
+def test_lists_of_a_call_lie_in_its_workspace() -> None:
+    """Behind all else, where many blocks read them and they are not too large; each part has its own."""
+    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
+
+    def parts(readers: int, most: int = MOST_ELEMENTS, *, eager: bool = False, **known: float) -> Sequence[Part]:
+        filled = layout.values(base | known)
+        found = schedule(own_lists(readers), layout, HEAD_DIM, filled, most, eager=eager)
+        assert found.workspace_bytes == max(part.workspace_bytes for part in found.parts)
+        return found.parts
+
+    for few in (parts(42), parts(43, q_len=MOST_OWN + 64, kv_len=MOST_OWN)):
+        assert [(part.places, [step.kernel for step in part.steps]) for part in few] == [((), ["first", "second"])]
+        assert set(few[0].buffers) == {"delta", "dq"}
+    for large in (parts(43), parts(1, eager=True), parts(43, q_len=MOST_OWN, kv_len=MOST_OWN)):
+        (part,) = large
+        assert [step.kernel for step in part.steps] == ["first", "lists", "order", "second"]
+        (at, size) = part.buffers[LISTS.field]
+        assert at == sum(aligned(length) for name, (_, length) in part.buffers.items() if name != LISTS.field)
+        assert part.places == ((layout.slots[LISTS.field], at),)
+        assert 64 <= size <= LIST_BYTES
+        assert part.workspace_bytes == at + aligned(size)
+        assert part.lists == ()
+    assert [bool(part.places) for part in parts(128, 6400)] == [True] * 3
+    assert [bool(part.places) for part in parts(127, 6400)] == [False] * 3
+
+
+def test_lists_of_a_call_on_a_device() -> None:
+    """Made in the order of the stream, in graphs, too; nothing is kept."""
+    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    driver = RecordingDriver()
+    driver.layout = layout
+    compiled = Compiled(Path("a.cubin"), lambda *_: own_lists(43))
+    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda _: compiled)
+    base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
+    filled = layout.values(base | {"workspace": 1 << 50})
+    prepared = kernel.prepare("forward", filled)
+    for driver.capturing in (False, True):
+        driver.calls.clear()
+        prepared.run(filled)
+        found = [call for call in driver.calls if call[0] == "launch"]
+        assert [(call[1], call[5]) for call in found] == [(1, 77), (3, 77), (4, 77), (2, 77)]
+        for call in found:
+            own = layout.named(unpacked(layout, call[-1]))
+            assert own == layout.named(filled) | {"visits_of_queries": (1 << 50) + 4864 + 1280}
+    assert layout.named(filled)["visits_of_queries"] == 0
+    assert len(kernel.shelf) == 0
 
 
 def test_no_memory_is_no_error_where_lists_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
