@@ -126,13 +126,14 @@ class _Pieces:
 class _Lists:
     """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
 
-    ``sharing``: how many of the heads that have blocks take one list, as code over their number ``heads`` in a batch
-    entry; None where blocks do not take the longest first.
+    Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
+    ``head`` counted through the batch, as the beginning of a sum.
     """
 
     masks: Masks
     kept: bool
-    sharing: str | None
+    longest_first: bool
+    mask_of_head: str
 
 
 @dataclass(frozen=True)
@@ -313,10 +314,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
 def _lists(variant: Variant) -> _Lists | None:
     if not has_lists(variant):
         return None
-    masks, sharing = masks_of(variant.keep), None
-    if takes_longest_first(variant):
-        sharing = "heads" if "b" in index_set(variant.keep) else "int(a.batch) * heads"
-    return _Lists(masks, keeps_lists(variant), sharing)
+    mask_of_head = "head / heads * tiles + " if "b" in index_set(variant.keep) else ""
+    return _Lists(masks_of(variant.keep), keeps_lists(variant), takes_longest_first(variant), mask_of_head)
 
 
 def _pieces(keep: Expr) -> _Pieces | None:

@@ -125,7 +125,7 @@ def forward_launches(
         boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
     turns = Turns(TURNS, tiles.blocks) if tiles.loaders else None
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes, turns)
-    lists = lists_of_queries(symbol, f"forward_{element}", variant, tiles, launch)
+    lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
     return PassLaunches(forward_buffers(variant) if turns else bounds_buffers(variant), launches, lists)
 
@@ -170,13 +170,13 @@ def backward_launches(
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
     observe = _observe(symbol, variant)
-    lists = lists_of_keys(symbol, f"keys_{element}", variant, tiles.backward, keys("keys"))
+    lists = lists_of_keys(symbol, f"keys_{element}", variant, element, tiles.backward, keys("keys"))
     if not deterministic and cut.one_pass:
         convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(), keys("backward"), convert_launch)
         return PassLaunches(atomic_buffers(variant), (*observe, *made_in_workspace(lists), *kernels), lists)
-    lists += lists_of_queries(symbol, f"queries_{element}", variant, tiles.queries, queries())
+    lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
     launches: list[Launch] = [*observe, *made_in_workspace(lists)]
     if not deterministic or not cut.captured:
         buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant)

@@ -11,16 +11,18 @@ from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load, index_set, walk
+from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import Field, argument_fields, mask_params, mask_sizes, param_field, param_place_field
-from flashgen.plan.cuda_model import VISIT_LIST, WINDOW
+from flashgen.plan.cuda_model import FLOAT, VISIT_LIST, WINDOW
 from flashgen.plan.cuda_plan import BackwardTiles, ForwardTiles, QueryTiles
-from flashgen.plan.launches import Count, Factor, Launch, VisitLists
+from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 
 CHUNK = 16  # bytes
 TILES_OF_CHUNK = 8
 COUNTS = 4  # bytes of a window's first chunk
 NUMBER = LENGTH = 4  # bytes: which tile and mask a list is of; how many visits it has
 OF_QUERIES, OF_KEYS = "visits_of_queries", "visits_of_keys"
+GROUPS = {OF_QUERIES: "group_of_queries", OF_KEYS: "group_of_keys"}
 _THREADS = 128
 _ORDERED = 4  # lists of a block, a warp each
 
@@ -55,21 +57,42 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
     if not has_lists(variant):
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"
-    return (*fields, *(Field(name, "pointer", comment, "uint4") for name in (OF_QUERIES, OF_KEYS)))
+    lists = tuple(Field(name, "pointer", comment, "uint4") for name in (OF_QUERIES, OF_KEYS))
+    if not takes_longest_first(variant):
+        return (*fields, *lists)
+    comment = "heads whose blocks take these lists one after another"
+    return (*fields, *lists, *(Field(GROUPS[name], "i32", comment) for name in (OF_QUERIES, OF_KEYS)))
 
 
 def lists_of_queries(
-    symbol: str, which: str, variant: Variant, tiles: ForwardTiles | QueryTiles, readers: Launch
+    symbol: str, which: str, variant: Variant, element: ElementType, tiles: ForwardTiles | QueryTiles, readers: Launch
 ) -> tuple[VisitLists, ...]:
     """The key tiles of each query tile, if there are lists. ``which``: the end of the names of the kernels."""
-    return _lists(OF_QUERIES, symbol, which, variant, ("q_len", tiles.Br), ("kv_len", tiles.Bc), readers)
+    own, visited = ("q_len", tiles.Br), ("kv_len", tiles.Bc)
+    return _lists(OF_QUERIES, symbol, which, variant, own, visited, readers, _order(OF_QUERIES, variant, element))
 
 
 def lists_of_keys(
-    symbol: str, which: str, variant: Variant, tiles: BackwardTiles, readers: Launch
+    symbol: str, which: str, variant: Variant, element: ElementType, tiles: BackwardTiles, readers: Launch
 ) -> tuple[VisitLists, ...]:
     """The query tiles of each key tile."""
-    return _lists(OF_KEYS, symbol, which, variant, ("kv_len", tiles.Bc), ("q_len", tiles.Br), readers)
+    own, visited = ("kv_len", tiles.Bc), ("q_len", tiles.Br)
+    return _lists(OF_KEYS, symbol, which, variant, own, visited, readers, _order(OF_KEYS, variant, element))
+
+
+def _order(field: str, variant: Variant, element: ElementType) -> Order | None:
+    """K and V are what blocks of queries read; Q, dO and the sums of dQ are those of keys."""
+    if not takes_longest_first(variant):
+        return None
+    width, of_keys = (variant.head_dim.qk + variant.head_dim.v) * element.bytes, field == OF_KEYS
+    if of_keys:
+        width += variant.head_dim.qk * FLOAT
+    heads = (Factor("kv_heads" if of_keys else "heads"),)
+    return Order(
+        group=GROUPS[field],
+        heads=Count(heads if "b" in index_set(variant.keep) else (Factor("batch"), *heads)),
+        of_a_head=Count((Factor("q_len" if of_keys else "kv_len"),), width),
+    )
 
 
 def made_in_workspace(lists: tuple[VisitLists, ...]) -> tuple[Launch, ...]:
@@ -85,28 +108,29 @@ def _lists(
     own: tuple[str, int],
     visited: tuple[str, int],
     readers: Launch,
+    order: Order | None,
 ) -> tuple[VisitLists, ...]:
     if not has_lists(variant):
         return ()
-    keep, kept, longest_first = variant.keep, keeps_lists(variant), takes_longest_first(variant)
+    keep = variant.keep
     masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads")) if axis in index_set(keep)]
     lists = (*masks, Factor(*own))
     length, tile = visited
-    copies = 2 if longest_first else 1  # in the order of tiles, and in that of lengths
+    copies = 2 if order else 1  # in the order of tiles, and in that of lengths
     parts = [
         Count((*lists, Factor(length, WINDOW * tile)), copies * CHUNK),
         Count((*lists, Factor(length, TILES_OF_CHUNK * tile)), copies * CHUNK),
     ]
     launches = [Launch(f"{symbol}_visits_of_{which}", Count(lists), _THREADS, VISIT_LIST, makes=field)]
-    if longest_first:
+    if order:
         parts.append(Count(lists, LENGTH))
         ordering = Count(lists, divide=_ORDERED)
         launches.append(Launch(f"{symbol}_order_of_{which}", ordering, _THREADS, 0, makes=field))
     found = VisitLists(
         field=field,
         tiles=(own[1], tile),
-        kept=kept,
-        longest_first=longest_first,
+        kept=keeps_lists(variant),
+        order=order,
         pairs=Count((Factor(*own), Factor(*visited))),
         count=Count(lists),
         readers=readers.grid,

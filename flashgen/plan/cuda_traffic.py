@@ -163,7 +163,7 @@ class _Model:
     def making(self) -> Mapping[str, int]:
         """The lists of the call: written, and where the longest come first read and written again.
 
-        A warp that orders one looks at the lengths of all.
+        A warp that orders one looks at the lengths of all of its mask.
         """
         found: Counter[str] = Counter()
         for lists in self.lists.values():
@@ -171,8 +171,9 @@ class _Model:
                 continue
             count, size = lists.count.value(self.values), CHUNK * sum(self._chunks(lists))
             each = size
-            if lists.longest_first:
-                each += LENGTH + LENGTH * (_WARP + count) + 2 * size
+            if lists.order:
+                tiles = -(-(self.kv_len if lists.field == OF_KEYS else self.q_len) // lists.tiles[0])
+                each += LENGTH + LENGTH * (_WARP + tiles) + 2 * size
             found[_allocation(lists)] += count * each
         return found
 
@@ -186,7 +187,7 @@ class _Model:
             return {}
         windows, chunks = self._chunks(lists)
         each = heads * (COUNTS * windows + CHUNK * chunks)
-        if lists.longest_first:
+        if lists.order:
             each += NUMBER * _WARP * warps
         return {_allocation(lists): lists.readers.value(self.values) * each}
 

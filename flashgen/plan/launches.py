@@ -85,20 +85,39 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Blocks of a group of heads take the lists of their mask one after another, the longest first.
+
+    A group has as many of the ``heads`` that share a mask as a cache holds what blocks read of them: ``of_a_head``
+    bytes of each. ``group`` is the field of ``struct Arguments`` that says how many.
+    """
+
+    group: str
+    heads: Count
+    of_a_head: Count
+
+    def heads_of_a_group(self, sizes: Mapping[str, int], cache_bytes: int) -> int:
+        """A divisor of the number of heads."""
+        heads = max(self.heads.value(sizes), 1)
+        most = cache_bytes // max(self.of_a_head.value(sizes), 1)
+        return max((n for n in range(1, heads + 1) if heads % n == 0 and n <= most), default=1)
+
+
+@dataclass(frozen=True)
 class VisitLists:
     """Lists of tiles to visit, for the heads that share a mask: ``launches`` write them where ``field`` points to.
 
     Where ``kept``, what they hold follows from the ``tiles``, own and visited, and from the values of the fields
     ``sizes`` and ``params``: the host keeps them for later calls. A param has a second field, which is not null where
     only the GPU knows it: then there are no lists. Else they follow from captured tensors, and a call makes its own, in
-    its workspace. Where ``longest_first`` blocks take them in the order in which they lie. ``pairs`` is the number of
-    tiles of queries and keys, ``count`` that of lists, ``readers`` that of blocks that read them, ``parts`` are bytes.
+    its workspace. Where there is an ``order``, blocks take the longest first. ``pairs`` is the number of tiles of
+    queries and keys, ``count`` that of lists, ``readers`` that of blocks that read them, ``parts`` are bytes.
     """
 
     field: str
     tiles: tuple[int, int]
     kept: bool
-    longest_first: bool
+    order: Order | None
     pairs: Count
     count: Count
     readers: Count

@@ -22,7 +22,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.runtime import driver_maps
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import SharedLists, Shelf
-from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
+from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
@@ -37,8 +37,8 @@ class Driver(Protocol):
     """What a kernel asks of one device."""
 
     @property
-    def multiprocessors(self) -> int:
-        """How many there are."""
+    def size(self) -> DeviceSize:
+        """What kernels are started for."""
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         """A kernel of a binary, allowed this much shared memory."""
@@ -104,8 +104,7 @@ class CudaKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
-        multiprocessors, eager = self.driver.multiprocessors, self.shelf.eager
-        found = schedule(launches, self.layout, self.head_dim, values, multiprocessors, eager=eager)
+        found = schedule(launches, self.layout, self.head_dim, values, self.driver.size, eager=self.shelf.eager)
         function = functools.partial(self.driver.function, kernels.binary)
 
         def launch(step: Step) -> _Launch:
@@ -190,7 +189,8 @@ class CupyDriver:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self.multiprocessors: int = torch.cuda.get_device_properties(index).multi_processor_count
+        known = torch.cuda.get_device_properties(index)
+        self.size = DeviceSize(known.multi_processor_count, known.L2_cache_size)
         self._cupy = import_cupy()
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")

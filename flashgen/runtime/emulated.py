@@ -21,10 +21,11 @@ from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import SharedLists, Shelf
-from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, Part, is_readable, schedule
+from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
 
-MULTIPROCESSORS = 2  # so that blocks that stay have something to take turns with
+# Small, so that blocks that stay take turns, and few heads make a group.
+SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
 _LINE = 128  # bytes: what alignment a kernel can depend on, and more
 _NAN = b"\xff"  # in every float format
 # What each pass writes whole; it adds to the gradients of captured values, and reads everything else.
@@ -78,7 +79,7 @@ class EmulatedKernel:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
         eager = self.shelf.eager
-        found = schedule(launches, self.layout, self.head_dim, values, MULTIPROCESSORS, self.most, eager=eager)
+        found = schedule(launches, self.layout, self.head_dim, values, SIZE, self.most, eager=eager)
         return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:

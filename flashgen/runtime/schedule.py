@@ -31,6 +31,14 @@ class Compiled(Generic[Binary]):
 
 
 @dataclass(frozen=True)
+class DeviceSize:
+    """What a schedule depends on: how many multiprocessors a device has, and the bytes that its last cache holds."""
+
+    multiprocessors: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class Part:
     """Launches over a shard of the call, whose values differ in a few slots.
 
@@ -89,7 +97,7 @@ def schedule(
     layout: ArgumentLayout,
     head_dim: HeadDim,
     values: Values,
-    multiprocessors: int,
+    device: DeviceSize,
     most: int = MOST_ELEMENTS,
     *,
     eager: bool = False,
@@ -102,8 +110,7 @@ def schedule(
     shards = tuple(_shards(known, head_dim, most))
     is_whole = len(shards) == 1
     parts = tuple(
-        _part(launches, layout, head_dim, known, each, multiprocessors, is_whole=is_whole, eager=eager)
-        for each in shards
+        _part(launches, layout, head_dim, known, each, device, is_whole=is_whole, eager=eager) for each in shards
     )
     return Schedule(max(part.workspace_bytes for part in parts), parts)
 
@@ -204,7 +211,7 @@ def _part(
     head_dim: HeadDim,
     known: Mapping[str, int],
     shard: _Shard,
-    multiprocessors: int,
+    device: DeviceSize,
     *,
     is_whole: bool,
     eager: bool,
@@ -214,12 +221,15 @@ def _part(
     made = [each for each in launches.lists if makes_lists(each, sizes, eager=eager)]
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
-    steps = [(each, _step(each, sizes, multiprocessors)) for each in launches.launches if each.makes in started]
+    steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
     # Where every block starts, none counts.
     idle = {each.turns.buffer for each, step in steps if each.turns and step.grid == each.grid.value(sizes)}
     moves = {} if is_whole else _moves(known, shard, head_dim)
+    orders = [each.order for each in launches.lists if each.order]
+    groups = {each.group: each.heads_of_a_group(sizes, device.cache_bytes // 2) for each in orders}
+    changed = groups if is_whole else changes | groups
     return Part(
-        changes=() if is_whole else tuple((layout.slots[name], value) for name, value in changes.items()),
+        changes=tuple((layout.slots[name], value) for name, value in changed.items()),
         moves=tuple((layout.slots[name], distance) for name, distance in moves.items() if distance),
         buffers=buffers,
         clear=tuple(
@@ -228,24 +238,24 @@ def _part(
             if each.clear and buffers[each.name][1] and each.name not in idle
         ),
         steps=tuple(step for _, step in steps if step.grid),
-        lists=tuple(_shared(each, layout, sizes, multiprocessors) for each in launches.lists if each.kept),
+        lists=tuple(_shared(each, layout, sizes, device) for each in launches.lists if each.kept),
         places=tuple((layout.slots[each.field], buffers[each.field][0]) for each in made),
     )
 
 
-def _step(launch: Launch, sizes: Mapping[str, int], multiprocessors: int) -> Step:
+def _step(launch: Launch, sizes: Mapping[str, int], device: DeviceSize) -> Step:
     grid = launch.grid.value(sizes)
     if launch.turns:
-        grid = min(grid, launch.turns.blocks * multiprocessors)
+        grid = min(grid, launch.turns.blocks * device.multiprocessors)
     return Step(launch.kernel, grid, launch.threads, launch.shared_bytes, launch.boxes)
 
 
-def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int], multiprocessors: int) -> SharedLists:
+def _shared(lists: VisitLists, layout: ArgumentLayout, sizes: Mapping[str, int], device: DeviceSize) -> SharedLists:
     return SharedLists(
         slot=layout.slots[lists.field],
         size=lists.bytes(sizes),
         tiles=lists.pairs.value(sizes),
-        steps=tuple(_step(each, sizes, multiprocessors) for each in lists.launches),
+        steps=tuple(_step(each, sizes, device) for each in lists.launches),
         known=(lists.field, lists.tiles, *(sizes[name] for name in lists.sizes)),
         params=tuple(layout.slots[value] for value, _ in lists.params),
         places=tuple(layout.slots[place] for _, place in lists.params),

@@ -121,7 +121,7 @@ class Lists:
         words = np.frombuffer(content, np.uint16)
         windows = -(-visited // WINDOW)
         chunks = words[: count * 8 * (windows + -(-visited // 8))].reshape(count, -1, 8)
-        self.numbers = [int(each[0].view(np.uint32)[1]) if lists.longest_first else n for n, each in enumerate(chunks)]
+        self.numbers = [int(each[0].view(np.uint32)[1]) if lists.order else n for n, each in enumerate(chunks)]
         self.visits = {number: self._visits(own, windows) for number, own in zip(self.numbers, chunks, strict=True)}
 
     def _visits(self, own: Any, windows: int) -> tuple[list[int], list[int]]:
@@ -163,7 +163,7 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
                 tiles = -(-known["q_len" if lists.field == OF_QUERIES else "kv_len"] // lists.tiles[0])
                 masks = known["batch"] * known["heads"] if is_by_head else 1
                 assert lists.count.value(known) == masks * tiles
-                assert lists.longest_first is not is_by_head
+                assert (lists.order is None) is is_by_head
                 memory = DeviceMemory()
                 size = (2 - is_by_head) * 16 * masks * tiles * (-(-visited // WINDOW) + -(-visited // 8))
                 size += 0 if is_by_head else 4 * tiles
@@ -179,7 +179,7 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
                     )
                 written = Lists(memory.bytes_of(lists.field), lists, masks * tiles, visited)
                 assert sorted(written.numbers) == list(range(masks * tiles))
-                if lists.longest_first:
+                if lists.order:
                     assert written.lengths == sorted(written.lengths, reverse=True)
                 for mask in range(masks):
                     b, h = divmod(mask, known["heads"])

@@ -22,7 +22,7 @@ from flashgen.runtime import cuda
 from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.runtime.lists import LIST_BYTES, Shelf
-from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, Part, is_readable, schedule
+from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import TensorMap, emulated
 
 HEAD_DIM = HeadDim(16, 8)
@@ -36,6 +36,9 @@ LAUNCHES = PassLaunches(
     ),
 )
 POINTERS = {name: 1 << (40 + n) for n, name in enumerate(("q", "k", "v", "o", "lse", "d_o", "dq", "dk", "dv"))}
+
+
+SIZE = DeviceSize(multiprocessors=132, cache_bytes=50 << 20)
 
 
 def values(batch: int = 3, heads: int = 4, kv_heads: int = 2, q_len: int = 100, kv_len: int = 30) -> list[float]:
@@ -54,7 +57,7 @@ def values(batch: int = 3, heads: int = 4, kv_heads: int = 2, q_len: int = 100, 
 
 
 def test_one_part() -> None:
-    found = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132)
+    found = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), SIZE)
     (part,) = found.parts
     assert found.workspace_bytes == 4864 + 1280  # 4 · 3 · 4 · 100 and 100 · 3 · 4 bytes, both in whole 256 bytes
     assert [(step.kernel, step.grid, step.threads, step.shared_bytes) for step in part.steps] == [
@@ -71,13 +74,13 @@ def test_blocks_that_stay(multiprocessors: int, grid: int, cleared: bool) -> Non
     first, *_ = LAUNCHES.launches
     launch = replace(first, turns=Turns("turns", 2))
     launches = PassLaunches((Buffer("turns", Count((), 4), clear=True),), (launch,))
-    (part,) = schedule(launches, LAYOUT, HEAD_DIM, values(), multiprocessors).parts
+    (part,) = schedule(launches, LAYOUT, HEAD_DIM, values(), DeviceSize(multiprocessors, 1 << 20)).parts
     assert [step.grid for step in part.steps] == [grid]
     assert part.clear == (((0, 4),) if cleared else ())
 
 
 def test_an_empty_grid_is_not_started() -> None:
-    (part,) = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(q_len=0), 132).parts
+    (part,) = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(q_len=0), SIZE).parts
     assert [step.kernel for step in part.steps] == ["second"]
 
 
@@ -91,7 +94,7 @@ def test_an_empty_grid_is_not_started() -> None:
     ],
 )
 def test_large_tensors_are_divided(most: int, expected: list[tuple[int, ...]]) -> None:
-    parts = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132, most).parts
+    parts = schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), SIZE, most).parts
     named = [LAYOUT.named(part.values(values())) for part in parts]
     assert [tuple(each[name] for name in ("b_start", "batch", "h_start", "heads")) for each in named] == expected
     for each in named:
@@ -106,7 +109,7 @@ def test_large_tensors_are_divided(most: int, expected: list[tuple[int, ...]]) -
 
 def test_a_head_that_is_too_large() -> None:
     with pytest.raises(ValueError, match="one key/value head reaches over more than 3199 elements"):
-        schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), 132, 3199)
+        schedule(LAUNCHES, LAYOUT, HEAD_DIM, values(), SIZE, 3199)
 
 
 def test_what_is_read_in_place() -> None:
@@ -133,7 +136,7 @@ class RecordingDriver:
     """Stands for a device: writes down what it is asked for. Arguments are those of ``layout``."""
 
     layout = LAYOUT
-    multiprocessors = 132
+    size = SIZE
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -221,7 +224,7 @@ LISTS = VisitLists(
     field="visits_of_queries",
     tiles=(64, 32),
     kept=True,
-    longest_first=False,
+    order=None,
     pairs=Count((Factor("q_len", 64), Factor("kv_len", 32))),
     count=Count((Factor("q_len", 64),)),
     readers=LAUNCHES.launches[0].grid,
@@ -302,7 +305,7 @@ def test_lists_of_a_call_lie_in_its_workspace() -> None:
 
     def parts(readers: int, most: int = MOST_ELEMENTS, *, eager: bool = False, **known: float) -> Sequence[Part]:
         filled = layout.values(base | known)
-        found = schedule(own_lists(readers), layout, HEAD_DIM, filled, most, eager=eager)
+        found = schedule(own_lists(readers), layout, HEAD_DIM, filled, SIZE, most, eager=eager)
         assert found.workspace_bytes == max(part.workspace_bytes for part in found.parts)
         return found.parts
 
