@@ -178,7 +178,7 @@ class _Model:
     def _reading(self, field: str, warps: int, heads: int = 1) -> Mapping[str, int]:
         """What blocks read of lists: all that one has room for, but of its counts only what they need.
 
-        Every thread reads which list it is; a block reads it for so many ``heads``.
+        Every thread reads as much as says which list it is; a block reads it for so many ``heads``.
         """
         lists = self.lists.get(field)
         if lists is None:
