@@ -180,7 +180,8 @@ class _Model:
     def _reading(self, field: str, warps: int, heads: int = 1) -> Mapping[str, int]:
         """What blocks read of lists: all that one has room for, but of its counts only what they need.
 
-        Every thread of so many ``warps`` reads which list it is; a block reads it for so many ``heads``.
+        Every thread of so many ``warps`` reads as much as says which tile it is of; a block reads it for so many
+        ``heads``.
         """
         lists = self.lists.get(field)
         if lists is None:

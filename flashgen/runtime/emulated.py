@@ -71,6 +71,7 @@ class EmulatedKernel:
     compiled: Callable[[int], Compiled[Program]]
     seed: int = 0
     most: int = MOST_ELEMENTS
+    size: DeviceSize = SIZE
     row_alignment: int = ROW_ALIGNMENT
     shelf: Shelf[bytes] = dataclasses.field(default_factory=partial(Shelf, eager=True))
     reads = staticmethod(is_readable)
@@ -79,7 +80,7 @@ class EmulatedKernel:
         kernels = self.compiled(int(values[self.layout.slots["element"]]))
         launches = kernels.launches(name, self.layout.named(values))
         eager = self.shelf.eager
-        found = schedule(launches, self.layout, self.head_dim, values, SIZE, self.most, eager=eager)
+        found = schedule(launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)
         return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:

@@ -1,9 +1,10 @@
-"""Lists of visits that calls share: the same results with them and without, on any stream, in graphs, when they go."""
+"""Lists of visits, shared or a call's own: the same results with and without, on any stream, in graphs, and after."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 import flashgen
 from flashgen.ir.shape import Shape
+from flashgen.runtime import lists
+from flashgen.runtime.cuda import CupyDriver
 from flashgen.runtime.lists import LIST_BYTES, MOST_LISTS, SharedLists, Shelf
 from flashgen.runtime.op import AttentionOp
 from tests.gpu.helpers import arguments, operator, results
@@ -21,6 +24,9 @@ LISTED = (
     *("sparse_butterfly", "sparse_fixed", "sparse_strided"),
 )
 TEXT = "attention salted { head_dim 64  dtype bf16  param salt: i32 = 1  mask hash(i // 32, j // 32, salt) % 8 == 0 }"
+DOCUMENTS = """
+attention %s { head_dim 64  dtype bf16  tensor doc: i32[B, Nk]  mask causal and same_document(doc) }
+"""
 LENGTHS = itertools.count(700)  # no length twice: each has lists of its own
 
 
@@ -220,3 +226,44 @@ def test_graphs_of_inductor(watch: Watch) -> None:
         found = step(inputs.q, inputs.k, inputs.v).clone()
     assert watch.made > 0
     torch.testing.assert_close(found, op(2 * inputs.q, inputs.k, inputs.v).sin(), rtol=2e-2, atol=2e-2)
+
+
+# Lists of a call ------------------------------------------------------------------------------------------------------
+
+
+def test_documents_with_lists_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call makes its own; a captured one makes those of what its tensors hold when it is replayed."""
+    found: list[str] = []
+    function = CupyDriver.function
+
+    def finding(driver: CupyDriver, path: Path, name: str, shared_bytes: int) -> int:
+        found.append(name)
+        return function(driver, path, name, shared_bytes)
+
+    monkeypatch.setattr(CupyDriver, "function", finding)
+    listed, bare = (flashgen.loads(DOCUMENTS % name, backend="cuda") for name in ("with_lists", "without_lists"))
+    shape = Shape(2, 4, 2, 1500, 1500)
+    first, second = (arguments(listed, shape, seed=seed) for seed in (0, 1))
+    monkeypatch.setattr(lists, "LEAST_BLOCKS", 1 << 30)
+    expected = [results(bare, each, deterministic=True) for each in (first, second)]
+    assert not any("order_of" in name for name in found)
+    monkeypatch.setattr(lists, "LEAST_BLOCKS", 1)
+    assert same(results(listed, first, deterministic=True), expected[0])
+    for which in ("forward", "keys", "queries"):
+        assert any(f"order_of_{which}" in name for name in found)
+    beside = cuda.Stream()
+    beside.wait_stream(cuda.current_stream())
+    held = arguments(listed, shape, seed=0)
+    with cuda.stream(beside):
+        results(listed, held, deterministic=True)
+    cuda.current_stream().wait_stream(beside)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        captured = results(listed, held, deterministic=True)
+    for inputs, truth in ((second, expected[1]), (first, expected[0])):
+        for name in ("q", "k", "v", "d_o"):
+            getattr(held, name).copy_(getattr(inputs, name))
+        held.captured["doc"].copy_(inputs.captured["doc"])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, truth)

@@ -242,8 +242,12 @@ def started(kernel: EmulatedKernel, name: str, blocks: int) -> EmulatedKernel:
 
 
 @pytest.mark.parametrize("masks", ["all", "batch"])
-def test_blocks_take_the_longest_lists_first(masks: str) -> None:
-    """Those heads that share a mask one list after another: the first blocks write the rows that keep most tiles."""
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_blocks_take_the_longest_lists_first(masks: str, group: int) -> None:
+    """Those of a group of heads one list of their mask after another: the first blocks write what keeps most tiles.
+
+    A group has as many heads as the cache holds what they read, of those that share a mask.
+    """
     op = listed(masks)
     row, column = documents((130, 20), 150, -2), documents((151, 20), 171, -1)
     call, kernel = call_of(masks), kernel_of(op.spec)
@@ -251,23 +255,30 @@ def test_blocks_take_the_longest_lists_first(masks: str) -> None:
         numbers.reshape(-1, len(first))[0] = first
     plan = plan_cuda(analyse(op.spec, op.spec.head_dims[0]), TARGETS["sm_80"]).by_element[ElementType.BF16]
     rows, columns = call.row.reshape(-1, 150), call.column.reshape(-1, 171)
+    keys_and_values, queries = 171 * (16 + 16) * 2, 150 * ((16 + 16) * 2 + 16 * 4)
     sides = (
-        ("forward", 0, rows, plan.forward.Br, columns, plan.forward.Bc, 4),
-        ("keys", 2, columns, plan.backward.Bc, rows, plan.backward.Br, 2),
-        ("queries", 1, rows, plan.queries.Br, columns, plan.queries.Bc, 4),
+        ("forward", 0, rows, plan.forward.Br, columns, plan.forward.Bc, 4, keys_and_values),
+        ("keys", 2, columns, plan.backward.Bc, rows, plan.backward.Br, 2, queries),
+        ("queries", 1, rows, plan.queries.Br, columns, plan.queries.Bc, 4, keys_and_values),
     )
-    for name, result, of_own, own, of_visited, visited, heads in sides:
+    for name, result, of_own, own, of_visited, visited, heads, read in sides:
         lengths = visits_of(of_own, own, of_visited, visited)
         tiles, sharing = len(lengths) // len(rows), heads * 2 // len(rows)
-        order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
-        assert order != sorted(order)
-        for blocks in (1, sharing + 1, 2 * sharing):
-            few = op_of(op, started(kernel, name, blocks), f"few_{name}_{blocks}")
+        together = min(group, sharing)
+        turns = [
+            (first + n, tile)
+            for first in range(0, 2 * heads, together)
+            for mask in [first // sharing * tiles]
+            for tile in sorted(range(tiles), key=lambda n: (-lengths[mask + n], n))
+            for n in range(together)
+        ]
+        assert [tile for head, tile in turns if head == 0] != list(range(tiles))
+        sized = replace(kernel, size=replace(kernel.size, cache_bytes=2 * group * read))
+        for blocks in sorted({1, together + 1, min(tiles * together + 1, len(turns))}):
+            few = op_of(op, started(sized, name, blocks), f"few_{name}_{group}_{blocks}")
             written = ~results(few, call, deterministic=True)[result].isnan().any(-1)
             expected = torch.zeros_like(written).reshape(2 * heads, -1)
-            for block in range(blocks):
-                number, which = order[block // sharing], block % sharing
-                head, tile = number // tiles * sharing + which, number % tiles
+            for head, tile in turns[:blocks]:
                 expected[head, tile * own : (tile + 1) * own] = True
             assert torch.equal(written.reshape(expected.shape), expected), (name, blocks)
 
