@@ -7,7 +7,7 @@ level, and the gradient of a captured value is reduced over the loops outside it
 
 from enum import Enum
 
-from flashgen.ir.expr import Expr, index_set
+from flashgen.ir.expr import Expr, Load, index_set, walk
 
 
 class Level(Enum):
@@ -38,3 +38,12 @@ def level_of_indices(indices: frozenset[str]) -> Level:
 def level_of(expr: Expr) -> Level:
     """The level of an expression."""
     return level_of_indices(index_set(expr))
+
+
+def observed_loads(keep: Expr) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
+    """The elements that a mask reads by row, and those by column: one index of the pair matters."""
+    loads = [node for node in walk(keep) if isinstance(node, Load)]
+    return (
+        tuple(each for each in loads if level_of(each) is Level.ROW),
+        tuple(each for each in loads if level_of(each) is Level.COLUMN),
+    )

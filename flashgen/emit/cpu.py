@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
@@ -29,7 +29,7 @@ from flashgen.emit.context import (
 from flashgen.emit.environment import environment, templates_folder
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
-from flashgen.emit.ranges import RangeCode, observable_loads, range_code
+from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
@@ -147,7 +147,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         _gradient(gradient, label, placement, hook)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
-    observed = tuple(observed_load(load, placement) for load in observable_loads(variant.keep))
+    observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
     captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
     return _Context(

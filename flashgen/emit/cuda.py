@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import block_sizes, is_cut
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
@@ -32,7 +32,7 @@ from flashgen.emit.distance import split_score
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
-from flashgen.emit.ranges import RangeCode, observable_loads, range_code
+from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
@@ -252,7 +252,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         gradient.read: _gradient(gradient, label, cut.captured, placement, hook, row_functions)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     }
-    observed = tuple(observed_load(load, placement) for load in observable_loads(variant.keep))
+    observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     warpgroups, pieces = _warpgroups(variant, plan), _pieces(variant.keep)

@@ -27,10 +27,10 @@ from flashgen.analysis.constraints import (
     is_point,
 )
 from flashgen.analysis.kept import kept_pairs
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_range
-from flashgen.ir.expr import Apply, Expr, Load, Symbol, walk
+from flashgen.ir.expr import Apply, Expr, Load, Symbol
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 
 
@@ -40,11 +40,6 @@ class RangeCode:
 
     lines: tuple[str, ...]
     result: str
-
-
-def observable_loads(keep: Expr) -> tuple[Load, ...]:
-    """The elements whose range over the rows or columns of a tile can be observed: one index of the pair matters."""
-    return tuple(node for node in walk(keep) if isinstance(node, Load) and level_of(node) in (Level.ROW, Level.COLUMN))
 
 
 def range_code(keep: Expr, placement: Placement, observed: Mapping[Expr, str] = MappingProxyType({})) -> RangeCode:

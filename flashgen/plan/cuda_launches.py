@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.spec import Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
-from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, made_in_workspace, observed_loads
+from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Turns
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Sum, Turns
 
 TURNS = "turns"  # a buffer: query tiles that blocks which stay have taken, beyond one each
 GRANULE = 16  # rows or columns of one range of what the mask reads
@@ -67,7 +67,7 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
 
 def bounds_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """Ranges of what the mask reads, at the start of every pass's workspace."""
-    rows, columns = observed_loads(variant)
+    rows, columns = observed_loads(variant.keep)
     found = []
     if rows:
         found.append(Buffer("row_bounds", Count((*_HEADS, Factor("q_len", GRANULE)), 8 * len(rows))))
@@ -77,13 +77,10 @@ def bounds_buffers(variant: Variant) -> tuple[Buffer, ...]:
 
 
 def _observe(symbol: str, variant: Variant) -> list[Launch]:
-    """Both start every pass: each pass has a workspace of its own."""
-    launches = []
-    for name, length, loads in zip(("rows", "columns"), ("q_len", "kv_len"), observed_loads(variant), strict=True):
-        if loads:
-            grid = Count((*_HEADS, Factor(length, GRANULE)), divide=128)
-            launches.append(Launch(f"{symbol}_observe_{name}", grid, 128, 0))
-    return launches
+    """It starts every pass: each has a workspace of its own."""
+    found = zip(("q_len", "kv_len"), observed_loads(variant.keep), strict=True)
+    counts = tuple(Count((*_HEADS, Factor(length, GRANULE)), divide=128) for length, loads in found if loads)
+    return [Launch(f"{symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
 def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:

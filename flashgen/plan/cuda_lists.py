@@ -7,10 +7,10 @@ that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 
 from __future__ import annotations
 
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import observed_loads
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Load, index_set, walk
+from flashgen.ir.expr import index_set
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import Field, argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.cuda_model import FLOAT, VISIT_LIST, WINDOW
@@ -27,15 +27,6 @@ _THREADS = 128
 _ORDERED = 4  # lists of a block, a warp each
 
 
-def observed_loads(variant: Variant) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
-    """The elements that the mask reads by row, and those by column: their ranges are found before all else."""
-    loads = [node for node in walk(variant.keep) if isinstance(node, Load)]
-    return (
-        tuple(each for each in loads if level_of(each) is Level.ROW),
-        tuple(each for each in loads if level_of(each) is Level.COLUMN),
-    )
-
-
 def keeps_lists(variant: Variant) -> bool:
     """Whether a list may be used again: the mask depends on positions alone, and its rows are not runs of keys."""
     return is_irregular(variant.keep)
@@ -43,7 +34,7 @@ def keeps_lists(variant: Variant) -> bool:
 
 def has_lists(variant: Variant) -> bool:
     """Whether there may be lists: kept ones, or a call's own, where ranges of captured tensors are observed."""
-    return keeps_lists(variant) or any(observed_loads(variant))
+    return keeps_lists(variant) or any(observed_loads(variant.keep))
 
 
 def takes_longest_first(variant: Variant) -> bool:

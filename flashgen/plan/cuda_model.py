@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level, level_of, observed_loads
 from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import Variant, constant_factor
 from flashgen.ir.expr import Apply, Expr
@@ -21,7 +21,7 @@ from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
 WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 40 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
-FLOAT = 4
+FLOAT = WORD = 4
 SIGNAL = 8  # an mbarrier
 _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 _FAR = 8192 - 128
@@ -130,6 +130,9 @@ def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> 
         "list of tiles": (2 if tiles.loaders else 1) * VISIT_LIST,
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
+    if takes_tensor_copies(variant, element, tiles):
+        found["what the mask reads"] = stages * len(observed_loads(variant.keep)[1]) * WORD * Bc
+    found = {name: size for name, size in found.items() if size}
     return found | _forward_signals(variant, element, tiles, sum(found.values()))
 
 
@@ -160,7 +163,7 @@ def _signals(variant: Variant, element: ElementType, tiles: _Forward | _Backward
 def backward_buffers(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> dict[str, int]:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
-    Signals, too, where tensor copies have some.
+    Rows carry what the mask reads by row, too. Signals where tensor copies have some.
     """
     Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
@@ -176,7 +179,7 @@ def backward_buffers(variant: Variant, element: ElementType, tiles: _Backward, *
         "P": (split > 1) * tile_bytes(Bc, Br, element),
         "dQ": (tiles.loaders > 0 and with_dq) * FLOAT * Br * D,
         "lse, delta, norms" if variant.uses_sqdist else "lse, delta": more_stages
-        * (3 if variant.uses_sqdist else 2)
+        * ((3 if variant.uses_sqdist else 2) + len(observed_loads(variant.keep)[0]))
         * FLOAT
         * Br,
         "list of tiles": VISIT_LIST,

@@ -41,6 +41,17 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """Of several counts."""
+
+    counts: tuple[Count, ...]
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        """The number at these sizes."""
+        return sum(count.value(sizes) for count in self.counts)
+
+
+@dataclass(frozen=True)
 class Buffer:
     """A part of the workspace; ``clear``: it has to be zero when the first launch starts."""
 
@@ -76,7 +87,7 @@ class Launch:
     """
 
     kernel: str
-    grid: Count
+    grid: Count | Sum
     threads: int
     shared_bytes: int
     boxes: tuple[Box, ...] = ()
@@ -120,7 +131,7 @@ class VisitLists:
     order: Order | None
     pairs: Count
     count: Count
-    readers: Count
+    readers: Count | Sum
     parts: tuple[Count, ...]
     launches: tuple[Launch, ...]
     sizes: tuple[str, ...]

@@ -350,27 +350,39 @@ FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
 }
 
 // Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows, one after
-// another from `to` on. Lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
+// another from `to` on. Of 2-byte elements lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
 template <int width, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
-  static_assert(sizeof(T) == 2 && width % 8 == 0 && width <= 8 * n_tiles, "whole tiles of 2-byte elements");
-  constexpr int tiles = width / 8, wide = tiles / 4 * 4;
-  const int lane = lane_index() % 4;
+  static_assert(width <= 8 * n_tiles, "the accumulators have all columns");
+  constexpr int wide = sizeof(T) == 2 && width % 8 == 0 ? width / 32 * 4 : 0;  // tiles that go by fours
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = row + fragment_row(2 * half);
     T* const place = to + int64_t(at) * width;
+    if constexpr (wide > 0) {
+      const int lane = lane_index() % 4;
 #pragma unroll
-    for (int t = 0; t < wide; t += 4) {
-      uint32_t words[4];
+      for (int t = 0; t < wide; t += 4) {
+        uint32_t words[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) words[k] = Element<T>::pack(d[t + k][2 * half], d[t + k][2 * half + 1]);
-      transpose_quad(words, lane);
-      if (at < count) global_store(reinterpret_cast<uint4*>(place + 8 * (t + lane)), make_uint4(words[0], words[1], words[2], words[3]));
+        for (int k = 0; k < 4; ++k) words[k] = Element<T>::pack(d[t + k][2 * half], d[t + k][2 * half + 1]);
+        transpose_quad(words, lane);
+        if (at < count) global_store(reinterpret_cast<uint4*>(place + 8 * (t + lane)), make_uint4(words[0], words[1], words[2], words[3]));
+      }
     }
 #pragma unroll
-    for (int t = wide; t < tiles; ++t) {
-      const uint32_t word = Element<T>::pack(d[t][2 * half], d[t][2 * half + 1]);
-      if (at < count) global_store(reinterpret_cast<uint32_t*>(place + 8 * t + fragment_column(0)), word);
+    for (int t = wide; t < n_tiles; ++t) {
+      struct alignas(width % 2 == 0 ? 2 * sizeof(T) : sizeof(T)) Pair {
+        T element[2];
+      };
+      const Pair pair = {{Element<T>::round(d[t][2 * half]), Element<T>::round(d[t][2 * half + 1])}};
+      const int column = 8 * t + fragment_column(0);
+      if (at >= count || column >= width) continue;
+      if constexpr (width % 2 == 0) {
+        global_store(reinterpret_cast<Pair*>(place + column), pair);
+      } else {
+        global_store(place + column, pair.element[0]);
+        if (column + 1 < width) global_store(place + column + 1, pair.element[1]);
+      }
     }
   }
 }

@@ -41,6 +41,18 @@ template <> struct Element<float> {
   FG_DEVICE static float round(float x) { return x; }
 };
 
+// Values of up to 4 bytes as words, and back.
+template <class T> FG_DEVICE uint32_t to_word(T value) {
+  uint32_t word = 0;
+  memcpy(&word, &value, sizeof(T));
+  return word;
+}
+template <class T> FG_DEVICE T from_word(uint32_t word) {
+  T value;
+  memcpy(&value, &word, sizeof(T));
+  return value;
+}
+
 // 16 bytes: what one copy moves.
 template <class T> struct alignas(16) Chunk {
   static constexpr int size = 16 / sizeof(T);
