@@ -20,6 +20,7 @@ from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Sum, Turns
 
 TURNS = "turns"  # a buffer: query tiles that blocks which stay have taken, beyond one each
+CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ as well
 GRANULE = 16  # rows or columns of one range of what the mask reads
 _HEADS = (Factor("batch"), Factor("heads"))
 _KV_HEADS = (Factor("batch"), Factor("kv_heads"))
@@ -92,7 +93,8 @@ def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed."""
     cut = passes(variant)
     groups = Count((*_HEADS, Factor("q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
-    return (*bounds_buffers(variant), *_delta(cut), *((Buffer("dq", groups, clear=True),) if cut.one_pass else ()))
+    dq = Buffer("dq", groups, clear=not cut.row_state)  # else the kernel of delta clears it
+    return (*bounds_buffers(variant), *_delta(cut), *((dq,) if cut.one_pass else ()))
 
 
 def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
@@ -151,11 +153,12 @@ def backward_launches(
     query_grid = Count((*_HEADS, Factor("q_len", tiles.queries.Br)))
     boxes = _boxes(("q", "d_o"), tiles.backward.Br, variant, element) if tiles.backward.tensor_copies else ()
 
-    def rows(how: str = "") -> list[Launch]:
+    def rows(how: str = "", *, clears: bool = False) -> list[Launch]:
         if not cut.row_state:
             return []
+        name = f"{symbol}_rows_{element}{how if cut.sink_gradients else ''}{CLEARS if clears else ''}"
         grid = Count((*_HEADS, Factor("q_len")), divide=rows_of_a_block(variant.head_dim.v, element))
-        return [Launch(f"{symbol}_rows_{element}{how if cut.sink_gradients else ''}", grid, 128, 0)]
+        return [Launch(name, grid, 128, 0)]
 
     def keys(kernel: str, how: str = "") -> Launch:
         shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
@@ -171,7 +174,7 @@ def backward_launches(
     if not deterministic and cut.one_pass:
         convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
-        kernels = (*rows(), keys("backward"), convert_launch)
+        kernels = (*rows(clears=True), keys("backward"), convert_launch)
         return PassLaunches(atomic_buffers(variant), (*observe, *made_in_workspace(lists), *kernels), lists)
     lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
     launches: list[Launch] = [*observe, *made_in_workspace(lists)]

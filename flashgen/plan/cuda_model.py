@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.levels import Level, level_of, observed_loads
+from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import Variant, constant_factor
 from flashgen.ir.expr import Apply, Expr
@@ -22,6 +24,7 @@ WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 40 + 2 * WINDOW // 8 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = WORD = 4
+WIDE = 128  # rows and columns of a tile
 SIGNAL = 8  # an mbarrier
 _LIGHT_MASK = 9  # nodes of the expression: a causal window has as many
 _FAR = 8192 - 128
@@ -67,6 +70,11 @@ def has_long_rows(variant: Variant) -> bool:
     """
     far = Tile(IntRange(0, 0), IntRange(0, 0), IntRange(_FAR, _FAR + 127), IntRange(0, 127), _FAR_SIZES)
     return has_whole_rows(variant) or classify(variant.keep, far) is TileClass.FULL
+
+
+def has_small_blocks(variant: Variant) -> bool:
+    """Whether the mask is drawn in blocks of fewer positions than a wide tile has."""
+    return any(size < WIDE for axis in (ROW, COLUMN) for size in block_sizes(variant.keep, axis))
 
 
 def has_whole_rows(variant: Variant) -> bool:

@@ -22,6 +22,7 @@ from flashgen.plan.cuda_model import (
     forward_bytes,
     has_light_mask,
     has_long_rows,
+    has_small_blocks,
     has_whole_rows,
     is_plain,
     padded,
@@ -180,7 +181,15 @@ def _forward_choices(variant: Variant, element: ElementType, target: Target) -> 
 def _hopper_forward(variant: Variant) -> tuple[tuple[int, tuple[ForwardChoice, ...]], ...]:
     if has_whole_rows(variant):
         return cuda_tables.HOPPER_WHOLE_FORWARD
-    return cuda_tables.HOPPER_FORWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_FORWARD
+    if has_long_rows(variant):
+        return cuda_tables.HOPPER_FORWARD
+    return cuda_tables.HOPPER_BLOCK_FORWARD if has_small_blocks(variant) else cuda_tables.HOPPER_SHORT_FORWARD
+
+
+def _hopper_backward(variant: Variant) -> tuple[tuple[int, tuple[BackwardChoice, ...]], ...]:
+    if has_long_rows(variant):
+        return cuda_tables.HOPPER_BACKWARD
+    return cuda_tables.HOPPER_BLOCK_BACKWARD if has_small_blocks(variant) else cuda_tables.HOPPER_SHORT_BACKWARD
 
 
 def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
@@ -196,8 +205,7 @@ def _backward_choices(variant: Variant, element: ElementType, target: Target) ->
     if variant.head_dim.qk > 64 and not has_light_mask(variant):
         rows.sort(key=lambda row: row.split == 1)
     if element is not ElementType.F32 and target.has_warpgroups and not variant.uses_sqdist:
-        hopper = cuda_tables.HOPPER_BACKWARD if has_long_rows(variant) else cuda_tables.HOPPER_SHORT_BACKWARD
-        rows = [*_rows_for(variant, hopper), *rows]
+        rows = [*_rows_for(variant, _hopper_backward(variant)), *rows]
     schedule = variant.spec.schedule
     pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
     return _pinned(rows, *pins)

@@ -106,7 +106,16 @@ HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
 )
 # Before those of HALF_… on sm_90a. dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
 HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (64, (_hopper_shared(128, 3), _hopper(192, 96, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (
+        64,
+        (
+            _hopper(192, 128, 12),
+            _hopper_shared(128, 3),
+            _hopper(192, 96, 12),
+            _hopper(128, 128, 8),
+            _hopper(128, 64, 8),
+        ),
+    ),
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
 )
@@ -119,8 +128,14 @@ HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 # The same where masks leave rows of tiles short.
 HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
-    (128, (_hopper_shared(48, 3), _hopper_shared(64, 2), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+)
+# The same where they are drawn in blocks smaller than a wide tile.
+HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    HOPPER_SHORT_FORWARD[0],
+    (128, (_hopper_shared(64, 3), _hopper_shared(48, 3), _hopper_shared(64, 2), _hopper(128, 64, 8))),
+    HOPPER_SHORT_FORWARD[2],
 )
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
@@ -128,7 +143,12 @@ HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (256, ()),
 )
 HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
-    (64, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
+    (64, (_hopper_shared_backward(64, 3), _hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
+    (128, (_hopper_backward(64, 128, 8), _hopper_shared_backward(64, 2))),
+    (256, ()),
+)
+HOPPER_BLOCK_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    HOPPER_SHORT_BACKWARD[0],
     (128, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
     (256, ()),
 )

@@ -21,7 +21,7 @@ from flashgen.analysis.tiles import Tile, TileClass, as_kernels_know, classify, 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.interval import IntRange
 from flashgen.plan.arguments import param_field
-from flashgen.plan.cuda_launches import passes, rows_of_a_block
+from flashgen.plan.cuda_launches import CLEARS, passes, rows_of_a_block
 from flashgen.plan.cuda_lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.plan.cuda_model import WINDOW, padded
 from flashgen.plan.cuda_plan import ElementPlan
@@ -60,7 +60,7 @@ def traffic(
         kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
         moved: dict[str, Callable[[], Mapping[str, int]]] = {
             "forward": model.forward,
-            "rows": model.rows,
+            "rows": functools.partial(model.rows, clears_dq=launch.kernel.endswith(CLEARS)),
             "backward": functools.partial(model.keys, adds_dq=True),
             "keys": functools.partial(model.keys, adds_dq=False),
             "queries": model.queries,
@@ -105,8 +105,8 @@ class _Model:
         found.update(self._reading(OF_QUERIES, tiles.loaders - 1 if tiles.loaders else tiles.warps))
         return found
 
-    def rows(self) -> Mapping[str, int]:
-        """O and dO once; threads past the last row read the first again."""
+    def rows(self, *, clears_dq: bool) -> Mapping[str, int]:
+        """O and dO once; threads past the last row read the first again. The sums of dQ, where it clears them."""
         each = rows_of_a_block(self.Dv, self.tiles.element)
         blocks = -(-self._rows() // each)
         width = blocks * each * self.Dv * self.element
@@ -116,6 +116,8 @@ class _Model:
             found["d_lse"] = every_thread
         if self.cut.sink_gradients:
             found["lse"] = every_thread
+        if clears_dq:
+            found["workspace.dq"] = self._dq_sums()
         return found
 
     def keys(self, *, adds_dq: bool) -> Mapping[str, int]:
@@ -153,12 +155,12 @@ class _Model:
         return found
 
     def convert(self) -> Mapping[str, int]:
-        """The sums of dQ, in whole groups of rows, and dQ."""
-        groups = self.batch * self.heads * -(-self.q_len // GROUP)
-        return {
-            "workspace.dq": groups * GROUP * self.padded * FLOAT,
-            "dq": self._rows() * self.D * self.element,
-        }
+        """The sums of dQ, and dQ."""
+        return {"workspace.dq": self._dq_sums(), "dq": self._rows() * self.D * self.element}
+
+    def _dq_sums(self) -> int:
+        """In whole groups of rows."""
+        return self.batch * self.heads * -(-self.q_len // GROUP) * GROUP * self.padded * FLOAT
 
     def making(self) -> Mapping[str, int]:
         """The lists of the call: written, and where the longest come first read and written again.

@@ -22,6 +22,7 @@ from flashgen.runtime.kernel import Step, Values
 LIST_BYTES = 32 << 20  # of one shelf, or of one order in a call's workspace
 MOST_LISTS = 256  # small ones cost more than their bytes
 LEAST_TILES = 1024  # of queries and keys: of fewer a block finds its own in a moment
+MOST_ORDERED = 1 << 14  # lists of a call: each is compared with all of its mask
 LEAST_BLOCKS = 512  # that read what a call makes: fewer find their own while two kernels would be started
 
 Held = TypeVar("Held")
@@ -55,7 +56,7 @@ class SharedLists:
 
 def makes_lists(lists: VisitLists, sizes: Mapping[str, int], *, eager: bool) -> bool:
     """Whether a call makes these in its workspace. ``eager``: however few blocks read them."""
-    if lists.kept or lists.bytes(sizes) > LIST_BYTES:
+    if lists.kept or lists.bytes(sizes) > LIST_BYTES or lists.count.value(sizes) > MOST_ORDERED:
         return False
     return eager or lists.readers.value(sizes) >= LEAST_BLOCKS
 
