@@ -51,8 +51,11 @@ def _rows(variant: Variant, tiles: ElementPlan, shape: Shape) -> Counter[str]:
     blocks = -(-rows // each)
     width = blocks * each * variant.head_dim.v * tiles.element.bytes
     found = Counter({"o": width, "d_o": width, "workspace.delta": rows * FLOAT})
-    if passes(variant).sink_gradients:
+    cut = passes(variant)
+    if cut.sink_gradients:
         found["lse"] = blocks * _THREADS * FLOAT
+    if cut.one_pass:
+        found["workspace.dq"] = _dq_sums(variant, shape)
     return found
 
 
@@ -80,7 +83,11 @@ def _queries(variant: Variant, tiles: ElementPlan, shape: Shape) -> Counter[str]
 
 
 def _convert(variant: Variant, tiles: ElementPlan, shape: Shape) -> Counter[str]:
-    D = variant.head_dim.qk
-    groups = shape.batch * shape.heads * -(-shape.q_len // GROUP)
     rows = shape.batch * shape.heads * shape.q_len
-    return Counter({"workspace.dq": groups * GROUP * padded(D) * FLOAT, "dq": rows * D * tiles.element.bytes})
+    written = rows * variant.head_dim.qk * tiles.element.bytes
+    return Counter({"workspace.dq": _dq_sums(variant, shape), "dq": written})
+
+
+def _dq_sums(variant: Variant, shape: Shape) -> int:
+    """In whole groups of rows."""
+    return shape.batch * shape.heads * -(-shape.q_len // GROUP) * GROUP * padded(variant.head_dim.qk) * FLOAT

@@ -189,9 +189,9 @@ class CupyDriver:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._cupy = import_cupy()
         known = torch.cuda.get_device_properties(index)
         self.size = DeviceSize(known.multi_processor_count, known.L2_cache_size)
-        self._cupy = import_cupy()
         self._driver = importlib.import_module("cupy_backends.cuda.api.driver")
         self._runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream

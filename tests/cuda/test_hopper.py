@@ -102,8 +102,9 @@ def test_what_multiplies_and_what_copies_share_the_registers() -> None:
 def test_short_rows_take_small_blocks() -> None:
     """Several blocks a multiprocessor, whose accumulators leave registers for addresses and hooks."""
     short, long = "mask causal and window_left(512)", "mask causal"
-    for head_dim in (64, 128):
-        plans = [planned(f"attention a {{ head_dim {head_dim}  {mask} }}", "sm_90a")[1] for mask in (short, long)]
+    blocks = "layout block 64: popcount(I ^ J) == 1"  # of which a wide tile would hold parts of several
+    for head_dim, few_keys in ((64, short), (64, blocks), (128, blocks)):
+        plans = [planned(f"attention a {{ head_dim {head_dim}  {mask} }}", "sm_90a")[1] for mask in (few_keys, long)]
         few, many = (plan.by_element[ElementType.BF16].forward for plan in plans)
         assert few.Br * few.Bc < many.Br * many.Bc
         assert (few.warps, few.loaders) == (4, 0)

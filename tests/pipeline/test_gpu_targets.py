@@ -29,6 +29,7 @@ from flashgen.plan.plan import Rejection
 from flashgen.runtime import cuda, nvrtc
 from flashgen.runtime.cuda import CudaMissing
 from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, Resources
+from flashgen.runtime.schedule import DeviceSize
 from flashgen.targets import UnsupportedGpu, compile_variant, packaged_kernel, target_of
 
 SPEC = "attention tiny { head_dim 16  dtype bf16  mask causal  weights relu(s) }"
@@ -192,6 +193,8 @@ def test_which_target_a_gpu_gets() -> None:
 
 class FakeDriver:
     """A device that finds kernels in binaries and starts none."""
+
+    size = DeviceSize(multiprocessors=132, cache_bytes=50 << 20)
 
     def __init__(self, index: int) -> None:
         self.found: list[tuple[Path, str]] = []
