@@ -94,11 +94,10 @@ class Engine:
         q, k, v = tensors[:3]
         # To ask for what is like a tensor takes half as long.
         o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
-        lse, lse_at = None, 0
+        lse = None
         if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-            lse_at = lse.data_ptr()
-        values = [0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse_at, 0, 0, 0, 0, 0]
+        values = [0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), _at(lse), 0, 0, 0, 0, 0]
         drops = False
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
@@ -128,21 +127,20 @@ class Engine:
         q, k, v = tensors[:3]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
-        held = [x if x is None or x.is_contiguous() else x.contiguous() for x in rows]
-        d_lse_at, o_at, lse_at = [0 if x is None else x.data_ptr() for x in held]
+        d_lse, o, lse = _packed(rows[0]), _packed(rows[1]), _packed(rows[2])
         # Kernels write all three, asked for or not.
         dq = empty_like(q, memory_format=contiguous_format)
         dk = empty_like(k, memory_format=contiguous_format)
         dv = empty_like(v, memory_format=contiguous_format)
         values = [
-            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o_at, lse_at, d_o.data_ptr(), d_lse_at,
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), _at(o), _at(lse), d_o.data_ptr(), _at(d_lse),
             dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
         drops, sums = False, []
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             sums = self._sums(call, captured, needs[3:])
-            drops = self._add(values, call, captured, [0 if x is None else x.data_ptr() for x, _ in sums])
+            drops = self._add(values, call, captured, [_at(x) for x, _ in sums])
         strides = d_o.stride()
         key = (drops, strides, *needs[3:])
         prepared = call.backward.get(key)
@@ -150,7 +148,9 @@ class Engine:
             settled = _with_strides(kernel, call.settled, strides)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
         self._run(call, prepared, values)
-        found = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
+        found = [dq, dk, dv]
+        if not all(needs[:3]):
+            found = [x for x, need in zip(found, needs, strict=False) if need]
         for total, like in sums:
             if total is not None:
                 is_alike = total.dtype is like.dtype and total.device == like.device
@@ -235,9 +235,8 @@ class Engine:
         threshold = 0
         if captured.dropout is not None:
             probability, seed = captured.dropout.probability, captured.dropout.seed
-            place = 0 if captured.seed is None else captured.seed.data_ptr()
             threshold = drop_threshold(probability)
-            values += (threshold, 1.0 / (1.0 - probability), int(seed), place)
+            values += (threshold, 1.0 / (1.0 - probability), int(seed), _at(captured.seed))
         elif self.signature.has_dropout:
             values += (0, 1.0, 0, 0)
         values += [tensor.data_ptr() for tensor in captured.tensors]
@@ -261,6 +260,15 @@ class Engine:
             dropout=captured.dropout,
             pairs=self._pairs,
         )
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _at(x: Tensor | None) -> int:
+    """Where a tensor lies; a null pointer for none."""
+    return 0 if x is None else x.data_ptr()
 
 
 def _with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Values:

@@ -134,7 +134,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
-        op: Registered = ctx.op
+        op, rest = ctx.op, ctx.rest
         signature = op.signature
         count = signature.tensor_arguments
         if d_o is None and d_lse is None:
@@ -145,11 +145,7 @@ class Attention(torch.autograd.Function):
         if d_o is None:
             q, v = tensors[0], tensors[2]
             d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
-        if not is_grad_enabled() and is_plain((d_o, d_lse)) and not has_wrapper((d_o, d_lse)):
-            found = op.engine.gradients(d_o, (d_lse, *(kept or (None, None))), tensors, ctx.rest, needs)
-        else:
-            backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
-            found = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *ctx.rest[0], ctx.rest[1], needs)
+        found = _gradients(op, (d_o, d_lse), kept, tensors, rest, needs)
         if len(found) < len(needs):
             each = iter(found)
             return (None, *(next(each) if need else None for need in needs), *signature.without_gradient)
@@ -180,6 +176,27 @@ class TransformedAttention(Attention):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         (op, _, rest), *tensors = inputs
         _save(ctx, op, rest, tensors, *(output if op.signature.has_lse else (output, None)))
+
+
+def _gradients(
+    op: Registered,
+    arriving: tuple[Tensor, Tensor | None],
+    kept: tuple[Tensor, ...],
+    tensors: Tensors,
+    rest: Rest,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients that are needed. ``arriving`` are d_o and d_lse, ``kept`` o and lse, where there is an lse."""
+    d_o, d_lse = arriving
+    if not is_grad_enabled() and is_plain(arriving):
+        try:
+            return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None, None, None), tensors, rest, needs)
+        except RuntimeError:  # as in `call`
+            if not has_wrapper(arriving):
+                raise
+    backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
+    found: list[Tensor] = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *rest[0], rest[1], needs)
+    return found
 
 
 class _Once(torch.autograd.Function):
