@@ -83,7 +83,7 @@ class Engine:
         rows: Any = args[:first] or (None, None, None)
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
-    def attend(self, tensors: Tensors, rest: Rest, *, keeps_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> tuple[Tensor, Tensor | None]:
         """``o`` and ``lse``; the latter is None for pointwise weights, and may be where it is not to be kept."""
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
@@ -91,7 +91,7 @@ class Engine:
             return self._attend_without_kernel(call, tensors)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
-        q, k, v = tensors[:3]
+        q, k, v = tensors[0], tensors[1], tensors[2]
         # To ask for what is like a tensor takes half as long.
         o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
         lse = None
@@ -124,7 +124,7 @@ class Engine:
             return self._gradients_without_kernel(call, d_o, rows[0], tensors, needs)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
-        q, k, v = tensors[:3]
+        q, k, v = tensors[0], tensors[1], tensors[2]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
         d_lse, o, lse = _packed(rows[0]), _packed(rows[1]), _packed(rows[2])

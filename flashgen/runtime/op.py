@@ -155,7 +155,7 @@ class BaseOp:
             self._refuse_lse()
         if deterministic is None:
             deterministic = are_deterministic_algorithms_enabled()
-        return call(self._registered, tensors, (offsets, deterministic), return_lse=return_lse)
+        return call(self._registered, tensors, (offsets, deterministic), return_lse)
 
     def reference(
         self,

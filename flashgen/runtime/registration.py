@@ -30,7 +30,7 @@ from torch._C import (
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
 from flashgen.runtime.call import Rest
@@ -231,7 +231,7 @@ def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], o: Tenso
     ctx.op, ctx.rest = op, rest
 
 
-def call(op: Registered, tensors: Tensors, rest: Rest, *, return_lse: bool) -> Any:
+def call(op: Registered, tensors: Tensors, rest: Rest, return_lse: bool) -> Any:
     """Call the op: ``o``, or ``(o, lse)``. ``rest`` are the operator's arguments behind those that are tensors.
 
     Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel.
@@ -240,7 +240,7 @@ def call(op: Registered, tensors: Tensors, rest: Rest, *, return_lse: bool) -> A
         try:
             if is_grad_enabled() and _any_requires_grad(*tensors):
                 return (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
-            o, lse = op.engine.attend(tensors, rest, keeps_lse=return_lse)
+            o, lse = op.engine.attend(tensors, rest, return_lse)
         except RuntimeError:  # its memory was asked for
             if not has_wrapper(tensors):
                 raise
@@ -272,7 +272,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     A tensor that torch.func has left behind looks plain, too; who asks for its memory gets a ``RuntimeError``.
     """
     if (
-        is_compiling()
+        is_dynamo_compiling()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or _are_functorch_transforms_active()
@@ -282,7 +282,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     ):
         return False
     for x in tensors:  # noqa: SIM110 - a generator would take half of the time
-        if x is not None and (type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda)):
+        if not (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)) and x is not None:
             return False
     return True
 
@@ -294,7 +294,7 @@ def has_wrapper(tensors: Sequence[Any]) -> bool:
 
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
-    return not is_compiling() and _are_functorch_transforms_active()
+    return not is_dynamo_compiling() and _are_functorch_transforms_active()
 
 
 def _autograd(op: Registered, *args: Any) -> Any:
