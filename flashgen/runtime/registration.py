@@ -30,7 +30,7 @@ from torch._C import (
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.library import Library
 
 from flashgen.runtime.call import Rest
@@ -181,7 +181,7 @@ class TransformedAttention(Attention):
 def _gradients(
     op: Registered,
     arriving: tuple[Tensor, Tensor | None],
-    kept: tuple[Tensor, ...],
+    kept: Tensors,
     tensors: Tensors,
     rest: Rest,
     needs: Sequence[bool],
@@ -192,7 +192,7 @@ def _gradients(
         try:
             return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None, None, None), tensors, rest, needs)
         except RuntimeError:  # as in `call`
-            if not has_wrapper(arriving):
+            if not has_wrapper((*arriving, *tensors)):
                 raise
     backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
     found: list[Tensor] = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *rest[0], rest[1], needs)
@@ -294,7 +294,7 @@ def has_wrapper(tensors: Sequence[Any]) -> bool:
 
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
-    return not is_dynamo_compiling() and _are_functorch_transforms_active()
+    return not is_compiling() and _are_functorch_transforms_active()
 
 
 def _autograd(op: Registered, *args: Any) -> Any:
