@@ -241,7 +241,7 @@ def call(op: Registered, tensors: Tensors, rest: Rest, return_lse: bool) -> Any:
             if is_grad_enabled() and _any_requires_grad(*tensors):
                 return (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
             o, lse = op.engine.attend(tensors, rest, return_lse)
-        except RuntimeError:  # its memory was asked for
+        except RuntimeError:  # the memory of a wrapper was asked for, which has none
             if not has_wrapper(tensors):
                 raise
         else:
