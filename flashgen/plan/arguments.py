@@ -3,14 +3,16 @@
 In: an ``AttentionSpec``. Out: the fields of ``struct Arguments``, the same for every pass, head dimension and
 element type of that spec. Pointers that a pass does not use are null. Names that come from the spec carry a prefix
 (``tensor_slope``, ``param_bias``, ``grad_slope``), so that a user's name never meets a field's or a C++ keyword;
-build them with the functions below.
+build them with the functions below. Fields in which calls of the same shapes differ come first: a repeated call packs
+these alone.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
@@ -18,12 +20,16 @@ FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
 @dataclass(frozen=True)
 class Field:
-    """One member of ``struct Arguments``; ``element`` is the C type behind a pointer."""
+    """One member of ``struct Arguments``; ``element`` is the C type behind a pointer.
+
+    ``varies``: calls of the same shapes, strides and types may differ in it.
+    """
 
     name: str
     kind: FieldKind
     comment: str = ""
     element: str = "void"
+    varies: bool = False
 
 
 def tensor_field(name: str) -> str:
@@ -57,46 +63,33 @@ def gradient_field(name: str) -> str:
 
 
 def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """Every field of the struct, in order. Strides and dimensions count elements."""
-    fields = [
-        Field("q", "const pointer", "[B, H, Nq, D]"),
-        Field("k", "const pointer", "[B, Hkv, Nk, D]"),
-        Field("v", "const pointer", "[B, Hkv, Nk, Dv]"),
-        Field("o", "pointer", "[B, H, Nq, Dv], contiguous"),
-        Field("lse", "pointer", "[B, H, Nq], contiguous; null for pointwise weights", "float"),
-        Field("d_o", "const pointer", "[B, H, Nq, Dv]"),
-        Field("d_lse", "const pointer", "[B, H, Nq], contiguous; null where lse was not used", "float"),
-        Field("dq", "pointer", "contiguous, like q"),
-        Field("dk", "pointer", "contiguous, like k"),
-        Field("dv", "pointer", "contiguous, like v"),
-        Field("workspace", "pointer", "as many bytes as the _workspace function says"),
+    """Every field of the struct, in order: those that vary first. Strides and dimensions count elements."""
+    has_dropout = spec.dropout is not None
+    varying = [
+        *_tensors_of_a_call(),
+        *(_dropout() if has_dropout else ()),
+        *(_pointer_to(tensor) for tensor in spec.tensors),
+        *(_value_of(param) for param in spec.params),
+        *(_place_of(param) for param in spec.params),
+        *(_gradient_of(each.name, "contiguous") for each in spec.tensors if each.grad),
+        *(_gradient_of(each.name, "[1]") for each in spec.params if each.grad),
     ]
+    fields = [dataclasses.replace(each, varies=True) for each in varying]
+    fields += () if has_dropout else _dropout()
     for name in ("q", "k", "v", "d_o"):
         fields += [Field(f"{name}_stride_{axis}", "i64") for axis in ("b", "h", "n")]
     fields += [
         Field("element", "i32", "of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16"),
         Field("threads", "i32"),
         Field("deterministic", "i32", "1: every gradient is bitwise repeatable"),
-        Field("dropout_threshold", "u32", "a pair is kept where its random word is not below this"),
-        Field("dropout_scale", "f32", "1 / (1 - p)"),
-        Field("seed", "u64"),
-        Field("seed_at", "const pointer", "where the seed lies, if that is the memory of a GPU; else null", "uint64_t"),
     ]
     fields += [Field(name, "i64", "of this shard") for name in ("batch", "heads", "kv_heads", "q_len", "kv_len")]
     fields += [Field(f"{name}_start", "i64", "of this shard in the whole") for name in ("b", "h", "q", "kv")]
     fields += [Field(f"{name}_total", "i64", "of the whole") for name in ("b", "h", "q", "kv")]
     for tensor in spec.tensors:
-        fields += _tensor_fields(tensor)
-    for param in spec.params:
-        is_float = param.type is ScalarType.FLOAT
-        fields.append(Field(param_field(param.name), "f32" if is_float else "i32", "param"))
-        where = "where the param lies, if that is the memory of a GPU; else null"
-        element = "float" if is_float else "int32_t"
-        fields.append(Field(param_place_field(param.name), "const pointer", where, element))
-        if param.grad:
-            fields.append(
-                Field(gradient_field(param.name), "pointer", "[1], zero at the start; null where not needed", "float")
-            )
+        axes = range(len(tensor.shape))
+        fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
+        fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
     return tuple(fields)
 
 
@@ -124,9 +117,32 @@ def mask_params(keep: Expr) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _tensor_fields(tensor: CapturedTensor) -> list[Field]:
-    name = tensor.name
-    rank = len(tensor.shape)
+def _tensors_of_a_call() -> tuple[Field, ...]:
+    return (
+        Field("workspace", "pointer", "as many bytes as the _workspace function says"),
+        Field("q", "const pointer", "[B, H, Nq, D]"),
+        Field("k", "const pointer", "[B, Hkv, Nk, D]"),
+        Field("v", "const pointer", "[B, Hkv, Nk, Dv]"),
+        Field("o", "pointer", "[B, H, Nq, Dv], contiguous"),
+        Field("lse", "pointer", "[B, H, Nq], contiguous; null for pointwise weights", "float"),
+        Field("d_o", "const pointer", "[B, H, Nq, Dv]"),
+        Field("d_lse", "const pointer", "[B, H, Nq], contiguous; null where lse was not used", "float"),
+        Field("dq", "pointer", "contiguous, like q"),
+        Field("dk", "pointer", "contiguous, like k"),
+        Field("dv", "pointer", "contiguous, like v"),
+    )
+
+
+def _dropout() -> tuple[Field, ...]:
+    return (
+        Field("dropout_threshold", "u32", "a pair is kept where its random word is not below this"),
+        Field("dropout_scale", "f32", "1 / (1 - p)"),
+        Field("seed", "u64"),
+        Field("seed_at", "const pointer", "where the seed lies, if that is the memory of a GPU; else null", "uint64_t"),
+    )
+
+
+def _pointer_to(tensor: CapturedTensor) -> Field:
     element = {
         "f32": "float",
         "f16": "fg::f16",
@@ -135,10 +151,18 @@ def _tensor_fields(tensor: CapturedTensor) -> list[Field]:
         "i64": "int64_t",
         "bool": "bool",
     }[tensor.element.value]
-    fields = [Field(tensor_field(name), "const pointer", f"captured tensor, {tensor.element}", element)]
-    fields += [Field(stride_field(name, axis), "i64") for axis in range(rank)]
-    fields += [Field(dimension_field(name, axis), "i64") for axis in range(rank)]
-    if tensor.grad:
-        comment = "contiguous, zero at the start; null where not needed"
-        fields.append(Field(gradient_field(name), "pointer", comment, "float"))
-    return fields
+    return Field(tensor_field(tensor.name), "const pointer", f"captured tensor, {tensor.element}", element)
+
+
+def _value_of(param: Param) -> Field:
+    return Field(param_field(param.name), "f32" if param.type is ScalarType.FLOAT else "i32", "param")
+
+
+def _place_of(param: Param) -> Field:
+    where = "where the param lies, if that is the memory of a GPU; else null"
+    element = "float" if param.type is ScalarType.FLOAT else "int32_t"
+    return Field(param_place_field(param.name), "const pointer", where, element)
+
+
+def _gradient_of(name: str, form: str) -> Field:
+    return Field(gradient_field(name), "pointer", f"{form}, zero at the start; null where not needed", "float")

@@ -8,12 +8,13 @@ expected and what came.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from flashgen.analysis.bounds import IndexProof, IndexStatus, prove_indices
 from flashgen.analysis.index_checks import check_index
@@ -28,12 +29,17 @@ from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
 from flashgen.runtime.signature import TORCH_DTYPES, kind
 
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
-# The last arguments of the operator: offsets, then whether gradients are to be bitwise repeatable.
-Rest = tuple[*Offsets, bool]
+# The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
+Rest = tuple[Offsets, bool]
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
 _MOST_REMEMBERED = 512
+
+# A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
+# Not empty in a child; every call asks.
+_FORKS: list[int] = []
+os.register_at_fork(after_in_child=lambda: _FORKS.append(os.getpid()))
 
 # A shape and its strides. PyTorch makes a tensor faster from both than from a shape.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,9 +49,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o`` and ``lse`` are shapes and strides of the results; ``o_is_like_q``: the former are those of q. ``static`` are
-    the values of ``struct Arguments`` known so far, in the order of its fields; empty where no kernel runs.
-    ``needs_copy``: the kernel cannot read some tensor where it is. ``prepared`` remembers passes, ``params`` the
+    ``o`` and ``lse`` are shapes and strides of the results; ``o_is_like_q``: the former are those of q, which is
+    contiguous. ``settled`` are the values of ``struct Arguments`` behind those that vary; empty where no kernel runs.
+    ``needs_copy``: the kernel cannot read q, k or v where they are; ``may_copy``: or perhaps not from where they start.
+    ``forward`` remembers passes with and without dropout, ``backward`` by all that they depend on, ``params`` the
     defaults.
     """
 
@@ -58,10 +65,14 @@ class Call:
     o_is_like_q: bool
     lse: Layout
     device: torch.device
+    is_on_cpu: bool
     kernel: Kernel | None
-    static: list[float]
+    settled: tuple[float, ...]
     needs_copy: bool
-    prepared: dict[object, Prepared] = field(default_factory=dict)
+    may_copy: bool
+    threads: int
+    forward: dict[bool, Prepared] = field(default_factory=dict)
+    backward: dict[object, Prepared] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -80,27 +91,35 @@ class CallChecker:
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
         self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
+        self._captured_end = 3 + len(spec.tensors)
         defaults = [param.default for param in spec.params if param.default is not None]
         self._learned = _reads_params(*defaults)
         self._host_params = self._learned or (spec.dropout is not None and _reads_params(spec.dropout))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest) -> Call:
-        """The call of these tensors. Raises ``ValueError`` or ``TypeError``."""
+    def find(self, tensors: Sequence[Any], rest: Rest) -> Call:
+        """The call of q, k, v and the captured tensors, which ``tensors`` begin with.
+
+        Raises ``ValueError`` or ``TypeError``.
+        """
+        q, k, v = tensors[0], tensors[1], tensors[2]  # a slice takes longer
+        threads = 1 if _FORKS else get_num_threads()
         # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used. To ask for
         # a device makes an object; to hash a key takes longer than to compare it with the last one.
         key: tuple[object, ...] = (
             q.dtype, q.shape, q.is_contiguous() or q.stride(), q.is_cpu or q.device,
             k.dtype, k.shape, k.is_contiguous() or k.stride(), k.is_cpu or k.device,
-            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.is_cpu or v.device, rest,
+            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.is_cpu or v.device, rest, threads,
         )  # fmt: skip
-        if tensors:
-            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.is_cpu or x.device) for x in tensors])
+        captured: Sequence[Tensor] = ()
+        if self._captured_end > 3:
+            captured = tensors[3 : self._captured_end]
+            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.is_cpu or x.device) for x in captured])
         last, call = self._last
         if call is not None and key == last:
             return call
         call = self._known.get(key)
         if call is None:
-            call = self._check(q, k, v, tensors, rest)
+            call = self._check(q, k, v, captured, rest, threads)
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
             self._known[key] = call
@@ -153,13 +172,13 @@ class CallChecker:
             raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
         return probability
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest) -> Call:
-        offsets, deterministic = rest[:-1], rest[-1]
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
+        offsets, deterministic = rest
         shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
         head_dim = HeadDim(q.shape[3], v.shape[3])
         if head_dim not in self.spec.head_dims:
-            known = ", ".join(str(each) for each in self.spec.head_dims)
-            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {known}")
+            dims = ", ".join(str(each) for each in self.spec.head_dims)
+            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {dims}")
         self._check_types(q, k, v)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             wanted = TORCH_DTYPES[declared.element]
@@ -173,9 +192,10 @@ class CallChecker:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
         provider = self._kernels.get(q.device.type)
         kernel = None if provider is None else provider(head_dim, q.device.index or 0)
-        static = (
-            [] if kernel is None else kernel.layout.values(_static(self.spec, shard, q, k, v, tensors, deterministic))
-        )
+        settled: Sequence[float] = ()
+        if kernel is not None:
+            known = _settled(self.spec, shard, q, k, v, tensors) | {"deterministic": deterministic, "threads": threads}
+            settled = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
@@ -190,9 +210,12 @@ class CallChecker:
             q.is_contiguous() and head_dim.qk == head_dim.v,
             _packed(*rows),
             q.device,
+            q.is_cpu,
             kernel,
-            static,
+            tuple(settled),
             needs_copy,
+            needs_copy or (kernel is not None and kernel.row_alignment > 1),
+            threads,
         )
 
     def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
@@ -286,23 +309,17 @@ def _check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str
         raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
 
 
-def _static(
-    spec: AttentionSpec,
-    shard: Shard,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensors: Sequence[Tensor],
-    deterministic: bool,
+def _settled(
+    spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """The values of ``struct Arguments`` that shapes, strides and the last arguments determine."""
+    """The values of ``struct Arguments`` that shapes, strides and types determine."""
     b_total, h_total, q_total, kv_total = shard.totals()
     known: dict[str, Any] = {
-        "element": ELEMENTS[q.dtype], "deterministic": deterministic,
+        "element": ELEMENTS[q.dtype],
         "batch": shard.batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
         "q_len": shard.q_len, "kv_len": shard.kv_len,
         "b_start": shard.b_start, "h_start": shard.h_start, "q_start": shard.q_start, "kv_start": shard.kv_start,
-        "dropout_scale": 1.0, "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
+        "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
     }  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         for letter, stride in zip("bhn", _strides(tensor), strict=False):

@@ -118,7 +118,8 @@ class CudaKernel:
             )
             for part in found.parts
         ]
-        return Prepared(found.workspace_bytes, functools.partial(self._run, parts))
+        settled = tuple(values[self.layout.varying :])
+        return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)))
 
     def _maps(self, step: Step, values: Values) -> LaunchMaps | None:
         """The maps that a kernel takes, as its second parameter."""

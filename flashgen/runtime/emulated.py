@@ -81,7 +81,8 @@ class EmulatedKernel:
         launches = kernels.launches(name, self.layout.named(values))
         eager = self.shelf.eager
         found = schedule(launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)
-        return Prepared(0, partial(self._run, name, kernels.binary, found.parts))
+        settled = tuple(values[self.layout.varying :])
+        return Prepared(0, lambda varying: self._run(name, kernels.binary, found.parts, (*varying, *settled)))
 
     def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:
         found = [self._run_part(name, program, part, part.values(values)) for part in parts]

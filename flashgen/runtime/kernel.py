@@ -8,6 +8,7 @@ Calls release the interpreter lock. Nothing here imports torch.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +27,21 @@ _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32":
 
 
 class ArgumentLayout:
-    """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them."""
+    """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them.
+
+    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their part of the bytes.
+    """
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
         self.names = tuple(field.name for field in fields)
         self.slots: Mapping[str, int] = {name: slot for slot, name in enumerate(self.names)}
-        formats = [_FORMATS[field.kind] for field in fields]
-        # "0P" pads the end as C pads the struct.
-        self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats) + "0P").pack
+        self.varying = sum(1 for _ in itertools.takewhile(lambda field: field.varies, fields))
+        formats = [*(_FORMATS[field.kind] for field in fields), "P"]
+        # "0P" pads the end as C pads the struct; what varies is padded up to the field behind it.
+        self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats[:-1]) + "0P").pack
+        behind = "0" + formats[self.varying]
+        self.pack_varying: Callable[..., bytes] = struct.Struct("@" + "".join(formats[: self.varying]) + behind).pack
 
     def values(self, known: Mapping[str, float]) -> list[float]:
         """One value a field; zero, a null pointer, where nothing is known."""
@@ -58,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values of all fields."""
+    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary."""
 
     workspace_bytes: int
     run: Callable[[Values], object]
@@ -79,7 +86,10 @@ class Kernel(Protocol):
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        """A pass for every call that differs from ``values`` in pointers, params and seeds alone."""
+        """A pass for every call that differs from ``values``, those of all fields, in fields that vary alone.
+
+        Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero.
+        """
 
 
 # The kernel of a head dimension on the device with this index; there is one such function for each type of device.
@@ -110,7 +120,6 @@ class LibraryKernel:
                 found = library[f"{symbol}_{name}"]
             except AttributeError:
                 raise OSError(f"'{path}' has no function '{symbol}_{name}'") from None
-            found.argtypes = [ctypes.c_char_p]
             found.restype = result
             return found
 
@@ -128,5 +137,7 @@ class LibraryKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         is_forward = name == "forward"
         workspace = self.forward_workspace if is_forward else self.backward_workspace
-        call, pack = self.forward if is_forward else self.backward, self.layout.pack
-        return Prepared(workspace(pack(*values)), lambda values: call(pack(*values)))
+        call, pack = self.forward if is_forward else self.backward, self.layout.pack_varying
+        whole = self.layout.pack(*values)
+        settled = whole[len(pack(*values[: self.layout.varying])) :]
+        return Prepared(workspace(whole), lambda varying: call(pack(*varying) + settled))

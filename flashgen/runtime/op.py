@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference import dense
 from flashgen.runtime.call import Offsets, check_shapes
-from flashgen.runtime.engine import Engine
+from flashgen.runtime.engine import Engine, Tensors
 from flashgen.runtime.fingerprint import KernelText, fingerprint
 from flashgen.runtime.kernel import KernelProvider
-from flashgen.runtime.registration import NAMESPACE, call, register
+from flashgen.runtime.registration import NAMESPACE, call, check_tensors, register
 from flashgen.runtime.signature import as_scalar
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
@@ -142,23 +142,20 @@ class BaseOp:
     ) -> Any:
         """Call the operator; ``captured`` are tensors, then params, in the order of the spec."""
         signature = self._signature
-        arguments = self._positional(q, k, v, captured)
-        if signature.has_dropout:
-            # Nothing is drawn from the generator for a call that is told not to drop.
-            silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
-            arguments += (None if silent else _seed(seed, q.device), _probability(dropout_p))
-        elif dropout_p is not None:
+        tensors: Tensors = (q, k, v)
+        if signature.takes_more:
+            tensors = self._positional(tensors, captured)
+            if signature.has_dropout:
+                # Nothing is drawn from the generator for a call that is told not to drop.
+                silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
+                tensors += (None if silent else _seed(seed, q.device), _probability(dropout_p))
+        if dropout_p is not None and not signature.has_dropout:
             self._refuse_dropout(dropout_p)
         if return_lse and not signature.has_lse:
             self._refuse_lse()
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        return call(
-            self._registered,
-            arguments,
-            (*offsets, deterministic),
-            return_lse=return_lse,
-        )
+            deterministic = are_deterministic_algorithms_enabled()
+        return call(self._registered, tensors, (offsets, deterministic), return_lse)
 
     def reference(
         self,
@@ -189,7 +186,7 @@ class BaseOp:
 
         Returns ``o``, or ``(o, lse)``, in ``dtype``. Raises what the op raises.
         """
-        bound = self._positional(q, k, v, self._signature.bind(captured))[3:]
+        bound = self._positional((q, k, v), self._signature.bind(captured))[3:]
         tensors, params = bound[: len(self.spec.tensors)], bound[len(self.spec.tensors) :]
         if return_lse and not self._signature.has_lse:
             self._refuse_lse()
@@ -219,23 +216,16 @@ class BaseOp:
         )
         return (o, lse) if return_lse else o
 
-    def _positional(self, q: object, k: object, v: object, captured: Sequence[object]) -> tuple[Any, ...]:
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-            name, value = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
-            raise TypeError(f"'{name}' must be a tensor, not {type(value).__name__}")
-        if not captured:
-            return (q, k, v)
+    def _positional(self, tensors: Tensors, captured: Sequence[object]) -> Tensors:
+        """q, k and v, checked to be tensors, and what is captured, in the order of the operator."""
+        check_tensors(tensors)
         signature = self._signature
         count = len(signature.tensors)
-        tensors = [
-            signature.tensor_argument(tensor, value)
-            for tensor, value in zip(signature.tensors, captured[:count], strict=True)
-        ]
-        params = [
-            signature.param_argument(param, value)
-            for param, value in zip(signature.params, captured[count:], strict=True)
-        ]
-        return (q, k, v, *tensors, *params)
+        return (
+            *tensors,
+            *map(signature.tensor_argument, signature.tensors, captured[:count]),
+            *map(signature.param_argument, signature.params, captured[count:]),
+        )
 
     def _refuse_lse(self) -> None:
         raise ValueError(
@@ -293,7 +283,7 @@ class AttentionOp(BaseOp):
         shape, device, offset or probability), naming the argument, what was expected and what came.
         """
         return self._call(
-            q, k, v, self._signature.bind(captured),
+            q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
             deterministic, return_lse, dropout_p, seed,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import (
     _any_requires_grad,
     _are_functorch_transforms_active,
@@ -30,16 +30,17 @@ from torch._C import (
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.library import Library
 
-from flashgen.runtime.engine import Engine
+from flashgen.runtime.call import Rest
+from flashgen.runtime.engine import Engine, Tensors
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
 
 NAMESPACE = "flashgen"
 
 _LOCK = threading.Lock()
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +53,11 @@ class Registered:
     forward: OpOverload[..., Any]
     backward: OpOverload[..., Any]
 
-    def forward_below_autograd(self, *args: Any) -> Any:
-        """The forward operator without its autograd."""
+    def attend_below_autograd(self, tensors: Tensors, rest: Rest) -> tuple[Tensor, Tensor | None]:
+        """The forward operator without its autograd; arguments and results are those of ``Engine.attend``."""
         with torch._C._AutoDispatchBelowAutograd():
-            return self.forward(*args)
+            found = self.forward(*tensors, *rest[0], rest[1])
+        return found if self.signature.has_lse else (found, None)
 
     def backward_below_autograd(self, *args: Any) -> list[Tensor]:
         """The backward operator without its autograd."""
@@ -113,65 +115,88 @@ def _register(name: str, engine: Engine) -> Registered:
 # Autograd -------------------------------------------------------------------------------------------------------------
 
 
+# The op, what runs its forward pass (operator or engine), and the operator's arguments that are no tensors.
+How = tuple[Registered, Callable[[Tensors, Rest], tuple[Tensor, Tensor | None]], Rest]
+
+
 class Attention(torch.autograd.Function):
     """Saves the inputs, o and lse; backward is one call of the backward operator.
 
-    Arguments: the op, what runs it (the operator below autograd, or the engine itself), and the operator's own, those
-    that are no tensors as one tuple: PyTorch looks at every argument several times.
+    Arguments: what is no tensor, as one (PyTorch looks at each several times), and the operator's tensors.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any) -> Any:
-        result = run(*tensors, *rest)
-        _save(ctx, op, rest, tensors, result)
-        return result
+    def forward(ctx: Any, how: How, *tensors: Any) -> Any:
+        op, run, rest = how
+        o, lse = run(tensors, rest)
+        _save(ctx, op, rest, tensors, o, lse)
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
-        op: Registered = ctx.op
-        count = op.signature.tensor_arguments
-        saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3 : 3 + op.signature.inputs]
+        op, rest = ctx.op, ctx.rest
+        signature = op.signature
+        count = signature.tensor_arguments
         if d_o is None and d_lse is None:
-            return (None,) * (3 + count)
+            return (None,) * (1 + count)
+        saved = ctx.saved_tensors
+        tensors, kept = saved[:count], saved[count:]
+        needs = ctx.needs_input_grad[1 : 1 + signature.inputs]
         if d_o is None:
-            q, v = saved[0], saved[2]
+            q, v = tensors[0], tensors[2]
             d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
-        lse = (d_lse, *saved[count:]) if op.signature.has_lse else ()
-        if is_plain((d_o, d_lse)) and not torch.is_grad_enabled():
-            backward: Any = op.engine.backward
-        else:
-            backward = functools.partial(_Once.apply, op) if transforming() else op.backward
-        found = backward(d_o, *lse, *saved[:count], *ctx.rest, needs)
+        found = _gradients(op, (d_o, d_lse), kept, tensors, rest, needs)
         if len(found) < len(needs):
             each = iter(found)
-            found = [next(each) if need else None for need in needs]
-        return (None, None, None, *found, *op.signature.without_gradient)
+            return (None, *(next(each) if need else None for need in needs), *signature.without_gradient)
+        return (None, *found, *signature.without_gradient)
 
 
 class OutputAlone(Attention):
     """``Attention`` without lse among its results, where nobody asked for it: autograd looks after each of them."""
 
     @staticmethod
-    def forward(ctx: Any, op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any) -> Any:
-        result = run(*tensors, *rest)
-        _save(ctx, op, rest, tensors, result)
-        return result[0]
+    def forward(ctx: Any, how: How, *tensors: Any) -> Any:
+        op, run, rest = how
+        o, lse = run(tensors, rest)
+        _save(ctx, op, rest, tensors, o, lse)
+        return o
 
 
 class TransformedAttention(Attention):
     """``Attention`` in the form that torch.func asks for, at the price of a slower call."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        _op: Registered, run: Callable[..., Any], rest: tuple[Any, ...], *tensors: Any
-    ) -> Any:
-        return run(*tensors, *rest)
+    def forward(how: How, *tensors: Any) -> Any:  # type: ignore[override]
+        op, run, rest = how
+        o, lse = run(tensors, rest)
+        return (o, lse) if op.signature.has_lse else o
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        op, _, rest, *tensors = inputs
-        _save(ctx, op, rest, tensors, output)
+        (op, _, rest), *tensors = inputs
+        _save(ctx, op, rest, tensors, *(output if op.signature.has_lse else (output, None)))
+
+
+def _gradients(
+    op: Registered,
+    arriving: tuple[Tensor, Tensor | None],
+    kept: Tensors,
+    tensors: Tensors,
+    rest: Rest,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients that are needed. ``arriving`` are d_o and d_lse, ``kept`` o and lse, where there is an lse."""
+    d_o, d_lse = arriving
+    if not is_grad_enabled() and is_plain(arriving):
+        try:
+            return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None, None, None), tensors, rest, needs)
+        except RuntimeError:  # as in `call`
+            if not has_wrapper((*arriving, *tensors)):
+                raise
+    backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
+    found: list[Tensor] = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *rest[0], rest[1], needs)
+    return found
 
 
 class _Once(torch.autograd.Function):
@@ -193,48 +218,61 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _save(ctx: Any, op: Registered, rest: tuple[Any, ...], tensors: Sequence[Any], result: Any) -> None:
+def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], o: Tensor, lse: Tensor | None) -> None:
     """Keep what backward needs. Raises ``ValueError`` where a gradient is wanted that the spec does not declare."""
     for position, declaration in op.signature.fixed:
-        if ctx.needs_input_grad[3 + position]:
+        if ctx.needs_input_grad[1 + position]:
             raise ValueError(
                 f"argument '{op.signature.names[position - 3]}' requires a gradient, which the spec does not give it; "
                 f"declare it `{declaration} grad`, or pass it detached"
             )
-    ctx.save_for_backward(*tensors, *(result if op.signature.has_lse else ()))
+    ctx.save_for_backward(*tensors, *(() if lse is None else (o, lse)))
     ctx.set_materialize_grads(False)
     ctx.op, ctx.rest = op, rest
 
 
-def call(op: Registered, tensors: tuple[Any, ...], rest: tuple[Any, ...], *, return_lse: bool) -> Any:
+def call(op: Registered, tensors: Tensors, rest: Rest, return_lse: bool) -> Any:
     """Call the op: ``o``, or ``(o, lse)``. ``rest`` are the operator's arguments behind those that are tensors.
 
     Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel.
     """
-    has_lse = op.signature.has_lse
-    if not is_plain(tensors):
-        if transforming():
-            result = TransformedAttention.apply(op, op.forward_below_autograd, rest, *tensors)  # type: ignore[no-untyped-call]
+    if is_plain(tensors):
+        try:
+            if is_grad_enabled() and _any_requires_grad(*tensors):
+                return (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
+            o, lse = op.engine.attend(tensors, rest, return_lse)
+        except RuntimeError:  # the memory of a wrapper was asked for, which has none
+            if not has_wrapper(tensors):
+                raise
         else:
-            result = op.forward(*tensors, *rest)
-    elif not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
-        result = (op.engine.forward if return_lse else op.engine.output)(*tensors, *rest)
-    elif return_lse or not has_lse:
-        return _attention(op, op.engine.forward, rest, *tensors)
+            return (o, lse) if return_lse else o
+    check_tensors(tensors)
+    if transforming():
+        result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:
-        return _output_alone(op, op.engine.forward, rest, *tensors)
-    return result if return_lse or not has_lse else result[0]
+        result = op.forward(*tensors, *rest[0], rest[1])
+    return result if return_lse or not op.signature.has_lse else result[0]
 
 
-# ``apply`` without its search for wrappers of torch.func, where ``is_plain`` has seen none.
+def check_tensors(tensors: Tensors) -> None:
+    """Raise ``TypeError`` where q, k or v is no tensor."""
+    for name, x in zip("qkv", tensors, strict=False):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+
+
+# ``apply`` without its search for wrappers of torch.func, where there are none.
 _attention: Callable[..., Any] = super(torch.autograd.Function, Attention).apply
 _output_alone: Callable[..., Any] = super(torch.autograd.Function, OutputAlone).apply
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU or a GPU."""
+    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU or a GPU.
+
+    A tensor that torch.func has left behind looks plain, too; who asks for its memory gets a ``RuntimeError``.
+    """
     if (
-        is_compiling()
+        is_dynamo_compiling()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or _are_functorch_transforms_active()
@@ -243,10 +281,15 @@ def is_plain(tensors: Sequence[Any]) -> bool:
         or _is_tracing()
     ):
         return False
-    for x in tensors:  # not `all` of a generator: that would be half of the time
-        if x is not None and (type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda) or is_functorch_wrapped_tensor(x)):
+    for x in tensors:  # noqa: SIM110 - a generator would take half of the time
+        if not (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)) and x is not None:
             return False
     return True
+
+
+def has_wrapper(tensors: Sequence[Any]) -> bool:
+    """Whether torch.func has made one of them. To ask before each call would take a twentieth of a small one."""
+    return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in tensors)
 
 
 def transforming() -> bool:
@@ -257,8 +300,10 @@ def transforming() -> bool:
 def _autograd(op: Registered, *args: Any) -> Any:
     if torch.is_grad_enabled() and _any_requires_grad(*args):
         count = op.signature.tensor_arguments
-        return Attention.apply(op, op.forward_below_autograd, args[count:], *args[:count])  # type: ignore[no-untyped-call]
-    return op.forward_below_autograd(*args)
+        kind = Attention if op.signature.has_lse else OutputAlone
+        return kind.apply((op, op.attend_below_autograd, (args[count:-1], args[-1])), *args[:count])  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.forward(*args)
 
 
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:

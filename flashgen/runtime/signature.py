@@ -38,10 +38,10 @@ _OFFSETS = (
 class Signature:
     """What a call may pass, and where it goes.
 
-    ``names``: the captured names, tensors, then params. ``inputs``: the number of arguments that may receive a
-    gradient (q, k, v, tensors, params). ``fixed``: positions and declarations of the captured values that receive
-    none. ``tensor_arguments``: the number of leading arguments that are tensors or None (the inputs, then seed and
-    dropout_p). ``without_gradient``: the gradients of seed and dropout_p, where there are any.
+    ``names``: the captured names, tensors, then params. ``takes_more``: than q, k and v. ``inputs``: the number of
+    arguments that may receive a gradient (q, k, v, tensors, params). ``fixed``: positions and declarations of the
+    captured values that receive none. ``tensor_arguments``: the number of leading arguments that are tensors or None
+    (the inputs, then seed and dropout_p). ``without_gradient``: the gradients of these two, where there are any.
 
     All is computed here and at once: torch.compile traces what a call reads, and cannot trace a property that fills
     itself under a lock.
@@ -52,6 +52,7 @@ class Signature:
     has_dropout: bool
     has_lse: bool
     names: tuple[str, ...]
+    takes_more: bool
     inputs: int
     fixed: tuple[tuple[int, str], ...]
     tensor_arguments: int
@@ -71,6 +72,7 @@ class Signature:
             has_dropout=spec.dropout is not None,
             has_lse=not isinstance(spec.weights, Pointwise),
             names=tuple(each.name for each in captured),
+            takes_more=bool(captured) or drawn > 0,
             inputs=3 + len(captured),
             fixed=tuple((n, _declaration(each)) for n, each in enumerate(captured, start=3) if not each.grad),
             tensor_arguments=3 + len(captured) + drawn,

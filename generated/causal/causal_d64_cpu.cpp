@@ -1603,6 +1603,7 @@ namespace {
 // ---- What a caller passes; strides count elements ------------------------------------------------------------------
 
 struct Arguments {
+  void* workspace;  // as many bytes as the _workspace function says
   const void* q;  // [B, H, Nq, D]
   const void* k;  // [B, Hkv, Nk, D]
   const void* v;  // [B, Hkv, Nk, Dv]
@@ -1613,7 +1614,10 @@ struct Arguments {
   void* dq;  // contiguous, like q
   void* dk;  // contiguous, like k
   void* dv;  // contiguous, like v
-  void* workspace;  // as many bytes as the _workspace function says
+  uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
+  float dropout_scale;  // 1 / (1 - p)
+  uint64_t seed;
+  const uint64_t* seed_at;  // where the seed lies, if that is the memory of a GPU; else null
   int64_t q_stride_b;
   int64_t q_stride_h;
   int64_t q_stride_n;
@@ -1629,10 +1633,6 @@ struct Arguments {
   int32_t element;  // of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16
   int32_t threads;
   int32_t deterministic;  // 1: every gradient is bitwise repeatable
-  uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
-  float dropout_scale;  // 1 / (1 - p)
-  uint64_t seed;
-  const uint64_t* seed_at;  // where the seed lies, if that is the memory of a GPU; else null
   int64_t batch;  // of this shard
   int64_t heads;  // of this shard
   int64_t kv_heads;  // of this shard
@@ -1962,6 +1962,30 @@ inline int thread_index() {
 #endif
 }
 
+// Every thread of a team runs `share`. One alone needs no team: each of its barriers would be a system call.
+template <class Share>
+inline void run_in_team(int threads, const Share& share) {
+#ifdef _OPENMP
+  if (threads > 1 || omp_in_parallel()) {
+#pragma omp parallel num_threads(threads)
+    share();
+    return;
+  }
+#endif
+  share();
+}
+
+// Divides tasks among the threads of a team, as they become free.
+template <class Perform>
+inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
+  if (threads == 1) {
+    for (int64_t task = 0; task < tasks; ++task) perform(task);
+    return;
+  }
+#pragma omp for schedule(dynamic)
+  for (int64_t task = 0; task < tasks; ++task) perform(task);
+}
+
 }  // namespace
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
@@ -2117,8 +2141,7 @@ extern "C" void causal_d64_forward(const Arguments* arguments) {
   int32_t* const order = work + masks_of(a) * tiles;
   const bool is_ordered = forward::is_ordered(a);
   workspace += forward::order_bytes(a);
-#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
-  {
+  run_in_team(a.threads, [&] {
     const fg::FlushSubnormals flush;
     char* const mine = workspace + forward::thread_bytes(a) * thread_index();
     auto& scratch = *reinterpret_cast<forward::Scratch*>(mine);
@@ -2130,14 +2153,13 @@ extern "C" void causal_d64_forward(const Arguments* arguments) {
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask) longest_first(order + mask * tiles, work + mask * tiles, tiles);
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
+    divide_tasks(a.threads, tasks, [&](int64_t task) {
       const int64_t b = task / tiles / a.heads, h = task / tiles % a.heads, number = task % tiles;
       // The last query tiles of a head first, where they are not ordered: under a causal mask they are the longest.
       const int64_t query_tile = is_ordered ? order[mask_of(a, b, h) * tiles + number] : tiles - 1 - number;
       forward::tile(a, u, b, h, query_tile, visits, scratch);
-    }
-  }
+    });
+  });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
@@ -2359,8 +2381,7 @@ extern "C" void causal_d64_backward(const Arguments* arguments) {
   const backward::Layout l = backward::make_layout(a);
   const int64_t tiles = ceil_div(a.q_len, backward::BR), group = a.heads / a.kv_heads;
   float* const workspace = reinterpret_cast<float*>(aligned_workspace(a));
-#pragma omp parallel num_threads(l.threads) if (l.threads > 1)
-  {
+  run_in_team(l.threads, [&] {
     const fg::FlushSubnormals flush;
     float* const mine = workspace + l.scratch + l.thread * thread_index();
     auto& scratch = *reinterpret_cast<backward::Scratch*>(mine);
@@ -2375,8 +2396,7 @@ extern "C" void causal_d64_backward(const Arguments* arguments) {
       for (int64_t mask = 0; mask < masks_of(a); ++mask)
         cut_evenly(runs + mask * (l.chunks + 1), l.chunks, work + mask * tiles, tiles);
     }
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < l.tasks; ++task) {
+    divide_tasks(l.threads, l.tasks, [&](int64_t task) {
       const int64_t head = task / l.chunks, chunk = task % l.chunks, slot = l.chunks == 1 ? thread_index() : task;
       const backward::Task own = backward::make_task(a, l, workspace, task, slot);
       std::fill_n(own.touched, l.key_tiles, false);
@@ -2389,11 +2409,11 @@ extern "C" void causal_d64_backward(const Arguments* arguments) {
       }
       for (int64_t tile = 0; l.chunks == 1 && tile < l.key_tiles; ++tile)
         backward::finish(a, l, workspace, head, slot, tile, scratch.q);
-    }
+    });
     if (l.chunks > 1) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < a.batch * a.kv_heads * l.key_tiles; ++n)
         backward::finish(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, scratch.q);
     }
-  }
+  });
 }

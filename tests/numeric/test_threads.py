@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flashgen.cache import Cache
+from flashgen.runtime.call import Rest
+from flashgen.runtime.compiler import compile_sources
 from flashgen.runtime.kernel import LibraryKernel, PassName
 from tests.numeric.helpers import normal, operator
 
@@ -43,6 +49,54 @@ def threads() -> Any:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+def test_every_call_asks_how_many_threads_there_are(threads: Any) -> None:
+    op = operator("causal", "cpu")
+    inputs = [normal(1, 2, 300, 64, seed=seed) for seed in range(3)]
+    find = op._registered.engine.checker.find
+    rest: Rest = ((0, 0, 0, 0, None, None, None, None), False)
+    for count in (1, 3, 1):
+        threads(count)
+        call = find(inputs, rest)
+        kernel = call.kernel
+        assert kernel is not None
+        assert call.settled[kernel.layout.slots["threads"] - kernel.layout.varying] == count
+
+
+TEAM = """
+extern "C" void in_team(void (*pass)(const void*), const void* const* arguments) {
+#pragma omp parallel for schedule(static) num_threads(2)
+  for (int n = 0; n < 2; ++n) pass(arguments[n]);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Code:
+    name: str = "team"
+    text: str = TEAM
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+def test_threads_of_somebody_elses_team(tmp_path: Path) -> None:
+    """Each calls a pass of its own: none leaves its share to the others."""
+    op = operator("causal", "cpu")
+    (binary,) = compile_sources([Code()], cache=Cache(tmp_path))
+    in_team = ctypes.CDLL(str(binary.path))["in_team"]
+    q, k, v = (normal(2, 3, 20, 64, seed=seed) for seed in range(3))
+    expected = op(q, k, v)
+    call = op._registered.engine.checker.find((q, k, v), ((0, 0, 0, 0, None, None, None, None), False))
+    kernel = call.kernel
+    assert isinstance(kernel, LibraryKernel)
+    found = [torch.full_like(expected, torch.nan) for _ in range(2)]
+    memory = [torch.empty(call.forward[False].workspace_bytes, dtype=torch.uint8) for _ in range(2)]
+    packed = []
+    for o, workspace in zip(found, memory, strict=True):
+        pointers = [x.data_ptr() for x in (workspace, q, k, v, o)]
+        packed.append(kernel.layout.pack(*pointers, *[0] * (kernel.layout.varying - 5), *call.settled))
+    in_team(kernel.forward, (ctypes.c_char_p * 2)(*packed))
+    assert all(torch.equal(o, expected) for o in found)
 
 
 @pytest.mark.parametrize("length", [16, 113])

@@ -188,6 +188,20 @@ def test_arguments_arrive_as_c_lays_them_out(cache: Cache) -> None:
     assert o[0] == -1
 
 
+def test_what_varies_arrives_beside_what_is_settled(cache: Cache) -> None:
+    """The fields that vary end before an odd place of four bytes."""
+    (binary,) = compile_sources([KERNEL], cache=cache)
+    fields = tuple(replace(field, varies=field.name in ("q", "threads")) for field in FIELDS)
+    kernel = LibraryKernel.load(binary.path, "k", fields)
+    q, o = (ctypes.c_double * 1)(2.5), (ctypes.c_double * 5)()
+    values = kernel.layout.values({"stride": 77, "threshold": 5, "scale": 0.25, "o": ctypes.addressof(o)})
+    prepared = kernel.prepare("forward", values)
+    assert (kernel.layout.varying, prepared.workspace_bytes) == (2, 77)
+    for threads in (3, 4):
+        prepared.run([ctypes.addressof(q), threads])
+        assert list(o) == [2.5, threads, 5, 0.25, 0]
+
+
 def test_missing_functions(cache: Cache) -> None:
     (binary,) = compile_sources([KERNEL], cache=cache)
     with pytest.raises(OSError, match="has no function 'other_forward'"):

@@ -156,6 +156,7 @@ def test_strides_of_single_elements(backend: str) -> None:
         assert all(x.is_contiguous() for x in inputs)
         o = op(CAUSAL, backend)(*inputs)
         assert torch.equal(o, expected)
+        assert o.is_contiguous()
         assert [x.stride() for x in torch.autograd.grad(o.sum(), inputs)] == [(80, 80, 16, 1)] * 3
 
 
@@ -295,6 +296,39 @@ def test_two_threads(backend: str) -> None:
             wrong.append(exception)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_threads_with_different_shapes(backend: str) -> None:
+    """Each finds its own call, whatever the other one has asked for last, and its own memory."""
+    settings = [(n, heads) for n, heads in ((5, 4), (61, 4), (33, 2), (61, 2))]
+    inputs = {each: qkv(each[0], heads=each[1]) for each in settings}
+    causal = op(CAUSAL, backend)
+
+    def results(setting: tuple[int, int]) -> list[Tensor]:
+        o, lse = causal(*inputs[setting], return_lse=True)
+        return [o, lse, causal(*inputs[setting]), *gradients((o, lse), inputs[setting])]
+
+    expected = {each: results(each) for each in settings}
+    wrong: list[object] = []
+    start = threading.Barrier(2)
+
+    def work(order: list[tuple[int, int]]) -> None:
+        try:
+            start.wait(60)
+            wrong.extend(
+                each
+                for each in order * 20
+                if not all(torch.equal(a, b) for a, b in zip(results(each), expected[each], strict=True))
+            )
+        except Exception as exception:
+            wrong.append(exception)
+
+    threads = [threading.Thread(target=work, args=(order,)) for order in (settings, settings[::-1])]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.runtime import engine
 from flashgen.runtime.op import BACKENDS, check_backend
 from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, op, qkv
 
@@ -152,8 +153,8 @@ class LittleMemory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing: int | None = None
         self.made: list[weakref.ref[Tensor]] = []
-        for name in ("empty_strided", "empty_like", "zeros"):
-            monkeypatch.setattr(torch, name, self._limited(getattr(torch, name)))
+        for module, name in ((torch, "empty_strided"), (torch, "zeros"), (engine, "empty_like")):
+            monkeypatch.setattr(module, name, self._limited(getattr(module, name)))
 
     def _limited(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def limited(*args: Any, **options: Any) -> Tensor:

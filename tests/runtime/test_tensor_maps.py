@@ -181,7 +181,7 @@ def test_a_pass_with_maps() -> None:
     for address in (1 << 40, 1 << 41):
         driver.calls.clear()
         values = LAYOUT.values(known | {"v": address})
-        prepared.run(values)
+        prepared.run(values[: LAYOUT.varying])
         expected = TensorMap("v", (32, 90, 4), (64, 5760), (32, 48), 2, 1)
         packed, maps = LAYOUT.pack(*values), map_bytes(expected, address, emulated)
         assert driver.calls == [

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flashgen.runtime.op import AttentionOp
@@ -179,6 +181,46 @@ def test_autocast_to_a_type_that_the_spec_lacks() -> None:
     single = op("attention single { head_dim 16 dtype f32 mask causal }", "reference")
     with torch.autocast("cpu", torch.bfloat16):
         assert single(*(x.bfloat16() for x in qkv())).dtype is torch.float32
+
+
+def test_what_a_call_was_like_before_changes_nothing(backend: str) -> None:
+    """The same tensors again, after a plain call: every call asks what watches it."""
+    inputs = [x.detach() for x in qkv()]
+    causal = op(CAUSAL, backend)
+    plain = causal(*inputs)
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    class Replace(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Named(Tensor):
+        pass
+
+    for mode in (Watch, Replace):
+        with mode():
+            assert torch.equal(causal(*inputs), plain)
+        assert any(causal.name in each.replace(".", "::", 1) for each in seen)
+        seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert causal(*inputs).dtype is torch.bfloat16
+    with torch.inference_mode():
+        assert causal(*inputs).is_inference()
+    assert isinstance(causal(inputs[0].as_subclass(Named), *inputs[1:]), Named)
+    with FakeTensorMode() as fakes:
+        assert isinstance(causal(*(fakes.from_tensor(x) for x in inputs)), FakeTensor)
+    learned = inputs[1].requires_grad_()
+    assert causal(*inputs).requires_grad
+    assert causal(inputs[0], torch.nn.Parameter(learned), inputs[2]).requires_grad
+    with torch.no_grad():
+        assert not causal(*inputs).requires_grad
+    assert torch.equal(causal(*(x.detach() for x in inputs)), plain)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
