@@ -229,8 +229,12 @@ def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | Non
         return rows
     found: dict[Choice, None] = {}
     pins = {"Br": Br, "Bc": Bc, "warps": warps, "stages": stages}
-    # What is like the pinned tile first: whether others copy depends on how wide it is.
-    for row in sorted(rows, key=lambda row: sum(pin not in (None, getattr(row, name)) for name, pin in pins.items())):
+
+    def distance(row: Choice) -> tuple[bool, int]:
+        """Of each kind what is like the pinned tile first: whether others copy depends on how wide it is."""
+        return not row.warpgroups, sum(pin not in (None, getattr(row, name)) for name, pin in pins.items())
+
+    for row in sorted(rows, key=distance):
         tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
         counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
         for count in counts:

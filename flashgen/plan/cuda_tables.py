@@ -134,7 +134,7 @@ HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 # The same where they are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     HOPPER_SHORT_FORWARD[0],
-    (128, (_hopper_shared(64, 3), _hopper_shared(48, 3), _hopper_shared(64, 2), _hopper(128, 64, 8))),
+    (128, (_hopper_shared(64, 2), _hopper_shared(48, 3), _hopper(128, 64, 8))),
     HOPPER_SHORT_FORWARD[2],
 )
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
