@@ -17,14 +17,18 @@ DEMO := specs/causal.attn
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types imports generated bench gallery figures clean
+.PHONY: demo test lint types imports generated units bench gallery figures clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.installed
 	$(BIN)/flashgen build $(DEMO)
 	$(BIN)/python examples/demo.py
 
-test: lint types imports generated
+# What takes one core for a minute runs beside what takes all of them for ten.
+test: lint imports generated
+	$(MAKE) --jobs=2 types units
+
+units: .venv/.installed-dev
 	$(BIN)/pytest -n $(JOBS)
 
 lint: .venv/.installed-dev

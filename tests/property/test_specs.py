@@ -17,7 +17,7 @@ from tests.property.grammar import specs
 
 # Each part draws its own specs, so that processes share them out. A spec takes about four seconds to compile.
 PARTS = 8
-SPECS_A_PART = 5
+SPECS_A_PART = 4
 
 # A failing spec is reported as it was drawn: shrinking it would compile hundreds.
 GENERATE = settings(phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck))
