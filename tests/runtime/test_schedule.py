@@ -242,6 +242,14 @@ LISTS = VisitLists(
 SALTED = parse_text("attention a { head_dim 16/8  param salt: i32 = 1  mask hash(i, j, salt) % 3 == 0 }").specs[0]
 
 
+def test_a_package_has_the_kernels_of_lists() -> None:
+    """Those that a host starts for lists that it keeps are among those of a pass."""
+    found = PassLaunches((), LAUNCHES.launches, (LISTS,)).kernels
+    own = (*LAUNCHES.launches, *LISTS.launches)
+    assert found == {launch.kernel: launch for launch in own}
+    assert len(found) == len(own)
+
+
 def test_lists_of_visits_on_a_device() -> None:
     """Made once for all that they depend on, on a stream of their own; joined before a launch reads them."""
     layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
