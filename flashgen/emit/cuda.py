@@ -28,6 +28,7 @@ from flashgen.emit.context import (
     tidy,
 )
 from flashgen.emit.cuda_primitives import C_TYPES, WarpgroupProducts, primitives
+from flashgen.emit.cuda_workspace import count_code, workspace_code
 from flashgen.emit.distance import split_score
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
@@ -40,29 +41,12 @@ from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
-from flashgen.plan.cuda_launches import (
-    TURNS,
-    Passes,
-    atomic_buffers,
-    captured_elements,
-    exact_buffers,
-    forward_buffers,
-    passes,
-)
+from flashgen.plan.cuda_launches import Passes, captured_elements, passes
 from flashgen.plan.cuda_lists import cuda_fields, has_lists, keeps_lists, takes_longest_first
 from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
-from flashgen.plan.launches import ALIGNMENT, Buffer, Count
 from flashgen.version import __version__
 
-_BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
-    "row_bounds": ("row_bounds_of", "int2"),
-    "column_bounds": ("column_bounds_of", "int2"),
-    "delta": ("delta_of", "float"),
-    "dq": ("dq_sums", "float"),
-    "largest": ("largest_of", "uint32_t"),
-    TURNS: ("turns_of", "uint32_t"),
-}
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
 LAG = 8.0
 
@@ -256,6 +240,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     warpgroups, pieces = _warpgroups(variant, plan), _pieces(variant.keep)
+    stays = any(each.forward.loaders for each in plan.elements)
     return _Context(
         name=spec.name,
         symbol=symbol,
@@ -270,7 +255,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         warpgroups=warpgroups is not None,
         mapped_forward=tuple(str(each.element) for each in plan.elements if each.forward.tensor_copies),
         mapped_backward=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
-        served_forward=any(each.forward.loaders for each in plan.elements),
+        served_forward=stays,
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
@@ -300,9 +285,9 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         dot_factor=_constant(variant.score_by_dot),
         weights_first=_weights_first(variant, cut),
         one_pass=cut.one_pass,
-        workspace_code=_workspace_code(variant, stays=any(each.forward.loaders for each in plan.elements)),
+        workspace_code=workspace_code(variant, stays=stays),
         captured=cut.captured,
-        captured_elements={name: _count_code(count) for name, count in captured_elements(variant).items()},
+        captured_elements={name: count_code(count) for name, count in captured_elements(variant).items()},
         key_gradients=tuple(gradients[each.read] for each in cut.key_gradients),
         pair_gradients=tuple(gradients[each.read] for each in cut.key_gradients if each.level is Level.PAIR),
         bins=BINS,
@@ -372,49 +357,6 @@ def _gradient(
         offset=offset,
         comment=f"∂L/∂{text(gradient.read)}",
     )
-
-
-def _workspace_code(variant: Variant, *, stays: bool) -> str:
-    """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
-    lines = []
-    forward = (forward_buffers(variant),) if stays else ()
-    for buffers in (*forward, atomic_buffers(variant), exact_buffers(variant)):
-        before: list[Buffer] = []
-        for buffer in buffers:
-            at = " + ".join(_aligned_code(each.bytes) for each in before) or "0"
-            if buffer.name in _BUFFER_FUNCTIONS:
-                pointer = _pointer_code(*_BUFFER_FUNCTIONS[buffer.name], at)
-                if pointer not in lines:
-                    lines.append(pointer)
-            before.append(buffer)
-        sums = [each for each in buffers if each.name.startswith("exact_")]
-        if sums:
-            first = " + ".join(_aligned_code(each.bytes) for each in buffers if each not in sums)
-            lines.append("FG_DEVICE uint64_t* exact_sums(const Arguments& a, int k) {")
-            lines.append(f"  int64_t at = {first};")
-            for number, each in enumerate(sums[:-1]):
-                lines.append(f"  if (k > {number}) at += {_aligned_code(each.bytes)};")
-            lines.append("  return reinterpret_cast<uint64_t*>(static_cast<char*>(a.workspace) + at);")
-            lines.append("}")
-    return "\n".join(lines)
-
-
-def _pointer_code(function: str, c_type: str, at: str) -> str:
-    return (
-        f"FG_DEVICE {c_type}* {function}(const Arguments& a) {{\n"
-        f"  return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});\n}}"
-    )
-
-
-def _aligned_code(count: Count) -> str:
-    return f"fg::round_up({_count_code(count)}, {ALIGNMENT})"
-
-
-def _count_code(count: Count) -> str:
-    factors = [
-        f"a.{each.size}" if each.tile == 1 else f"fg::ceil_div(a.{each.size}, {each.tile})" for each in count.factors
-    ]
-    return " * ".join([f"int64_t({count.times})", *factors] if count.times != 1 or not factors else factors)
 
 
 def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
-from flashgen.plan.cuda_launches import passes, rows_of_a_block
+from flashgen.plan.cuda_launches import dq_sums, passes, rows_of_a_block
 from flashgen.plan.cuda_model import FLOAT, padded
 from flashgen.plan.cuda_plan import ElementPlan
 from flashgen.plan.cuda_traffic import GROUP
@@ -89,5 +89,4 @@ def _convert(variant: Variant, tiles: ElementPlan, shape: Shape) -> Counter[str]
 
 
 def _dq_sums(variant: Variant, shape: Shape) -> int:
-    """In whole groups of rows."""
-    return shape.batch * shape.heads * -(-shape.q_len // GROUP) * GROUP * padded(variant.head_dim.qk) * FLOAT
+    return dq_sums(variant).value({"batch": shape.batch, "heads": shape.heads, "q_len": shape.q_len})

@@ -92,9 +92,13 @@ def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
 def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed."""
     cut = passes(variant)
-    groups = Count((*_HEADS, Factor("q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
-    dq = Buffer("dq", groups, clear=not cut.row_state)  # else the kernel of delta clears it
+    dq = Buffer("dq", dq_sums(variant), clear=not cut.row_state)  # else the kernel of delta clears it
     return (*bounds_buffers(variant), *_delta(cut), *((dq,) if cut.one_pass else ()))
+
+
+def dq_sums(variant: Variant) -> Count:
+    """Bytes of the sums of dQ, in whole groups of 16 rows."""
+    return Count((*_HEADS, Factor("q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
 
 
 def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:

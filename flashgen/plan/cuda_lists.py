@@ -20,7 +20,7 @@ from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 CHUNK = 16  # bytes
 TILES_OF_CHUNK = 8
 COUNTS = 4  # bytes of a window's first chunk
-NUMBER = LENGTH = 4  # bytes: which tile and mask a list is of; how many visits it has
+NUMBER = LENGTH = 4  # bytes: which tile a list is of; how many visits it has
 OF_QUERIES, OF_KEYS = "visits_of_queries", "visits_of_keys"
 GROUPS = {OF_QUERIES: "group_of_queries", OF_KEYS: "group_of_keys"}
 _THREADS = 128
@@ -60,7 +60,7 @@ def lists_of_queries(
 ) -> tuple[VisitLists, ...]:
     """The key tiles of each query tile, if there are lists. ``which``: the end of the names of the kernels."""
     own, visited = ("q_len", tiles.Br), ("kv_len", tiles.Bc)
-    return _lists(OF_QUERIES, symbol, which, variant, own, visited, readers, _order(OF_QUERIES, variant, element))
+    return _lists(OF_QUERIES, symbol, which, variant, element, own, visited, readers)
 
 
 def lists_of_keys(
@@ -68,7 +68,7 @@ def lists_of_keys(
 ) -> tuple[VisitLists, ...]:
     """The query tiles of each key tile."""
     own, visited = ("kv_len", tiles.Bc), ("q_len", tiles.Br)
-    return _lists(OF_KEYS, symbol, which, variant, own, visited, readers, _order(OF_KEYS, variant, element))
+    return _lists(OF_KEYS, symbol, which, variant, element, own, visited, readers)
 
 
 def _order(field: str, variant: Variant, element: ElementType) -> Order | None:
@@ -96,14 +96,14 @@ def _lists(
     symbol: str,
     which: str,
     variant: Variant,
+    element: ElementType,
     own: tuple[str, int],
     visited: tuple[str, int],
     readers: Launch,
-    order: Order | None,
 ) -> tuple[VisitLists, ...]:
     if not has_lists(variant):
         return ()
-    keep = variant.keep
+    keep, order = variant.keep, _order(field, variant, element)
     masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads")) if axis in index_set(keep)]
     lists = (*masks, Factor(*own))
     length, tile = visited

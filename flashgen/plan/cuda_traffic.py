@@ -4,8 +4,7 @@ In: a ``Variant``, the tiles, the launches of the pass, the values of ``struct A
 Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the fields and of
 the parts of the workspace. It follows ``templates/cuda``: which tiles are visited, what is loaded for each, what is
 stored at the end, and of the lists of visits that the values point to, with what it takes to make them where each call
-does. Captured tensors are read element by element
-where the formula needs them, mostly from caches, and are left out.
+does. Captured tensors are read element by element where the formula needs them, mostly from caches, and are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flashgen.analysis.tiles import Tile, TileClass, as_kernels_know, classify, 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.interval import IntRange
 from flashgen.plan.arguments import param_field
-from flashgen.plan.cuda_launches import CLEARS, passes, rows_of_a_block
+from flashgen.plan.cuda_launches import CLEARS, dq_sums, passes, rows_of_a_block
 from flashgen.plan.cuda_lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.plan.cuda_model import WINDOW, padded
 from flashgen.plan.cuda_plan import ElementPlan
@@ -117,7 +116,7 @@ class _Model:
         if self.cut.sink_gradients:
             found["lse"] = every_thread
         if clears_dq:
-            found["workspace.dq"] = self._dq_sums()
+            found["workspace.dq"] = dq_sums(self.variant).value(self.values)
         return found
 
     def keys(self, *, adds_dq: bool) -> Mapping[str, int]:
@@ -156,11 +155,7 @@ class _Model:
 
     def convert(self) -> Mapping[str, int]:
         """The sums of dQ, and dQ."""
-        return {"workspace.dq": self._dq_sums(), "dq": self._rows() * self.D * self.element}
-
-    def _dq_sums(self) -> int:
-        """In whole groups of rows."""
-        return self.batch * self.heads * -(-self.q_len // GROUP) * GROUP * self.padded * FLOAT
+        return {"workspace.dq": dq_sums(self.variant).value(self.values), "dq": self._rows() * self.D * self.element}
 
     def making(self) -> Mapping[str, int]:
         """The lists of the call: written, and where the longest come first read and written again.
