@@ -154,18 +154,24 @@ def forward_bytes(variant: Variant, element: ElementType, tiles: _Forward) -> in
 
 
 def _forward_signals(variant: Variant, element: ElementType, tiles: _Forward, before: int) -> dict[str, int]:
-    """Those of K and V; the two of Q; where blocks stay, two for each list."""
-    found = _signals(variant, element, tiles, before)
+    """Those of K and V, one a stage more for what the mask reads; the two of Q; where blocks stay, two for each list."""
+    found = _signals(variant, element, tiles, before, stored=bool(observed_loads(variant.keep)[1]))
     if found:
         found["signals"] += (6 if tiles.loaders else 2) * SIGNAL
     return found
 
 
-def _signals(variant: Variant, element: ElementType, tiles: _Forward | _Backward, before: int) -> dict[str, int]:
-    """Of tensor copies, after so many bytes: two mbarriers a stage, it is full and it is empty."""
+def _signals(
+    variant: Variant, element: ElementType, tiles: _Forward | _Backward, before: int, *, stored: bool
+) -> dict[str, int]:
+    """Of tensor copies, after so many bytes: mbarriers for each stage, it is full and it is empty.
+
+    One more says that what the loaders themselves have ``stored`` beside the copies is there.
+    """
     if not takes_tensor_copies(variant, element, tiles):
         return {}
-    return {"signals": -before % SIGNAL + 2 * tiles.stages * SIGNAL}
+    each = 3 if stored and tiles.loaders else 2
+    return {"signals": -before % SIGNAL + each * tiles.stages * SIGNAL}
 
 
 def backward_buffers(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> dict[str, int]:
@@ -193,7 +199,7 @@ def backward_buffers(variant: Variant, element: ElementType, tiles: _Backward, *
         "list of tiles": VISIT_LIST,
         "sums, histograms": FLOAT * tiles.warps * (1 + bins),
     }
-    found |= _signals(variant, element, tiles, sum(found.values()))
+    found |= _signals(variant, element, tiles, sum(found.values()), stored=True)
     return {name: size for name, size in found.items() if size}
 
 

@@ -258,13 +258,13 @@ MISTAKES = {
     ),
     "served, released by half of the warps": (
         SERVED,
-        "      signals().make(false, 1, P::warps);",
-        "      signals().make(false, 1, P::warps / 2);",
+        "      signals().make(false, threads, 1, 32);",
+        "      signals().make(false, threads / 2, 1, 32);",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "served, no signals": (
         SERVED,
-        "      signals().make(false, 1, P::warps);",
+        "      signals().make(false, threads, 1, 32);",
         "",
         {FaultKind.MBARRIER},
     ),
@@ -341,9 +341,9 @@ BACKWARD_MISTAKES = {
     ),
     "served, what rows carry is not waited for": (
         LONG,
-        "served ? 1 + CARRIERS / 32 : 1",
-        "1",
-        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.UNINITIALIZED},
+        "signals().await(n, ROWS_SHOWN);",
+        "",
+        {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "served, arrival before what rows carry": (
         LONG,

@@ -144,7 +144,7 @@ RING = [
     ("no wait for room", "if (n >= stages) fg::mbarrier_wait(empty(n), parity(n - stages));", "", {FaultKind.MBARRIER}),
     ("room too early", "empty(n), parity(n - stages)", "empty(n), parity(n)", LOST),
     ("nobody makes room", "if (n + stages < count) fg::mbarrier_arrive(empty(n));", "", {FaultKind.DEADLOCK}),
-    ("made for three", "fg::mbarrier_init(empty(n), 4)", "fg::mbarrier_init(empty(n), 3)", RACE | LOST),
+    ("made for three warps", "fg::mbarrier_init(empty(n), 128)", "fg::mbarrier_init(empty(n), 96)", RACE | LOST),
     ("released before the product", "fg::warpgroup_wait<0>();\n        if", "if", RACE),
     (
         "the same signals again",

@@ -13,7 +13,7 @@ import pytest
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("causal", "alibi", "gemma2_local", "gpt_oss")
+NAMES = ("causal", "alibi", "gemma2_local", "gpt_oss", "packed_documents")
 CALLS = f"""
 import os
 import torch

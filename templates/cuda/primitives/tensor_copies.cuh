@@ -4,7 +4,8 @@
 // Contract: a phase of an mbarrier is complete when as many have arrived as it was made for, and all bytes that were
 // expected are there; then the next one begins, of the other parity. One thread makes it, publishes it (publish_shared), and a
 // barrier orders that before all else. What a copy brings is there for who has waited, products included; what ordinary
-// instructions wrote in its place before was published, too. All lanes of a warp call mbarrier_arrive and mbarrier_wait.
+// instructions wrote in its place before was published, too. All lanes of a warp call mbarrier_arrive, 32 arrivals, and
+// mbarrier_wait.
 #ifndef FLASHGEN_EMULATOR
 namespace fg {
 
@@ -26,10 +27,9 @@ FG_DEVICE void mbarrier_invalidate(uint64_t* signal) {
 FG_DEVICE void mbarrier_expect(uint64_t* signal, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(signal)), "r"(bytes) : "memory");
 }
-// One arrival of the warp, after all that its lanes did.
+// An arrival of each lane of the warp, after all that it did.
 FG_DEVICE void mbarrier_arrive(uint64_t* signal) {
-  warp_barrier();
-  if (lane_index() == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(signal)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(signal)) : "memory");
 }
 // Until the phase of this parity, the present one or the one before, is complete.
 FG_DEVICE void mbarrier_wait(uint64_t* signal, int parity) {
@@ -63,27 +63,28 @@ template <class Tile> FG_DEVICE void copy_tile_async(Tile to, const TensorMap& m
     copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width, first, slab, signal);
 }
 
-// Of a ring of stages that one side fills and the other uses, two mbarriers a stage: what was numbered n is there; everyone
-// is done with it. Made anew before number 0, so that a phase follows from the number.
-template <int stages> struct Signals {
-  static constexpr int bytes = 2 * stages * int(sizeof(uint64_t));
+// Of a ring of stages that one side fills and the other uses. What was numbered n is there: a signal for what copies bring,
+// or threads store, and one more where they do both (tools that look for races do not follow threads through a signal that
+// counts bytes). And everyone is done with it. Made anew before number 0, so that a phase follows from the number.
+template <int stages, int fillings = 1> struct Signals {
+  static constexpr int bytes = (fillings + 1) * stages * int(sizeof(uint64_t));
   uint64_t* base;
 
-  FG_DEVICE uint64_t* full(int n) const { return base + n % stages; }
-  FG_DEVICE uint64_t* empty(int n) const { return base + stages + n % stages; }
+  FG_DEVICE uint64_t* full(int n, int filling = 0) const { return base + filling * stages + n % stages; }
+  FG_DEVICE uint64_t* empty(int n) const { return base + fillings * stages + n % stages; }
   FG_DEVICE static constexpr int parity(int n) { return n / stages % 2; }
 
-  // By one thread. `fillers` and `users` arrive at each.
-  FG_DEVICE void make(bool again, int fillers, int users) const {
+  // By one thread. So many threads arrive at each; `more` where there is a second one for what threads store.
+  FG_DEVICE void make(bool again, int users, int fillers, int more = 0) const {
+    static_assert(fillings <= 2, "copies, and what threads store");
 #pragma unroll
-    for (int stage = 0; stage < stages; ++stage) {
-      if (again) mbarrier_invalidate(full(stage)), mbarrier_invalidate(empty(stage));
-      mbarrier_init(full(stage), fillers);
-      mbarrier_init(empty(stage), users);
+    for (int n = 0; n < (fillings + 1) * stages; ++n) {
+      if (again) mbarrier_invalidate(base + n);
+      mbarrier_init(base + n, n < stages ? fillers : n < fillings * stages ? more : users);
     }
     publish_shared();
   }
-  FG_DEVICE void await(int n) const { mbarrier_wait(full(n), parity(n)); }
+  FG_DEVICE void await(int n, int filling = 0) const { mbarrier_wait(full(n, filling), parity(n)); }
   // For number n; there is room for as many as there are stages.
   FG_DEVICE void await_room(int n) const {
     if (n >= stages) mbarrier_wait(empty(n), parity(n - stages));

@@ -1,7 +1,7 @@
 // Barriers in shared memory (mbarrier) and copies of boxes of a tensor (cp.async.bulk.tensor of sm_90a).
 //
 // Contract: a barrier is made by one thread, which publishes it (warpgroup.h) before another barrier orders that before
-// all else. All lanes of a warp arrive together, which counts once, and wait together. A box lands when the first wait for its
+// all else. All lanes of a warp arrive together, each for itself, and wait together. A box lands when the first wait for its
 // phase returns, not earlier; who waits for that phase sees it, and nobody else does.
 #pragma once
 #include "language.h"

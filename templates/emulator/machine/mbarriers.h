@@ -71,14 +71,14 @@ class Mbarriers {
                      signal.expected + count, most_bytes);
     clocks_.collect_lane(thread.warp, signal.coming);
     signal.expected += count;
-    come(signal, line);
+    come(signal, 1, line);
   }
-  // One of the warp, after all that it did.
+  // One of each lane of the warp, after all that it did.
   void arrive(int warp, const void* place, int line) {
     Signal& signal = of({warp, 0}, place, line);
     clocks_.collect(warp, signal.coming);
-    clocks_.warp_barrier(warp);
-    come(signal, line);
+    clocks_.go_on(warp);
+    come(signal, warp_lanes, line);
   }
 
   void copy(Thread thread, GlobalShadow::Writer writer, const PanelCopy& wanted, int line) {
@@ -201,14 +201,13 @@ class Mbarriers {
     faults_.report(Fault::mbarrier, line, 0, "there is no mbarrier at byte %zu", offset);
   }
 
-  void come(Signal& signal, int line) {
-    if (signal.pending == 0)
+  void come(Signal& signal, int arrivals, int line) {
+    if (signal.pending < arrivals)
       faults_.report(Fault::mbarrier, line, signal.last_line,
-                     "one arrival more than the %d that the mbarrier at byte %zu was made for, in a phase whose tensor "
-                     "copies nobody has waited for",
-                     signal.arrivals, signal.offset);
+                     "more arrivals than the %d that the mbarrier at byte %zu was made for, in one phase", signal.arrivals,
+                     signal.offset);
     signal.last_line = line;
-    if (--signal.pending == 0 && signal.copies.empty() && signal.expected == 0) complete(signal);
+    if ((signal.pending -= arrivals) == 0 && signal.copies.empty() && signal.expected == 0) complete(signal);
   }
 
   void complete(Signal& signal) {

@@ -15,6 +15,8 @@ FG_DEVICE int thread() { return int(threadIdx.x); }
 FG_DEVICE fg::half_t* place(int bytes = 0) { return reinterpret_cast<fg::half_t*>(fg::shared_memory() + bytes); }
 FG_DEVICE uint64_t* signal(int number = 0) { return reinterpret_cast<uint64_t*>(fg::shared_memory() + 3072) + number; }
 
+constexpr int warp_size = 32;  // arrivals of a warp
+
 FG_DEVICE void make(int arrivals = 1) {
   if (thread() == 0) {
     fg::mbarrier_init(signal(), arrivals);
@@ -178,7 +180,7 @@ extern "C" __global__ void slab_that_is_not_there(const Arguments p, const Maps 
 // ---- phases --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void nothing_expected(const Arguments p, const Maps maps) {
-  make();
+  make(warp_size);
   if (thread() == 0) COPY(place());  // OTHER
   fg::mbarrier_arrive(signal());
   fg::mbarrier_wait(signal(), 0);  // FAULT
@@ -221,13 +223,13 @@ extern "C" __global__ void one_arrival_more(const Arguments p, const Maps maps) 
   fg::mbarrier_wait(signal(), 0);
 }
 extern "C" __global__ void phase_that_nobody_begins(const Arguments p, const Maps maps) {
-  make();
+  make(warp_size);
   fg::mbarrier_arrive(signal());  // OTHER
   fg::mbarrier_wait(signal(), 0);
   fg::mbarrier_wait(signal(), 1);  // FAULT
 }
 extern "C" __global__ void parity_of_two(const Arguments p, const Maps maps) {
-  make();
+  make(warp_size);
   fg::mbarrier_arrive(signal());
   fg::mbarrier_wait(signal(), 2);  // FAULT
 }
@@ -253,7 +255,7 @@ extern "C" __global__ void made_at_half_a_word(const Arguments p, const Maps map
   if (thread() == 0) fg::mbarrier_init(reinterpret_cast<uint64_t*>(place(4)), 1);  // FAULT
 }
 extern "C" __global__ void made_without_a_barrier(const Arguments p, const Maps maps) {
-  if (thread() == 0) fg::mbarrier_init(signal(), 1);  // OTHER
+  if (thread() == 0) fg::mbarrier_init(signal(), warp_size);  // OTHER
   if (thread() >= 32) fg::mbarrier_arrive(signal());  // FAULT
 }
 extern "C" __global__ void not_published(const Arguments p, const Maps maps) {
@@ -279,7 +281,7 @@ extern "C" __global__ void invalidated_under_a_copy(const Arguments p, const Map
   }
 }
 extern "C" __global__ void invalidated_while_in_use(const Arguments p, const Maps maps) {
-  make(2);
+  make(2 * warp_size);
   if (thread() >= 32) fg::mbarrier_arrive(signal());  // OTHER
   if (thread() == 0) fg::mbarrier_invalidate(signal());  // FAULT
 }

@@ -24,7 +24,7 @@ FG_DEVICE void make_signals(bool again) {
   for (int n = 0; n < stages; ++n) {
     if (again) fg::mbarrier_invalidate(full(n)), fg::mbarrier_invalidate(empty(n));
     fg::mbarrier_init(full(n), 1);
-    fg::mbarrier_init(empty(n), 4);
+    fg::mbarrier_init(empty(n), 128);  // an arrival of each thread
   }
   fg::publish_shared();
 }
