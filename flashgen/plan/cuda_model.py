@@ -154,7 +154,7 @@ def forward_bytes(variant: Variant, element: ElementType, tiles: _Forward) -> in
 
 
 def _forward_signals(variant: Variant, element: ElementType, tiles: _Forward, before: int) -> dict[str, int]:
-    """Those of K and V, one a stage more for what the mask reads; the two of Q; where blocks stay, two for each list."""
+    """Those of K and V, more for what the mask reads; the two of Q; where blocks stay, two for each list."""
     found = _signals(variant, element, tiles, before, stored=bool(observed_loads(variant.keep)[1]))
     if found:
         found["signals"] += (6 if tiles.loaders else 2) * SIGNAL
