@@ -42,9 +42,10 @@ from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.plan.cuda_launches import Passes, captured_elements, passes
-from flashgen.plan.cuda_lists import cuda_fields, has_lists, keeps_lists, takes_longest_first
+from flashgen.plan.cuda_lists import cuda_fields
 from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ForwardTiles, QueryTiles
+from flashgen.plan.mask_lists import has_lists, keeps_lists, takes_longest_first
 from flashgen.version import __version__
 
 # A row's maximum may lag behind by this much in base 2 before O is rescaled.
@@ -137,7 +138,8 @@ class _Context:
     warpgroups: bool
     mapped_forward: tuple[str, ...]  # element types whose forward kernels take maps for tensor copies
     mapped_backward: tuple[str, ...]  # the same of those for dK and dV
-    served_forward: bool  # whether forward blocks have warps that copy, and stay for several query tiles
+    alone_forward: bool  # whether some have no warps of their own to copy
+    served_forward: bool  # whether some have
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
@@ -240,7 +242,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     warpgroups, pieces = _warpgroups(variant, plan), _pieces(variant.keep)
-    stays = any(each.forward.loaders for each in plan.elements)
+    staying = [each.forward for each in plan.elements if each.forward.tensor_copies]
     return _Context(
         name=spec.name,
         symbol=symbol,
@@ -255,7 +257,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         warpgroups=warpgroups is not None,
         mapped_forward=tuple(str(each.element) for each in plan.elements if each.forward.tensor_copies),
         mapped_backward=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
-        served_forward=stays,
+        alone_forward=any(not each.loaders for each in staying),
+        served_forward=any(each.loaders for each in staying),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
@@ -285,7 +288,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         dot_factor=_constant(variant.score_by_dot),
         weights_first=_weights_first(variant, cut),
         one_pass=cut.one_pass,
-        workspace_code=workspace_code(variant, stays=stays),
+        workspace_code=workspace_code(variant, stays=bool(staying)),
         captured=cut.captured,
         captured_elements={name: count_code(count) for name, count in captured_elements(variant).items()},
         key_gradients=tuple(gradients[each.read] for each in cut.key_gradients),

@@ -126,7 +126,7 @@ def forward_launches(
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
         boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
-    turns = Turns(TURNS, tiles.blocks) if tiles.loaders else None
+    turns = Turns(TURNS, tiles.blocks) if tiles.tensor_copies else None
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes, turns)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)

@@ -7,8 +7,6 @@ that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 
 from __future__ import annotations
 
-from flashgen.analysis.levels import observed_loads
-from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import index_set
 from flashgen.ir.types import ElementType
@@ -16,6 +14,7 @@ from flashgen.plan.arguments import Field, argument_fields, mask_params, mask_si
 from flashgen.plan.cuda_model import FLOAT, VISIT_LIST, WINDOW
 from flashgen.plan.cuda_plan import BackwardTiles, ForwardTiles, QueryTiles
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
+from flashgen.plan.mask_lists import has_lists, keeps_lists, takes_longest_first
 
 CHUNK = 16  # bytes
 TILES_OF_CHUNK = 8
@@ -25,21 +24,6 @@ OF_QUERIES, OF_KEYS = "visits_of_queries", "visits_of_keys"
 GROUPS = {OF_QUERIES: "group_of_queries", OF_KEYS: "group_of_keys"}
 _THREADS = 128
 _ORDERED = 4  # lists of a block, a warp each
-
-
-def keeps_lists(variant: Variant) -> bool:
-    """Whether a list may be used again: the mask depends on positions alone, and its rows are not runs of keys."""
-    return is_irregular(variant.keep)
-
-
-def has_lists(variant: Variant) -> bool:
-    """Whether there may be lists: kept ones, or a call's own, where ranges of captured tensors are observed."""
-    return keeps_lists(variant) or any(observed_loads(variant.keep))
-
-
-def takes_longest_first(variant: Variant) -> bool:
-    """Whether blocks take lists by their lengths: heads share these, so that they are few, and a block reads one."""
-    return has_lists(variant) and "h" not in index_set(variant.keep)
 
 
 def cuda_fields(variant: Variant) -> tuple[Field, ...]:

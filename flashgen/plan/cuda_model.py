@@ -19,9 +19,11 @@ from flashgen.ir.spec import Softmax
 from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_plan import BackwardTiles, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.plan.mask_lists import takes_longest_first
 
 WINDOW = 1024  # tiles that one list of visits covers
-VISIT_LIST = 40 + 2 * WINDOW // 8 + 2 * WINDOW
+VISIT_LIST = 44 + 2 * WINDOW // 8 + 2 * WINDOW
+COPIED_LIST = 16 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = WORD = 4
 WIDE = 128  # rows and columns of a tile
@@ -127,34 +129,34 @@ def takes_tensor_copies(variant: Variant, element: ElementType, tiles: _Forward 
 def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> dict[str, int]:
     """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
 
-    Blocks with loaders stay for several query tiles, and have two lists of visits.
+    Blocks that stay for several query tiles have room for the next list of visits, too.
     """
-    Br, Bc, stages = tiles.Br, tiles.Bc, tiles.stages
+    Br, Bc, stages, stays = tiles.Br, tiles.Bc, tiles.stages, takes_tensor_copies(variant, element, tiles)
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
         "Q": tile_bytes(Br, D, element),
         "K": stages * tile_bytes(Bc, D, element),
         "V": stages * tile_bytes(Bc, Dv, element),
         "list of tiles": (2 if tiles.loaders else 1) * VISIT_LIST,
+        "next list": (stays and not tiles.loaders and takes_longest_first(variant)) * COPIED_LIST,
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
-    if takes_tensor_copies(variant, element, tiles):
+    if stays:
         found["what the mask reads"] = stages * len(observed_loads(variant.keep)[1]) * WORD * Bc
     found = {name: size for name, size in found.items() if size}
     return found | _forward_signals(variant, element, tiles, sum(found.values()))
 
 
 def forward_bytes(variant: Variant, element: ElementType, tiles: _Forward) -> int:
-    """All of them; O takes the place of all but the signals at the end, unless blocks stay."""
+    """All of them; O takes the place of all at the end, unless blocks stay."""
     whole = sum(forward_buffers(variant, element, tiles).values())
-    if tiles.loaders:
+    if takes_tensor_copies(variant, element, tiles):
         return whole
-    o = tile_bytes(tiles.Br, padded(variant.head_dim.v), element)
-    return max(whole, o + sum(_forward_signals(variant, element, tiles, o).values()))
+    return max(whole, tile_bytes(tiles.Br, padded(variant.head_dim.v), element))
 
 
 def _forward_signals(variant: Variant, element: ElementType, tiles: _Forward, before: int) -> dict[str, int]:
-    """Those of K and V, more for what the mask reads; the two of Q; where blocks stay, two for each list."""
+    """Those of K and V, more for what the mask reads; the two of Q; with loaders, two for each list."""
     found = _signals(variant, element, tiles, before, stored=bool(observed_loads(variant.keep)[1]))
     if found:
         found["signals"] += (6 if tiles.loaders else 2) * SIGNAL

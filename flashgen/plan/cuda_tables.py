@@ -110,7 +110,7 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
         64,
         (
             _hopper(192, 128, 12),
-            _hopper_shared(128, 3),
+            _hopper_shared(112, 3),
             _hopper(192, 96, 12),
             _hopper(128, 128, 8),
             _hopper(128, 64, 8),

@@ -101,7 +101,10 @@ class _Model:
         if self.cut.row_state:
             found["lse"] += rows * FLOAT
         tiles = self.tiles.forward
-        found.update(self._reading(OF_QUERIES, tiles.loaders - 1 if tiles.loaders else tiles.warps))
+        if tiles.tensor_copies and not tiles.loaders:
+            found.update(self._copying(OF_QUERIES))
+        else:
+            found.update(self._reading(OF_QUERIES, tiles.loaders - 1 if tiles.loaders else tiles.warps))
         return found
 
     def rows(self, *, clears_dq: bool) -> Mapping[str, int]:
@@ -188,6 +191,14 @@ class _Model:
         if lists.order:
             each += NUMBER * _WARP * warps
         return {_allocation(lists): lists.readers.value(self.values) * each}
+
+    def _copying(self, field: str) -> Mapping[str, int]:
+        """The same where the first window of a list is copied as a whole, which says what tile it is of, too."""
+        lists = self.lists.get(field)
+        if lists is None or not lists.order:
+            return self._reading(field, 0)
+        windows, chunks = self._chunks(lists)
+        return {_allocation(lists): lists.readers.value(self.values) * (COUNTS * (windows - 1) + CHUNK * (1 + chunks))}
 
     def _chunks(self, lists: VisitLists) -> tuple[int, int]:
         """Of a list: the first ones of windows, and those of tiles."""

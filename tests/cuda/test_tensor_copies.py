@@ -194,7 +194,7 @@ def test_windows_of_two_tiles_forward(schedule: str) -> None:
         "forward",
         WINDOWS,
         r"\g<1>2",
-        count=5 if schedule == SERVED else 2,
+        count=5,
     )
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
@@ -240,9 +240,21 @@ MISTAKES = {
     ),
     "alone, no wait for Q": (
         ALONE,
-        "if constexpr (P::tensor_copies) q_signals().await(0);",
+        "if constexpr (P::tensor_copies) q_signals().await(visits.offset(TURN));",
         "",
-        {FaultKind.NOT_AWAITED},
+        {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
+    ),
+    "alone, the next tile before everyone is done with this one": (
+        ALONE,
+        "offsets[NEXT], next_number);\n    Team::barrier();",
+        "offsets[NEXT], next_number);",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "alone, old signals": (
+        ALONE,
+        "if (threadIdx.x == 0) signals().make(turn > 0 || !another, threads, 1);",
+        "if (threadIdx.x == 0 && turn == 0) signals().make(false, threads, 1);",
+        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.DEADLOCK, FaultKind.UNINITIALIZED},
     ),
     "alone, bytes of K alone": (
         ALONE,
@@ -270,7 +282,7 @@ MISTAKES = {
     ),
     "served, no wait for Q": (
         SERVED,
-        "if constexpr (P::tensor_copies) q_signals().await(served ? visits.offset(TURN) : 0);",
+        "if constexpr (P::tensor_copies) q_signals().await(visits.offset(TURN));",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),

@@ -101,7 +101,7 @@ def test_memory_that_fits_nothing_says_how_much_is_needed() -> None:
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "E406"
     notes = "\n".join(diagnostic.notes)
-    assert "forward, f16: even a tile of 16 × 16 needs 8488 bytes (Q 2048; K 2048; V 2048" in notes
+    assert "forward, f16: even a tile of 16 × 16 needs 8492 bytes (Q 2048; K 2048; V 2048" in notes
     assert "6000 are there" in notes
     spilt = report(variant("head_dim 64"), KNOWN.cpus["zen3"].with_sram(6000), SHAPE)
     assert any("no tile fits" in reason and "row state" in reason for reason in spilt.plan.reasons)
