@@ -222,8 +222,9 @@ def _part(
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
     steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
-    # Where every block starts, none counts.
+    # Where every block starts, none counts, and a small call needs no workspace.
     idle = {each.turns.buffer for each, step in steps if each.turns and step.grid == each.grid.value(sizes)}
+    buffers = {name: place for name, place in buffers.items() if name not in idle}
     moves = {} if is_whole else _moves(known, shard, head_dim)
     orders = [each.order for each in launches.lists if each.order]
     groups = {each.group: each.heads_of_a_group(sizes, device.cache_bytes // 2) for each in orders}
@@ -235,7 +236,7 @@ def _part(
         clear=tuple(
             buffers[each.name]
             for each in launches.buffers
-            if each.clear and buffers[each.name][1] and each.name not in idle
+            if each.clear and each.name not in idle and buffers[each.name][1]
         ),
         steps=tuple(step for _, step in steps if step.grid),
         lists=tuple(_shared(each, layout, sizes, device) for each in launches.lists if each.kept),

@@ -77,7 +77,7 @@ def test_memory_that_fits_nothing(file: Path) -> None:
     done = flashgen("plan", file, "--device", "a100", "--sram", 5000)
     assert done.code == 1
     assert "error[E406]" in done.stderr
-    assert "even a tile of 16 × 16 needs 8488 bytes (Q 2048; K 2048; V 2048" in done.stderr
+    assert "even a tile of 16 × 16 needs 8492 bytes (Q 2048; K 2048; V 2048" in done.stderr
 
 
 def test_devices_say_where_figures_come_from(no_devices_of_ones_own: Path) -> None:
