@@ -242,19 +242,19 @@ MISTAKES = {
         ALONE,
         "if constexpr (P::tensor_copies) q_signals().await(visits.offset(TURN));",
         "",
-        {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
+        {FaultKind.NOT_AWAITED},
     ),
     "alone, the next tile before everyone is done with this one": (
         ALONE,
         "offsets[NEXT], next_number);\n    Team::barrier();",
         "offsets[NEXT], next_number);",
-        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+        {FaultKind.UNINITIALIZED},
     ),
     "alone, old signals": (
         ALONE,
         "if (threadIdx.x == 0) signals().make(turn > 0 || !another, threads, 1);",
         "if (threadIdx.x == 0 && turn == 0) signals().make(false, threads, 1);",
-        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.DEADLOCK, FaultKind.UNINITIALIZED},
+        {FaultKind.NOT_AWAITED},
     ),
     "alone, bytes of K alone": (
         ALONE,
