@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.arguments import tensor_field
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
@@ -117,7 +118,7 @@ class EmulatedKernel:
         made: list[Report] = []
         places: dict[str, float] = {}
         for lists in part.lists:
-            held = self.shelf.find(lists, values, partial(self._make, lists, program, values, made))
+            held = self.shelf.find(lists, values, partial(self._make, lists, program, own, allocations, made))
             if held is not None:
                 of_lists = self.layout.names[lists.slot]
                 own[lists.slot] = places[of_lists] = place = memory.put(of_lists, held)
@@ -134,11 +135,20 @@ class EmulatedKernel:
             ctypes.memmove(address, place, size)
         return Report.total(reports), Report.total(made), places
 
-    def _make(self, lists: SharedLists, program: Program, values: Values, made: list[Report]) -> bytes:
-        """The content of lists; what it took is added to ``made``."""
+    def _make(
+        self,
+        lists: SharedLists,
+        program: Program,
+        values: Values,
+        allocations: Mapping[str, tuple[int, int]],
+        made: list[Report],
+    ) -> bytes:
+        """The content of lists; what it took is added to ``made``. Its kernels' hooks may read captured tensors."""
         memory, own, name = DeviceMemory(), list(values), self.layout.names[lists.slot]
         own[lists.slot] = memory.allocate(name, lists.size)
-        made += [self._launch(program, each, self.layout.pack(*own), memory.allocations) for each in lists.steps]
+        captured = {field: place for field, place in allocations.items() if field.startswith(tensor_field(""))}
+        seen = {**captured, **memory.allocations}
+        made += [self._launch(program, each, self.layout.pack(*own), seen) for each in lists.steps]
         return memory.bytes_of(name)
 
     def _launch(

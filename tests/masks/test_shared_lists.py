@@ -262,6 +262,17 @@ def test_bytes_and_numbers(target: str, mask: str) -> None:
     assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
 
 
+def test_a_score_that_reads_a_tensor_by_head() -> None:
+    """Kernels that make lists prepare what hooks know of a head, as all do, and so read the tensor."""
+    text = f"tensor tau: f32[H]  score s * tau[h]  {MASKS['butterfly']}"
+    op = flashgen.loads(spec(text).replace("listed", "by_head"), backend="emulator")
+    tau, qkv = torch.tensor([0.5, -2.0]), inputs(1, 2)
+    with recording() as counted:
+        o = op(*qkv, tau=tau)
+    assert OF_QUERIES in made(counted)
+    assert_close(o, op.reference(*qkv, tau=tau, dtype=torch.float64), 0.02)
+
+
 def test_a_call_that_is_divided() -> None:
     """Each launch over some heads has the lists of its own, where the mask tells heads apart."""
     text = spec(BY_HEAD).replace("listed", "divided").replace("head_dim 16", "head_dim 64")
