@@ -45,7 +45,16 @@ from flashgen.plan.arguments import (
 from flashgen.plan.plan import Plan
 from flashgen.version import __version__
 
-_PRIMITIVES = ("flush.h", "vector.h", "convert.h", "vector_math.h", "ranges.h", "captured.h", "tile_product.h")
+_PRIMITIVES = (
+    "flush.h",
+    "vector.h",
+    "convert.h",
+    "vector_math.h",
+    "ranges.h",
+    "captured.h",
+    "tile_product.h",
+    "matrix_product.h",
+)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str,
     """Bytes that the loop over key tiles touches: Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = {"Q": D * ld, "K": bc * Dp, "V": bc * Dvp, "S, then P": bc * ld, "O": Dvp * ld, "row state": 3 * Br}
+    floats = {"Q": D * ld, "K": bc * Dp, "V": bc * Dvp, "S, then P": bc * ld, "O": Dvp * ld, "row state": 2 * Br}
     return {name: FLOAT * count for name, count in floats.items()}
 
 

@@ -1,8 +1,8 @@
 """Predicted time of a pass on a CPU: a roofline for each tile, tiles to tasks, tasks to cores.
 
 In: a ``Variant``, a tile, a ``Device``, a shape. Out: ``PassTime``. Everything inside is float32, so that element types
-do not matter. Constants are instructions of the templates' inner loops, and rough; ``benchmarks/model.py`` says how far
-the model is off.
+do not matter, but for bfloat16 on CPUs with matrix registers, which is faster than this says. Constants are
+instructions of the templates' inner loops, and rough; ``benchmarks/model.py`` says how far the model is off.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 //
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (136 KiB): 10.9% of work beside the products, the least of 30 that fit
+//   forward: B_r × B_c = 128 × 64 (135 KiB): 10.9% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 128 × 64 (300 KiB): 10.9% of work beside the products, the least of 29 that fit
 
 #include <algorithm>
@@ -19,6 +19,10 @@
 #include <type_traits>
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+#if defined(__AMX_TILE__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #ifndef FLASHGEN_BR
@@ -82,6 +86,13 @@ class FlushSubnormals {
 // Needs GCC >= 9 or Clang >= 12. No intrinsics.
 
 #define FG_INLINE inline __attribute__((always_inline))
+
+// For loops over an array of vectors: GCC unrolls them by itself, but too late to keep the array in registers throughout.
+#if defined(__clang__)
+#define FG_UNROLL
+#else
+#define FG_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace fg {
 
@@ -1413,7 +1424,6 @@ namespace fg {
 enum class Begin {
   zero,        // C = AB
   accumulate,  // C += AB
-  rescale,     // C = C diag(column_scale) + AB, the rescaling of the online softmax
 };
 
 constexpr int row_multiple = 4;
@@ -1445,17 +1455,9 @@ struct ProductOperands {
   float* c;
   int64_t ldc;
   Begin begin;
-  const float* column_scale;
   const char* ahead;
   int64_t ahead_step;
 };
-
-// GCC unrolls these loops by itself, but too late to keep the array in registers throughout.
-#if defined(__clang__)
-#define FG_UNROLL
-#else
-#define FG_UNROLL _Pragma("GCC unroll 16")
-#endif
 
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
 template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
@@ -1484,15 +1486,9 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   if (p.begin == Begin::zero) {
     FG_UNROLL for (int m = 0; m < R; ++m)
       FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, sum[m][v]);
-  } else if (p.begin == Begin::accumulate) {
+  } else {
     FG_UNROLL for (int m = 0; m < R; ++m)
       FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, load(c + m * ldc + v * W) + sum[m][v]);
-  } else {
-    VecF scale[V];
-    FG_UNROLL for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
-    FG_UNROLL for (int m = 0; m < R; ++m)
-      FG_UNROLL for (int v = 0; v < V; ++v)
-        store(c + m * ldc + v * W, load(c + m * ldc + v * W) * scale[v] + sum[m][v]);
   }
 }
 
@@ -1519,9 +1515,9 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         const float* column_scale = nullptr, Ahead ahead = {}) {
+                         Ahead ahead = {}) {
   for (int v = 0; v < vectors;) {
-    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W, nullptr, 0};
+    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
       product_panel<block_vectors>(M, p, ahead);
@@ -1594,9 +1590,215 @@ inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, cons
     }
 }
 
-#undef FG_UNROLL
+}  // namespace fg
+
+// Layer 3 of the CPU primitives: the product of bfloat16 matrices, on CPUs that have matrix registers (Intel's AMX).
+//
+// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32. A lies in rows of bfloat16. B lies in pairs: lane n of
+// row k / 2 holds B[k][n] in its lower half and B[k + 1][n] in its upper one. K is a multiple of matrix_depth, M of
+// matrix_rows; N is whole vectors.
+// FLASHGEN_MATRIX_PRODUCTS says how: 1 in the registers, the default where the compiler finds them; 0 not at all; 2 in
+// vectors, slowly, so that all that is built on this can be tested on any machine.
+// There is no vector extension for matrix registers: their instructions stand here, once each, by name.
+
+#ifndef FLASHGEN_MATRIX_PRODUCTS
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define FLASHGEN_MATRIX_PRODUCTS 1
+#else
+#define FLASHGEN_MATRIX_PRODUCTS 0
+#endif
+#endif
+
+#if FLASHGEN_MATRIX_PRODUCTS
+#if FLASHGEN_MATRIX_PRODUCTS == 1
+#endif
+
+namespace fg {
+
+constexpr int matrix_rows = 16;   // of a register
+
+constexpr int matrix_depth = 32;  // bfloat16 in a row of it
+
+// ---- rounding to pairs -------------------------------------------------------------------------------------------
+// Weights are rounded to nearest, ties away from zero: in half the instructions of ties to even, of which one number in
+// 65,536 is. A NaN stays one but where all bits of its payload are set.
+
+FG_INLINE VecU rounded(VecF x) { return reinterpret_cast<VecU>(x) + 0x8000u; }
+FG_INLINE VecI pair_of(VecU low, VecU high) { return reinterpret_cast<VecI>((low >> 16) | (high & 0xffff0000u)); }
+FG_INLINE void store_upper_halves(bf16* p, VecU x) {
+  const Words words = __builtin_convertvector(x >> 16, Words);
+  std::memcpy(p, &words, sizeof(words));
+}
+
+// W elements of two rows, as pairs.
+FG_INLINE VecI pairs_of_rows(const bf16* low, const bf16* high) {
+  Words x, y;
+  std::memcpy(&x, low, sizeof(x));
+  std::memcpy(&y, high, sizeof(y));
+  return __builtin_convertvector(x, VecI) | __builtin_convertvector(y, VecI) << 16;
+}
+
+// dst[c][r] = src[r][c] where rows and columns are multiples of 2 W. Two rows make pairs of their even columns and of their odd
+// ones, without a shuffle; pairs are transposed as numbers of 32 bits are.
+inline __attribute__((noinline)) void turn_to(bf16* dst, int64_t ldd, const bf16* src, int64_t lds, int rows, int cols) {
+  for (int r = 0; r < rows; r += 2 * W)
+    for (int c = 0; c < cols; c += 2 * W)
+      FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
+        VecF x[W];
+        FG_UNROLL for (int i = 0; i < W; ++i) {
+          VecU low, high;
+          std::memcpy(&low, src + (r + 2 * i) * lds + c, sizeof(low));
+          std::memcpy(&high, src + (r + 2 * i + 1) * lds + c, sizeof(high));
+          x[i] = from_bits(odd ? pair_of(low, high) : pair_of(low << 16, high << 16));
+        }
+        transpose_lanes(x);
+        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(dst + (c + 2 * i + odd) * ldd + r, &x[i], sizeof(VecF));
+      }
+}
+
+// ---- the registers -----------------------------------------------------------------------------------------------
+
+#if FLASHGEN_MATRIX_PRODUCTS == 1
+// Whether the system lets this process use them; the first call asks.
+inline bool has_matrix_registers() {
+  constexpr long ask_for_state = 0x1023, matrix_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+  static const bool granted = syscall(SYS_arch_prctl, ask_for_state, matrix_data) == 0;
+  return granted;
+}
+
+// Makes the registers of one thread ready, 16 rows of 64 bytes each, for the life of one object.
+class MatrixRegisters {
+ public:
+  MatrixRegisters() {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    asm volatile("ldtilecfg %0" : : "m"(shapes));
+  }
+  ~MatrixRegisters() { asm volatile("tilerelease"); }
+  MatrixRegisters(const MatrixRegisters&) = delete;
+  MatrixRegisters& operator=(const MatrixRegisters&) = delete;
+};
+#else
+inline bool has_matrix_registers() { return true; }
+class MatrixRegisters {
+ public:
+  MatrixRegisters() {}
+  ~MatrixRegisters() {}
+};
+#endif
+
+// ---- the product -------------------------------------------------------------------------------------------------
+
+// Strides in elements of what they belong to.
+struct MatrixOperands {
+  int K;
+  const bf16* a;
+  int64_t lda;
+  const int32_t* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  Begin begin;
+};
+
+// Sums of 16 rows by V <= 2 vectors stand in registers 2 turn and 2 turn + 1; A's are in 4, B's in 6 and 7. Turns alternate, and
+// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting.
+// Measured, 32 x 32 of depth 64 take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers.
+#if FLASHGEN_MATRIX_PRODUCTS == 1
+static_assert(W == matrix_rows, "a register is as wide as a vector");
+template <int n> FG_INLINE void clear_register() { asm volatile("tilezero %%tmm%c0" : : "i"(n)); }
+template <int n> FG_INLINE void load_register(const void* at, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(at), "r"(row_bytes), "i"(n) : "memory");
+}
+template <int n> FG_INLINE void store_register(void* at, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(at), "r"(row_bytes), "i"(n) : "memory");
+}
+// c += a b
+template <int c, int a, int b> FG_INLINE void multiply_registers() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+}
+
+template <int turn, int V> FG_INLINE void multiply(const MatrixOperands& p) {
+  constexpr int left = 2 * turn, right = left + 1;
+  const int64_t a_bytes = p.lda * 2, b_bytes = p.ldb * 4, c_bytes = p.ldc * 4;
+  if (p.begin == Begin::zero) {
+    clear_register<left>();
+    if (V == 2) clear_register<right>();
+  } else {
+    load_register<left>(p.c, c_bytes);
+    if (V == 2) load_register<right>(p.c + W, c_bytes);
+  }
+  const bf16* a = p.a;
+  const int32_t* b = p.b;
+  for (int k = p.K; k > 0; k -= matrix_depth) {
+    load_register<4>(a, a_bytes);
+    load_register<6>(b, b_bytes);
+    multiply_registers<left, 4, 6>();
+    if (V == 2) {
+      load_register<7>(b + W, b_bytes);
+      multiply_registers<right, 4, 7>();
+    }
+    a += matrix_depth;
+    b += matrix_depth / 2 * p.ldb;
+  }
+}
+template <int turn, int V> FG_INLINE void leave(float* c, int64_t ldc) {
+  store_register<2 * turn>(c, ldc * 4);
+  if (V == 2) store_register<2 * turn + 1>(c + W, ldc * 4);
+}
+
+template <int V> inline void matrix_panel(int M, MatrixOperands p) {
+  float* last = nullptr;  // of the turn before
+  for (int turn = 0; turn < M / matrix_rows; ++turn) {
+    if (turn % 2 == 0) {
+      multiply<0, V>(p);
+      if (last != nullptr) leave<1, V>(last, p.ldc);
+    } else {
+      multiply<1, V>(p);
+      leave<0, V>(last, p.ldc);
+    }
+    last = p.c;
+    p.a += matrix_rows * p.lda;
+    p.c += matrix_rows * p.ldc;
+  }
+  if (M / matrix_rows % 2 == 1)
+    leave<0, V>(last, p.ldc);
+  else
+    leave<1, V>(last, p.ldc);
+}
+#else
+template <int V> inline void matrix_panel(int M, const MatrixOperands& p) {
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      float* const c = p.c + m * p.ldc + v * W;
+      VecF sum = p.begin == Begin::zero ? VecF{} : load(c);
+      for (int k = 0; k < p.K; k += 2) {
+        const VecI pairs = load(p.b + k / 2 * p.ldb + v * W);
+        const bf16* const a = p.a + m * p.lda + k;
+        sum += element(a, 0) * from_bits(pairs << 16) + element(a, 1) * from_bits(pairs & ~0xffff);
+      }
+      store(c, sum);
+    }
+}
+#endif
+
+// The product of M rows by `vectors` vectors.
+inline void matrix_product(int M, int vectors, int K, const bf16* a, int64_t lda, const int32_t* b, int64_t ldb, float* c,
+                           int64_t ldc, Begin begin) {
+  for (int v = 0; v < vectors; v += 2) {
+    const MatrixOperands p = {K, a, lda, b + v * W, ldb, c + v * W, ldc, begin};
+    if (vectors - v >= 2)
+      matrix_panel<2>(M, p);
+    else
+      matrix_panel<1>(M, p);
+  }
+}
 
 }  // namespace fg
+#endif
 
 namespace {
 
@@ -1737,21 +1939,45 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int DP = int(round_up(round_up(D, W), MR)), DVP = int(round_up(round_up(DV, W), MR));
 static_assert(DP % W == 0 && DVP % W == 0, "register blocks divide vectors, or the other way round");
 
-// Copies rows first … first + count of one head to float32, `ld` apart. Columns up to `ld` and rows up to `padded` are
-// filled: columns with zeros, rows with copies of the last one, so that no lane computes on junk.
-inline void load_rows(float* to, int ld, int width, const void* from, int64_t stride, int element, int64_t first,
-                      int count, int padded) {
+// The rows of one head as a caller passes them: Q, K, V, O or dO.
+struct HeadRows {
+  const void* at;
+  int64_t stride;  // of rows, in elements
+  int element;
+
+  int64_t row_bytes() const { return stride * (element == 0 ? 4 : 2); }
+};
+inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h,
+                             int64_t stride_n) {
+  const int64_t bytes = element == 0 ? 4 : 2;
+  return {static_cast<const char*>(base) + (b * stride_b + h * stride_h) * bytes, stride_n, element};
+}
+
+// Copies rows first … first + count to float32, `ld` apart. Columns up to `ld` and rows up to `padded` are filled: columns
+// with zeros, rows with copies of the last one, so that no lane computes on junk.
+inline void load_rows(float* to, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
   for (int row = 0; row < count; ++row) {
-    const int64_t offset = (first + row) * stride;
-    if (element == 0)
-      fg::to_float(to + row * ld, static_cast<const float*>(from) + offset, width);
-    else if (element == 1)
-      fg::to_float(to + row * ld, static_cast<const fg::bf16*>(from) + offset, width);
+    const int64_t offset = (first + row) * from.stride;
+    if (from.element == 0)
+      fg::to_float(to + row * ld, static_cast<const float*>(from.at) + offset, width);
+    else if (from.element == 1)
+      fg::to_float(to + row * ld, static_cast<const fg::bf16*>(from.at) + offset, width);
     else
-      fg::to_float(to + row * ld, static_cast<const fg::f16*>(from) + offset, width);
+      fg::to_float(to + row * ld, static_cast<const fg::f16*>(from.at) + offset, width);
     for (int d = width; d < ld; ++d) to[row * ld + d] = 0.0f;
   }
   for (int row = count; row < padded; ++row) std::memcpy(to + row * ld, to + (count - 1) * ld, sizeof(float) * size_t(ld));
+}
+
+// Σ_d x[d] y[d] of two rows.
+inline float row_dot(const HeadRows& x, int64_t x_row, const HeadRows& y, int64_t y_row, int width) {
+  constexpr int most = DP > DVP ? DP : DVP;
+  alignas(64) float a[most], b[most];
+  load_rows(a, most, width, x, x_row, 1, 1);
+  load_rows(b, most, width, y, y_row, 1, 1);
+  fg::VecF sum{};
+  for (int d = 0; d < most; d += W) sum += fg::load(a + d) * fg::load(b + d);
+  return fg::horizontal_sum(sum);
 }
 
 // Rows of float32, `ld` apart.
@@ -1761,10 +1987,10 @@ struct Rows {
 };
 
 // The rows as they lie, where they are float32 and need no padding; else a copy in `scratch`.
-inline Rows rows_in_place(float* scratch, int ld, int width, const void* from, int64_t stride, int element,
-                          int64_t first, int count, int padded) {
-  if (element == 0 && width == ld && count == padded) return {static_cast<const float*>(from) + first * stride, stride};
-  load_rows(scratch, ld, width, from, stride, element, first, count, padded);
+inline Rows rows_in_place(float* scratch, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
+  if (from.element == 0 && width == ld && count == padded)
+    return {static_cast<const float*>(from.at) + first * from.stride, from.stride};
+  load_rows(scratch, ld, width, from, first, count, padded);
   return {scratch, ld};
 }
 
@@ -1792,10 +2018,6 @@ inline void store_transposed(void* to, int element, int64_t first, const float* 
   store_rows(to, element, first, scratch, padded, width, count);
 }
 
-inline const void* head_of(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h) {
-  return static_cast<const char*>(base) + (b * stride_b + h * stride_h) * (element == 0 ? 4 : 2);
-}
-
 // The global rows of vector `vector` of a tile; lanes past the last row repeat it.
 FG_INLINE fg::VecI rows_of(int64_t first, int vector, int rows) {
   return fg::min(int32_t(first) + vector * W + fg::iota(), int32_t(first) + rows - 1);
@@ -1820,12 +2042,12 @@ inline KeyRows key_rows(const Arguments& a, const Visit& visit, int tile_columns
 }
 
 // The rows of another visit, to be asked for while one is computed: line by line where they lie without gaps.
-inline fg::Ahead rows_ahead(const void* from, int64_t stride, int element, KeyRows rows, int width) {
-  const int64_t bytes = element == 0 ? 4 : 2, lines = ceil_div(width * bytes, fg::line_bytes);
-  const char* const at = static_cast<const char*>(from) + rows.first * stride * bytes;
+inline fg::Ahead rows_ahead(const HeadRows& from, KeyRows rows, int width) {
+  const int64_t bytes = from.row_bytes(), lines = ceil_div(width * (from.element == 0 ? 4 : 2), fg::line_bytes);
+  const char* const at = static_cast<const char*>(from.at) + rows.first * bytes;
   if (rows.count == 0) return {};
-  if (stride * bytes == lines * fg::line_bytes) return {at, fg::line_bytes, rows.count * lines, 1, 0};
-  return {at, stride * bytes, rows.count, int(lines), 0};
+  if (bytes == lines * fg::line_bytes) return {at, fg::line_bytes, rows.count * lines, 1, 0};
+  return {at, bytes, rows.count, int(lines), 0};
 }
 
 // Finds the key tiles that one query tile visits. A run of tiles that is FULL or EMPTY as a whole is settled by one
@@ -1986,6 +2208,205 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
   for (int64_t task = 0; task < tasks; ++task) perform(task);
 }
 
+// ---- What is multiplied, and how it lies ---------------------------------------------------------------------------
+// Both passes are written once, over either kind of products:
+//   VectorProducts   of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that it may lie
+//                    either way.
+//   MatrixProducts   of bfloat16 with float32 sums, in matrix registers, which want rows on the left and pairs on the right.
+// A kind says in what multiples it works; what it makes of rows of K and V (Keys), of rows of Q and dO (Queries) and of the
+// scores of a tile (Scores), which are left and right operands; and multiplies: C (+)= left · right, C in float32.
+// Of a score tile keys are rows and query rows are lanes.
+
+// What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
+enum class PastEnd { last_row, zeros };
+
+struct VectorProducts {
+  struct Thread {};  // what a thread holds while it multiplies
+  static constexpr int key_multiple = MR;  // keys of a tile are padded to
+  static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
+  static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
+
+  struct Left {
+    const float* at;
+    int64_t row, column;  // strides
+  };
+  struct Right {
+    const float* at;
+    int64_t ld;
+  };
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                      fg::Ahead ahead = {}) {
+    fg::tile_product(M, vectors, K, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
+  }
+
+  // Up to `most` rows of K or V: where they lie, if they are float32 and need no padding, else a copy.
+  template <int most, int width, bool features_first> struct alignas(64) Keys {
+    static constexpr int ld = int(round_up(round_up(width, W), MR));
+
+    void load(const HeadRows& from, KeyRows rows) {
+      at = rows_in_place(copy, ld, width, from, rows.first, rows.count, int(round_up(rows.count, key_multiple)));
+    }
+    Left by_key() const { return {at.at, at.ld, 1}; }
+    Left by_feature() const { return {at.at, 1, at.ld}; }
+
+    float copy[round_up(most, MR) * ld];
+    Rows at;
+  };
+
+  // Up to `most` rows of Q or dO.
+  template <int most, int width, bool rows_first> struct alignas(64) Queries {
+    static constexpr int ld = int(round_up(round_up(width, W), MR)), turned_ld = most + W;
+
+    void load(const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
+      at = rows_in_place(copy, ld, width, from, first, count, padded);
+      if (past == PastEnd::zeros && count < padded) std::fill(copy + count * ld, copy + padded * ld, 0.0f);
+      fg::transpose_to(turned, turned_ld, at.at, at.ld, padded, width);
+    }
+    Right by_feature(int vector) const { return {turned + vector * W, turned_ld}; }
+    Right by_row(int vector) const { return {at.at + vector * W * at.ld, at.ld}; }
+
+    float copy[most * ld];
+    alignas(64) float turned[width * turned_ld];
+    Rows at;
+  };
+
+  // Scores of up to `keys` by `rows`; then, in their place, what they weigh.
+  template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
+    static constexpr int strip = rows / W;  // vectors of rows that are computed before they are used
+    static constexpr int ld = rows + W;
+
+    float* of(int vector) { return scores + vector * W; }
+    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+      fg::store(of(vector) + key * ld, x);
+      fg::store(of(vector) + (key + 1) * ld, y);
+    }
+    void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
+    Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
+    Right of_keys(int vector) const { return {scores + vector * W, ld}; }
+
+    float scores[round_up(keys, MR) * ld];
+  };
+};
+
+#if FLASHGEN_MATRIX_PRODUCTS
+struct MatrixProducts {
+  using Thread = fg::MatrixRegisters;
+  static constexpr int key_multiple = fg::matrix_depth;
+  static constexpr int row_vectors = fg::matrix_depth / W;
+  static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
+
+  struct Left {
+    const fg::bf16* at;
+    int64_t ld;
+  };
+  struct Right {
+    const int32_t* at;  // pairs
+    int64_t ld;
+  };
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                      fg::Ahead = {}) {
+    fg::matrix_product(M, vectors, K, a.at, a.ld, b.at, b.ld, c, ldc, begin);
+  }
+
+  // Copies rows, padded with zeros to `ld` and to `padded` rows.
+  static void copy_rows(fg::bf16* to, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
+    for (int row = 0; row < count; ++row) {
+      std::memcpy(to + row * ld, static_cast<const fg::bf16*>(from.at) + (first + row) * from.stride, sizeof(fg::bf16) * width);
+      std::fill(to + row * ld + width, to + (row + 1) * ld, fg::bf16{0});
+    }
+    std::fill(to + count * ld, to + padded * ld, fg::bf16{0});
+  }
+
+  template <int most, int width, bool features_first> struct alignas(64) Keys {
+    static constexpr int ld = depth(width), turned_ld = depth(most) + fg::matrix_depth;
+
+    void load(const HeadRows& from, KeyRows rows) {
+      const int padded = depth(rows.count);
+      at = {static_cast<const fg::bf16*>(from.at) + rows.first * from.stride, from.stride};
+      if (width != ld || rows.count != padded) {
+        copy_rows(copy, ld, width, from, rows.first, rows.count, padded);
+        at = {copy, ld};
+      }
+      if (features_first) fg::turn_to(turned, turned_ld, at.at, at.ld, padded, ld);
+    }
+    Left by_key() const { return at; }
+    Left by_feature() const { return {turned, turned_ld}; }
+
+    fg::bf16 copy[depth(most) * ld];
+    alignas(64) fg::bf16 turned[features_first ? ld * turned_ld : 1];
+    Left at;
+  };
+
+  template <int most, int width, bool rows_first> struct alignas(64) Queries {
+    static constexpr int ld = depth(width), by_feature_ld = depth(most) + W, by_row_ld = int(round_up(width, W)) + W;
+
+    void load(const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
+      copy_rows(copy, ld, width, from, first, count, padded);
+      for (int row = count; past == PastEnd::last_row && row < padded; ++row)
+        std::memcpy(copy + row * ld, copy + (count - 1) * ld, sizeof(fg::bf16) * ld);
+      // Two neighbouring features of a row are a pair already.
+      fg::transpose_to(reinterpret_cast<float*>(features), by_feature_ld, reinterpret_cast<const float*>(copy), ld / 2,
+                       padded, ld / 2);
+      for (int row = 0; rows_first && row < padded; row += 2)
+        for (int d = 0; d < width; d += W)
+          fg::store(rows + row / 2 * by_row_ld + d, fg::pairs_of_rows(copy + row * ld + d, copy + (row + 1) * ld + d));
+    }
+    Right by_feature(int vector) const { return {features + vector * W, by_feature_ld}; }
+    Right by_row(int vector) const { return {rows + vector * W / 2 * by_row_ld, by_row_ld}; }
+
+    fg::bf16 copy[depth(most) * ld];
+    alignas(64) int32_t features[ld / 2 * by_feature_ld];
+    alignas(64) int32_t rows[rows_first ? depth(most) / 2 * by_row_ld : 1];
+  };
+
+  // Few rows at a time: their scores stay in the L1 cache from one product to the next. Of keys 2 n and 2 n + 1 the weights, as
+  // pairs, take the place of the scores of 2 n.
+  template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
+    static constexpr int strip = row_vectors, ld = strip * W, by_key_ld = depth(rows) + fg::matrix_depth;
+
+    float* of(int vector) { return scores + vector % strip * W; }
+    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+      const fg::VecU low = fg::rounded(x), high = fg::rounded(y);
+      if (right) fg::store(of(vector) + key * ld, fg::from_bits(fg::pair_of(low, high)));
+      if (!left) return;
+      fg::store_upper_halves(weights + key * by_key_ld + vector * W, low);
+      fg::store_upper_halves(weights + (key + 1) * by_key_ld + vector * W, high);
+    }
+    void clear(int first, int end) {
+      for (int key = first; key < end; ++key) {
+        std::fill_n(scores + key * ld, ld, 0.0f);
+        if (left) std::fill_n(weights + key * by_key_ld, by_key_ld, fg::bf16{0});
+      }
+    }
+    Left by_key(int vector) const { return {weights + vector * W, by_key_ld}; }
+    Right of_keys(int vector) const { return {reinterpret_cast<const int32_t*>(scores) + vector % strip * W, 2 * ld}; }
+
+    float scores[depth(keys) * ld];
+    alignas(64) fg::bf16 weights[left ? depth(keys) * by_key_ld : 1];
+  };
+};
+#endif
+
+// What is computed of a visit: vectors of rows first … last - 1, in whole groups. Rows that join a visit to fill one up are
+// past the last row or keep nothing, which the mask has to say.
+struct Computed {
+  int first, last;
+  bool masked;
+};
+template <class Products> inline Computed computed(const Visit& visit) {
+  const int first = visit.first / Products::row_vectors * Products::row_vectors;
+  const int last = int(round_up(visit.last, Products::row_vectors));
+  return {first, last, visit.masked || first < visit.first || last > visit.last};
+}
+
+// pass(products) with the kind that these arguments go with.
+template <class Pass> inline auto with_products([[maybe_unused]] const Arguments& a, const Pass& pass) {
+#if FLASHGEN_MATRIX_PRODUCTS
+  if (a.element == 1 && fg::has_matrix_registers()) return pass(MatrixProducts());
+#endif
+  return pass(VectorProducts());
+}
+
 }  // namespace
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
@@ -1994,55 +2415,71 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 
 namespace forward {
 
-constexpr int BR = FLASHGEN_BR, BC = FLASHGEN_BC, LD = BR + W;
-constexpr int BCP = int(round_up(BC, MR));
+constexpr int BR = FLASHGEN_BR, BC = FLASHGEN_BC;
 
-struct alignas(64) Scratch {
-  float q[BR * DP];   // Q tile
-  float qt[D * LD];   // Qᵀ
-  float k[BCP * DP];  // K tile
-  float v[BCP * DVP];
-  float s[BCP * LD];   // Sᵀ, then Pᵀ
-  float ot[DVP * LD];  // Oᵀ
-  float o[BR * DVP];
-  float row_max[BR], row_sum[BR], rescale[BR];
+template <class Products> struct alignas(64) Scratch {
+  static constexpr int rows = int(round_up(BR, Products::row_vectors * W)), ld = rows + W;
+
+  typename Products::template Queries<rows, D, false> q;
+  typename Products::template Keys<BC, D, false> k;
+  typename Products::template Keys<BC, DV, true> v;
+  typename Products::template Scores<BC, rows, false, true> s;  // Sᵀ, then Pᵀ
+  float ot[DVP * ld];  // Oᵀ
+  float o[rows * DVP];
+  float row_max[rows], row_sum[rows];
   Column columns[BC];
 };
 
-// Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: `rescale` is what O and the sums so far shrink by.
-template <bool masked>
-static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, const Visit& visit,
-           int columns, Scratch& t) {
-  for (int n = visit.first; n < visit.last; ++n) {
+// A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and weights, at most
+// 2^8, lose nothing (FlashAttention-4 does the same).
+constexpr float most_growth = 8.0f;
+
+// Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
+template <bool masked, class Products>
+static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
+                  Scratch<Products>& t) {
+  constexpr int ld = decltype(t.s)::ld;
+  for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
-    float* const s = t.s + n * W;
+    float* const s = t.s.of(n);
     const fg::VecF old_max = fg::load(t.row_max + n * W);
     fg::VecF row_max = old_max;
     // What is kept is the product with q alone: to multiply by a constant again takes less than to store the score.
     const auto scored = [&](int64_t j) {
       const Column& c = t.columns[j];
-      if (masked) fg::store(s + j * LD, fg::select(keep(a, u, x, r, c), fg::load(s + j * LD), -INFINITY));
-      return score(a, u, x, r, c, fg::load(s + j * LD));
+      if (masked) fg::store(s + j * ld, fg::select(keep(a, u, x, r, c), fg::load(s + j * ld), -INFINITY));
+      return score(a, u, x, r, c, fg::load(s + j * ld));
     };
     // Maxima of four in a tree: one after another, each would wait for the last. NaN is passed over and shows in the sum.
-    int64_t j = 0;  // of 64 bits: addresses then move on, instead of being formed anew for every key
-    for (; j + 4 <= columns; j += 4) {
-      const fg::VecF low = fg::running_max(scored(j), scored(j + 1)), high = fg::running_max(scored(j + 2), scored(j + 3));
-      row_max = fg::running_max(row_max, fg::running_max(low, high));
+    int64_t key = 0;  // of 64 bits: addresses then move on, instead of being formed anew for every key
+    for (; key + 4 <= columns; key += 4) {
+      const fg::VecF low = fg::running_max(scored(key), scored(key + 1));
+      row_max = fg::running_max(row_max, fg::running_max(low, fg::running_max(scored(key + 2), scored(key + 3))));
     }
-    for (; j < columns; ++j) row_max = fg::running_max(row_max, scored(j));
+    for (; key < columns; ++key) row_max = fg::running_max(row_max, scored(key));
+    fg::VecF row_sum = fg::load(t.row_sum + n * W);
+    const fg::VecB grown = fg::gt(row_max, old_max + most_growth);
+    row_max = fg::select(grown, row_max, old_max);
     // A row with nothing kept so far has max -inf; exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN.
     const fg::VecF shift = fg::select(fg::eq(row_max, -INFINITY), 0.0f, row_max);
-    const fg::VecF rescale = fg::exp2_bounded(old_max - shift);
-    fg::VecF row_sum = fg::load(t.row_sum + n * W) * rescale;
-    fg::store(t.rescale + n * W, rescale);
-    fg::store(t.row_max + n * W, row_max);
-    for (int64_t j = 0; j < columns; ++j) {
-      [[maybe_unused]] const Column& c = t.columns[j];
-      fg::VecF p = fg::exp2_bounded(score(a, u, x, r, c, fg::load(s + j * LD)) - shift);
-      row_sum += p;
-      fg::store(s + j * LD, p);
+    if (fg::any(grown)) {
+      const fg::VecF shrink = fg::select(grown, fg::exp2_bounded(old_max - shift), 1.0f);
+      row_sum = row_sum * shrink;
+      for (int d = 0; d < DVP; ++d) fg::store(t.ot + d * t.ld + n * W, fg::load(t.ot + d * t.ld + n * W) * shrink);
+      fg::store(t.row_max + n * W, row_max);
     }
+    const auto weighed = [&](int64_t j) {
+      [[maybe_unused]] const Column& c = t.columns[j];
+      fg::VecF p = fg::exp2_bounded(score(a, u, x, r, c, fg::load(s + j * ld)) - shift);
+      row_sum += p;
+      return p;
+    };
+    int64_t j = 0;
+    for (; j + 2 <= columns; j += 2) {
+      const fg::VecF p = weighed(j);
+      t.s.put(j, n, p, weighed(j + 1));
+    }
+    if (j < columns) t.s.put(j, n, weighed(j), fg::VecF{});
     fg::store(t.row_sum + n * W, row_sum);
   }
 }
@@ -2053,47 +2490,48 @@ static int tile_rows(const Arguments& a) {
   return is_alone ? int(std::min<int64_t>(BR, round_up(ceil_div(a.q_len, a.threads), W))) : BR;
 }
 
+template <class Products>
 static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int64_t query_tile,
-                 Visit* visits, Scratch& t) {
+                 Visit* visits, Scratch<Products>& t) {
+  constexpr int ld = Scratch<Products>::ld, strip = decltype(t.s)::strip;
   const Head x = make_head(a, u, b, h);
   const int64_t hkv = h / (a.heads / a.kv_heads);
   const int most_rows = tile_rows(a);
   const int64_t row0 = query_tile * most_rows, i0 = a.q_start + row0;
   const int rows = int(std::min<int64_t>(most_rows, a.q_len - row0));
-  const int vectors = int(ceil_div(rows, W));
-  const void* const k = head_of(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h);
-  const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
+  const int vectors = int(round_up(ceil_div(rows, W), Products::row_vectors));
+  const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
+  const HeadRows k = rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n);
+  const HeadRows v = rows_of_head(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n);
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
-  const Rows queries = rows_in_place(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n,
-                                     a.element, row0, rows, vectors * W);
-  fg::transpose_to(t.qt, LD, queries.at, queries.ld, vectors * W, D);
-  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * LD, vectors * W, 0.0f);
-  std::fill_n(t.row_max, BR, -INFINITY);
-  std::fill_n(t.row_sum, BR, 0.0f);
+  t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
+  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, vectors * W, 0.0f);
+  std::fill_n(t.row_max, t.rows, -INFINITY);
+  std::fill_n(t.row_sum, t.rows, 0.0f);
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
-    const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
-    const auto [column0, columns] = key_rows(a, visit, BC);
-    const KeyRows next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
-    const int padded = int(round_up(columns, MR));
-    const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
-    const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
-    for (int j = 0; j < columns; ++j) {
-      t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
+    const KeyRows keys = key_rows(a, visit, BC), next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
+    const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
+    t.k.load(k, keys);
+    t.v.load(v, keys);
+    for (int j = 0; j < columns; ++j) t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
+    const Computed part = computed<Products>(visit);
+    for (int first = part.first, end; first < part.last; first = end) {
+      end = std::min(part.last, (first / strip + 1) * strip);
+      // Sᵀ = K Qᵀ
+      Products::product(padded, end - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.s.of(first), t.s.ld,
+                        fg::Begin::zero, rows_ahead(k, next, D));
+      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, t);
+      t.s.clear(columns, Products::depth(columns));
+      // Oᵀ += Vᵀ Pᵀ
+      Products::product(DVP, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first), t.ot + first * W, ld,
+                        fg::Begin::accumulate, rows_ahead(v, next, DV));
     }
-    // Sᵀ = K Qᵀ
-    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.s + skip, LD, fg::Begin::zero, nullptr,
-                     rows_ahead(k, a.k_stride_n, a.element, next, D));
-    (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t);
-    // Oᵀ = diag(rescale) Oᵀ + Vᵀ Pᵀ
-    fg::tile_product(DVP, some, columns, values.at, 1, values.ld, t.s + skip, LD, t.ot + skip, LD,
-                     fg::Begin::rescale, t.rescale + skip,
-                     rows_ahead(v, a.v_stride_n, a.element, next, DV));
   }
   float* const lse = a.lse ? a.lse + (b * a.heads + h) * a.q_len + row0 : nullptr;
-  for (int n = 0; n < vectors; ++n) {
+  for (int n = 0; n * W < rows; ++n) {
     const fg::VecF row_max = fg::load(t.row_max + n * W);
     fg::VecF denominator = fg::load(t.row_sum + n * W);
     fg::VecF top = row_max;
@@ -2101,14 +2539,14 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     // The logarithm is formed in double: the backward pass multiplies its error by every weight of the row.
     for (int l = 0; lse && l < std::min(W, rows - n * W); ++l)
       lse[n * W + l] = denominator[l] == 0.0f ? -INFINITY : float((top[l] + std::log2(double(denominator[l]))) * LN_2);
-    for (int d = 0; d < DV; ++d) fg::store(t.ot + d * LD + n * W, fg::load(t.ot + d * LD + n * W) * factor);
+    for (int d = 0; d < DV; ++d) fg::store(t.ot + d * ld + n * W, fg::load(t.ot + d * ld + n * W) * factor);
   }
-  store_transposed(a.o, a.element, ((b * a.heads + h) * a.q_len + row0) * DV, t.ot, LD, t.o, DVP, DV, rows);
+  store_transposed(a.o, a.element, ((b * a.heads + h) * a.q_len + row0) * DV, t.ot, ld, t.o, DVP, DV, rows);
 }
 
 // Each thread's share of the workspace: its scratch, then its list of visits.
-static int64_t thread_bytes(const Arguments& a) {
-  return round_up(int64_t(sizeof(Scratch)) + ceil_div(a.kv_len, BC) * int64_t(sizeof(Visit)), 64);
+template <class Products> static int64_t thread_bytes(const Arguments& a) {
+  return round_up(int64_t(sizeof(Scratch<Products>)) + ceil_div(a.kv_len, BC) * int64_t(sizeof(Visit)), 64);
 }
 
 // Whether a long query tile could be the last to begin: few heads for the threads that share them.
@@ -2125,41 +2563,50 @@ static Arguments with_useful_threads(const Arguments& a) {
   return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, tile_rows(a)));
 }
 
-}  // namespace forward
-
-extern "C" int64_t causal_d64_forward_workspace(const Arguments* arguments) {
-  const Arguments a = forward::with_useful_threads(*arguments);
-  return forward::order_bytes(a) + forward::thread_bytes(a) * a.threads + 64;
+template <class Products> static int64_t workspace_bytes(const Arguments& a) {
+  return order_bytes(a) + thread_bytes<Products>(a) * a.threads + 64;
 }
 
-extern "C" void causal_d64_forward(const Arguments* arguments) {
-  const Arguments a = forward::with_useful_threads(*arguments);
+template <class Products> static void run(const Arguments& a) {
   const Launch u = make_launch(a);
-  const int64_t tiles = ceil_div(a.q_len, forward::tile_rows(a)), tasks = a.batch * a.heads * tiles;
+  const int64_t tiles = ceil_div(a.q_len, tile_rows(a)), tasks = a.batch * a.heads * tiles;
   char* workspace = aligned_workspace(a);
   auto* const work = reinterpret_cast<int32_t*>(workspace);
   int32_t* const order = work + masks_of(a) * tiles;
-  const bool is_ordered = forward::is_ordered(a);
-  workspace += forward::order_bytes(a);
+  const bool ordered = is_ordered(a);
+  workspace += order_bytes(a);
   run_in_team(a.threads, [&] {
     const fg::FlushSubnormals flush;
-    char* const mine = workspace + forward::thread_bytes(a) * thread_index();
-    auto& scratch = *reinterpret_cast<forward::Scratch*>(mine);
-    auto* const visits = reinterpret_cast<Visit*>(mine + sizeof(forward::Scratch));
-    if (is_ordered) {
+    [[maybe_unused]] const typename Products::Thread thread;
+    char* const mine = workspace + thread_bytes<Products>(a) * thread_index();
+    auto& scratch = *reinterpret_cast<Scratch<Products>*>(mine);
+    auto* const visits = reinterpret_cast<Visit*>(mine + sizeof(Scratch<Products>));
+    if (ordered) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
-        work[n] = work_of(a, u, n / tiles, n % tiles, forward::tile_rows(a), forward::BC, visits);
+        work[n] = work_of(a, u, n / tiles, n % tiles, tile_rows(a), BC, visits);
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask) longest_first(order + mask * tiles, work + mask * tiles, tiles);
     }
     divide_tasks(a.threads, tasks, [&](int64_t task) {
       const int64_t b = task / tiles / a.heads, h = task / tiles % a.heads, number = task % tiles;
       // The last query tiles of a head first, where they are not ordered: under a causal mask they are the longest.
-      const int64_t query_tile = is_ordered ? order[mask_of(a, b, h) * tiles + number] : tiles - 1 - number;
-      forward::tile(a, u, b, h, query_tile, visits, scratch);
+      const int64_t query_tile = ordered ? order[mask_of(a, b, h) * tiles + number] : tiles - 1 - number;
+      tile(a, u, b, h, query_tile, visits, scratch);
     });
   });
+}
+
+}  // namespace forward
+
+extern "C" int64_t causal_d64_forward_workspace(const Arguments* arguments) {
+  const Arguments a = forward::with_useful_threads(*arguments);
+  return with_products(a, [&](auto products) { return forward::workspace_bytes<decltype(products)>(a); });
+}
+
+extern "C" void causal_d64_forward(const Arguments* arguments) {
+  const Arguments a = forward::with_useful_threads(*arguments);
+  with_products(a, [&](auto products) { forward::run<decltype(products)>(a); });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
@@ -2170,19 +2617,20 @@ extern "C" void causal_d64_forward(const Arguments* arguments) {
 
 namespace backward {
 
-constexpr int BR = FLASHGEN_BACKWARD_BR, BC = FLASHGEN_BACKWARD_BC, LD = BR + W;
-constexpr int BCP = int(round_up(BC, MR));
+constexpr int BR = FLASHGEN_BACKWARD_BR, BC = FLASHGEN_BACKWARD_BC;
 
-struct alignas(64) Scratch {
-  float q[BR * DP], qt[D * LD];       // Q tile and Qᵀ
-  float d_o[BR * DVP], d_ot[DV * LD];  // dO tile and dOᵀ
-  float o[BR * DVP];
-  float k[BCP * DP], v[BCP * DVP];
-  float p[BCP * LD];    // Sᵀ, then Pᵀ after dropout
-  float ds[BCP * LD];   // dPᵀ, then (dS ∘ ∂S/∂dot)ᵀ
-  float dqt[DP * LD];   // dQᵀ
-  float dq[BR * DP];
-  float lse[BR], lse_rest[BR], delta[BR];  // lse in base 2, and what its rounding left over
+template <class Products> struct alignas(64) Scratch {
+  static constexpr int rows = int(round_up(BR, Products::row_vectors * W)), ld = rows + W;
+
+  typename Products::template Queries<rows, D, true> q;
+  typename Products::template Queries<rows, DV, true> d_o;
+  typename Products::template Keys<BC, D, true> k;
+  typename Products::template Keys<BC, DV, false> v;
+  typename Products::template Scores<BC, rows, true, false> p;  // Sᵀ, then Pᵀ after dropout
+  typename Products::template Scores<BC, rows, true, true> ds;  // dPᵀ, then (dS ∘ ∂S/∂dot)ᵀ
+  float dqt[DP * ld];                                           // dQᵀ
+  float dq[rows * DP];
+  float lse[rows], lse_rest[rows], delta[rows];  // lse in base 2, and what its rounding left over
   Column columns[BC];
 };
 
@@ -2193,102 +2641,115 @@ struct Task {
   bool* touched;   // which key tiles of them hold anything; memory of others is never asked for
 };
 
-template <bool masked>
-static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, const Visit& visit,
-           int columns, Scratch& t, const Task& task) {
-  for (int n = visit.first; n < visit.last; ++n) {
+template <bool masked, class Products>
+static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
+                  Scratch<Products>& t, const Task& task) {
+  for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
-    float *const s = t.p + n * W, *const dp = t.ds + n * W;
+    const float *const s = t.p.of(n), *const dp = t.ds.of(n);
     const fg::VecF lse = fg::load(t.lse + n * W), delta = fg::load(t.delta + n * W);
     const fg::VecF lse_rest = fg::load(t.lse_rest + n * W);
-    for (int64_t j = 0; j < columns; ++j) {
+    // The weight of a pair, and the gradient of its product.
+    struct Weights {
+      fg::VecF p, ds;
+    };
+    const auto weighed = [&](int64_t j) -> Weights {
       const Column& c = t.columns[j];
-      const fg::VecF dot = fg::load(s + j * LD);
+      const fg::VecF dot = fg::load(s + j * t.p.ld);
       const fg::VecF e = score(a, u, x, r, c, dot);
       fg::VecB kept = fg::ne(e, -INFINITY);
       if (masked) kept = kept && keep(a, u, x, r, c);
-      fg::VecF d_weight = fg::load(dp + j * LD);  // dP
+      fg::VecF d_weight = fg::load(dp + j * t.ds.ld);  // dP
       fg::VecF drop = fg::broadcast(1.0f);
       const fg::VecF p = fg::select(kept, fg::exp2_bounded((e - lse) - lse_rest), 0.0f);
       const fg::VecF d_score = fg::select(kept, p * (d_weight - delta), 0.0f);
-      fg::store(s + j * LD, p * drop);
-      fg::store(dp + j * LD, fg::select(kept, d_score * score_by_dot(a, u, x, r, c, dot), 0.0f));
+      return {p * drop, fg::select(kept, d_score * score_by_dot(a, u, x, r, c, dot), 0.0f)};
+    };
+    int64_t j = 0;
+    for (; j + 2 <= columns; j += 2) {
+      const Weights low = weighed(j), high = weighed(j + 1);
+      t.p.put(j, n, low.p, high.p);
+      t.ds.put(j, n, low.ds, high.ds);
+    }
+    if (j < columns) {
+      const Weights last = weighed(j);
+      t.p.put(j, n, last.p, fg::VecF{});
+      t.ds.put(j, n, last.ds, fg::VecF{});
     }
   }
 }
 
+template <class Products>
 static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int64_t query_tile,
-                 Visit* visits, Scratch& t, const Task& task) {
+                 Visit* visits, Scratch<Products>& t, const Task& task) {
+  constexpr int ld = Scratch<Products>::ld, strip = decltype(t.p)::strip;
   const Head x = make_head(a, u, b, h);
   const int64_t hkv = h / (a.heads / a.kv_heads);
   const int64_t row0 = query_tile * BR, i0 = a.q_start + row0;
   const int rows = int(std::min<int64_t>(BR, a.q_len - row0));
-  const int vectors = int(ceil_div(rows, W));
-  const void* const k = head_of(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h);
-  const void* const v = head_of(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h);
+  const int vectors = int(round_up(ceil_div(rows, W), Products::row_vectors));
+  const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
+  const HeadRows k = rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n);
+  const HeadRows v = rows_of_head(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n);
+  const HeadRows d_o = rows_of_head(a.d_o, a.element, b, a.d_o_stride_b, h, a.d_o_stride_h, a.d_o_stride_n);
   const int64_t first_row = (b * a.heads + h) * a.q_len + row0;
 
   const int count = find_visits(a, u, x, row0, rows, BC, visits);
-  load_rows(t.q, DP, D, head_of(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h), a.q_stride_n, a.element, row0, rows,
-            vectors * W);
-  fg::transpose_to(t.qt, LD, t.q, DP, vectors * W, D);
-  load_rows(t.d_o, DVP, DV, head_of(a.d_o, a.element, b, a.d_o_stride_b, h, a.d_o_stride_h), a.d_o_stride_n, a.element,
-            row0, rows, vectors * W);
+  t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
   // Lanes past the last row get no gradient, and so contribute none.
-  std::fill(t.d_o + rows * DVP, t.d_o + vectors * W * DVP, 0.0f);
-  fg::transpose_to(t.d_ot, LD, t.d_o, DVP, vectors * W, DV);
-  const Rows outputs = rows_in_place(t.o, DVP, DV, a.o, DV, a.element, first_row, rows, rows);
+  t.d_o.load(d_o, row0, rows, vectors * W, PastEnd::zeros);
+  const HeadRows o = {a.o, DV, a.element};
   for (int row = 0; row < vectors * W; ++row) {
     const bool real = row < rows;
-    fg::VecF sum{};
-    for (int d = 0; real && d < DVP; d += W) sum += fg::load(outputs.at + row * outputs.ld + d) * fg::load(t.d_o + row * DVP + d);
-    t.delta[row] = fg::horizontal_sum(sum) - (real && a.d_lse ? a.d_lse[first_row + row] : 0.0f);
+    t.delta[row] = !real ? 0.0f : row_dot(o, first_row + row, d_o, row0 + row, DV) - (a.d_lse ? a.d_lse[first_row + row] : 0.0f);
     const float stored = a.lse[first_row + (real ? row : rows - 1)];
     // A row that keeps nothing has lse -inf; with +inf every weight comes out 0.
     const double lse = stored == -INFINITY ? INFINITY : stored * LOG2_E;
     t.lse[row] = float(lse);
     t.lse_rest[row] = std::isinf(lse) ? 0.0f : float(lse - double(t.lse[row]));
   }
-  for (int d = 0; d < DP; ++d) std::fill_n(t.dqt + d * LD, vectors * W, 0.0f);
+  for (int d = 0; d < DP; ++d) std::fill_n(t.dqt + d * ld, vectors * W, 0.0f);
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
-    const int some = visit.last - visit.first, skip = visit.first * W;  // vectors of rows to compute, rows before them
-    const int some_rows = std::min(some * W, rows - skip);
-    const auto [column0, columns] = key_rows(a, visit, BC);
-    const KeyRows next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
-    const int padded = int(round_up(columns, MR));
-    const Rows keys = rows_in_place(t.k, DP, D, k, a.k_stride_n, a.element, column0, columns, padded);
-    const Rows values = rows_in_place(t.v, DVP, DV, v, a.v_stride_n, a.element, column0, columns, padded);
-    for (int j = 0; j < columns; ++j) {
-      t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
+    const KeyRows keys = key_rows(a, visit, BC), next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
+    const int64_t column0 = keys.first;
+    const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
+    t.k.load(k, keys);
+    t.v.load(v, keys);
+    for (int j = 0; j < columns; ++j) t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
+    const Computed part = computed<Products>(visit);
+    for (int first = part.first, end; first < part.last; first = end) {
+      end = std::min(part.last, (first / strip + 1) * strip);
+      // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
+      Products::product(padded, end - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.p.of(first), t.p.ld,
+                        fg::Begin::zero, rows_ahead(k, next, D));
+      Products::product(padded, end - first, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first), t.ds.of(first),
+                        t.ds.ld, fg::Begin::zero, rows_ahead(v, next, DV));
+      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, t, task);
+      // Rows past the last key have no weight.
+      t.p.clear(columns, padded);
+      t.ds.clear(columns, padded);
+      // dQᵀ += Kᵀ dSᵀ
+      Products::product(DP, end - first, Products::depth(columns), t.k.by_feature(), t.ds.of_keys(first), t.dqt + first * W, ld,
+                        fg::Begin::accumulate);
     }
-    // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
-    fg::tile_product(padded, some, D, keys.at, keys.ld, 1, t.qt + skip, LD, t.p + skip, LD, fg::Begin::zero, nullptr,
-                     rows_ahead(k, a.k_stride_n, a.element, next, D));
-    fg::tile_product(padded, some, DV, values.at, values.ld, 1, t.d_ot + skip, LD, t.ds + skip, LD, fg::Begin::zero,
-                     nullptr, rows_ahead(v, a.v_stride_n, a.element, next, DV));
-    (visit.masked ? pairs<true> : pairs<false>)(a, u, x, i0, rows, visit, columns, t, task);
-    // Rows past the last key have no weight.
-    for (int j = columns; j < padded; ++j) {
-      std::fill_n(t.p + j * LD, LD, 0.0f);
-      std::fill_n(t.ds + j * LD, LD, 0.0f);
-    }
-    // dV += Pᵀ dO, dK += dSᵀ Q, dQᵀ += Kᵀ dSᵀ
+    // dV += Pᵀ dO, dK += dSᵀ Q
     bool& touched = task.touched[visit.tile];
-    if (BC % MR != 0 && !touched) {  // whole register blocks reach into the next tile, where they may add nothing
+    constexpr bool is_whole = BC % Products::key_multiple == 0;
+    if (!is_whole && !touched) {  // whole register blocks reach into the next tile, where they may add nothing
       std::fill_n(task.dk + column0 * DP, columns * DP, 0.0f);
       std::fill_n(task.dv + column0 * DVP, columns * DVP, 0.0f);
     }
-    const fg::Begin begin = touched || BC % MR != 0 ? fg::Begin::accumulate : fg::Begin::zero;
-    fg::tile_product(padded, DVP / W, some_rows, t.p + skip, LD, 1, t.d_o + skip * DVP, DVP, task.dv + column0 * DVP, DVP,
-                     begin, nullptr, rows_ahead(task.dv, DVP, 0, next, DVP));
-    fg::tile_product(padded, DP / W, some_rows, t.ds + skip, LD, 1, t.q + skip * DP, DP, task.dk + column0 * DP, DP, begin,
-                     nullptr, rows_ahead(task.dk, DP, 0, next, DP));
-    fg::tile_product(DP, some, columns, keys.at, 1, keys.ld, t.ds + skip, LD, t.dqt + skip, LD, fg::Begin::accumulate);
+    const fg::Begin entered = touched || !is_whole ? fg::Begin::accumulate : fg::Begin::zero;
+    const int depth = Products::depth(std::min((part.last - part.first) * W, rows - part.first * W));
+    Products::product(padded, DVP / W, depth, t.p.by_key(part.first), t.d_o.by_row(part.first), task.dv + column0 * DVP, DVP, entered,
+                      rows_ahead({task.dv, DVP, 0}, next, DVP));
+    Products::product(padded, DP / W, depth, t.ds.by_key(part.first), t.q.by_row(part.first), task.dk + column0 * DP, DP, entered,
+                      rows_ahead({task.dk, DP, 0}, next, DP));
     touched = true;
   }
-  store_transposed(a.dq, a.element, first_row * D, t.dqt, LD, t.dq, DP, D, rows);
+  store_transposed(a.dq, a.element, first_row * D, t.dqt, ld, t.dq, DP, D, rows);
 }
 
 // How the work is cut and where everything lies in the workspace (offsets and sizes in floats).
@@ -2304,12 +2765,12 @@ constexpr int64_t MOST_COPIES = int64_t(1) << 23;
 // The chunks' own dK and dV take at most this many floats; beyond it there are fewer chunks than threads.
 constexpr int64_t MOST_PARTIAL_SUMS = int64_t(1) << 28;
 
-static Layout make_layout(const Arguments& a) {
+template <class Products> static Layout make_layout(const Arguments& a) {
   Layout l{};
   const int64_t heads = a.batch * a.kv_heads, tiles = ceil_div(a.q_len, BR);
   l.threads = a.threads;
   l.key_tiles = ceil_div(a.kv_len, BC);
-  l.padded_keys = l.key_tiles * BC + BCP - BC;
+  l.padded_keys = (l.key_tiles - 1) * BC + round_up(BC, Products::key_multiple);
   l.slot = l.padded_keys * (DP + DVP);
   // Enough tasks to keep every thread busy to the end: heads alone where they are many or divide evenly.
   l.chunks = 1;
@@ -2323,7 +2784,7 @@ static Layout make_layout(const Arguments& a) {
   l.sums = round_up(at, 16);
   l.touched = round_up(l.sums + l.slots * l.slot, 16);
   l.scratch = l.touched + round_up(l.slots * l.key_tiles, 64) / 4;
-  l.thread = round_up(int64_t(sizeof(Scratch) + sizeof(Visit) * size_t(ceil_div(a.kv_len, BC))), 64) / 4;
+  l.thread = round_up(int64_t(sizeof(Scratch<Products>) + sizeof(Visit) * size_t(ceil_div(a.kv_len, BC))), 64) / 4;
   l.total = l.scratch + l.threads * l.thread;
   l.runs = l.total;  // for each mask where the chunks' query tiles begin, then the work of each query tile
   if (l.chunks > 1) l.total += round_up(masks_of(a) * (l.chunks + 1 + tiles), 16);
@@ -2369,51 +2830,60 @@ static Arguments with_useful_threads(const Arguments& a) {
   return ::with_useful_threads(a, a.batch * a.kv_heads * ceil_div(a.q_len, BR));
 }
 
-}  // namespace backward
-
-extern "C" int64_t causal_d64_backward_workspace(const Arguments* arguments) {
-  return backward::make_layout(backward::with_useful_threads(*arguments)).total * int64_t(sizeof(float)) + 64;
-}
-
-extern "C" void causal_d64_backward(const Arguments* arguments) {
-  const Arguments a = backward::with_useful_threads(*arguments);
+template <class Products> static void run(const Arguments& a) {
   const Launch u = make_launch(a);
-  const backward::Layout l = backward::make_layout(a);
-  const int64_t tiles = ceil_div(a.q_len, backward::BR), group = a.heads / a.kv_heads;
+  const Layout l = make_layout<Products>(a);
+  const int64_t tiles = ceil_div(a.q_len, BR), group = a.heads / a.kv_heads;
   float* const workspace = reinterpret_cast<float*>(aligned_workspace(a));
   run_in_team(l.threads, [&] {
     const fg::FlushSubnormals flush;
+    [[maybe_unused]] const typename Products::Thread thread;
     float* const mine = workspace + l.scratch + l.thread * thread_index();
-    auto& scratch = *reinterpret_cast<backward::Scratch*>(mine);
+    auto& scratch = *reinterpret_cast<Scratch<Products>*>(mine);
     auto* const visits = reinterpret_cast<Visit*>(&scratch + 1);
+    alignas(64) float row[DP > DVP ? DP : DVP];
     auto* const runs = reinterpret_cast<int32_t*>(workspace + l.runs);
     int32_t* const work = runs + masks_of(a) * (l.chunks + 1);
     if (l.chunks > 1) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
-        work[n] = work_of(a, u, n / tiles, n % tiles, backward::BR, backward::BC, visits);
+        work[n] = work_of(a, u, n / tiles, n % tiles, BR, BC, visits);
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask)
         cut_evenly(runs + mask * (l.chunks + 1), l.chunks, work + mask * tiles, tiles);
     }
     divide_tasks(l.threads, l.tasks, [&](int64_t task) {
       const int64_t head = task / l.chunks, chunk = task % l.chunks, slot = l.chunks == 1 ? thread_index() : task;
-      const backward::Task own = backward::make_task(a, l, workspace, task, slot);
+      const Task own = make_task(a, l, workspace, task, slot);
       std::fill_n(own.touched, l.key_tiles, false);
       const int64_t b = head / a.kv_heads, first_head = head % a.kv_heads * group;
       for (int64_t h = first_head; h < first_head + group; ++h) {
         const int32_t* const run = runs + mask_of(a, b, h) * (l.chunks + 1) + chunk;
         const int64_t first = l.chunks == 1 ? 0 : run[0], last = l.chunks == 1 ? tiles : run[1];
         for (int64_t query_tile = first; query_tile < last; ++query_tile)
-          backward::tile(a, u, b, h, query_tile, visits, scratch, own);
+          tile(a, u, b, h, query_tile, visits, scratch, own);
       }
       for (int64_t tile = 0; l.chunks == 1 && tile < l.key_tiles; ++tile)
-        backward::finish(a, l, workspace, head, slot, tile, scratch.q);
+        finish(a, l, workspace, head, slot, tile, row);
     });
     if (l.chunks > 1) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < a.batch * a.kv_heads * l.key_tiles; ++n)
-        backward::finish(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, scratch.q);
+        finish(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, row);
     }
   });
+}
+
+}  // namespace backward
+
+extern "C" int64_t causal_d64_backward_workspace(const Arguments* arguments) {
+  const Arguments a = backward::with_useful_threads(*arguments);
+  return with_products(a, [&](auto products) {
+    return backward::make_layout<decltype(products)>(a).total * int64_t(sizeof(float)) + 64;
+  });
+}
+
+extern "C" void causal_d64_backward(const Arguments* arguments) {
+  const Arguments a = backward::with_useful_threads(*arguments);
+  with_products(a, [&](auto products) { backward::run<decltype(products)>(a); });
 }

@@ -1,5 +1,10 @@
 // The primitives behind a C interface, for the tests of this folder. Array lengths are multiples of 16.
+// Where there are no matrix registers their products are tested in vectors.
+#if !defined(__AMX_TILE__)
+#define FLASHGEN_MATRIX_PRODUCTS 2
+#endif
 #include "convert.h"
+#include "matrix_product.h"
 #include "philox.h"
 #include "tile_product.h"
 #include "vector_math.h"
@@ -198,10 +203,22 @@ int dropout_lanes(uint32_t* out, uint64_t seed, int b, int h, int first_i, int j
 uint32_t threshold(double p) { return dropout_threshold(p); }
 
 void product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t ldb,
-             float* c, int64_t ldc, int begin, const float* column_scale) {
+             float* c, int64_t ldc, int begin) {
   const Ahead ahead = {reinterpret_cast<const char*>(b), line_bytes, 5, 2, 0};  // changes nothing but when memory comes
-  tile_product(M, vectors, K, a, a_row, a_col, b, ldb, c, ldc, static_cast<Begin>(begin), column_scale, ahead);
+  tile_product(M, vectors, K, a, a_row, a_col, b, ldb, c, ldc, static_cast<Begin>(begin), ahead);
 }
+void product_of_matrices(int M, int vectors, int K, const uint16_t* a, int64_t lda, const int32_t* b, int64_t ldb, float* c,
+                         int64_t ldc, int begin) {
+  const MatrixRegisters registers;
+  const auto* const left = reinterpret_cast<const bf16*>(a);
+  matrix_product(M, vectors, K, left, lda, b, ldb, c, ldc, static_cast<Begin>(begin));
+}
+bool matrices() { return has_matrix_registers(); }
+void turn(uint16_t* dst, int64_t ldd, const uint16_t* src, int64_t lds, int rows, int cols) {
+  turn_to(reinterpret_cast<bf16*>(dst), ldd, reinterpret_cast<const bf16*>(src), lds, rows, cols);
+}
+// Lanes of x and y as pairs.
+void pairs(int32_t* out, const float* x, const float* y) { store(out, pair_of(rounded(load(x)), rounded(load(y)))); }
 void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
   transpose_to(dst, ldd, src, lds, rows, cols);
 }

@@ -124,15 +124,16 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, tmp
     kernel = tmp_path / "kernel.cpp"
     kernel.write_text(emit_cpu(variant, plan(variant, GENERIC_CPU)).text)
     main = tmp_path / "main.cpp"
-    # Beside the working set a scratch holds what only the first and last steps of a query tile touch, and columns.
+    # Beside the working set a scratch holds columns, where K and V lie, and what only first and last steps touch.
     main.write_text(
         f'#include "{kernel.name}"\n#include <cstdio>\n'
-        "template <class S> long edges() { return sizeof(S::o) + sizeof(S::columns); }\n"
+        "template <class S> long edges() {\n"
+        "  return sizeof(S::columns) + sizeof(S::k) - sizeof(S::k.copy) + sizeof(S::v) - sizeof(S::v.copy);\n}\n"
         "int main() {\n"
-        "  using F = forward::Scratch;\n  using B = backward::Scratch;\n"
+        "  using F = forward::Scratch<VectorProducts>;\n  using B = backward::Scratch<VectorProducts>;\n"
         '  std::printf("%d %d %d %d %d %ld %ld\\n", W, forward::BR, forward::BC,\n'
         "    backward::BR, backward::BC,\n"
-        "    long(sizeof(F)) - edges<F>() - long(sizeof(F::q)),\n"
+        "    long(sizeof(F)) - edges<F>() - long(sizeof(F::q) - sizeof(F::q.turned) + sizeof(F::o)),\n"
         "    long(sizeof(B)) - edges<B>() - long(sizeof(B::dq)));\n}\n"
     )
     program = tmp_path / "main"

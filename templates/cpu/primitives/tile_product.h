@@ -14,7 +14,6 @@ namespace fg {
 enum class Begin {
   zero,        // C = AB
   accumulate,  // C += AB
-  rescale,     // C = C diag(column_scale) + AB, the rescaling of the online softmax
 };
 
 constexpr int row_multiple = 4;
@@ -46,17 +45,9 @@ struct ProductOperands {
   float* c;
   int64_t ldc;
   Begin begin;
-  const float* column_scale;
   const char* ahead;
   int64_t ahead_step;
 };
-
-// GCC unrolls these loops by itself, but too late to keep the array in registers throughout.
-#if defined(__clang__)
-#define FG_UNROLL
-#else
-#define FG_UNROLL _Pragma("GCC unroll 16")
-#endif
 
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
 template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
@@ -85,15 +76,9 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   if (p.begin == Begin::zero) {
     FG_UNROLL for (int m = 0; m < R; ++m)
       FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, sum[m][v]);
-  } else if (p.begin == Begin::accumulate) {
+  } else {
     FG_UNROLL for (int m = 0; m < R; ++m)
       FG_UNROLL for (int v = 0; v < V; ++v) store(c + m * ldc + v * W, load(c + m * ldc + v * W) + sum[m][v]);
-  } else {
-    VecF scale[V];
-    FG_UNROLL for (int v = 0; v < V; ++v) scale[v] = load(p.column_scale + v * W);
-    FG_UNROLL for (int m = 0; m < R; ++m)
-      FG_UNROLL for (int v = 0; v < V; ++v)
-        store(c + m * ldc + v * W, load(c + m * ldc + v * W) * scale[v] + sum[m][v]);
   }
 }
 
@@ -120,9 +105,9 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         const float* column_scale = nullptr, Ahead ahead = {}) {
+                         Ahead ahead = {}) {
   for (int v = 0; v < vectors;) {
-    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, column_scale + v * W, nullptr, 0};
+    const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
       product_panel<block_vectors>(M, p, ahead);
@@ -194,7 +179,5 @@ inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, cons
       }
     }
 }
-
-#undef FG_UNROLL
 
 }  // namespace fg

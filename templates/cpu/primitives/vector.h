@@ -15,6 +15,13 @@
 
 #define FG_INLINE inline __attribute__((always_inline))
 
+// For loops over an array of vectors: GCC unrolls them by itself, but too late to keep the array in registers throughout.
+#if defined(__clang__)
+#define FG_UNROLL
+#else
+#define FG_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace fg {
 
 #if defined(__AVX512F__)
