@@ -10,7 +10,8 @@ from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 
 KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h
-FLOAT = 4
+MATRIX_DEPTH = 32  # fg::matrix_depth of matrix_product.h, and the rows whose scores are held at a time
+FLOAT, BFLOAT16 = 4, 2
 # Of a causal sequence: pairs in tiles on the diagonal that are computed for nothing, as a fraction, are (Br + Bc) / N.
 TYPICAL_LENGTH = 4096
 # Measured: 128 keys run 1 % faster than 64 where a core's caches are its own, and 3 to 15 % slower where another guest
@@ -66,6 +67,43 @@ def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
     return sum(backward_buffers(variant, Br, Bc, lanes).values())
 
 
+def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The same of bfloat16 in matrix registers: pairs of Q, rows of K, Vᵀ, S of some rows, Oᵀ and the row state."""
+    D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
+    ld, Dvp = rows + lanes, _padded(variant, lanes)[2]
+    return {
+        "Q": FLOAT * (D // 2) * ld,
+        "K": BFLOAT16 * bc * D,
+        "V": BFLOAT16 * Dv * (bc + MATRIX_DEPTH),
+        "S, then P": FLOAT * bc * MATRIX_DEPTH,
+        "O": FLOAT * Dvp * ld,
+        "row state": FLOAT * 2 * rows,
+    }
+
+
+def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The same backward: pairs of Q and dO either way, K and Kᵀ, P and dS of some rows as scores, of all as weights."""
+    D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
+    _, Dp, Dvp = _padded(variant, lanes)
+    ld = rows + lanes
+    scores = FLOAT * bc * MATRIX_DEPTH + BFLOAT16 * bc * (rows + MATRIX_DEPTH)
+    captured = sum({Level.ROW: rows, Level.COLUMN: Bc * lanes}.get(each.level, 0) for each in variant.gradients)
+    sizes = {
+        "Q": FLOAT * ((D // 2) * ld + rows // 2 * (Dp + lanes)),
+        "dO": FLOAT * ((Dv // 2) * ld + rows // 2 * (Dvp + lanes)),
+        "K": BFLOAT16 * (bc * D + D * (bc + MATRIX_DEPTH)),
+        "V": BFLOAT16 * bc * Dv,
+        "S, then P": scores,
+        "dP, then dS": scores,
+        "dQ": FLOAT * Dp * ld,
+        "dK": FLOAT * bc * Dp,
+        "dV": FLOAT * bc * Dvp,
+        "row state": FLOAT * 3 * rows,
+        "captured gradients": FLOAT * captured,
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
 def overhead(variant: Variant, Br: int, Bc: int) -> float:
     """Work beside the products, as a fraction of theirs.
 
@@ -75,9 +113,38 @@ def overhead(variant: Variant, Br: int, Bc: int) -> float:
     """
     copied = 5.0 / Br
     rescaled = 1.5 / Bc
-    border = 0.0 if variant.keep_everything else (Br + Bc) / TYPICAL_LENGTH
     crowded = CROWDED * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return copied + rescaled + border + crowded
+    return copied + rescaled + _border(variant, Br, Bc) + crowded
+
+
+def matrix_forward_overhead(variant: Variant, Br: int, Bc: int) -> float:
+    """Work beside the products of matrix registers, as a fraction of theirs.
+
+    V is transposed once for Br rows, sums of O enter and leave the registers once for Bc keys, and more than 64 keys do
+    not stay in the L1 cache between the products. Fitted on a Xeon with AMX: 256 × 64 takes 0.97 (D 64) and 0.9 (D 128)
+    of the time of 128 × 64, and 256 × 128 1.1 and 1.04 of that of 256 × 64.
+    """
+    crowded = 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
+    return 16.0 / Br + 4.0 / Bc + _border(variant, Br, Bc) + crowded
+
+
+def matrix_backward_overhead(variant: Variant, Br: int, Bc: int) -> float:
+    """The same backward: K is transposed and dK and dV are read and written once for Br rows, dQ once for Bc keys.
+
+    Fitted like the forward pass: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of 128 × 64.
+    """
+    return 25.0 / Br + 13.0 / Bc + _border(variant, Br, Bc)
+
+
+def _border(variant: Variant, Br: int, Bc: int) -> float:
+    """Pairs that a tile on the border of the mask computes for nothing."""
+    return 0.0 if variant.keep_everything else (Br + Bc) / TYPICAL_LENGTH
+
+
+def _matrix_padded(variant: Variant, Br: int, Bc: int) -> tuple[int, int, int, int]:
+    sizes = (variant.head_dim.qk, variant.head_dim.v, Br, Bc)
+    D, Dv, rows, columns = (round_up(size, MATRIX_DEPTH) for size in sizes)
+    return D, Dv, rows, columns
 
 
 def _padded(variant: Variant, lanes: int) -> tuple[int, int, int]:

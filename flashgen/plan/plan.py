@@ -34,7 +34,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for one head dimension on one device; ``reasons`` are sentences in the order of the decisions."""
+    """The decisions for one head dimension on one device; ``reasons`` are sentences in the order of the decisions.
+
+    ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16 on CPUs that have matrix registers.
+    """
 
     spec_name: str
     head_dim: str
@@ -42,6 +45,8 @@ class Plan:
     sram_bytes: int
     forward: Tiles
     backward: Tiles
+    matrix_forward: Tiles
+    matrix_backward: Tiles
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...]
 
@@ -51,13 +56,23 @@ class Plan:
         return {"forward": self.forward, "backward": self.backward}
 
     @property
+    def matrix_passes(self) -> Mapping[str, Tiles]:
+        """The same of bfloat16 in matrix registers."""
+        return {"forward": self.matrix_forward, "backward": self.matrix_backward}
+
+    @property
     def defines(self) -> tuple[tuple[str, str], ...]:
         """The macros that carry the decisions into the generated source."""
-        return (
-            ("FLASHGEN_BR", str(self.forward.Br)),
-            ("FLASHGEN_BC", str(self.forward.Bc)),
-            ("FLASHGEN_BACKWARD_BR", str(self.backward.Br)),
-            ("FLASHGEN_BACKWARD_BC", str(self.backward.Bc)),
+        tiles = {
+            "": self.forward,
+            "BACKWARD_": self.backward,
+            "MATRIX_": self.matrix_forward,
+            "MATRIX_BACKWARD_": self.matrix_backward,
+        }
+        return tuple(
+            (f"FLASHGEN_{name}{axis}", str(size))
+            for name, tile in tiles.items()
+            for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
         )
 
     def to_json(self) -> dict[str, object]:
@@ -72,6 +87,8 @@ class Plan:
             lines.append(
                 f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
             )
+        for name, tile in self.matrix_passes.items():
+            lines.append(f"  {name}, bfloat16 in matrix registers: B_r {tile.Br}, B_c {tile.Bc}")
         lines.append("why")
         lines += [f"  {reason}" for reason in self.reasons]
         for pass_name in ("forward", "backward"):

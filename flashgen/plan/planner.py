@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
-from flashgen.plan.cpu_model import backward_buffers, forward_buffers, overhead
+from flashgen.plan.cpu_model import (
+    backward_buffers,
+    forward_buffers,
+    matrix_backward_buffers,
+    matrix_backward_overhead,
+    matrix_forward_buffers,
+    matrix_forward_overhead,
+    overhead,
+)
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Plan, Rejection, Tiles, kib
 
@@ -21,6 +29,9 @@ USABLE_SRAM = 0.75
 # Measured, 256 rows run 1 % faster than 128 where nothing is masked; 128 leave more tasks to share out.
 ROWS = (16, 32, 48, 64, 96, 128)
 COLUMNS = (16, 32, 64, 96, 128)
+# Matrix registers take 32 rows at a time, and what they multiply is laid out for them once a tile.
+MATRIX_ROWS = (32, 64, 96, 128, 192, 256)
+MATRIX_COLUMNS = (32, 64, 96, 128)
 # Query rows come in whole vectors, of 16 lanes at most, so that one tile works on every machine.
 ROW_MULTIPLE = 16
 MOST_ROWS_OR_COLUMNS = 1024
@@ -32,6 +43,9 @@ class _Pass:
     Br: int | None
     Bc: int | None
     buffers: Callable[[Variant, int, int, int], dict[str, int]]
+    overhead: Callable[[Variant, int, int], float] = overhead
+    rows: tuple[int, ...] = ROWS
+    columns: tuple[int, ...] = COLUMNS
 
 
 def plan(variant: Variant, device: Device) -> Plan:
@@ -41,6 +55,24 @@ def plan(variant: Variant, device: Device) -> Plan:
     passes = (
         _Pass("forward", schedule.Br, schedule.Bc, forward_buffers),
         _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers),
+        _Pass(
+            "forward, bfloat16 in matrix registers",
+            schedule.Br,
+            schedule.Bc,
+            matrix_forward_buffers,
+            matrix_forward_overhead,
+            MATRIX_ROWS,
+            MATRIX_COLUMNS,
+        ),
+        _Pass(
+            "backward, bfloat16 in matrix registers",
+            schedule.backward_Br,
+            schedule.backward_Bc,
+            matrix_backward_buffers,
+            matrix_backward_overhead,
+            MATRIX_ROWS,
+            MATRIX_COLUMNS,
+        ),
     )
     tiles: list[Tiles] = []
     memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
@@ -58,6 +90,8 @@ def plan(variant: Variant, device: Device) -> Plan:
         sram_bytes=device.sram_bytes,
         forward=tiles[0],
         backward=tiles[1],
+        matrix_forward=tiles[2],
+        matrix_backward=tiles[3],
         reasons=tuple(reasons),
         rejected=tuple(rejected),
     )
@@ -75,7 +109,7 @@ def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, 
             if smallest is None or tile.sram_bytes < smallest.sram_bytes:
                 smallest = tile
             if tile.sram_bytes <= budget:
-                fitting.append((overhead(variant, Br, Bc), tile))
+                fitting.append((each.overhead(variant, Br, Bc), tile))
             else:
                 reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
                 rejected.append(Rejection(each.name, Br, Bc, reason))
@@ -104,8 +138,8 @@ def _candidates(variant: Variant, each: _Pass) -> tuple[tuple[int, ...], tuple[i
     """Tile sizes to consider: what the schedule pins, else whole vectors of rows that go with the layout's blocks."""
     block = variant.spec.layout.block if variant.spec.layout else None
     return (
-        (each.Br,) if each.Br else _dividing(ROWS, block, ROW_MULTIPLE),
-        (each.Bc,) if each.Bc else _dividing(COLUMNS, block, 1),
+        (each.Br,) if each.Br else _dividing(each.rows, block, ROW_MULTIPLE),
+        (each.Bc,) if each.Bc else _dividing(each.columns, block, 1),
     )
 
 

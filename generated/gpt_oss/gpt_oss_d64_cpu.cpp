@@ -12,6 +12,8 @@
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
 //   forward: B_r × B_c = 128 × 64 (135 KiB): 10.9% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 128 × 64 (300 KiB): 10.9% of work beside the products, the least of 29 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (129 KiB): 20.3% of work beside the products, the least of 24 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (352 KiB): 33.6% of work beside the products, the least of 21 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -38,6 +40,18 @@
 #endif
 #ifndef FLASHGEN_BACKWARD_BC
 #define FLASHGEN_BACKWARD_BC 64
+#endif
+#ifndef FLASHGEN_MATRIX_BR
+#define FLASHGEN_MATRIX_BR 256
+#endif
+#ifndef FLASHGEN_MATRIX_BC
+#define FLASHGEN_MATRIX_BC 64
+#endif
+#ifndef FLASHGEN_MATRIX_BACKWARD_BR
+#define FLASHGEN_MATRIX_BACKWARD_BR 192
+#endif
+#ifndef FLASHGEN_MATRIX_BACKWARD_BC
+#define FLASHGEN_MATRIX_BACKWARD_BC 96
 #endif
 
 // Layer 1 of the CPU primitives: flushing of subnormal numbers, for one thread and the life of one object.
@@ -2230,6 +2244,7 @@ enum class PastEnd { last_row, zeros };
 
 struct VectorProducts {
   struct Thread {};  // what a thread holds while it multiplies
+  static constexpr int tile(int of_vectors, int /*of_matrices*/) { return of_vectors; }  // which of the plan's sizes it works in
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
   static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
@@ -2299,6 +2314,7 @@ struct VectorProducts {
 #if FLASHGEN_MATRIX_PRODUCTS
 struct MatrixProducts {
   using Thread = fg::MatrixRegisters;
+  static constexpr int tile(int /*of_vectors*/, int of_matrices) { return of_matrices; }
   static constexpr int key_multiple = fg::matrix_depth;
   static constexpr int row_vectors = fg::matrix_depth / W;
   static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
@@ -2423,19 +2439,20 @@ template <class Pass> inline auto with_products([[maybe_unused]] const Arguments
 
 namespace forward {
 
-constexpr int BR = FLASHGEN_BR, BC = FLASHGEN_BC;
+template <class Products> constexpr int BR = Products::tile(FLASHGEN_BR, FLASHGEN_MATRIX_BR);
+template <class Products> constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_MATRIX_BC);
 
 template <class Products> struct alignas(64) Scratch {
-  static constexpr int rows = int(round_up(BR, Products::row_vectors * W)), ld = rows + W;
+  static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
 
   typename Products::template Queries<rows, D, false> q;
-  typename Products::template Keys<BC, D, false> k;
-  typename Products::template Keys<BC, DV, true> v;
-  typename Products::template Scores<BC, rows, false, true> s;  // Sᵀ, then Pᵀ
+  typename Products::template Keys<BC<Products>, D, false> k;
+  typename Products::template Keys<BC<Products>, DV, true> v;
+  typename Products::template Scores<BC<Products>, rows, false, true> s;  // Sᵀ, then Pᵀ
   float ot[DVP * ld];  // Oᵀ
   float o[rows * DVP];
   float row_max[rows], row_sum[rows];
-  Column columns[BC];
+  Column columns[BC<Products>];
 };
 
 // A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and weights, at most
@@ -2492,10 +2509,10 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
   }
 }
 
-// The rows of a query tile. Where one of BR would be all there is, several threads share it.
-static int tile_rows(const Arguments& a) {
-  const bool is_alone = a.batch * a.heads == 1 && a.q_len <= BR;
-  return is_alone ? int(std::min<int64_t>(BR, round_up(ceil_div(a.q_len, a.threads), W))) : BR;
+// The rows of a query tile: BR, or fewer where threads would find no tile of their own.
+template <class Products> static int tile_rows(const Arguments& a) {
+  const int64_t tiles = ceil_div(a.threads, std::max<int64_t>(1, a.batch * a.heads));  // of a head, at least
+  return int(std::max<int64_t>(W, std::min<int64_t>(BR<Products>, round_up(ceil_div(a.q_len, tiles), W))));
 }
 
 template <class Products>
@@ -2504,7 +2521,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   constexpr int ld = Scratch<Products>::ld, strip = decltype(t.s)::strip;
   const Head x = make_head(a, u, b, h);
   const int64_t hkv = h / (a.heads / a.kv_heads);
-  const int most_rows = tile_rows(a);
+  const int most_rows = tile_rows<Products>(a);
   const int64_t row0 = query_tile * most_rows, i0 = a.q_start + row0;
   const int rows = int(std::min<int64_t>(most_rows, a.q_len - row0));
   const int vectors = int(round_up(ceil_div(rows, W), Products::row_vectors));
@@ -2512,7 +2529,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const HeadRows k = rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n);
   const HeadRows v = rows_of_head(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n);
 
-  const int count = find_visits(a, u, x, row0, rows, BC, visits);
+  const int count = find_visits(a, u, x, row0, rows, BC<Products>, visits);
   t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
   for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, vectors * W, 0.0f);
   std::fill_n(t.row_max, t.rows, -INFINITY);
@@ -2520,7 +2537,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
-    const KeyRows keys = key_rows(a, visit, BC), next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
+    const KeyRows keys = key_rows(a, visit, BC<Products>), next = n + 1 < count ? key_rows(a, visits[n + 1], BC<Products>) : KeyRows{};
     const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
     t.k.load(k, keys);
     t.v.load(v, keys);
@@ -2562,35 +2579,37 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 
 // Each thread's share of the workspace: its scratch, then its list of visits.
 template <class Products> static int64_t thread_bytes(const Arguments& a) {
-  return round_up(int64_t(sizeof(Scratch<Products>)) + ceil_div(a.kv_len, BC) * int64_t(sizeof(Visit)), 64);
+  return round_up(int64_t(sizeof(Scratch<Products>)) + ceil_div(a.kv_len, BC<Products>) * int64_t(sizeof(Visit)), 64);
 }
 
 // Whether a long query tile could be the last to begin: few heads for the threads that share them.
-static bool is_ordered(const Arguments& a) {
-  return a.threads > 1 && a.batch * a.heads < 4 * a.threads && a.q_len > a.threads * tile_rows(a);
+template <class Products> static bool is_ordered(const Arguments& a) {
+  return a.threads > 1 && a.batch * a.heads < 4 * a.threads && a.q_len > a.threads * tile_rows<Products>(a);
 }
 
 // For each mask the work of all query tiles, then their order.
-static int64_t order_bytes(const Arguments& a) {
-  return is_ordered(a) ? round_up(2 * masks_of(a) * ceil_div(a.q_len, tile_rows(a)) * int64_t(sizeof(int32_t)), 64) : 0;
+template <class Products> static int64_t order_bytes(const Arguments& a) {
+  return is_ordered<Products>(a) ? round_up(2 * masks_of(a) * ceil_div(a.q_len, tile_rows<Products>(a)) * int64_t(sizeof(int32_t)), 64) : 0;
 }
 
-static Arguments with_useful_threads(const Arguments& a) {
-  return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, tile_rows(a)));
+template <class Products> static Arguments with_useful_threads(const Arguments& a) {
+  return ::with_useful_threads(a, a.batch * a.heads * ceil_div(a.q_len, tile_rows<Products>(a)));
 }
 
-template <class Products> static int64_t workspace_bytes(const Arguments& a) {
-  return order_bytes(a) + thread_bytes<Products>(a) * a.threads + 64;
+template <class Products> static int64_t workspace_bytes(const Arguments& arguments) {
+  const Arguments a = with_useful_threads<Products>(arguments);
+  return order_bytes<Products>(a) + thread_bytes<Products>(a) * a.threads + 64;
 }
 
-template <class Products> static void run(const Arguments& a) {
+template <class Products> static void run(const Arguments& arguments) {
+  const Arguments a = with_useful_threads<Products>(arguments);
   const Launch u = make_launch(a);
-  const int64_t tiles = ceil_div(a.q_len, tile_rows(a)), tasks = a.batch * a.heads * tiles;
+  const int64_t tiles = ceil_div(a.q_len, tile_rows<Products>(a)), tasks = a.batch * a.heads * tiles;
   char* workspace = aligned_workspace(a);
   auto* const work = reinterpret_cast<int32_t*>(workspace);
   int32_t* const order = work + masks_of(a) * tiles;
-  const bool ordered = is_ordered(a);
-  workspace += order_bytes(a);
+  const bool ordered = is_ordered<Products>(a);
+  workspace += order_bytes<Products>(a);
   run_in_team(a.threads, [&] {
     const fg::FlushSubnormals flush;
     [[maybe_unused]] const typename Products::Thread thread;
@@ -2600,7 +2619,7 @@ template <class Products> static void run(const Arguments& a) {
     if (ordered) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
-        work[n] = work_of(a, u, n / tiles, n % tiles, tile_rows(a), BC, visits);
+        work[n] = work_of(a, u, n / tiles, n % tiles, tile_rows<Products>(a), BC<Products>, visits);
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask) longest_first(order + mask * tiles, work + mask * tiles, tiles);
     }
@@ -2615,14 +2634,12 @@ template <class Products> static void run(const Arguments& a) {
 
 }  // namespace forward
 
-extern "C" int64_t gpt_oss_d64_forward_workspace(const Arguments* arguments) {
-  const Arguments a = forward::with_useful_threads(*arguments);
-  return with_products(a, [&](auto products) { return forward::workspace_bytes<decltype(products)>(a); });
+extern "C" int64_t gpt_oss_d64_forward_workspace(const Arguments* a) {
+  return with_products(*a, [&](auto products) { return forward::workspace_bytes<decltype(products)>(*a); });
 }
 
-extern "C" void gpt_oss_d64_forward(const Arguments* arguments) {
-  const Arguments a = forward::with_useful_threads(*arguments);
-  with_products(a, [&](auto products) { forward::run<decltype(products)>(a); });
+extern "C" void gpt_oss_d64_forward(const Arguments* a) {
+  with_products(*a, [&](auto products) { forward::run<decltype(products)>(*a); });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
@@ -2633,22 +2650,23 @@ extern "C" void gpt_oss_d64_forward(const Arguments* arguments) {
 
 namespace backward {
 
-constexpr int BR = FLASHGEN_BACKWARD_BR, BC = FLASHGEN_BACKWARD_BC;
+template <class Products> constexpr int BR = Products::tile(FLASHGEN_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR);
+template <class Products> constexpr int BC = Products::tile(FLASHGEN_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC);
 
 template <class Products> struct alignas(64) Scratch {
-  static constexpr int rows = int(round_up(BR, Products::row_vectors * W)), ld = rows + W;
+  static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
 
   typename Products::template Queries<rows, D, true> q;
   typename Products::template Queries<rows, DV, true> d_o;
-  typename Products::template Keys<BC, D, true> k;
-  typename Products::template Keys<BC, DV, false> v;
-  typename Products::template Scores<BC, rows, true, false> p;  // Sᵀ, then Pᵀ after dropout
-  typename Products::template Scores<BC, rows, true, true> ds;  // dPᵀ, then (dS ∘ ∂S/∂dot)ᵀ
+  typename Products::template Keys<BC<Products>, D, true> k;
+  typename Products::template Keys<BC<Products>, DV, false> v;
+  typename Products::template Scores<BC<Products>, rows, true, false> p;  // Sᵀ, then Pᵀ after dropout
+  typename Products::template Scores<BC<Products>, rows, true, true> ds;  // dPᵀ, then (dS ∘ ∂S/∂dot)ᵀ
   float dqt[DP * ld];                                           // dQᵀ
   float dq[rows * DP];
   float lse[rows], lse_rest[rows], delta[rows];  // lse in base 2, and what its rounding left over
   double sum_sink;
-  Column columns[BC];
+  Column columns[BC<Products>];
 };
 
 // One task: the query heads that share a key/value head, and one of `chunks` runs of the query tiles of each. Its dK, dV and
@@ -2703,8 +2721,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   constexpr int ld = Scratch<Products>::ld, strip = decltype(t.p)::strip;
   const Head x = make_head(a, u, b, h);
   const int64_t hkv = h / (a.heads / a.kv_heads);
-  const int64_t row0 = query_tile * BR, i0 = a.q_start + row0;
-  const int rows = int(std::min<int64_t>(BR, a.q_len - row0));
+  const int64_t row0 = query_tile * BR<Products>, i0 = a.q_start + row0;
+  const int rows = int(std::min<int64_t>(BR<Products>, a.q_len - row0));
   const int vectors = int(round_up(ceil_div(rows, W), Products::row_vectors));
   const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
   const HeadRows k = rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n);
@@ -2712,7 +2730,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const HeadRows d_o = rows_of_head(a.d_o, a.element, b, a.d_o_stride_b, h, a.d_o_stride_h, a.d_o_stride_n);
   const int64_t first_row = (b * a.heads + h) * a.q_len + row0;
 
-  const int count = find_visits(a, u, x, row0, rows, BC, visits);
+  const int count = find_visits(a, u, x, row0, rows, BC<Products>, visits);
   t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
   // Lanes past the last row get no gradient, and so contribute none.
   t.d_o.load(d_o, row0, rows, vectors * W, PastEnd::zeros);
@@ -2731,7 +2749,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
 
   for (int n = 0; n < count; ++n) {
     const Visit& visit = visits[n];
-    const KeyRows keys = key_rows(a, visit, BC), next = n + 1 < count ? key_rows(a, visits[n + 1], BC) : KeyRows{};
+    const KeyRows keys = key_rows(a, visit, BC<Products>), next = n + 1 < count ? key_rows(a, visits[n + 1], BC<Products>) : KeyRows{};
     const int64_t column0 = keys.first;
     const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
     t.k.load(k, keys);
@@ -2755,7 +2773,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     }
     // dV += Pᵀ dO, dK += dSᵀ Q
     bool& touched = task.touched[visit.tile];
-    constexpr bool is_whole = BC % Products::key_multiple == 0;
+    constexpr bool is_whole = BC<Products> % Products::key_multiple == 0;
     if (!is_whole && !touched) {  // whole register blocks reach into the next tile, where they may add nothing
       std::fill_n(task.dk + column0 * DP, columns * DP, 0.0f);
       std::fill_n(task.dv + column0 * DVP, columns * DVP, 0.0f);
@@ -2800,10 +2818,10 @@ constexpr int64_t MOST_PARTIAL_SUMS = int64_t(1) << 28;
 
 template <class Products> static Layout make_layout(const Arguments& a) {
   Layout l{};
-  const int64_t heads = a.batch * a.kv_heads, tiles = ceil_div(a.q_len, BR);
+  const int64_t heads = a.batch * a.kv_heads, tiles = ceil_div(a.q_len, BR<Products>);
   l.threads = a.threads;
-  l.key_tiles = ceil_div(a.kv_len, BC);
-  l.padded_keys = (l.key_tiles - 1) * BC + round_up(BC, Products::key_multiple);
+  l.key_tiles = ceil_div(a.kv_len, BC<Products>);
+  l.padded_keys = (l.key_tiles - 1) * BC<Products> + round_up(BC<Products>, Products::key_multiple);
   l.slot = l.padded_keys * (DP + DVP);
   // Enough tasks to keep every thread busy to the end: heads alone where they are many or divide evenly.
   l.chunks = 1;
@@ -2823,7 +2841,7 @@ template <class Products> static Layout make_layout(const Arguments& a) {
   l.sums = round_up(at, 16);
   l.touched = round_up(l.sums + l.slots * l.slot, 16);
   l.scratch = l.touched + round_up(l.slots * l.key_tiles, 64) / 4;
-  l.thread = round_up(int64_t(sizeof(Scratch<Products>) + sizeof(Visit) * size_t(ceil_div(a.kv_len, BC))), 64) / 4;
+  l.thread = round_up(int64_t(sizeof(Scratch<Products>) + sizeof(Visit) * size_t(ceil_div(a.kv_len, BC<Products>))), 64) / 4;
   l.total = l.scratch + l.threads * l.thread;
   l.runs = l.total;  // for each mask where the chunks' query tiles begin, then the work of each query tile
   if (l.chunks > 1) l.total += round_up(masks_of(a) * (l.chunks + 1 + tiles), 16);
@@ -2845,9 +2863,10 @@ static Task make_task(const Arguments& a, const Layout& l, float* workspace, int
 }
 
 // Adds up the chunks of a head in their order and writes dK and dV of one key tile.
+template <class Products>
 static void finish(const Arguments& a, const Layout& l, float* workspace, int64_t head, int64_t slot, int64_t tile,
                    float* row) {
-  const int64_t first = tile * BC, last = std::min(first + BC, a.kv_len);
+  const int64_t first = tile * BC<Products>, last = std::min(first + BC<Products>, a.kv_len);
   Task sum = make_task(a, l, workspace, 0, slot);
   for (int64_t chunk = 1; chunk < l.chunks; ++chunk) {
     const Task more = make_task(a, l, workspace, 0, slot + chunk);
@@ -2871,14 +2890,19 @@ static void finish(const Arguments& a, const Layout& l, float* workspace, int64_
   store_rows(a.dv, a.element, (head * a.kv_len + first) * DV, sum.dv + first * DVP, DVP, DV, int(last - first));
 }
 
-static Arguments with_useful_threads(const Arguments& a) {
-  return ::with_useful_threads(a, a.batch * a.kv_heads * ceil_div(a.q_len, BR));
+template <class Products> static Arguments with_useful_threads(const Arguments& a) {
+  return ::with_useful_threads(a, a.batch * a.kv_heads * ceil_div(a.q_len, BR<Products>));
 }
 
-template <class Products> static void run(const Arguments& a) {
+template <class Products> static int64_t workspace_bytes(const Arguments& a) {
+  return make_layout<Products>(with_useful_threads<Products>(a)).total * int64_t(sizeof(float)) + 64;
+}
+
+template <class Products> static void run(const Arguments& arguments) {
+  const Arguments a = with_useful_threads<Products>(arguments);
   const Launch u = make_launch(a);
   const Layout l = make_layout<Products>(a);
-  const int64_t tiles = ceil_div(a.q_len, BR), group = a.heads / a.kv_heads;
+  const int64_t tiles = ceil_div(a.q_len, BR<Products>), group = a.heads / a.kv_heads;
   float* const workspace = reinterpret_cast<float*>(aligned_workspace(a));
   run_in_team(l.threads, [&] {
     const fg::FlushSubnormals flush;
@@ -2892,7 +2916,7 @@ template <class Products> static void run(const Arguments& a) {
     if (l.chunks > 1) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < masks_of(a) * tiles; ++n)
-        work[n] = work_of(a, u, n / tiles, n % tiles, BR, BC, visits);
+        work[n] = work_of(a, u, n / tiles, n % tiles, BR<Products>, BC<Products>, visits);
 #pragma omp for schedule(static)
       for (int64_t mask = 0; mask < masks_of(a); ++mask)
         cut_evenly(runs + mask * (l.chunks + 1), l.chunks, work + mask * tiles, tiles);
@@ -2910,12 +2934,12 @@ template <class Products> static void run(const Arguments& a) {
           tile(a, u, b, h, query_tile, visits, scratch, own);
       }
       for (int64_t tile = 0; l.chunks == 1 && tile < l.key_tiles; ++tile)
-        finish(a, l, workspace, head, slot, tile, row);
+        finish<Products>(a, l, workspace, head, slot, tile, row);
     });
     if (l.chunks > 1) {
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < a.batch * a.kv_heads * l.key_tiles; ++n)
-        finish(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, row);
+        finish<Products>(a, l, workspace, n / l.key_tiles, n / l.key_tiles * l.chunks, n % l.key_tiles, row);
     }
   });
   if (l.grad_sink >= 0) {
@@ -2931,14 +2955,10 @@ template <class Products> static void run(const Arguments& a) {
 
 }  // namespace backward
 
-extern "C" int64_t gpt_oss_d64_backward_workspace(const Arguments* arguments) {
-  const Arguments a = backward::with_useful_threads(*arguments);
-  return with_products(a, [&](auto products) {
-    return backward::make_layout<decltype(products)>(a).total * int64_t(sizeof(float)) + 64;
-  });
+extern "C" int64_t gpt_oss_d64_backward_workspace(const Arguments* a) {
+  return with_products(*a, [&](auto products) { return backward::workspace_bytes<decltype(products)>(*a); });
 }
 
-extern "C" void gpt_oss_d64_backward(const Arguments* arguments) {
-  const Arguments a = backward::with_useful_threads(*arguments);
-  with_products(a, [&](auto products) { backward::run<decltype(products)>(a); });
+extern "C" void gpt_oss_d64_backward(const Arguments* a) {
+  with_products(*a, [&](auto products) { backward::run<decltype(products)>(*a); });
 }
