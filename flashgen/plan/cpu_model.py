@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
+from flashgen.analysis.window import window_width
 
 KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h
 MATRIX_DEPTH = 32  # fg::matrix_depth of matrix_product.h, and the rows whose scores are held at a time
 FLOAT, BFLOAT16 = 4, 2
-# Of a causal sequence: pairs in tiles on the diagonal that are computed for nothing, as a fraction, are (Br + Bc) / N.
+# A row keeps half of so many keys, on average, unless its mask is a window.
 TYPICAL_LENGTH = 4096
 # Measured: 128 keys run 1 % faster than 64 where a core's caches are its own, and 3 to 15 % slower where another guest
 # of the host runs on the core's second thread.
-ROOMY_COLUMNS, CROWDED = 64, 0.03
+ROOMY_COLUMNS, CROWDED = 64, 0.06
+# Rows that keep nothing of a tile are left out in groups of so many.
+VECTOR_ROWS = 16
+# Beside products of matrix registers the mask shows, in all rows of a tile on the border: as so many more of them.
+MASKED = 0.25
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -107,14 +112,12 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> d
 def overhead(variant: Variant, Br: int, Bc: int) -> float:
     """Work beside the products, as a fraction of theirs.
 
-    A key tile is copied once for Br rows; Oᵀ is read, rescaled and written once for Bc keys; a tile on the border of
-    the mask computes about half its pairs for nothing, which counts for more the larger the tile; and many keys leave
-    little room for the next ones on their way in.
+    A key tile is copied once for Br rows; Oᵀ, or dQᵀ, is read and written once for Bc keys; on the border of the mask
+    pairs are computed for nothing; many keys leave little room for the next ones on their way in. Fitted on a causal
+    window of 256, where 128 × 32 takes 0.93 of the time of 128 × 16 and of 128 × 64.
     """
-    copied = 5.0 / Br
-    rescaled = 1.5 / Bc
     crowded = CROWDED * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return copied + rescaled + _border(variant, Br, Bc) + crowded
+    return 5.0 / Br + 4.0 / Bc + _border(variant, Bc, VECTOR_ROWS) + crowded
 
 
 def matrix_forward_overhead(variant: Variant, Br: int, Bc: int) -> float:
@@ -122,10 +125,11 @@ def matrix_forward_overhead(variant: Variant, Br: int, Bc: int) -> float:
 
     V is transposed once for Br rows, sums of O enter and leave the registers once for Bc keys, and more than 64 keys do
     not stay in the L1 cache between the products. Fitted on a Xeon with AMX: 256 × 64 takes 0.97 (D 64) and 0.9 (D 128)
-    of the time of 128 × 64, and 256 × 128 1.1 and 1.04 of that of 256 × 64.
+    of the time of 128 × 64, and 256 × 128 1.1 and 1.04 of that of 256 × 64. In a window of 256 keys 256 × 64
+    takes 1.05 of the time of 128 × 64.
     """
     crowded = 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return 16.0 / Br + 4.0 / Bc + _border(variant, Br, Bc) + crowded
+    return 16.0 / Br + 4.0 / Bc + _border(variant, Bc, MATRIX_DEPTH + MASKED * Br) + crowded
 
 
 def matrix_backward_overhead(variant: Variant, Br: int, Bc: int) -> float:
@@ -133,12 +137,16 @@ def matrix_backward_overhead(variant: Variant, Br: int, Bc: int) -> float:
 
     Fitted like the forward pass: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of 128 × 64.
     """
-    return 25.0 / Br + 13.0 / Bc + _border(variant, Br, Bc)
+    return 25.0 / Br + 13.0 / Bc + _border(variant, Bc, MATRIX_DEPTH + MASKED * Br)
 
 
-def _border(variant: Variant, Br: int, Bc: int) -> float:
-    """Pairs that a tile on the border of the mask computes for nothing."""
-    return 0.0 if variant.keep_everything else (Br + Bc) / TYPICAL_LENGTH
+def _border(variant: Variant, Bc: int, rows: float) -> float:
+    """Pairs computed for nothing beside those that are kept: half of what the border crosses, Bc × rows each."""
+    if variant.keep_everything:
+        return 0.0
+    width = window_width(variant.keep)
+    borders, kept = (1, TYPICAL_LENGTH / 2) if width is None else (2, max(1, width))
+    return borders * (Bc + rows) / 2 / kept
 
 
 def _matrix_padded(variant: Variant, Br: int, Bc: int) -> tuple[int, int, int, int]:

@@ -8,10 +8,10 @@
 //
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (235 KiB): 10.9% of work beside the products, the least of 30 that fit
-//   backward: B_r × B_c = 96 × 32 (343 KiB): 13.0% of work beside the products, the least of 19 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (248 KiB): 20.3% of work beside the products, the least of 24 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 64 (382 KiB): 44.5% of work beside the products, the least of 11 that fit
+//   forward: B_r × B_c = 128 × 64 (235 KiB): 12.1% of work beside the products, the least of 30 that fit
+//   backward: B_r × B_c = 64 × 64 (337 KiB): 16.0% of work beside the products, the least of 19 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (248 KiB): 16.4% of work beside the products, the least of 24 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 64 (382 KiB): 43.0% of work beside the products, the least of 11 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -34,10 +34,10 @@
 #define FLASHGEN_BC 64
 #endif
 #ifndef FLASHGEN_BACKWARD_BR
-#define FLASHGEN_BACKWARD_BR 96
+#define FLASHGEN_BACKWARD_BR 64
 #endif
 #ifndef FLASHGEN_BACKWARD_BC
-#define FLASHGEN_BACKWARD_BC 32
+#define FLASHGEN_BACKWARD_BC 64
 #endif
 #ifndef FLASHGEN_MATRIX_BR
 #define FLASHGEN_MATRIX_BR 256

@@ -8,10 +8,10 @@
 //
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (135 KiB): 10.9% of work beside the products, the least of 30 that fit
-//   backward: B_r × B_c = 128 × 64 (300 KiB): 10.9% of work beside the products, the least of 29 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (129 KiB): 20.3% of work beside the products, the least of 24 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (352 KiB): 33.6% of work beside the products, the least of 21 that fit
+//   forward: B_r × B_c = 128 × 64 (135 KiB): 12.1% of work beside the products, the least of 30 that fit
+//   backward: B_r × B_c = 128 × 64 (300 KiB): 12.1% of work beside the products, the least of 29 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (129 KiB): 16.4% of work beside the products, the least of 24 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (352 KiB): 30.9% of work beside the products, the least of 21 that fit
 
 #include <algorithm>
 #include <cmath>

@@ -10,10 +10,10 @@
 //
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (135 KiB): 10.9% of work beside the products, the least of 30 that fit
-//   backward: B_r × B_c = 128 × 64 (300 KiB): 10.9% of work beside the products, the least of 29 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (129 KiB): 20.3% of work beside the products, the least of 24 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (352 KiB): 33.6% of work beside the products, the least of 21 that fit
+//   forward: B_r × B_c = 128 × 16 (86 KiB): 53.9% of work beside the products, the least of 30 that fit
+//   backward: B_r × B_c = 128 × 16 (200 KiB): 53.9% of work beside the products, the least of 29 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 96 × 32 (56 KiB): 97.9% of work beside the products, the least of 24 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 32 (166 KiB): 135.2% of work beside the products, the least of 21 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -33,25 +33,25 @@
 #define FLASHGEN_BR 128
 #endif
 #ifndef FLASHGEN_BC
-#define FLASHGEN_BC 64
+#define FLASHGEN_BC 16
 #endif
 #ifndef FLASHGEN_BACKWARD_BR
 #define FLASHGEN_BACKWARD_BR 128
 #endif
 #ifndef FLASHGEN_BACKWARD_BC
-#define FLASHGEN_BACKWARD_BC 64
+#define FLASHGEN_BACKWARD_BC 16
 #endif
 #ifndef FLASHGEN_MATRIX_BR
-#define FLASHGEN_MATRIX_BR 256
+#define FLASHGEN_MATRIX_BR 96
 #endif
 #ifndef FLASHGEN_MATRIX_BC
-#define FLASHGEN_MATRIX_BC 64
+#define FLASHGEN_MATRIX_BC 32
 #endif
 #ifndef FLASHGEN_MATRIX_BACKWARD_BR
-#define FLASHGEN_MATRIX_BACKWARD_BR 192
+#define FLASHGEN_MATRIX_BACKWARD_BR 128
 #endif
 #ifndef FLASHGEN_MATRIX_BACKWARD_BC
-#define FLASHGEN_MATRIX_BACKWARD_BC 96
+#define FLASHGEN_MATRIX_BACKWARD_BC 32
 #endif
 
 // Layer 1 of the CPU primitives: flushing of subnormal numbers, for one thread and the life of one object.

@@ -26,7 +26,7 @@ def variant(body: str) -> Variant:
 @pytest.mark.parametrize("device", known_devices().cpus.values(), ids=lambda device: device.name)
 def test_tiles_fit_wherever_some_tile_does(head_dim: int, device: devices.Device) -> None:
     chosen = plan(variant(f"head_dim {head_dim}"), device)
-    for tile in (chosen.forward, chosen.backward):
+    for tile in (*chosen.passes.values(), *chosen.matrix_passes.values()):
         spilt = any("spills least" in reason for reason in chosen.reasons)
         assert tile.sram_bytes <= USABLE_SRAM * device.sram_bytes or spilt
 
@@ -43,11 +43,21 @@ def test_more_memory_never_makes_tiles_smaller() -> None:
 @pytest.mark.parametrize("block", [16, 48, 64, 100, 256])
 def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
     chosen = plan(variant(f"head_dim 64 layout block {block}: I == J"), GENERIC_CPU)
-    for tile in (chosen.forward, chosen.backward):
+    for tile in (*chosen.passes.values(), *chosen.matrix_passes.values()):
         assert block % tile.Bc == 0 or tile.Bc % block == 0
         assert tile.Br % 16 == 0
         if block % 16 == 0:
             assert block % tile.Br == 0 or tile.Br % block == 0
+
+
+def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
+    device = replace(GENERIC_CPU, sram_bytes=2 * 1024 * 1024)
+    by_width = [plan(variant(f"head_dim 64 mask causal and window_left({width})"), device) for width in (32, 256, 4096)]
+    for kind in ("passes", "matrix_passes"):
+        for name in ("forward", "backward"):
+            columns = [getattr(each, kind)[name].Bc for each in by_width]
+            assert columns == sorted(columns)
+            assert columns[0] < columns[-1]
 
 
 def test_pins_are_obeyed() -> None:
