@@ -50,7 +50,6 @@ def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str
     """
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    captured = sum({Level.ROW: Br, Level.COLUMN: Bc * lanes}.get(each.level, 0) for each in variant.gradients)
     floats = {
         "Q": Br * Dp + D * ld,
         "dO": Br * Dvp + variant.head_dim.v * ld,
@@ -62,7 +61,7 @@ def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str
         "dK": bc * Dp,
         "dV": bc * Dvp,
         "row state": 3 * Br,
-        "captured gradients": captured,
+        "captured gradients": _captured(variant, Br, Bc * lanes),
     }
     return {name: FLOAT * count for name, count in floats.items() if count}
 
@@ -92,7 +91,6 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> d
     _, Dp, Dvp = _padded(variant, lanes)
     ld = rows + lanes
     scores = FLOAT * bc * MATRIX_DEPTH + BFLOAT16 * bc * (rows + MATRIX_DEPTH)
-    captured = sum({Level.ROW: rows, Level.COLUMN: Bc * lanes}.get(each.level, 0) for each in variant.gradients)
     sizes = {
         "Q": FLOAT * ((D // 2) * ld + rows // 2 * (Dp + lanes)),
         "dO": FLOAT * ((Dv // 2) * ld + rows // 2 * (Dvp + lanes)),
@@ -104,7 +102,7 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> d
         "dK": FLOAT * bc * Dp,
         "dV": FLOAT * bc * Dvp,
         "row state": FLOAT * 3 * rows,
-        "captured gradients": FLOAT * captured,
+        "captured gradients": FLOAT * _captured(variant, rows, Bc * lanes),
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -147,6 +145,11 @@ def _border(variant: Variant, Bc: int, rows: float) -> float:
     width = window_width(variant.keep)
     borders, kept = (1, TYPICAL_LENGTH / 2) if width is None else (2, max(1, width))
     return borders * (Bc + rows) / 2 / kept
+
+
+def _captured(variant: Variant, of_row: int, of_column: int) -> int:
+    """Partial sums of gradients that belong to rows and to columns."""
+    return sum({Level.ROW: of_row, Level.COLUMN: of_column}.get(each.level, 0) for each in variant.gradients)
 
 
 def _matrix_padded(variant: Variant, Br: int, Bc: int) -> tuple[int, int, int, int]:

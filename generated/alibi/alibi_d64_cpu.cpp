@@ -24,7 +24,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -1626,13 +1626,10 @@ inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, cons
 #endif
 
 #if FLASHGEN_MATRIX_PRODUCTS
-#if FLASHGEN_MATRIX_PRODUCTS == 1
-#endif
 
 namespace fg {
 
 constexpr int matrix_rows = 16;   // of a register
-
 constexpr int matrix_depth = 32;  // bfloat16 in a row of it
 
 // ---- rounding to pairs -------------------------------------------------------------------------------------------
@@ -1966,18 +1963,18 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int DP = int(round_up(round_up(D, W), MR)), DVP = int(round_up(round_up(DV, W), MR));
 static_assert(DP % W == 0 && DVP % W == 0, "register blocks divide vectors, or the other way round");
 
+constexpr int64_t element_bytes(int element) { return element == 0 ? 4 : 2; }
+
 // The rows of one head as a caller passes them: Q, K, V, O or dO.
 struct HeadRows {
   const void* at;
   int64_t stride;  // of rows, in elements
   int element;
-
-  int64_t row_bytes() const { return stride * (element == 0 ? 4 : 2); }
 };
 inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h,
                              int64_t stride_n) {
-  const int64_t bytes = element == 0 ? 4 : 2;
-  return {static_cast<const char*>(base) + (b * stride_b + h * stride_h) * bytes, stride_n, element};
+  const int64_t offset = (b * stride_b + h * stride_h) * element_bytes(element);
+  return {static_cast<const char*>(base) + offset, stride_n, element};
 }
 
 // Copies rows first … first + count to float32, `ld` apart. Columns up to `ld` and rows up to `padded` are filled: columns
@@ -1996,16 +1993,18 @@ inline void load_rows(float* to, int ld, int width, const HeadRows& from, int64_
   for (int row = count; row < padded; ++row) std::memcpy(to + row * ld, to + (count - 1) * ld, sizeof(float) * size_t(ld));
 }
 
-// Σ_d x[d] y[d] of two rows.
-inline float row_dot(const HeadRows& x, int64_t x_row, const HeadRows& y, int64_t y_row, int width) {
-  constexpr int most = DP > DVP ? DP : DVP;
-  alignas(64) float a[most], b[most];
-  load_rows(a, most, width, x, x_row, 1, 1);
-  load_rows(b, most, width, y, y_row, 1, 1);
-  fg::VecF sum{};
-  for (int d = 0; d < most; d += W) sum += fg::load(a + d) * fg::load(b + d);
-  return fg::horizontal_sum(sum);
-}
+// One row in float32, of whole vectors; zeros past its end.
+template <int width> struct alignas(64) Features {
+  Features(const HeadRows& from, int64_t row) { load_rows(values, padded, width, from, row, 1, 1); }
+  float dot(const Features& other) const {
+    fg::VecF sum{};
+    for (int d = 0; d < padded; d += W) sum += fg::load(values + d) * fg::load(other.values + d);
+    return fg::horizontal_sum(sum);
+  }
+
+  static constexpr int padded = int(round_up(width, W));
+  float values[padded];
+};
 
 // Rows of float32, `ld` apart.
 struct Rows {
@@ -2070,7 +2069,8 @@ inline KeyRows key_rows(const Arguments& a, const Visit& visit, int tile_columns
 
 // The rows of another visit, to be asked for while one is computed: line by line where they lie without gaps.
 inline fg::Ahead rows_ahead(const HeadRows& from, KeyRows rows, int width) {
-  const int64_t bytes = from.row_bytes(), lines = ceil_div(width * (from.element == 0 ? 4 : 2), fg::line_bytes);
+  const int64_t each = element_bytes(from.element), bytes = from.stride * each;  // of an element, from row to row
+  const int64_t lines = ceil_div(width * each, fg::line_bytes);
   const char* const at = static_cast<const char*>(from.at) + rows.first * bytes;
   if (rows.count == 0) return {};
   if (bytes == lines * fg::line_bytes) return {at, fg::line_bytes, rows.count * lines, 1, 0};
@@ -2547,7 +2547,9 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
     t.k.load(k, keys);
     t.v.load(v, keys);
-    for (int j = 0; j < columns; ++j) t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
+    for (int j = 0; j < columns; ++j) {
+      t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
+    }
     const Computed part = computed<Products>(visit);
     for (int first = part.first, end; first < part.last; first = end) {
       end = std::min(part.last, (first / strip + 1) * strip);
@@ -2741,7 +2743,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
   const HeadRows o = {a.o, DV, a.element};
   for (int row = 0; row < vectors * W; ++row) {
     const bool real = row < rows;
-    t.delta[row] = !real ? 0.0f : row_dot(o, first_row + row, d_o, row0 + row, DV) - (a.d_lse ? a.d_lse[first_row + row] : 0.0f);
+    t.delta[row] = !real ? 0.0f : Features<DV>(o, first_row + row).dot(Features<DV>(d_o, row0 + row)) - (a.d_lse ? a.d_lse[first_row + row] : 0.0f);
     const float stored = a.lse[first_row + (real ? row : rows - 1)];
     // A row that keeps nothing has lse -inf; with +inf every weight comes out 0.
     const double lse = stored == -INFINITY ? INFINITY : stored * LOG2_E;
@@ -2758,7 +2760,9 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
     t.k.load(k, keys);
     t.v.load(v, keys);
-    for (int j = 0; j < columns; ++j) t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
+    for (int j = 0; j < columns; ++j) {
+      t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
+    }
     const Computed part = computed<Products>(visit);
     for (int first = part.first, end; first < part.last; first = end) {
       end = std::min(part.last, (first / strip + 1) * strip);

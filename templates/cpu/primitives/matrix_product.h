@@ -7,6 +7,8 @@
 // vectors, slowly, so that all that is built on this can be tested on any machine.
 // There is no vector extension for matrix registers: their instructions stand here, once each, by name.
 #pragma once
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "convert.h"
 #include "tile_product.h"
 
@@ -19,16 +21,10 @@
 #endif
 
 #if FLASHGEN_MATRIX_PRODUCTS
-#if FLASHGEN_MATRIX_PRODUCTS == 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace fg {
 
 constexpr int matrix_rows = 16;   // of a register
-
-
 constexpr int matrix_depth = 32;  // bfloat16 in a row of it
 
 // ---- rounding to pairs -------------------------------------------------------------------------------------------
