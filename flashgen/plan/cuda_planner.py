@@ -215,7 +215,10 @@ def _query_choices(variant: Variant, element: ElementType, target: Target) -> li
     if element is ElementType.F32:
         return _rows_for(variant, cuda_tables.SINGLE_QUERIES)
     rows = _rows_for(variant, cuda_tables.HALF_QUERIES)
-    return [*_rows_for(variant, cuda_tables.HOPPER_QUERIES), *rows] if target.has_warpgroups else rows
+    if not target.has_warpgroups:
+        return rows
+    hopper = cuda_tables.HOPPER_BLOCK_QUERIES if has_small_blocks(variant) else cuda_tables.HOPPER_QUERIES
+    return [*_rows_for(variant, hopper), *rows]
 
 
 def _rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]) -> list[Choice]:

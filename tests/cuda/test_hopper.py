@@ -99,6 +99,15 @@ def test_what_multiplies_and_what_copies_share_the_registers() -> None:
             assert 150 <= multiplying <= 240
 
 
+def test_small_blocks_take_small_tiles_of_dq() -> None:
+    """A tile of two blocks visits what either keeps: of random blocks about twice as many."""
+    for mask, rows in (("layout block 64: random_blocks(0.1, 1)", 64), ("mask causal", 128)):
+        (tiles,) = (
+            each.queries for each in planned(f"attention k {{ head_dim 64  dtype bf16  {mask} }}", "sm_90a")[1].elements
+        )
+        assert tiles.warpgroups and tiles.Br == rows
+
+
 def test_short_rows_take_small_blocks() -> None:
     """Several blocks a multiprocessor, whose accumulators leave registers for addresses and hooks."""
     short, long = "mask causal and window_left(512)", "mask causal"
