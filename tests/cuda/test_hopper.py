@@ -105,7 +105,8 @@ def test_small_blocks_take_small_tiles_of_dq() -> None:
         (tiles,) = (
             each.queries for each in planned(f"attention k {{ head_dim 64  dtype bf16  {mask} }}", "sm_90a")[1].elements
         )
-        assert tiles.warpgroups and tiles.Br == rows
+        assert tiles.warpgroups
+        assert tiles.Br == rows
 
 
 def test_short_rows_take_small_blocks() -> None:
