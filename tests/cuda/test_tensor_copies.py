@@ -249,7 +249,7 @@ MISTAKES = {
         ALONE,
         "offsets[NEXT], next_number);\n    Team::barrier();",
         "offsets[NEXT], next_number);",
-        {FaultKind.UNINITIALIZED},
+        {FaultKind.UNINITIALIZED, FaultKind.RACE},
     ),
     "alone, old signals": (
         ALONE,
@@ -442,14 +442,29 @@ PASSING_MISTAKES = {
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "bytes of Q are not counted": (
-        "start_part(n, true, QTile::bytes);",
-        "start_part(n, true, 0);",
+        "fg::mbarrier_expect(there, QTile::bytes + KTile::bytes);",
+        "fg::mbarrier_expect(there, KTile::bytes);",
         {FaultKind.MBARRIER},
     ),
     "the next tile before its list is there": (
-        "    fg::copy_async_wait<0>();\n    return counts_of_copied",
-        "    return counts_of_copied",
+        "    fg::copy_async_wait<0>();  // what this thread reads of it\n",
+        "",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "no wait for Q of the next tile": (
+        "    q_signals().await(turn);\n",
+        "",
+        {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "K of the next tile into a place that is not free": (
+        "if (n + 1 == visits.count() && knows_next()) begin_next(n + 1);",
+        "if (n + 1 == visits.count() && knows_next()) begin_next(n);",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "the next list before everyone sees it": (
+        "counts + uint32_t(number) * 0x10001u);\n  Team::barrier();",
+        "counts + uint32_t(number) * 0x10001u);",
+        {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "a list that only its copiers have waited for": (
         "    fg::copy_async_wait<0>();\n    await_part(n);",
@@ -457,8 +472,8 @@ PASSING_MISTAKES = {
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "the place of this tile is read when it is the next one's": (
-        "    close_rows(before, factors);",
-        "    close_rows(this->place(), factors);",
+        "    write(before, factors);\n    fg::clear",
+        "    write(this->place(), factors);\n    fg::clear",
         set[FaultKind](),
     ),
     "no wait for the last product": (
