@@ -130,18 +130,18 @@ def takes_tensor_copies(variant: Variant, element: ElementType, tiles: _Forward 
 def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> dict[str, int]:
     """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
 
-    Blocks that stay for several query tiles and copy for themselves have room for the next list of visits, too, and begin
-    with the next tile while they work on one.
+    Blocks that stay for several query tiles and copy for themselves begin with the next one while they work on one:
+    they have room for its list of visits, and for its Q.
     """
     Br, Bc, stages, stays = tiles.Br, tiles.Bc, tiles.stages, takes_tensor_copies(variant, element, tiles)
-    goes_on = stays and not tiles.loaders and takes_longest_first(variant)
+    passes_on = stays and not tiles.loaders and takes_longest_first(variant)
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
-        "Q": (1 + goes_on) * tile_bytes(Br, D, element),
+        "Q": (1 + passes_on) * tile_bytes(Br, D, element),
         "K": stages * tile_bytes(Bc, D, element),
         "V": stages * tile_bytes(Bc, Dv, element),
         "list of tiles": (2 if tiles.loaders else 1) * VISIT_LIST,
-        "next list": goes_on * (COPIED_LIST + PLACE),
+        "next list": passes_on * (COPIED_LIST + PLACE),
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
     if stays:
