@@ -436,6 +436,15 @@ def test_from_tile_to_tile(name: str, head_dim: str, dtype: str, monkeypatch: py
     assert all(torch.equal(x, y) for x, y in zip(own, outputs(), strict=True))
 
 
+def test_tiles_of_several_windows_do_not_pass_on() -> None:
+    text = "attention windows { dtype bf16  head_dim 16  mask hash(i // 64, j // 64, 3) % 150 == 0 }"
+    spec = flashgen.loads(text, backend="reference").spec
+    op = AttentionOp(OpParts(spec, {"cpu": emulator_provider(spec, TARGET)}, backend="emulator"))
+    q, k, v = random(1, 1, 640, 16, seed=0), random(1, 1, 66000, 16, seed=1), random(1, 1, 66000, 16, seed=2)
+    exact = op.reference(q, k, v, dtype=torch.float32)
+    assert (op(q, k, v) - exact).abs().max() < 0.02
+
+
 # What was planted, what the emulator may call it.
 PASSING_MISTAKES = {
     "Q of the next tile into the place of this one": (
