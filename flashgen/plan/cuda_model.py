@@ -24,6 +24,7 @@ from flashgen.plan.mask_lists import takes_longest_first
 WINDOW = 1024  # tiles that one list of visits covers
 VISIT_LIST = 44 + 2 * WINDOW // 8 + 2 * WINDOW
 COPIED_LIST = 16 + 2 * WINDOW
+PLACE = 16  # of a query tile and its keys
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 FLOAT = WORD = 4
 WIDE = 128  # rows and columns of a tile
@@ -129,16 +130,18 @@ def takes_tensor_copies(variant: Variant, element: ElementType, tiles: _Forward 
 def forward_buffers(variant: Variant, element: ElementType, tiles: _Forward) -> dict[str, int]:
     """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
 
-    Blocks that stay for several query tiles have room for the next list of visits, too.
+    Blocks that stay for several query tiles and copy for themselves begin with the next one while they work on one:
+    they have room for its list of visits, and for its Q.
     """
     Br, Bc, stages, stays = tiles.Br, tiles.Bc, tiles.stages, takes_tensor_copies(variant, element, tiles)
+    passes_on = stays and not tiles.loaders and takes_longest_first(variant)
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     found = {
-        "Q": tile_bytes(Br, D, element),
+        "Q": (1 + passes_on) * tile_bytes(Br, D, element),
         "K": stages * tile_bytes(Bc, D, element),
         "V": stages * tile_bytes(Bc, Dv, element),
         "list of tiles": (2 if tiles.loaders else 1) * VISIT_LIST,
-        "next list": (stays and not tiles.loaders and takes_longest_first(variant)) * COPIED_LIST,
+        "next list": passes_on * (COPIED_LIST + PLACE),
     }
     found |= {"norms": FLOAT * (Br + Bc)} if variant.uses_sqdist else {}
     if stays:
