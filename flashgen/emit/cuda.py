@@ -241,7 +241,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
-    warpgroups, pieces = _warpgroups(variant, plan), _pieces(variant.keep)
+    weights_first = _weights_first(variant, cut)
+    warpgroups, pieces = _warpgroups(variant, plan, weights_first=weights_first), _pieces(variant.keep)
     staying = [each.forward for each in plan.elements if each.forward.tensor_copies]
     return _Context(
         name=spec.name,
@@ -269,7 +270,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
         elements=elements,
-        passes=_passes(plan),
+        passes=_passes(plan, weights_first=weights_first),
         weights=kind,
         sqdist=variant.uses_sqdist,
         distance=placement.measures_distance,
@@ -286,7 +287,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         lag=f"{LAG:g}",
         lag_code=c_literal(LAG if factor is None else LAG / factor),
         dot_factor=_constant(variant.score_by_dot),
-        weights_first=_weights_first(variant, cut),
+        weights_first=weights_first,
         one_pass=cut.one_pass,
         workspace_code=workspace_code(variant, stays=bool(staying)),
         captured=cut.captured,
@@ -362,7 +363,7 @@ def _gradient(
     )
 
 
-def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:
+def _warpgroups(variant: Variant, plan: CudaPlan, *, weights_first: bool) -> WarpgroupProducts | None:
     """The products of warpgroups that the passes of a plan contain; None where it has none."""
     widths: set[int] = set()
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
@@ -370,7 +371,7 @@ def _warpgroups(variant: Variant, plan: CudaPlan) -> WarpgroupProducts | None:
         if each.forward.warpgroups:
             widths |= {each.forward.Bc, Dv}
         if each.backward.warpgroups:
-            widths |= {each.backward.Br, D, Dv, D // each.backward.dq_column_groups}
+            widths |= {_weighed(each.backward, weights_first), D, Dv, D // each.backward.dq_column_groups}
         if each.queries.warpgroups:
             widths |= {each.queries.Bc, D}
     elements = tuple(each.element for each in plan.elements if each.element is not ElementType.F32)
@@ -387,7 +388,14 @@ def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
     return roles | {"tensor_copies": int(tiles.tensor_copies)}
 
 
-def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:
+def _weighed(tiles: BackwardTiles, weights_first: bool) -> int:
+    """Queries whose scores a warp has in registers at a time."""
+    if not tiles.warpgroups:
+        return tiles.Br // tiles.split
+    return 32 if weights_first and tiles.blocks > 2 else min(tiles.Br, 64)
+
+
+def _passes(plan: CudaPlan, *, weights_first: bool) -> tuple[_Pass, ...]:
     with_warpgroups = any(
         tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries)
     )
@@ -406,7 +414,10 @@ def _passes(plan: CudaPlan) -> tuple[_Pass, ...]:
         keys_bytes = each.backward.keys_sram_bytes
         groups = _role_constants(each.backward) | {"dq_column_groups": each.backward.dq_column_groups}
         groups = groups if with_warpgroups else {}
-        backward[name] = constants(each.backward, split=each.backward.split, keys_shared_bytes=keys_bytes, **groups)
+        weighed = _weighed(each.backward, weights_first)
+        backward[name] = constants(
+            each.backward, split=each.backward.split, weighed=weighed, keys_shared_bytes=keys_bytes, **groups
+        )
         queries[name] = constants(each.queries)
     return (
         _Pass("ForwardPlan", "The plan of the forward pass.", forward),

@@ -156,8 +156,8 @@ HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (128, (Q(128, 64, 8, 2, warpgroups=True),)),
     (256, ()),
 )
-# Where masks are drawn in small blocks: a tile of two of them visits what either keeps. Random blocks of 64, 8 of 128 kept, at
-# D 64: 0.57 ms, of 3.36 by the tile of 128 rows; everything kept 6.5 of 8.5.
+# Where masks are drawn in small blocks: a tile of two of them visits what either keeps. Random blocks of 64 at D 64,
+# 8 of 128 kept: 0.57 ms of 3.36 by the tile of 128 rows; all kept: 6.5 of 8.5.
 HOPPER_BLOCK_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (128, (Q(64, 64, 4, 2, warpgroups=True),)),
     (256, ()),
