@@ -1,4 +1,8 @@
-"""Writes measured tables into README.md beside this file, each with the machine and the command that made it."""
+"""Writes measured tables into README.md beside this file, each with the machine and the command that made it.
+
+A table stays where it is of another processor, so that a run elsewhere loses nothing: the new one is printed. With
+``REPLACE_TABLES=1`` in the environment it is replaced all the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ README = Path(__file__).resolve().parent / "README.md"
 def publish(
     section: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[str]], remark: str = ""
 ) -> None:
-    """Replace what stands between the section's markers, and print it."""
+    """Print the table, and put it between the section's markers in place of one that is of the same processor."""
     lines = [
         f"`{command}` on {machine()}",
         "",
@@ -30,9 +34,21 @@ def publish(
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
     page = README.read_text(encoding="utf-8")
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
+    found = pattern.search(page)
+    if not found:
         raise SystemExit(f"{README} has no section '{section}'")
+    other = _processor(found[0])
+    if other not in (None, _processor(text)) and os.environ.get("REPLACE_TABLES") != "1":
+        print(f"\nNot written: section '{section}' of {README} is of another processor, {other}.")
+        print("REPLACE_TABLES=1 replaces it.")
+        return
     README.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page), encoding="utf-8")
+
+
+def _processor(table: str) -> str | None:
+    """Whose a table is; None where it does not say."""
+    found = re.search(r"^`[^`]+` on ([^,\n]+)", table, re.MULTILINE)
+    return found[1] if found else None
 
 
 def machine() -> str:

@@ -1,0 +1,57 @@
+"""Tables of the benchmarks' page: those of another machine stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+PAGE = "before\n<!-- speed -->\n`make bench` on {}, 2 cores\n\nold\n<!-- end of speed -->\nafter\n"
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "README.md"
+    monkeypatch.setattr(report, "README", path)
+    monkeypatch.setattr(report, "machine", lambda: "Xeon @ 2.50GHz, 2 cores")
+    monkeypatch.delenv("REPLACE_TABLES", raising=False)
+    return path
+
+
+def publish() -> None:
+    report.publish("speed", "make bench", ("N", "ms"), [("1024", "3.5")], "New.")
+
+
+def test_a_table_of_the_same_processor_is_replaced(page: Path) -> None:
+    page.write_text(PAGE.format("Xeon @ 2.50GHz"))
+    publish()
+    text = page.read_text()
+    assert "| 1024 | 3.5 |" in text
+    assert "New." in text
+    assert "old" not in text
+    assert text.startswith("before\n<!-- speed -->\n`make bench` on Xeon @ 2.50GHz")
+    assert text.endswith("<!-- end of speed -->\nafter\n")
+
+
+def test_one_of_another_stays_unless_asked_for(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = PAGE.format("EPYC 9654")
+    page.write_text(old)
+    publish()
+    assert page.read_text() == old
+    printed = capsys.readouterr().out
+    assert "| 1024 | 3.5 |" in printed
+    assert "another processor, EPYC 9654." in printed
+    assert "REPLACE_TABLES=1 replaces it" in printed
+    monkeypatch.setenv("REPLACE_TABLES", "1")
+    publish()
+    assert "| 1024 | 3.5 |" in page.read_text()
+
+
+def test_a_section_that_is_not_there_is_named(page: Path) -> None:
+    page.write_text("nothing")
+    with pytest.raises(SystemExit, match="no section 'speed'"):
+        publish()
