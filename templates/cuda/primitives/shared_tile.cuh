@@ -16,6 +16,10 @@ FG_CONSTEXPR int power_of_two_above(int n, int most) {
   return power;
 }
 
+// Which stage of a ring number n >= 0 is in. Without a sign: a remainder is one instruction, and addresses that follow from it
+// stay in uniform registers.
+template <int stages> FG_CONSTEXPR unsigned stage_of(int n) { return unsigned(n) % stages; }
+
 template <class T, int rows_, int columns_> struct SharedTile {
   using element = T;
   static constexpr int rows = rows_, columns = columns_;

@@ -70,8 +70,8 @@ template <int stages, int fillings = 1> struct Signals {
   static constexpr int bytes = (fillings + 1) * stages * int(sizeof(uint64_t));
   uint64_t* base;
 
-  FG_DEVICE uint64_t* full(int n, int filling = 0) const { return base + filling * stages + unsigned(n) % stages; }
-  FG_DEVICE uint64_t* empty(int n) const { return base + fillings * stages + unsigned(n) % stages; }
+  FG_DEVICE uint64_t* full(int n, int filling = 0) const { return base + filling * stages + stage_of<stages>(n); }
+  FG_DEVICE uint64_t* empty(int n) const { return base + fillings * stages + stage_of<stages>(n); }
   FG_DEVICE static constexpr int parity(int n) { return int(unsigned(n) / stages % 2); }
 
   // By one thread. So many threads arrive at each; `more` where there is a second one for what threads store.

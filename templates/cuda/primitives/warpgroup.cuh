@@ -9,6 +9,9 @@
 
 namespace fg {
 
+// This thread's warpgroup, of so many. One is number 0 for the compiler, too: what follows from it stays in uniform registers.
+template <int groups> FG_DEVICE int warpgroup_index() { return groups == 1 ? 0 : warp_index() / 4; }
+
 template <int n_tiles> FG_DEVICE void touch(Accumulators<1, n_tiles>& d) {
 #pragma unroll
   for (int n = 0; n < n_tiles; ++n)

@@ -1,0 +1,63 @@
+"""Ops on the emulator with the kernels of Hopper's own target, as they are or with a change in their source."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.analysis.variant import analyse
+from flashgen.backends import emulator_provider, launches_of
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.types import ElementType
+from flashgen.plan.cuda_devices import TARGETS
+from flashgen.plan.cuda_lists import cuda_fields
+from flashgen.plan.cuda_plan import CudaPlan
+from flashgen.runtime.emulated import EmulatedKernel
+from flashgen.runtime.emulator import compile_program
+from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.runtime.schedule import Compiled
+from flashgen.targets import source_for
+
+TARGET = TARGETS["sm_90a"]
+
+
+@functools.cache
+def hopper(text: str, dtype: str = "bf16") -> AttentionOp:
+    """The op of a spec's text."""
+    spec = flashgen.loads(f"attention copied {{ dtype {dtype}  {text} }}", backend="reference").spec
+    return AttentionOp(OpParts(spec, {"cpu": emulator_provider(spec, TARGET)}, backend="emulator"))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@functools.cache
+def emitted_for(text: str) -> tuple[CudaPlan, KernelSource]:
+    spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
+    return source_for(analyse(spec, spec.head_dims[0]), TARGET, ElementType.BF16)
+
+
+def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: int = 1) -> AttentionOp:
+    """An op whose source is that of a spec but for one pass, where a pattern occurs ``count`` times.
+
+    With another forward pass it has no backward one.
+    """
+    spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
+    variant = analyse(spec, spec.head_dims[0])
+    plan, source = emitted_for(text)
+    forward, mark, backward = source.text.partition("// ---- Backward")
+    part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
+    assert mark
+    assert found == count
+    program = compile_program(part if pass_name == "forward" else forward + mark + part, name=source.name)
+    compiled = Compiled(program, launches_of(variant, plan, source.symbol, ElementType.BF16))
+    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda _: compiled)
+    # An op is known by what it computes, so that each of these has to be called by another name.
+    return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))
