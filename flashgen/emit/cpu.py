@@ -43,6 +43,7 @@ from flashgen.plan.arguments import (
     param_field,
 )
 from flashgen.plan.plan import Plan
+from flashgen.plan.work import pair_work
 from flashgen.version import __version__
 
 _PRIMITIVES = (
@@ -100,6 +101,7 @@ class _Context:
     observed_by_head: bool
     weights: str
     scaled_dot: bool
+    slow_scores: bool  # to score a pair takes longer than to weigh it
     sqdist: bool
     dropout: bool
     sink: str | None
@@ -181,6 +183,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
         scaled_dot=constant_factor(variant.score) is not None,
+        slow_scores=kind == "softmax" and pair_work(variant, "forward").specials > 1,
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,

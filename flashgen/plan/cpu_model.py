@@ -20,8 +20,9 @@ TYPICAL_LENGTH = 4096
 ROOMY_COLUMNS, CROWDED = 64, 0.06
 # Rows that keep nothing of a tile are left out in groups of so many.
 VECTOR_ROWS = 16
-# Beside products of matrix registers the mask shows, in all rows of a tile on the border: as so many more of them.
+# Beside products of one part in matrix registers the mask shows, in all rows of a tile on the border: as so many more.
 MASKED = 0.25
+PRODUCTS = {1: 1, 3: 6}  # of bfloat16 for one of numbers in so many parts
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -71,34 +72,37 @@ def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
     return sum(backward_buffers(variant, Br, Bc, lanes).values())
 
 
-def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same of bfloat16 in matrix registers: pairs of Q, rows of K, Vᵀ, S of some rows, Oᵀ and the row state."""
+def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
+    """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and one of P, Oᵀ and the row state.
+
+    Operands are bfloat16, ``parts`` of them a number.
+    """
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
-    ld, Dvp = rows + lanes, _padded(variant, lanes)[2]
+    operand = BFLOAT16 * parts
     return {
-        "Q": FLOAT * (D // 2) * ld,
-        "K": BFLOAT16 * bc * D,
-        "V": BFLOAT16 * Dv * (bc + MATRIX_DEPTH),
-        "S, then P": FLOAT * bc * MATRIX_DEPTH,
-        "O": FLOAT * Dvp * ld,
+        "Q": operand * D * rows,
+        "K": operand * bc * D,
+        "V": 2 * operand * bc * Dv,
+        "S, then P": (2 * FLOAT + operand) * bc * MATRIX_DEPTH,
+        "O": FLOAT * _padded(variant, lanes)[2] * (rows + lanes),
         "row state": FLOAT * 2 * rows,
     }
 
 
-def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same backward: pairs of Q and dO either way, K and Kᵀ, P and dS of some rows as scores, of all as weights."""
+def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
+    """The same backward: Q and dO in pairs either way, K and Kᵀ, V, two strips of S and dP, all of P and dS."""
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
     _, Dp, Dvp = _padded(variant, lanes)
-    ld = rows + lanes
-    scores = FLOAT * bc * MATRIX_DEPTH + BFLOAT16 * bc * (rows + MATRIX_DEPTH)
+    operand = BFLOAT16 * parts
+    scores = 2 * FLOAT * bc * MATRIX_DEPTH + operand * bc * rows
     sizes = {
-        "Q": FLOAT * ((D // 2) * ld + rows // 2 * (Dp + lanes)),
-        "dO": FLOAT * ((Dv // 2) * ld + rows // 2 * (Dvp + lanes)),
-        "K": BFLOAT16 * (bc * D + D * (bc + MATRIX_DEPTH)),
-        "V": BFLOAT16 * bc * Dv,
+        "Q": 2 * operand * D * rows,
+        "dO": 2 * operand * Dv * rows,
+        "K": 2 * operand * bc * D,
+        "V": operand * bc * Dv,
         "S, then P": scores,
-        "dP, then dS": scores,
-        "dQ": FLOAT * Dp * ld,
+        "dP, then dS": scores + operand * bc * MATRIX_DEPTH,
+        "dQ": FLOAT * Dp * (rows + lanes),
         "dK": FLOAT * bc * Dp,
         "dV": FLOAT * bc * Dvp,
         "row state": FLOAT * 3 * rows,
@@ -118,24 +122,28 @@ def overhead(variant: Variant, Br: int, Bc: int) -> float:
     return 5.0 / Br + 4.0 / Bc + _border(variant, Bc, VECTOR_ROWS) + crowded
 
 
-def matrix_forward_overhead(variant: Variant, Br: int, Bc: int) -> float:
+def matrix_forward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) -> float:
     """Work beside the products of matrix registers, as a fraction of theirs.
 
-    V is transposed once for Br rows, sums of O enter and leave the registers once for Bc keys, and more than 64 keys do
-    not stay in the L1 cache between the products. Fitted on a Xeon with AMX: 256 × 64 takes 0.97 (D 64) and 0.9 (D 128)
-    of the time of 128 × 64, and 256 × 128 1.1 and 1.04 of that of 256 × 64. In a window of 256 keys 256 × 64
-    takes 1.05 of the time of 128 × 64.
+    K and V are laid out for the registers once for Br rows, sums of O enter and leave them once for Bc keys, and of
+    one part more than 64 keys do not stay in the L1 cache between the products. Fitted on a Xeon with AMX. One part:
+    512 × 64 takes 0.96 of the time of 256 × 64, 256 × 128 1.1 (D 64) and 1.04 (D 128) of it. Three: at D 64 256 × 128,
+    512 × 128 and 1024 × 128 take 180, 160 and 151 ms, 512 × 64 as long as 512 × 128, at D 128 1.15 times as long.
     """
-    crowded = 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return 16.0 / Br + 4.0 / Bc + _border(variant, Bc, MATRIX_DEPTH + MASKED * Br) + crowded
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / PRODUCTS[parts] * Br)
+    if parts > 1:
+        return 65.0 / Br + 8.0 / Bc + border
+    return 16.0 / Br + 4.0 / Bc + border + 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
 
 
-def matrix_backward_overhead(variant: Variant, Br: int, Bc: int) -> float:
+def matrix_backward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) -> float:
     """The same backward: K is transposed and dK and dV are read and written once for Br rows, dQ once for Bc keys.
 
-    Fitted like the forward pass: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of 128 × 64.
+    Fitted like the forward pass. One part: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of
+    128 × 64. Three: 128 × 128 takes 1.11 (D 64) and 1.04 (D 128) of the time of 256 × 128, 256 × 64 1.02 and 1.04.
     """
-    return 25.0 / Br + 13.0 / Bc + _border(variant, Bc, MATRIX_DEPTH + MASKED * Br)
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / PRODUCTS[parts] * Br)
+    return (30.0 / Br + 4.0 / Bc if parts > 1 else 25.0 / Br + 13.0 / Bc) + border
 
 
 def _border(variant: Variant, Bc: int, rows: float) -> float:

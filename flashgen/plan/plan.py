@@ -32,11 +32,16 @@ class Rejection:
     reason: str
 
 
+# What tensors hold that are multiplied in matrix registers, and of how many bfloat16 each number is the sum.
+MATRIX_KINDS = {"bfloat16": 1, "float32 and float16": 3}
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions for one head dimension on one device; ``reasons`` are sentences in the order of the decisions.
 
-    ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16 on CPUs that have matrix registers.
+    On CPUs that have matrix registers ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16,
+    ``split_forward`` and ``split_backward`` those of float32 and float16, which are multiplied in parts.
     """
 
     spec_name: str
@@ -47,6 +52,8 @@ class Plan:
     backward: Tiles
     matrix_forward: Tiles
     matrix_backward: Tiles
+    split_forward: Tiles
+    split_backward: Tiles
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...]
 
@@ -56,9 +63,11 @@ class Plan:
         return {"forward": self.forward, "backward": self.backward}
 
     @property
-    def matrix_passes(self) -> Mapping[str, Tiles]:
-        """The same of bfloat16 in matrix registers."""
-        return {"forward": self.matrix_forward, "backward": self.matrix_backward}
+    def matrix_passes(self) -> Mapping[str, Mapping[str, Tiles]]:
+        """The same in matrix registers, by what the tensors hold."""
+        of_bfloat16 = {"forward": self.matrix_forward, "backward": self.matrix_backward}
+        of_others = {"forward": self.split_forward, "backward": self.split_backward}
+        return dict(zip(MATRIX_KINDS, (of_bfloat16, of_others), strict=True))
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
@@ -68,6 +77,8 @@ class Plan:
             "BACKWARD_": self.backward,
             "MATRIX_": self.matrix_forward,
             "MATRIX_BACKWARD_": self.matrix_backward,
+            "SPLIT_": self.split_forward,
+            "SPLIT_BACKWARD_": self.split_backward,
         }
         return tuple(
             (f"FLASHGEN_{name}{axis}", str(size))
@@ -87,8 +98,9 @@ class Plan:
             lines.append(
                 f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
             )
-        for name, tile in self.matrix_passes.items():
-            lines.append(f"  {name}, bfloat16 in matrix registers: B_r {tile.Br}, B_c {tile.Bc}")
+        for elements, passes in self.matrix_passes.items():
+            for name, tile in passes.items():
+                lines.append(f"  {name}, {elements} in matrix registers: B_r {tile.Br}, B_c {tile.Bc}")
         lines.append("why")
         lines += [f"  {reason}" for reason in self.reasons]
         for pass_name in ("forward", "backward"):

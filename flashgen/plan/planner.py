@@ -8,7 +8,8 @@ the one with the least work beside the matrix products is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
@@ -22,7 +23,7 @@ from flashgen.plan.cpu_model import (
     overhead,
 )
 from flashgen.plan.devices import Device
-from flashgen.plan.plan import Plan, Rejection, Tiles, kib
+from flashgen.plan.plan import MATRIX_KINDS, Plan, Rejection, Tiles, kib
 
 # A tile shares its cache with the next rows of K and V on their way in, and with the stack.
 USABLE_SRAM = 0.75
@@ -31,6 +32,7 @@ ROWS = (16, 32, 48, 64, 96, 128)
 COLUMNS = (16, 32, 64, 96, 128)
 # Matrix registers take 32 rows at a time, and what they multiply is laid out for them once a tile.
 MATRIX_ROWS = (32, 64, 96, 128, 192, 256)
+MATRIX_FORWARD_ROWS = (*MATRIX_ROWS, 384, 512)
 MATRIX_COLUMNS = (32, 64, 96, 128)
 # Query rows come in whole vectors, of 16 lanes at most, so that one tile works on every machine.
 ROW_MULTIPLE = 16
@@ -52,28 +54,30 @@ def plan(variant: Variant, device: Device) -> Plan:
     """The tiles for ``variant`` on ``device``; ``SpecError`` where the spec pins tiles that cannot work."""
     _check_schedule(variant)
     schedule = variant.spec.schedule
-    passes = (
-        _Pass("forward", schedule.Br, schedule.Bc, forward_buffers),
-        _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers),
-        _Pass(
-            "forward, bfloat16 in matrix registers",
-            schedule.Br,
-            schedule.Bc,
-            matrix_forward_buffers,
-            matrix_forward_overhead,
-            MATRIX_ROWS,
-            MATRIX_COLUMNS,
-        ),
-        _Pass(
-            "backward, bfloat16 in matrix registers",
-            schedule.backward_Br,
-            schedule.backward_Bc,
-            matrix_backward_buffers,
-            matrix_backward_overhead,
-            MATRIX_ROWS,
-            MATRIX_COLUMNS,
-        ),
-    )
+    forward = _Pass("forward", schedule.Br, schedule.Bc, forward_buffers)
+    backward = _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers)
+    passes = [forward, backward]
+    for elements, parts in MATRIX_KINDS.items():
+        passes.append(
+            replace(
+                forward,
+                name=f"forward, {elements} in matrix registers",
+                buffers=partial(matrix_forward_buffers, parts=parts),
+                overhead=partial(matrix_forward_overhead, parts=parts),
+                rows=MATRIX_FORWARD_ROWS,
+                columns=MATRIX_COLUMNS,
+            )
+        )
+        passes.append(
+            replace(
+                backward,
+                name=f"backward, {elements} in matrix registers",
+                buffers=partial(matrix_backward_buffers, parts=parts),
+                overhead=partial(matrix_backward_overhead, parts=parts),
+                rows=MATRIX_ROWS,
+                columns=MATRIX_COLUMNS,
+            )
+        )
     tiles: list[Tiles] = []
     memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
     reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
@@ -92,6 +96,8 @@ def plan(variant: Variant, device: Device) -> Plan:
         backward=tiles[1],
         matrix_forward=tiles[2],
         matrix_backward=tiles[3],
+        split_forward=tiles[4],
+        split_backward=tiles[5],
         reasons=tuple(reasons),
         rejected=tuple(rejected),
     )

@@ -10,8 +10,10 @@
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
 //   forward: B_r × B_c = 128 × 64 (235 KiB): 12.1% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 64 × 64 (337 KiB): 16.0% of work beside the products, the least of 19 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 256 × 64 (248 KiB): 16.4% of work beside the products, the least of 24 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 64 (382 KiB): 43.0% of work beside the products, the least of 11 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 384 × 64 (363 KiB): 15.1% of work beside the products, the least of 26 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 64 (378 KiB): 43.0% of work beside the products, the least of 11 that fit
+//   forward, float32 and float16 in matrix registers: B_r × B_c = 192 × 32 (332 KiB): 60.6% of work beside the products, the least of 12 that fit
+//   backward, float32 and float16 in matrix registers: B_r × B_c = 64 × 32 (379 KiB): 61.0% of work beside the products, the least of 2 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -40,7 +42,7 @@
 #define FLASHGEN_BACKWARD_BC 64
 #endif
 #ifndef FLASHGEN_MATRIX_BR
-#define FLASHGEN_MATRIX_BR 256
+#define FLASHGEN_MATRIX_BR 384
 #endif
 #ifndef FLASHGEN_MATRIX_BC
 #define FLASHGEN_MATRIX_BC 64
@@ -50,6 +52,18 @@
 #endif
 #ifndef FLASHGEN_MATRIX_BACKWARD_BC
 #define FLASHGEN_MATRIX_BACKWARD_BC 64
+#endif
+#ifndef FLASHGEN_SPLIT_BR
+#define FLASHGEN_SPLIT_BR 192
+#endif
+#ifndef FLASHGEN_SPLIT_BC
+#define FLASHGEN_SPLIT_BC 32
+#endif
+#ifndef FLASHGEN_SPLIT_BACKWARD_BR
+#define FLASHGEN_SPLIT_BACKWARD_BR 64
+#endif
+#ifndef FLASHGEN_SPLIT_BACKWARD_BC
+#define FLASHGEN_SPLIT_BACKWARD_BC 32
 #endif
 
 // Layer 1 of the CPU primitives: flushing of subnormal numbers, for one thread and the life of one object.
@@ -110,7 +124,8 @@ class FlushSubnormals {
 
 namespace fg {
 
-#if defined(__AVX512F__)
+// Matrix products in vectors (matrix_product.h) want those of 16 lanes: where there are none, compilers make them of narrower ones.
+#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2
 constexpr int W = 16;
 #elif defined(__AVX__)
 constexpr int W = 8;
@@ -1450,14 +1465,27 @@ constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
 // lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
 // buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
+constexpr int line_bytes = 64;
 struct Ahead {
   const char* at = nullptr;
   int64_t step = 0;
   int64_t steps = 0;
   int passes = 0;
   int64_t done = 0;  // of the steps of this pass
+
+  // Asks for the next lines.
+  FG_INLINE void ask(int lines) {
+    for (; lines > 0 && passes > 0; --lines) {
+      __builtin_prefetch(at + done * step, 0, 2);
+      move_on(1);
+    }
+  }
+  FG_INLINE void move_on(int64_t lines) {
+    done += lines;
+    if (done >= steps) done = 0, at += line_bytes, --passes;
+  }
 };
-constexpr int ahead_interval = 4, line_bytes = 64;
+constexpr int ahead_interval = 4;
 
 // The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
@@ -1512,8 +1540,7 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
     const int rows = left == 8 || left < 6 ? 4 : 6;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
-    ahead.done += p.K / ahead_interval;
-    if (ahead.done >= ahead.steps) ahead.done = 0, ahead.at += line_bytes, --ahead.passes;
+    ahead.move_on(p.K / ahead_interval);
     if (rows == 6)
       product_block<6, V>(p);
     else
@@ -1528,8 +1555,7 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is asked
 // for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
-                         int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         Ahead ahead = {}) {
+                         int64_t ldb, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   for (int v = 0; v < vectors;) {
     const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;
@@ -1606,11 +1632,11 @@ inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, cons
 
 }  // namespace fg
 
-// Layer 3 of the CPU primitives: the product of bfloat16 matrices, on CPUs that have matrix registers (Intel's AMX).
+// Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
 //
-// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32. A lies in rows of bfloat16. B lies in pairs: lane n of
-// row k / 2 holds B[k][n] in its lower half and B[k + 1][n] in its upper one. K is a multiple of matrix_depth, M of
-// matrix_rows; N is whole vectors.
+// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16 `parts`:
+// part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves out is about
+// 2^(-8 parts) of a term: three parts are as good as float32.
 // FLASHGEN_MATRIX_PRODUCTS says how: 1 in the registers, the default where the compiler finds them; 0 not at all; 2 in
 // vectors, slowly, so that all that is built on this can be tested on any machine.
 // There is no vector extension for matrix registers: their instructions stand here, once each, by name.
@@ -1629,41 +1655,130 @@ namespace fg {
 
 constexpr int matrix_rows = 16;   // of a register
 constexpr int matrix_depth = 32;  // bfloat16 in a row of it
+static_assert(W == matrix_rows, "a register is as wide as a vector");
 
-// ---- rounding to pairs -------------------------------------------------------------------------------------------
-// Weights are rounded to nearest, ties away from zero: in half the instructions of ties to even, of which one number in
-// 65,536 is. A NaN stays one but where all bits of its payload are set.
+// ---- parts -------------------------------------------------------------------------------------------------------
+// They are made in the upper halves of lanes. Rounding is to nearest, ties away from zero: in half the instructions of ties to
+// even, of which one number in 65,536 is. A NaN stays one but where all bits of its payload are set.
 
 FG_INLINE VecU rounded(VecF x) { return reinterpret_cast<VecU>(x) + 0x8000u; }
-FG_INLINE VecI pair_of(VecU low, VecU high) { return reinterpret_cast<VecI>((low >> 16) | (high & 0xffff0000u)); }
+FG_INLINE VecF upper_half(VecU x) { return from_bits(reinterpret_cast<VecI>(x & 0xffff0000u)); }
+
+// x as a sum, the largest part first. Of several the first is cut off, so that none becomes infinite where x is not, and the others
+// are nearest to what is left: three hold a float32, but for what is below 2^-126. Those after an infinite one are NaN.
+template <int parts> FG_INLINE void split(VecF x, VecU (&part)[parts]) {
+  static_assert(parts <= 3, "three hold a float32");
+  part[0] = parts == 1 ? rounded(x) : reinterpret_cast<VecU>(x);
+  VecF rest = x;
+  FG_UNROLL for (int n = 1; n < parts; ++n) {
+    rest -= upper_half(part[n - 1]);
+    part[n] = n == 2 ? reinterpret_cast<VecU>(rest) : rounded(rest);  // 24 bits less 16 fit as they are
+  }
+}
+
+// The upper halves of two vectors, interleaved; and those of one.
+FG_INLINE void store_pairs(bf16* p, VecU low, VecU high) {
+  const VecU pairs = (low >> 16) | (high & 0xffff0000u);
+  std::memcpy(p, &pairs, sizeof(pairs));
+}
 FG_INLINE void store_upper_halves(bf16* p, VecU x) {
   const Words words = __builtin_convertvector(x >> 16, Words);
   std::memcpy(p, &words, sizeof(words));
 }
 
-// W elements of two rows, as pairs.
-FG_INLINE VecI pairs_of_rows(const bf16* low, const bf16* high) {
-  Words x, y;
-  std::memcpy(&x, low, sizeof(x));
-  std::memcpy(&y, high, sizeof(y));
-  return __builtin_convertvector(x, VecI) | __builtin_convertvector(y, VecI) << 16;
+// ---- how operands lie --------------------------------------------------------------------------------------------
+// As images of registers, 16 rows of 64 bytes: of a left operand 16 rows of matrix_depth terms, A[m][k]; of a right one 16 columns
+// and the same number of terms, in pairs, B[k / 2][n][k % 2].
+
+constexpr int image_row = matrix_depth, image = matrix_rows * image_row;  // elements
+
+template <class Element> struct ImagesOf {
+  Element* at;
+  int64_t block, depth, part;  // strides in elements: of 16 rows or columns, of matrix_depth terms, of parts;
+  int64_t row;                 // and of rows within an image: image_row, unless a tensor's rows are multiplied where they lie
+  bool finite;                 // no number is infinite, or none at all
+
+  // Of a left operand the 64 bytes that begin with term k of row m.
+  Element* left(int m, int k, int of_part) const {
+    return at + m / matrix_rows * block + k / matrix_depth * depth + of_part * part + m % matrix_rows * row;
+  }
+  // Of a right one those that begin with terms k and k + 1 of column n.
+  Element* right(int n, int k, int of_part) const {
+    return at + n / matrix_rows * block + k / matrix_depth * depth + of_part * part + k % matrix_depth / 2 * row;
+  }
+  operator ImagesOf<const Element>() const { return {at, block, depth, part, row, finite}; }
+};
+using Images = ImagesOf<const bf16>;
+using NewImages = ImagesOf<bf16>;  // to be filled
+
+// Row m of a left operand of one part; zeros up to a multiple of matrix_depth.
+FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) {
+  for (int k = 0; k < width; k += matrix_depth) {
+    const int here = width - k < matrix_depth ? width - k : matrix_depth;
+    bf16* const at = to.left(m, k, 0);
+    std::memcpy(at, from + k, sizeof(bf16) * size_t(here));
+    if (here < matrix_depth) std::memset(at + here, 0, sizeof(bf16) * size_t(matrix_depth - here));
+  }
 }
 
-// dst[c][r] = src[r][c] where rows and columns are multiples of 2 W. Two rows make pairs of their even columns and of their odd
-// ones, without a shuffle; pairs are transposed as numbers of 32 bits are.
-inline __attribute__((noinline)) void turn_to(bf16* dst, int64_t ldd, const bf16* src, int64_t lds, int rows, int cols) {
-  for (int r = 0; r < rows; r += 2 * W)
-    for (int c = 0; c < cols; c += 2 * W)
-      FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
-        VecF x[W];
-        FG_UNROLL for (int i = 0; i < W; ++i) {
-          VecU low, high;
-          std::memcpy(&low, src + (r + 2 * i) * lds + c, sizeof(low));
-          std::memcpy(&high, src + (r + 2 * i + 1) * lds + c, sizeof(high));
-          x[i] = from_bits(odd ? pair_of(low, high) : pair_of(low << 16, high << 16));
+// The same of `parts`; `width` is a multiple of matrix_depth. Adds NaN to `check` where a number is not finite.
+template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& check) {
+  for (int k = 0; k < width; k += W) {
+    const VecF x = load(from + k);
+    check += x * 0.0f;
+    VecU part[parts];
+    split(x, part);
+    FG_UNROLL for (int n = 0; n < parts; ++n) store_upper_halves(to.left(m, k, n) + k % matrix_depth, part[n]);
+  }
+}
+
+template <int parts> FG_INLINE void clear_row(const NewImages& to, int m, int width) {
+  for (int n = 0; n < parts; ++n)
+    for (int k = 0; k < width; k += matrix_depth) std::memset(to.left(m, k, n), 0, sizeof(bf16) * image_row);
+}
+
+// A left operand of rows by cols, both multiples of matrix_depth, made
+//   another left one, transposed. Two rows make pairs of their even columns and of their odd ones, without a shuffle; pairs are
+//   transposed as numbers of 32 bits are;
+template <int parts> inline __attribute__((noinline)) void turn_images(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int r = 0; r < rows; r += matrix_depth)
+    for (int c = 0; c < cols; c += matrix_depth)
+      for (int part = 0; part < parts; ++part)
+        FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
+          VecF x[W];
+          FG_UNROLL for (int i = 0; i < W; ++i) {
+            VecU low, high;
+            std::memcpy(&low, from.left(r + 2 * i, c, part), sizeof(low));
+            std::memcpy(&high, from.left(r + 2 * i + 1, c, part), sizeof(high));
+            x[i] = from_bits(reinterpret_cast<VecI>(odd ? (low >> 16) | (high & 0xffff0000u) : (low & 0xffffu) | (high << 16)));
+          }
+          transpose_lanes(x);
+          FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.left(c + 2 * i + odd, r, part), &x[i], sizeof(VecF));
         }
+}
+
+//   a right one of its rows as columns: two neighbours in a row are a pair already;
+template <int parts> inline __attribute__((noinline)) void pair_columns(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int r = 0; r < rows; r += W)
+    for (int c = 0; c < cols; c += matrix_depth)
+      for (int part = 0; part < parts; ++part) {
+        VecF x[W];
+        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(&x[i], from.left(r + i, c, part), sizeof(VecF));
         transpose_lanes(x);
-        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(dst + (c + 2 * i + odd) * ldd + r, &x[i], sizeof(VecF));
+        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.right(r, c + 2 * i, part), &x[i], sizeof(VecF));
+      }
+}
+
+//   a right one of its rows as terms.
+template <int parts> inline __attribute__((noinline)) void pair_rows(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int c = 0; c < cols; c += W)
+    for (int r = 0; r < rows; r += 2)
+      for (int part = 0; part < parts; ++part) {
+        Words low, high;
+        std::memcpy(&low, from.left(r, c, part) + c % matrix_depth, sizeof(low));
+        std::memcpy(&high, from.left(r + 1, c, part) + c % matrix_depth, sizeof(high));
+        const VecI pairs = __builtin_convertvector(low, VecI) | __builtin_convertvector(high, VecI) << 16;
+        std::memcpy(to.right(c, r, part), &pairs, sizeof(pairs));
       }
 }
 
@@ -1692,34 +1807,7 @@ class MatrixRegisters {
   MatrixRegisters(const MatrixRegisters&) = delete;
   MatrixRegisters& operator=(const MatrixRegisters&) = delete;
 };
-#else
-inline bool has_matrix_registers() { return true; }
-class MatrixRegisters {
- public:
-  MatrixRegisters() {}
-  ~MatrixRegisters() {}
-};
-#endif
 
-// ---- the product -------------------------------------------------------------------------------------------------
-
-// Strides in elements of what they belong to.
-struct MatrixOperands {
-  int K;
-  const bf16* a;
-  int64_t lda;
-  const int32_t* b;
-  int64_t ldb;
-  float* c;
-  int64_t ldc;
-  Begin begin;
-};
-
-// Sums of 16 rows by V <= 2 vectors stand in registers 2 turn and 2 turn + 1; A's are in 4, B's in 6 and 7. Turns alternate, and
-// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting.
-// Measured, 32 x 32 of depth 64 take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers.
-#if FLASHGEN_MATRIX_PRODUCTS == 1
-static_assert(W == matrix_rows, "a register is as wide as a vector");
 template <int n> FG_INLINE void clear_register() { asm volatile("tilezero %%tmm%c0" : : "i"(n)); }
 template <int n> FG_INLINE void load_register(const void* at, int64_t row_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(at), "r"(row_bytes), "i"(n) : "memory");
@@ -1731,80 +1819,163 @@ template <int n> FG_INLINE void store_register(void* at, int64_t row_bytes) {
 template <int c, int a, int b> FG_INLINE void multiply_registers() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
-
-template <int turn, int V> FG_INLINE void multiply(const MatrixOperands& p) {
-  constexpr int left = 2 * turn, right = left + 1;
-  const int64_t a_bytes = p.lda * 2, b_bytes = p.ldb * 4, c_bytes = p.ldc * 4;
-  if (p.begin == Begin::zero) {
-    clear_register<left>();
-    if (V == 2) clear_register<right>();
-  } else {
-    load_register<left>(p.c, c_bytes);
-    if (V == 2) load_register<right>(p.c + W, c_bytes);
-  }
-  const bf16* a = p.a;
-  const int32_t* b = p.b;
-  for (int k = p.K; k > 0; k -= matrix_depth) {
-    load_register<4>(a, a_bytes);
-    load_register<6>(b, b_bytes);
-    multiply_registers<left, 4, 6>();
-    if (V == 2) {
-      load_register<7>(b + W, b_bytes);
-      multiply_registers<right, 4, 7>();
-    }
-    a += matrix_depth;
-    b += matrix_depth / 2 * p.ldb;
-  }
-}
-template <int turn, int V> FG_INLINE void leave(float* c, int64_t ldc) {
-  store_register<2 * turn>(c, ldc * 4);
-  if (V == 2) store_register<2 * turn + 1>(c + W, ldc * 4);
-}
-
-template <int V> inline void matrix_panel(int M, MatrixOperands p) {
-  float* last = nullptr;  // of the turn before
-  for (int turn = 0; turn < M / matrix_rows; ++turn) {
-    if (turn % 2 == 0) {
-      multiply<0, V>(p);
-      if (last != nullptr) leave<1, V>(last, p.ldc);
-    } else {
-      multiply<1, V>(p);
-      leave<0, V>(last, p.ldc);
-    }
-    last = p.c;
-    p.a += matrix_rows * p.lda;
-    p.c += matrix_rows * p.ldc;
-  }
-  if (M / matrix_rows % 2 == 1)
-    leave<0, V>(last, p.ldc);
-  else
-    leave<1, V>(last, p.ldc);
-}
 #else
-template <int V> inline void matrix_panel(int M, const MatrixOperands& p) {
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) {
-      float* const c = p.c + m * p.ldc + v * W;
-      VecF sum = p.begin == Begin::zero ? VecF{} : load(c);
-      for (int k = 0; k < p.K; k += 2) {
-        const VecI pairs = load(p.b + k / 2 * p.ldb + v * W);
-        const bf16* const a = p.a + m * p.lda + k;
-        sum += element(a, 0) * from_bits(pairs << 16) + element(a, 1) * from_bits(pairs & ~0xffff);
-      }
-      store(c, sum);
+inline bool has_matrix_registers() { return true; }
+
+class MatrixRegisters {
+ public:
+  MatrixRegisters() {}
+  ~MatrixRegisters() {}
+};
+
+struct alignas(64) MatrixRegister {
+  VecF rows[matrix_rows];
+};
+inline MatrixRegister& matrix_register(int n) {
+  static thread_local MatrixRegister registers[8];
+  return registers[n];
+}
+template <int n> inline void clear_register() { matrix_register(n) = {}; }
+template <int n> inline void load_register(const void* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(&matrix_register(n).rows[r], static_cast<const char*>(at) + r * row_bytes, sizeof(VecF));
+}
+template <int n> inline void store_register(void* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(static_cast<char*>(at) + r * row_bytes, &matrix_register(n).rows[r], sizeof(VecF));
+}
+template <int c, int a, int b> inline void multiply_registers() {
+  for (int m = 0; m < matrix_rows; ++m) {
+    bf16 left[matrix_depth];
+    std::memcpy(left, &matrix_register(a).rows[m], sizeof(left));
+    for (int k = 0; k < matrix_depth; k += 2) {
+      const VecI pairs = reinterpret_cast<VecI>(matrix_register(b).rows[k / 2]);
+      matrix_register(c).rows[m] += element(left, k) * from_bits(pairs << 16) + element(left, k + 1) * from_bits(pairs & ~0xffff);
     }
+  }
 }
 #endif
 
-// The product of M rows by `vectors` vectors.
-inline void matrix_product(int M, int vectors, int K, const bf16* a, int64_t lda, const int32_t* b, int64_t ldb, float* c,
-                           int64_t ldc, Begin begin) {
-  for (int v = 0; v < vectors; v += 2) {
-    const MatrixOperands p = {K, a, lda, b + v * W, ldb, c + v * W, ldc, begin};
-    if (vectors - v >= 2)
-      matrix_panel<2>(M, p);
+// ---- the product -------------------------------------------------------------------------------------------------
+
+// C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
+// other work: a step is matrix_depth terms of 16 rows, some thirty instructions that the registers take 192 clocks for with three
+// parts and 32 with one.
+// Sums stand in registers 2 turn and 2 turn + 1; A's are in 4 and 5, B's in 6 and 7. Turns alternate, and what one leaves is stored after
+// the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured, 32 x 32 of depth 64 and one part
+// take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With three parts two turns beside
+// each other come to 17 clocks a product (16 are the least), where their images lie one after another.
+// While registers multiply, vectors of 64 bytes have one unit instead of two: other work beside a product takes 0.85 of the time of
+// both, no less. Shorter steps, and blocks of 2 x 2, were no faster.
+template <int V, int parts> class MatrixProduct {
+ public:
+  MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
+      : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
+
+  static constexpr int steps(int rows, int K) { return rows / matrix_rows * (K / matrix_depth); }
+  bool is_done() const { return turn_ == turns_; }
+  FG_INLINE void step() {
+    if (turn_ % 2 == 0)
+      step_of<0>();
     else
-      matrix_panel<1>(M, p);
+      step_of<1>();
+  }
+  FG_INLINE void finish() {
+    while (!is_done()) step();
+  }
+
+ private:
+  template <int turn> FG_INLINE void step_of() {
+    constexpr int left = 2 * turn, right = left + 1;
+    // Read once: what an instruction by name may have written would have to be read again.
+    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
+    if (k_ == 0) {
+      if (begin_ == Begin::zero) {
+        clear_register<left>();
+        if (V == 2) clear_register<right>();
+      } else {
+        load_register<left>(c_, ldc_ * 4);
+        if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
+      }
+    }
+    if (parts > 1) ahead_.ask(2);
+    const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
+    load_register<4>(a, a_row);
+    FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
+      b -= b_part;
+      load_register<6>(b, 64);
+      multiply_registers<left, 4, 6>();
+      if (V == 2) {
+        load_register<7>(b + b_block, 64);
+        multiply_registers<right, 4, 7>();
+      }
+      FG_UNROLL for (int other = 1; other < parts - n; ++other) {
+        load_register<5>(a + other * a_part, a_row);
+        multiply_registers<left, 5, 6>();
+        if (V == 2) multiply_registers<right, 5, 7>();
+      }
+    }
+    k_ += matrix_depth;
+    if (k_ < K_) return;
+    if (turn_ > 0) leave<1 - turn>(c_ - matrix_rows * ldc_);
+    if (++turn_ == turns_) leave<turn>(c_);
+    k_ = 0;
+    a_.at += a_.block;
+    c_ += matrix_rows * ldc_;
+  }
+  template <int turn> FG_INLINE void leave(float* c) {
+    store_register<2 * turn>(c, ldc_ * 4);
+    if (V == 2) store_register<2 * turn + 1>(c + W, ldc_ * 4);
+  }
+
+  int turn_ = 0, turns_, k_ = 0, K_;
+  Images a_, b_;
+  float* c_;
+  int64_t ldc_;
+  Begin begin_;
+  Ahead& ahead_;
+};
+
+// The same in vectors, of sums of parts: a number that is not finite would meet zeros of the other operand's parts.
+template <int parts>
+inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K, const Images& a, const Images& b, float* c,
+                                                      int64_t ldc, Begin begin) {
+  const auto with_first = [](auto first, auto rest) { return select(eq(first - first, 0.0f), first + rest, first); };
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < vectors; ++v) {
+      VecF sum{};
+      for (int k = 0; k < K; k += 2)
+        for (int odd = 0; odd < 2; ++odd) {
+          float left = 0.0f;
+          VecF right{};
+          for (int n = parts - 1; n >= 0; --n) {
+            VecI pairs;
+            std::memcpy(&pairs, b.right(v * W, k, n), sizeof(pairs));
+            left = with_first(element(a.left(m, k, n), k % matrix_depth + odd), left);
+            right = with_first(from_bits(odd ? pairs & ~0xffff : pairs << 16), right);
+          }
+          sum += left * right;
+        }
+      float* const to = c + m * ldc + v * W;
+      store(to, begin == Begin::zero ? sum : load(to) + sum);
+    }
+}
+
+// C (+)= A B of M rows by `vectors` vectors; of so many terms at a time that two blocks of B stay in the L1 cache.
+template <int parts>
+inline void matrix_product(int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
+  if (parts > 1 && !(a.finite && b.finite)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
+  constexpr int most = 384 / parts;
+  for (int k = 0; k < K; k += most) {
+    const int terms = K - k < most ? K - k : most;
+    for (int v = 0; v < vectors; v += 2) {
+      Images right = b;
+      right.at = b.right(v * W, k, 0);
+      if (vectors - v >= 2)
+        MatrixProduct<2, parts>(M, terms, a, right, c + v * W, ldc, begin, ahead).finish();
+      else
+        MatrixProduct<1, parts>(M, terms, a, right, c + v * W, ldc, begin, ahead).finish();
+    }
+    a.at += most / matrix_depth * a.depth;
+    begin = Begin::accumulate;
   }
 }
 
@@ -2224,21 +2395,25 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 
 // ---- What is multiplied, and how it lies ---------------------------------------------------------------------------
 // Both passes are written once, over either kind of products:
-//   VectorProducts   of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that it may lie
-//                    either way.
-//   MatrixProducts   of bfloat16 with float32 sums, in matrix registers, which want rows on the left and pairs on the right.
+//   VectorProducts          of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that it may lie
+//                           either way.
+//   MatrixProducts<parts>   in matrix registers, of bfloat16 with float32 sums: of bfloat16 tensors as they are; of others as
+//                           sums of three, six products in the place of one.
 // A kind says in what multiples it works; what it makes of rows of K and V (Keys), of rows of Q and dO (Queries) and of the
-// scores of a tile (Scores), which are left and right operands; and multiplies: C (+)= left · right, C in float32.
-// Of a score tile keys are rows and query rows are lanes.
+// scores of a tile (Scores), which are left and right operands; and multiplies: C (+)= left · right, C in float32, at once
+// or as a Later product, step by step beside other work.
+// Of a score tile keys are rows and query rows are lanes. It is computed a `strip` of vectors of rows at a time.
 
 // What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
 enum class PastEnd { last_row, zeros };
 
 struct VectorProducts {
   struct Thread {};  // what a thread holds while it multiplies
-  static constexpr int tile(int of_vectors, int /*of_matrices*/) { return of_vectors; }  // which of the plan's sizes it works in
+  // Which of the plan's sizes it works in.
+  static constexpr int tile(int of_vectors, int /*of_bfloat16*/, int /*of_parts*/) { return of_vectors; }
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
+  static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
 
   struct Left {
@@ -2249,10 +2424,24 @@ struct VectorProducts {
     const float* at;
     int64_t ld;
   };
-  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
-                      fg::Ahead ahead = {}) {
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
     fg::tile_product(M, vectors, K, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
   }
+  // The units that multiply are those that do the other work: nothing is gained by steps.
+  struct Later {
+    static constexpr int steps(int /*M*/, int /*K*/) { return 0; }
+    bool is_done() const { return true; }
+    void step() {}
+    void finish() { product(M, vectors, K, a, b, c, ldc, begin, ahead); }
+
+    int M, vectors, K;
+    Left a;
+    Right b;
+    float* c;
+    int64_t ldc;
+    fg::Begin begin;
+    fg::Ahead& ahead;
+  };
 
   // Up to `most` rows of K or V: where they lie, if they are float32 and need no padding, else a copy.
   template <int most, int width, bool features_first> struct alignas(64) Keys {
@@ -2287,7 +2476,7 @@ struct VectorProducts {
 
   // Scores of up to `keys` by `rows`; then, in their place, what they weigh.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
-    static constexpr int strip = rows / W;  // vectors of rows that are computed before they are used
+    static constexpr int strip = rows / W;
     static constexpr int ld = rows + W;
 
     float* of(int vector) { return scores + vector * W; }
@@ -2304,101 +2493,144 @@ struct VectorProducts {
 };
 
 #if FLASHGEN_MATRIX_PRODUCTS
-struct MatrixProducts {
+template <int parts> struct MatrixProducts {
   using Thread = fg::MatrixRegisters;
-  static constexpr int tile(int /*of_vectors*/, int of_matrices) { return of_matrices; }
+  static constexpr int tile(int /*of_vectors*/, int of_bfloat16, int of_parts) { return parts == 1 ? of_bfloat16 : of_parts; }
   static constexpr int key_multiple = fg::matrix_depth;
   static constexpr int row_vectors = fg::matrix_depth / W;
+  static constexpr int fewest_rows = parts == 1 ? fg::matrix_depth : 64;  // K and V are laid out for each
   static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
 
-  struct Left {
-    const fg::bf16* at;
-    int64_t ld;
-  };
-  struct Right {
-    const int32_t* at;  // pairs
-    int64_t ld;
-  };
-  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
-                      fg::Ahead = {}) {
-    fg::matrix_product(M, vectors, K, a.at, a.ld, b.at, b.ld, c, ldc, begin);
+  using Left = fg::Images;
+  using Right = fg::Images;
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
+    fg::matrix_product<parts>(M, vectors, K, a, b, c, ldc, begin, ahead);
   }
+  // Of one strip.
+  class Later {
+    using Product = fg::MatrixProduct<row_vectors, parts>;
 
-  // Copies rows, padded with zeros to `ld` and to `padded` rows.
-  static void copy_rows(fg::bf16* to, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
-    for (int row = 0; row < count; ++row) {
-      std::memcpy(to + row * ld, static_cast<const fg::bf16*>(from.at) + (first + row) * from.stride, sizeof(fg::bf16) * width);
-      std::fill(to + row * ld + width, to + (row + 1) * ld, fg::bf16{0});
+   public:
+    Later(int M, int /*vectors*/, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead)
+        : in_steps_(parts == 1 || (a.finite && b.finite)), product_(in_steps_ ? M : 0, K, a, b, c, ldc, begin, ahead) {
+      if (!in_steps_) product(M, row_vectors, K, a, b, c, ldc, begin, ahead);
     }
-    std::fill(to + count * ld, to + padded * ld, fg::bf16{0});
+    static constexpr int steps(int M, int K) { return Product::steps(M, K); }
+    bool is_done() const { return product_.is_done(); }
+    FG_INLINE void step() {
+      if (!is_done()) product_.step();
+    }
+    void finish() { product_.finish(); }
+
+   private:
+    bool in_steps_;
+    Product product_;
+  };
+
+  // Images in the order that products read them: of a block those of `terms`, of these the parts.
+  static fg::NewImages in_order(fg::bf16* at, int terms, bool finite = true) {
+    return {at, parts * W * depth(terms), parts * fg::image, fg::image, fg::image_row, finite};
   }
 
+  // Rows of a head as left operand, their features being the terms. Returns whether all numbers are finite.
+  template <int width>
+  static FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
+    fg::VecF check{};
+    for (int row = 0; row < padded; ++row) {
+      const int64_t source = first + std::min(row, count - 1);
+      if (row >= count && past == PastEnd::zeros) {
+        fg::clear_row<parts>(to, row, depth(width));
+      } else if (parts == 1) {
+        fg::put_row(to, row, static_cast<const fg::bf16*>(from.at) + source * from.stride, width);
+      } else if (from.element == 0 && width % fg::matrix_depth == 0) {
+        fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + source * from.stride, width, check);
+      } else {
+        alignas(64) float features[depth(width)];
+        load_rows(features, depth(width), width, from, source, 1, 1);
+        fg::put_row<parts>(to, row, features, depth(width), check);
+      }
+    }
+    return fg::horizontal_sum(check) == 0.0f;
+  }
+
+  // Up to `most` rows of K or V; bfloat16 that needs no padding is multiplied where it lies.
   template <int most, int width, bool features_first> struct alignas(64) Keys {
-    static constexpr int ld = depth(width), turned_ld = depth(most) + fg::matrix_depth;
+    static constexpr int size = depth(most) * depth(width);
 
     void load(const HeadRows& from, KeyRows rows) {
       const int padded = depth(rows.count);
-      at = {static_cast<const fg::bf16*>(from.at) + rows.first * from.stride, from.stride};
-      if (width != ld || rows.count != padded) {
-        copy_rows(copy, ld, width, from, rows.first, rows.count, padded);
-        at = {copy, ld};
+      if (parts == 1 && width == depth(width) && rows.count == padded) {
+        keys = {static_cast<const fg::bf16*>(from.at) + rows.first * from.stride, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+      } else {
+        fg::NewImages own = in_order(copy, width);
+        own.finite = put_rows<width>(own, from, rows.first, rows.count, padded, PastEnd::zeros);
+        keys = own;
       }
-      if (features_first) fg::turn_to(turned, turned_ld, at.at, at.ld, padded, ld);
+      if (features_first) fg::turn_images<parts>(in_order(features, most), keys, padded, depth(width));
     }
-    Left by_key() const { return at; }
-    Left by_feature() const { return {turned, turned_ld}; }
+    Left by_key() const { return keys; }
+    Left by_feature() { return in_order(features, most, keys.finite); }
 
-    fg::bf16 copy[depth(most) * ld];
-    alignas(64) fg::bf16 turned[features_first ? ld * turned_ld : 1];
-    Left at;
+    fg::Images keys;
+    alignas(64) fg::bf16 copy[parts * size];
+    alignas(64) fg::bf16 features[features_first ? parts * size : 1];
   };
 
+  // Up to `most` rows of Q or dO.
   template <int most, int width, bool rows_first> struct alignas(64) Queries {
-    static constexpr int ld = depth(width), by_feature_ld = depth(most) + W, by_row_ld = int(round_up(width, W)) + W;
+    static constexpr int size = depth(most) * depth(width);
 
     void load(const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
-      copy_rows(copy, ld, width, from, first, count, padded);
-      for (int row = count; past == PastEnd::last_row && row < padded; ++row)
-        std::memcpy(copy + row * ld, copy + (count - 1) * ld, sizeof(fg::bf16) * ld);
-      // Two neighbouring features of a row are a pair already.
-      fg::transpose_to(reinterpret_cast<float*>(features), by_feature_ld, reinterpret_cast<const float*>(copy), ld / 2,
-                       padded, ld / 2);
-      for (int row = 0; rows_first && row < padded; row += 2)
-        for (int d = 0; d < width; d += W)
-          fg::store(rows + row / 2 * by_row_ld + d, fg::pairs_of_rows(copy + row * ld + d, copy + (row + 1) * ld + d));
+      const fg::NewImages left = in_order(copy, width);
+      finite = put_rows<width>(left, from, first, count, padded, past);
+      fg::pair_columns<parts>(in_order(features, width), left, padded, depth(width));
+      if (rows_first) fg::pair_rows<parts>(in_order(rows, most), left, padded, depth(width));
     }
-    Right by_feature(int vector) const { return {features + vector * W, by_feature_ld}; }
-    Right by_row(int vector) const { return {rows + vector * W / 2 * by_row_ld, by_row_ld}; }
+    Right by_feature(int vector) { return in_order(features + parts * vector * W * depth(width), width, finite); }
+    Right by_row(int vector) { return in_order(rows + parts * vector * W * W, most, finite); }
 
-    fg::bf16 copy[depth(most) * ld];
-    alignas(64) int32_t features[ld / 2 * by_feature_ld];
-    alignas(64) int32_t rows[rows_first ? depth(most) / 2 * by_row_ld : 1];
+    fg::bf16 copy[parts * size];
+    alignas(64) fg::bf16 features[parts * size];
+    alignas(64) fg::bf16 rows[rows_first ? parts * size : 1];
+    bool finite;
   };
 
-  // Few rows at a time: their scores stay in the L1 cache from one product to the next. Of keys 2 n and 2 n + 1 the weights, as
-  // pairs, take the place of the scores of 2 n.
+  // Of two strips: one is computed while the other is used. A strip is narrow, so that it stays in the L1 cache. As right operand
+  // there is one strip, as left one there are all.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
-    static constexpr int strip = row_vectors, ld = strip * W, by_key_ld = depth(rows) + fg::matrix_depth;
+    static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows), strip_size = depth(keys) * ld;
 
-    float* of(int vector) { return scores + vector % strip * W; }
+    float* of(int vector) { return scores + vector / strip % 2 * strip_size + vector % strip * W; }
     void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
-      const fg::VecU low = fg::rounded(x), high = fg::rounded(y);
-      if (right) fg::store(of(vector) + key * ld, fg::from_bits(fg::pair_of(low, high)));
-      if (!left) return;
-      fg::store_upper_halves(weights + key * by_key_ld + vector * W, low);
-      fg::store_upper_halves(weights + (key + 1) * by_key_ld + vector * W, high);
-    }
-    void clear(int first, int end) {
-      for (int key = first; key < end; ++key) {
-        std::fill_n(scores + key * ld, ld, 0.0f);
-        if (left) std::fill_n(weights + key * by_key_ld, by_key_ld, fg::bf16{0});
+      fg::VecU low[parts], high[parts];
+      fg::split(x, low);
+      fg::split(y, high);
+      fg::bf16* const pair = pairs + vector % strip * (depth(keys) * W) + key * W;
+      fg::bf16* const weight = weights + vector / strip * strip_size + key * ld + vector % strip * W;
+      FG_UNROLL for (int part = 0; part < parts; ++part) {
+        if (right) fg::store_pairs(pair + part * strip_size, low[part], high[part]);
+        if (!left) continue;
+        fg::store_upper_halves(weight + part * size, low[part]);
+        fg::store_upper_halves(weight + part * size + ld, high[part]);
       }
     }
-    Left by_key(int vector) const { return {weights + vector * W, by_key_ld}; }
-    Right of_keys(int vector) const { return {reinterpret_cast<const int32_t*>(scores) + vector % strip * W, 2 * ld}; }
+    // Keys that share a pair with one before `first` have been put.
+    void clear(int first, int end) {
+      const int pair = int(round_up(first, 2));
+      for (int part = 0; part < parts; ++part) {
+        for (int vector = 0; right && pair < end && vector < strip; ++vector)
+          std::fill_n(pairs + part * strip_size + vector * (depth(keys) * W) + pair * W, (end - pair) * W, fg::bf16{0});
+        for (int panel = 0; left && first < end && panel < depth(rows) / ld; ++panel)
+          std::fill_n(weights + part * size + panel * strip_size + first * ld, (end - first) * ld, fg::bf16{0});
+      }
+    }
+    // Both lie so that keys follow one another.
+    Left by_key(int vector) { return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true}; }
+    Right of_keys(int vector) { return {pairs + vector % strip * (depth(keys) * W), depth(keys) * W, fg::image, strip_size, fg::image_row, true}; }
 
-    float scores[depth(keys) * ld];
-    alignas(64) fg::bf16 weights[left ? depth(keys) * by_key_ld : 1];
+    float scores[2 * strip_size];
+    alignas(64) fg::bf16 pairs[right ? parts * strip_size : 1];
+    alignas(64) fg::bf16 weights[left ? parts * size : 1];
   };
 };
 #endif
@@ -2415,10 +2647,28 @@ template <class Products> inline Computed computed(const Visit& visit) {
   return {first, last, visit.masked || first < visit.first || last > visit.last};
 }
 
+// Spreads the steps of a later product evenly over `work` scores of a vector of rows.
+template <int steps, int work, class Later> class Spread {
+ public:
+  explicit Spread(Later& later) : later_(later) {}
+  FG_INLINE void pass(int done) {
+    for (due_ += steps * done; steps > 0 && due_ >= work; due_ -= work) later_.step();
+  }
+
+ private:
+  Later& later_;
+  int due_ = 0;
+};
+
 // pass(products) with the kind that these arguments go with.
 template <class Pass> inline auto with_products([[maybe_unused]] const Arguments& a, const Pass& pass) {
 #if FLASHGEN_MATRIX_PRODUCTS
-  if (a.element == 1 && fg::has_matrix_registers()) return pass(MatrixProducts());
+  if (fg::has_matrix_registers() && a.element == 1) return pass(MatrixProducts<1>());
+  // Measured: for fewer query rows K and V are not worth laying out in parts. Threads have no say: they change no bit.
+#ifndef FLASHGEN_FEWEST_ROWS
+#define FLASHGEN_FEWEST_ROWS 160
+#endif
+  if (fg::has_matrix_registers() && a.q_len >= FLASHGEN_FEWEST_ROWS) return pass(MatrixProducts<3>());
 #endif
   return pass(VectorProducts());
 }
@@ -2431,8 +2681,8 @@ template <class Pass> inline auto with_products([[maybe_unused]] const Arguments
 
 namespace forward {
 
-template <class Products> constexpr int BR = Products::tile(FLASHGEN_BR, FLASHGEN_MATRIX_BR);
-template <class Products> constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_MATRIX_BC);
+template <class Products> constexpr int BR = Products::tile(FLASHGEN_BR, FLASHGEN_MATRIX_BR, FLASHGEN_SPLIT_BR);
+template <class Products> constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_MATRIX_BC, FLASHGEN_SPLIT_BC);
 
 template <class Products> struct alignas(64) Scratch {
   static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
@@ -2454,8 +2704,10 @@ constexpr float most_growth = 8.0f;
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
-                  Scratch<Products>& t) {
+                  typename Products::Later& following, Scratch<Products>& t) {
   constexpr int ld = decltype(t.s)::ld;
+  constexpr int steps = Products::Later::steps(int(round_up(BC<Products>, Products::key_multiple)), Products::depth(D));
+  Spread<steps, decltype(t.s)::strip * BC<Products>, typename Products::Later> beside(following);  // the slower of two loops
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float* const s = t.s.of(n);
@@ -2493,6 +2745,7 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     };
     int64_t j = 0;
     for (; j + 2 <= columns; j += 2) {
+      beside.pass(2);
       const fg::VecF p = weighed(j);
       t.s.put(j, n, p, weighed(j + 1));
     }
@@ -2504,7 +2757,8 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
 // The rows of a query tile: BR, or fewer where threads would find no tile of their own.
 template <class Products> static int tile_rows(const Arguments& a) {
   const int64_t tiles = ceil_div(a.threads, std::max<int64_t>(1, a.batch * a.heads));  // of a head, at least
-  return int(std::max<int64_t>(W, std::min<int64_t>(BR<Products>, round_up(ceil_div(a.q_len, tiles), W))));
+  const int64_t rows = std::max<int64_t>(Products::fewest_rows, round_up(ceil_div(a.q_len, tiles), W));
+  return int(std::min<int64_t>(BR<Products>, rows));
 }
 
 template <class Products>
@@ -2537,16 +2791,23 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
     }
     const Computed part = computed<Products>(visit);
+    fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
+    // Sᵀ = K Qᵀ of the strip that begins with vector `first`; of none past the last.
+    const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
+    const auto scores = [&](int first) {
+      return typename Products::Later{first < part.last ? padded : 0, end_of(first) - first, Products::depth(D), t.k.by_key(),
+                                      t.q.by_feature(first), t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
+    };
+    scores(part.first).finish();
     for (int first = part.first, end; first < part.last; first = end) {
-      end = std::min(part.last, (first / strip + 1) * strip);
-      // Sᵀ = K Qᵀ
-      Products::product(padded, end - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.s.of(first), t.s.ld,
-                        fg::Begin::zero, rows_ahead(k, next, D));
-      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, t);
+      end = end_of(first);
+      auto following = scores(end);
+      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t);
+      following.finish();
       t.s.clear(columns, Products::depth(columns));
       // Oᵀ += Vᵀ Pᵀ
       Products::product(DVP, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first), t.ot + first * W, ld,
-                        fg::Begin::accumulate, rows_ahead(v, next, DV));
+                        fg::Begin::accumulate, next_v);
     }
   }
   float* const lse = a.lse ? a.lse + (b * a.heads + h) * a.q_len + row0 : nullptr;
@@ -2636,8 +2897,8 @@ extern "C" void causal_d128_forward(const Arguments* a) {
 
 namespace backward {
 
-template <class Products> constexpr int BR = Products::tile(FLASHGEN_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR);
-template <class Products> constexpr int BC = Products::tile(FLASHGEN_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC);
+template <class Products> constexpr int BR = Products::tile(FLASHGEN_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR, FLASHGEN_SPLIT_BACKWARD_BR);
+template <class Products> constexpr int BC = Products::tile(FLASHGEN_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC, FLASHGEN_SPLIT_BACKWARD_BC);
 
 template <class Products> struct alignas(64) Scratch {
   static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
@@ -2661,9 +2922,27 @@ struct Task {
   bool* touched;   // which key tiles of them hold anything; memory of others is never asked for
 };
 
+// S, then dP of a strip.
+template <class Products> struct InTurn {
+  static constexpr int steps(int keys) {
+    return Products::Later::steps(keys, Products::depth(D)) + Products::Later::steps(keys, Products::depth(DV));
+  }
+  FG_INLINE void step() {
+    if (!s.is_done())
+      s.step();
+    else
+      dp.step();
+  }
+  void finish() { s.finish(), dp.finish(); }
+
+  typename Products::Later s, dp;
+};
+
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
-                  Scratch<Products>& t, const Task& task) {
+                  InTurn<Products>& following, Scratch<Products>& t, const Task& task) {
+  constexpr int steps = InTurn<Products>::steps(int(round_up(BC<Products>, Products::key_multiple)));
+  Spread<steps, decltype(t.p)::strip * BC<Products>, InTurn<Products>> beside(following);
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     const float *const s = t.p.of(n), *const dp = t.ds.of(n);
@@ -2687,6 +2966,7 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     };
     int64_t j = 0;
     for (; j + 2 <= columns; j += 2) {
+      beside.pass(2);
       const Weights low = weighed(j), high = weighed(j + 1);
       t.p.put(j, n, low.p, high.p);
       t.ds.put(j, n, low.ds, high.ds);
@@ -2741,20 +3021,30 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     const Computed part = computed<Products>(visit);
+    fg::Ahead none, next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
+    fg::Ahead next_dk = rows_ahead({task.dk, DP, 0}, next, DP), next_dv = rows_ahead({task.dv, DVP, 0}, next, DVP);
+    // Sᵀ = K Qᵀ and dPᵀ = V dOᵀ of the strip that begins with vector `first`; of none past the last.
+    const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
+    const auto scores = [&](int first) {
+      const int keys_of_strip = first < part.last ? padded : 0, of_strip = end_of(first) - first;
+      using Later = typename Products::Later;
+      return InTurn<Products>{Later{keys_of_strip, of_strip, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.p.of(first),
+                                    t.p.ld, fg::Begin::zero, next_k},
+                              Later{keys_of_strip, of_strip, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
+                                    t.ds.of(first), t.ds.ld, fg::Begin::zero, next_v}};
+    };
+    scores(part.first).finish();
     for (int first = part.first, end; first < part.last; first = end) {
-      end = std::min(part.last, (first / strip + 1) * strip);
-      // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
-      Products::product(padded, end - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.p.of(first), t.p.ld,
-                        fg::Begin::zero, rows_ahead(k, next, D));
-      Products::product(padded, end - first, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first), t.ds.of(first),
-                        t.ds.ld, fg::Begin::zero, rows_ahead(v, next, DV));
-      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, t, task);
+      end = end_of(first);
+      auto following = scores(end);
+      (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t, task);
+      following.finish();
       // Rows past the last key have no weight.
       t.p.clear(columns, padded);
       t.ds.clear(columns, padded);
       // dQᵀ += Kᵀ dSᵀ
       Products::product(DP, end - first, Products::depth(columns), t.k.by_feature(), t.ds.of_keys(first), t.dqt + first * W, ld,
-                        fg::Begin::accumulate);
+                        fg::Begin::accumulate, none);
     }
     // dV += Pᵀ dO, dK += dSᵀ Q
     bool& touched = task.touched[visit.tile];
@@ -2765,10 +3055,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     }
     const fg::Begin entered = touched || !is_whole ? fg::Begin::accumulate : fg::Begin::zero;
     const int depth = Products::depth(std::min((part.last - part.first) * W, rows - part.first * W));
-    Products::product(padded, DVP / W, depth, t.p.by_key(part.first), t.d_o.by_row(part.first), task.dv + column0 * DVP, DVP, entered,
-                      rows_ahead({task.dv, DVP, 0}, next, DVP));
-    Products::product(padded, DP / W, depth, t.ds.by_key(part.first), t.q.by_row(part.first), task.dk + column0 * DP, DP, entered,
-                      rows_ahead({task.dk, DP, 0}, next, DP));
+    Products::product(padded, DVP / W, depth, t.p.by_key(part.first), t.d_o.by_row(part.first), task.dv + column0 * DVP, DVP, entered, next_dv);
+    Products::product(padded, DP / W, depth, t.ds.by_key(part.first), t.q.by_row(part.first), task.dk + column0 * DP, DP, entered, next_dk);
     touched = true;
   }
   store_transposed(a.dq, a.element, first_row * D, t.dqt, ld, t.dq, DP, D, rows);

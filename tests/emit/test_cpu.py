@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from flashgen.analysis.variant import analyse
+from flashgen.analysis.variant import Variant, analyse
 from flashgen.emit.cpu import emit_cpu
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.language import parse_text
@@ -120,6 +122,8 @@ def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
+Buffers = Callable[[Variant, int, int, int], dict[str, int]]
+
 # What a scratch holds beside the working set: columns, where K and V lie, and what only first and last steps touch.
 EDGES = {
     "VectorProducts": {
@@ -127,17 +131,21 @@ EDGES = {
         "backward": ("columns", "dq", "k", "-k.copy", "v", "-v.copy"),
     },
     "MatrixProducts": {
-        "forward": ("columns", "o", "q", "-q.features", "k", "-k.copy", "v", "-v.turned"),
-        "backward": ("columns", "dq", "q.copy", "d_o.copy", "k", "-k.copy", "-k.turned", "v", "-v.copy"),
+        "forward": ("columns", "o", "q", "-q.features", "k", "-k.copy", "v", "-v.copy", "-v.features"),
+        "backward": (
+            *("columns", "dq", "q", "-q.features", "-q.rows", "d_o", "-d_o.features", "-d_o.rows"),
+            *("k", "-k.copy", "-k.features", "v", "-v.copy"),
+        ),
     },
 }
-COUNTED = {
+COUNTED: dict[str, tuple[Buffers, Buffers]] = {
     "VectorProducts": (forward_buffers, backward_buffers),
-    "MatrixProducts": (matrix_forward_buffers, matrix_backward_buffers),
+    "MatrixProducts<1>": (partial(matrix_forward_buffers, parts=1), partial(matrix_backward_buffers, parts=1)),
+    "MatrixProducts<3>": (partial(matrix_forward_buffers, parts=3), partial(matrix_backward_buffers, parts=3)),
 }
 
 
-@pytest.mark.parametrize("kind", EDGES)
+@pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.parametrize("head_dim", ["64", "40/24", "128"])
 def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kind: str, tmp_path: Path) -> None:
     body = f"head_dim {head_dim} tensor t: f32[B, H, Nk] grad score s + t[b, h, j]"
@@ -147,7 +155,7 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kin
     kernel.write_text(emit_cpu(variant, plan(variant, GENERIC_CPU)).text)
     main = tmp_path / "main.cpp"
     lines = [f'#include "{kernel.name}"', "#include <cstdio>", "int main() {"]
-    for name, edges in EDGES[kind].items():
+    for name, edges in EDGES[kind.partition("<")[0]].items():
         outside = " ".join(f"{'+' if edge[0] == '-' else '-'} long(sizeof(S::{edge.lstrip('-')}))" for edge in edges)
         sizes = f"{name}::BR<{kind}>, {name}::BC<{kind}>, long(sizeof(S)) {outside}"
         lines.append(f'  {{ using S = {name}::Scratch<{kind}>; std::printf("%d %d %d %ld\\n", W, {sizes}); }}')

@@ -1,16 +1,20 @@
-"""bfloat16 by the kind of products that this machine would not choose: of matrices, in vectors, or float32's."""
+"""Each kind of products, whatever this machine would choose for a call: in vectors, and in matrix registers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.runtime.compiler import cpu_identity
+from flashgen.runtime.op import AttentionOp
 from flashgen.verification import fitting
 from flashgen.verification.verify import verify_case
-from tests.numeric.helpers import failures
+from tests.numeric.helpers import assert_close, failures, normal
 
 # Head dimensions that no register divides, blocks narrower than one, every kind of weight, lists, captured gradients.
 SPECS = {
@@ -25,13 +29,55 @@ SPECS = {
     " score gain * s - slope[h] * abs(i - j) + gate[b, h, j] + table[clamp(i - j, 0, 31), h]  mask causal",
 }
 SHAPES = (Shape(1, 2, 2, 1, 1), Shape(2, 4, 2, 45, 77), Shape(1, 2, 1, 203, 203), Shape(1, 1, 1, 300, 270))
-OTHER = 0 if "amx_bf16" in cpu_identity() else 2  # as FLASHGEN_MATRIX_PRODUCTS says it
+# As compilers are told: without matrix registers; with them, or what stands for them in vectors, for calls of any size.
+REGISTERS = 1 if "amx_bf16" in cpu_identity() else 2
+KINDS = {
+    "vectors": "-DFLASHGEN_MATRIX_PRODUCTS=0",
+    "registers": f"-DFLASHGEN_MATRIX_PRODUCTS={REGISTERS} -DFLASHGEN_FEWEST_ROWS=1",
+}
+
+
+@pytest.fixture(params=KINDS)
+def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], AttentionOp]:
+    """An operator from a spec's name and body, by one kind of products."""
+    kind = str(request.param)
+    monkeypatch.setenv("CXX", f"c++ {KINDS[kind]}")
+    return lambda name, body: flashgen.loads(f"attention {name}_in_{kind} {{ {body} }}")
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", f"c++ -DFLASHGEN_MATRIX_PRODUCTS={OTHER}")
-    op = flashgen.loads(f"attention {name}_by_{OTHER} {{ {SPECS[name]} }}")
-    for seed, shape in enumerate(SHAPES):
-        case = verify_case(op, op.spec.head_dims[0], ElementType.BF16, fitting(op.spec, shape), seed=seed)
-        assert case.ok, failures(case)
+def test_every_element_type(name: str, load: Callable[[str, str], AttentionOp]) -> None:
+    op = load(name, SPECS[name])
+    for element in (ElementType.F32, ElementType.BF16, ElementType.F16):
+        for seed, shape in enumerate(SHAPES):
+            case = verify_case(op, op.spec.head_dims[0], element, fitting(op.spec, shape), seed=seed)
+            assert case.ok, failures(case)
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite(what: str, dtype: torch.dtype, load: Callable[[str, str], AttentionOp]) -> None:
+    """Infinities are multiplied as in float64, by what a bfloat16 holds and by others; NaN stays in its row."""
+    op = load("not_finite", "head_dim 64")
+    q, k, v = inputs = [normal(1, 2, 240, 64, seed=seed).to(dtype) for seed in range(3)]
+    q[0, 0, ::2, 3:6] = 1.0
+    q[0, 1, 11, 0] = torch.nan
+    changed = inputs["qkv".index(what)]
+    changed[0, 0, 7, 3], changed[0, 0, 60, 5] = torch.inf, -torch.inf
+    o, lse = op(q, k, v, return_lse=True)
+    exact, exact_lse = op.reference(q.double(), k.double(), v.double(), dtype=torch.float64, return_lse=True)
+    for result, truth in ((o, exact), (lse, exact_lse)):
+        assert torch.equal(result.isnan(), truth.isnan())
+        assert torch.equal(result.isposinf(), truth.isposinf())
+        assert torch.equal(result.isneginf(), truth.isneginf())
+        finite = truth.isfinite()
+        assert_close(result[finite], truth[finite], 2e-5 if dtype is torch.float32 else 4e-3)
+
+
+def test_the_largest_and_the_smallest_numbers(load: Callable[[str, str], AttentionOp]) -> None:
+    """Parts of numbers near the end of float32's range are not infinite; those of tiny ones are not lost."""
+    op = load("extremes", "head_dim 32")
+    q = normal(1, 1, 200, 32)
+    for size, keys in ((3.4e38, 1), (1e-30, 200)):
+        k, v = normal(1, 1, keys, 32, seed=1), torch.full((1, 1, keys, 32), size)
+        assert_close(op(q, k, v) / size, torch.ones(1, 1, 200, 32), 1e-6)

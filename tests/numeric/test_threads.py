@@ -38,11 +38,11 @@ def test_small_calls_stay_on_one_thread(name: PassName) -> None:
 
 
 def test_large_calls_use_them_all() -> None:
-    two, four, many = (workspace("forward", threads, q_len=2048, kv_len=2048) for threads in (2, 4, 8))
+    two, four, many = (workspace("forward", threads, q_len=8192, kv_len=8192) for threads in (2, 4, 8))
     assert many - four == 2 * (four - two) > 0
-    # Two tiles of 128 rows for each of two heads would leave four threads idle: there are eight of 64 instead.
-    shared = workspace("forward", 8, q_len=256, kv_len=256, heads=2)
-    assert shared == workspace("forward", 8, q_len=256, kv_len=256, heads=16)
+    # A tile of 128 rows for each of two heads would leave six threads idle: there are eight of 32 instead.
+    shared = workspace("forward", 8, q_len=128, kv_len=512, heads=2)
+    assert shared == workspace("forward", 8, q_len=128, kv_len=512, heads=16)
     few = workspace("forward", 16, q_len=48, kv_len=4096, heads=2)  # six tiles of a vector of rows, the least there is
     assert few < workspace("forward", 16, q_len=48, kv_len=4096, heads=16)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flashgen.language import parse_text
 from flashgen.plan import devices
 from flashgen.plan.device_table import known_devices
 from flashgen.plan.devices import GENERIC_CPU, local_cpu
+from flashgen.plan.plan import Plan, Tiles
 from flashgen.plan.planner import USABLE_SRAM, plan, schedule_warnings
 
 
@@ -22,11 +24,16 @@ def variant(body: str) -> Variant:
     return analyse(spec, spec.head_dims[0])
 
 
+def kinds_of(chosen: Plan) -> list[Mapping[str, Tiles]]:
+    """The passes in vectors, then those in matrix registers."""
+    return [chosen.passes, *chosen.matrix_passes.values()]
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("device", known_devices().cpus.values(), ids=lambda device: device.name)
 def test_tiles_fit_wherever_some_tile_does(head_dim: int, device: devices.Device) -> None:
     chosen = plan(variant(f"head_dim {head_dim}"), device)
-    for tile in (*chosen.passes.values(), *chosen.matrix_passes.values()):
+    for tile in (tile for passes in kinds_of(chosen) for tile in passes.values()):
         spilt = any("spills least" in reason for reason in chosen.reasons)
         assert tile.sram_bytes <= USABLE_SRAM * device.sram_bytes or spilt
 
@@ -43,7 +50,7 @@ def test_more_memory_never_makes_tiles_smaller() -> None:
 @pytest.mark.parametrize("block", [16, 48, 64, 100, 256])
 def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
     chosen = plan(variant(f"head_dim 64 layout block {block}: I == J"), GENERIC_CPU)
-    for tile in (*chosen.passes.values(), *chosen.matrix_passes.values()):
+    for tile in (tile for passes in kinds_of(chosen) for tile in passes.values()):
         assert block % tile.Bc == 0 or tile.Bc % block == 0
         assert tile.Br % 16 == 0
         if block % 16 == 0:
@@ -53,9 +60,9 @@ def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
 def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
     device = replace(GENERIC_CPU, sram_bytes=2 * 1024 * 1024)
     by_width = [plan(variant(f"head_dim 64 mask causal and window_left({width})"), device) for width in (32, 256, 4096)]
-    for kind in ("passes", "matrix_passes"):
+    for of_each in zip(*map(kinds_of, by_width), strict=True):
         for name in ("forward", "backward"):
-            columns = [getattr(each, kind)[name].Bc for each in by_width]
+            columns = [passes[name].Bc for passes in of_each]
             assert columns == sorted(columns)
             assert columns[0] < columns[-1]
 

@@ -1,8 +1,8 @@
-// Layer 3 of the CPU primitives: the product of bfloat16 matrices, on CPUs that have matrix registers (Intel's AMX).
+// Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
 //
-// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32. A lies in rows of bfloat16. B lies in pairs: lane n of
-// row k / 2 holds B[k][n] in its lower half and B[k + 1][n] in its upper one. K is a multiple of matrix_depth, M of
-// matrix_rows; N is whole vectors.
+// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16 `parts`:
+// part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves out is about
+// 2^(-8 parts) of a term: three parts are as good as float32.
 // FLASHGEN_MATRIX_PRODUCTS says how: 1 in the registers, the default where the compiler finds them; 0 not at all; 2 in
 // vectors, slowly, so that all that is built on this can be tested on any machine.
 // There is no vector extension for matrix registers: their instructions stand here, once each, by name.
@@ -26,41 +26,130 @@ namespace fg {
 
 constexpr int matrix_rows = 16;   // of a register
 constexpr int matrix_depth = 32;  // bfloat16 in a row of it
+static_assert(W == matrix_rows, "a register is as wide as a vector");
 
-// ---- rounding to pairs -------------------------------------------------------------------------------------------
-// Weights are rounded to nearest, ties away from zero: in half the instructions of ties to even, of which one number in
-// 65,536 is. A NaN stays one but where all bits of its payload are set.
+// ---- parts -------------------------------------------------------------------------------------------------------
+// They are made in the upper halves of lanes. Rounding is to nearest, ties away from zero: in half the instructions of ties to
+// even, of which one number in 65,536 is. A NaN stays one but where all bits of its payload are set.
 
 FG_INLINE VecU rounded(VecF x) { return reinterpret_cast<VecU>(x) + 0x8000u; }
-FG_INLINE VecI pair_of(VecU low, VecU high) { return reinterpret_cast<VecI>((low >> 16) | (high & 0xffff0000u)); }
+FG_INLINE VecF upper_half(VecU x) { return from_bits(reinterpret_cast<VecI>(x & 0xffff0000u)); }
+
+// x as a sum, the largest part first. Of several the first is cut off, so that none becomes infinite where x is not, and the others
+// are nearest to what is left: three hold a float32, but for what is below 2^-126. Those after an infinite one are NaN.
+template <int parts> FG_INLINE void split(VecF x, VecU (&part)[parts]) {
+  static_assert(parts <= 3, "three hold a float32");
+  part[0] = parts == 1 ? rounded(x) : reinterpret_cast<VecU>(x);
+  VecF rest = x;
+  FG_UNROLL for (int n = 1; n < parts; ++n) {
+    rest -= upper_half(part[n - 1]);
+    part[n] = n == 2 ? reinterpret_cast<VecU>(rest) : rounded(rest);  // 24 bits less 16 fit as they are
+  }
+}
+
+// The upper halves of two vectors, interleaved; and those of one.
+FG_INLINE void store_pairs(bf16* p, VecU low, VecU high) {
+  const VecU pairs = (low >> 16) | (high & 0xffff0000u);
+  std::memcpy(p, &pairs, sizeof(pairs));
+}
 FG_INLINE void store_upper_halves(bf16* p, VecU x) {
   const Words words = __builtin_convertvector(x >> 16, Words);
   std::memcpy(p, &words, sizeof(words));
 }
 
-// W elements of two rows, as pairs.
-FG_INLINE VecI pairs_of_rows(const bf16* low, const bf16* high) {
-  Words x, y;
-  std::memcpy(&x, low, sizeof(x));
-  std::memcpy(&y, high, sizeof(y));
-  return __builtin_convertvector(x, VecI) | __builtin_convertvector(y, VecI) << 16;
+// ---- how operands lie --------------------------------------------------------------------------------------------
+// As images of registers, 16 rows of 64 bytes: of a left operand 16 rows of matrix_depth terms, A[m][k]; of a right one 16 columns
+// and the same number of terms, in pairs, B[k / 2][n][k % 2].
+
+constexpr int image_row = matrix_depth, image = matrix_rows * image_row;  // elements
+
+template <class Element> struct ImagesOf {
+  Element* at;
+  int64_t block, depth, part;  // strides in elements: of 16 rows or columns, of matrix_depth terms, of parts;
+  int64_t row;                 // and of rows within an image: image_row, unless a tensor's rows are multiplied where they lie
+  bool finite;                 // no number is infinite, or none at all
+
+  // Of a left operand the 64 bytes that begin with term k of row m.
+  Element* left(int m, int k, int of_part) const {
+    return at + m / matrix_rows * block + k / matrix_depth * depth + of_part * part + m % matrix_rows * row;
+  }
+  // Of a right one those that begin with terms k and k + 1 of column n.
+  Element* right(int n, int k, int of_part) const {
+    return at + n / matrix_rows * block + k / matrix_depth * depth + of_part * part + k % matrix_depth / 2 * row;
+  }
+  operator ImagesOf<const Element>() const { return {at, block, depth, part, row, finite}; }
+};
+using Images = ImagesOf<const bf16>;
+using NewImages = ImagesOf<bf16>;  // to be filled
+
+// Row m of a left operand of one part; zeros up to a multiple of matrix_depth.
+FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) {
+  for (int k = 0; k < width; k += matrix_depth) {
+    const int here = width - k < matrix_depth ? width - k : matrix_depth;
+    bf16* const at = to.left(m, k, 0);
+    std::memcpy(at, from + k, sizeof(bf16) * size_t(here));
+    if (here < matrix_depth) std::memset(at + here, 0, sizeof(bf16) * size_t(matrix_depth - here));
+  }
 }
 
-// dst[c][r] = src[r][c] where rows and columns are multiples of 2 W. Two rows make pairs of their even columns and of their odd
-// ones, without a shuffle; pairs are transposed as numbers of 32 bits are.
-inline __attribute__((noinline)) void turn_to(bf16* dst, int64_t ldd, const bf16* src, int64_t lds, int rows, int cols) {
-  for (int r = 0; r < rows; r += 2 * W)
-    for (int c = 0; c < cols; c += 2 * W)
-      FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
-        VecF x[W];
-        FG_UNROLL for (int i = 0; i < W; ++i) {
-          VecU low, high;
-          std::memcpy(&low, src + (r + 2 * i) * lds + c, sizeof(low));
-          std::memcpy(&high, src + (r + 2 * i + 1) * lds + c, sizeof(high));
-          x[i] = from_bits(odd ? pair_of(low, high) : pair_of(low << 16, high << 16));
+// The same of `parts`; `width` is a multiple of matrix_depth. Adds NaN to `check` where a number is not finite.
+template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& check) {
+  for (int k = 0; k < width; k += W) {
+    const VecF x = load(from + k);
+    check += x * 0.0f;
+    VecU part[parts];
+    split(x, part);
+    FG_UNROLL for (int n = 0; n < parts; ++n) store_upper_halves(to.left(m, k, n) + k % matrix_depth, part[n]);
+  }
+}
+
+template <int parts> FG_INLINE void clear_row(const NewImages& to, int m, int width) {
+  for (int n = 0; n < parts; ++n)
+    for (int k = 0; k < width; k += matrix_depth) std::memset(to.left(m, k, n), 0, sizeof(bf16) * image_row);
+}
+
+// A left operand of rows by cols, both multiples of matrix_depth, made
+//   another left one, transposed. Two rows make pairs of their even columns and of their odd ones, without a shuffle; pairs are
+//   transposed as numbers of 32 bits are;
+template <int parts> inline __attribute__((noinline)) void turn_images(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int r = 0; r < rows; r += matrix_depth)
+    for (int c = 0; c < cols; c += matrix_depth)
+      for (int part = 0; part < parts; ++part)
+        FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
+          VecF x[W];
+          FG_UNROLL for (int i = 0; i < W; ++i) {
+            VecU low, high;
+            std::memcpy(&low, from.left(r + 2 * i, c, part), sizeof(low));
+            std::memcpy(&high, from.left(r + 2 * i + 1, c, part), sizeof(high));
+            x[i] = from_bits(reinterpret_cast<VecI>(odd ? (low >> 16) | (high & 0xffff0000u) : (low & 0xffffu) | (high << 16)));
+          }
+          transpose_lanes(x);
+          FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.left(c + 2 * i + odd, r, part), &x[i], sizeof(VecF));
         }
+}
+
+//   a right one of its rows as columns: two neighbours in a row are a pair already;
+template <int parts> inline __attribute__((noinline)) void pair_columns(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int r = 0; r < rows; r += W)
+    for (int c = 0; c < cols; c += matrix_depth)
+      for (int part = 0; part < parts; ++part) {
+        VecF x[W];
+        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(&x[i], from.left(r + i, c, part), sizeof(VecF));
         transpose_lanes(x);
-        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(dst + (c + 2 * i + odd) * ldd + r, &x[i], sizeof(VecF));
+        FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.right(r, c + 2 * i, part), &x[i], sizeof(VecF));
+      }
+}
+
+//   a right one of its rows as terms.
+template <int parts> inline __attribute__((noinline)) void pair_rows(const NewImages& to, const Images& from, int rows, int cols) {
+  for (int c = 0; c < cols; c += W)
+    for (int r = 0; r < rows; r += 2)
+      for (int part = 0; part < parts; ++part) {
+        Words low, high;
+        std::memcpy(&low, from.left(r, c, part) + c % matrix_depth, sizeof(low));
+        std::memcpy(&high, from.left(r + 1, c, part) + c % matrix_depth, sizeof(high));
+        const VecI pairs = __builtin_convertvector(low, VecI) | __builtin_convertvector(high, VecI) << 16;
+        std::memcpy(to.right(c, r, part), &pairs, sizeof(pairs));
       }
 }
 
@@ -89,34 +178,7 @@ class MatrixRegisters {
   MatrixRegisters(const MatrixRegisters&) = delete;
   MatrixRegisters& operator=(const MatrixRegisters&) = delete;
 };
-#else
-inline bool has_matrix_registers() { return true; }
-class MatrixRegisters {
- public:
-  MatrixRegisters() {}
-  ~MatrixRegisters() {}
-};
-#endif
 
-// ---- the product -------------------------------------------------------------------------------------------------
-
-// Strides in elements of what they belong to.
-struct MatrixOperands {
-  int K;
-  const bf16* a;
-  int64_t lda;
-  const int32_t* b;
-  int64_t ldb;
-  float* c;
-  int64_t ldc;
-  Begin begin;
-};
-
-// Sums of 16 rows by V <= 2 vectors stand in registers 2 turn and 2 turn + 1; A's are in 4, B's in 6 and 7. Turns alternate, and
-// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting.
-// Measured, 32 x 32 of depth 64 take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers.
-#if FLASHGEN_MATRIX_PRODUCTS == 1
-static_assert(W == matrix_rows, "a register is as wide as a vector");
 template <int n> FG_INLINE void clear_register() { asm volatile("tilezero %%tmm%c0" : : "i"(n)); }
 template <int n> FG_INLINE void load_register(const void* at, int64_t row_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(at), "r"(row_bytes), "i"(n) : "memory");
@@ -128,80 +190,163 @@ template <int n> FG_INLINE void store_register(void* at, int64_t row_bytes) {
 template <int c, int a, int b> FG_INLINE void multiply_registers() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
-
-template <int turn, int V> FG_INLINE void multiply(const MatrixOperands& p) {
-  constexpr int left = 2 * turn, right = left + 1;
-  const int64_t a_bytes = p.lda * 2, b_bytes = p.ldb * 4, c_bytes = p.ldc * 4;
-  if (p.begin == Begin::zero) {
-    clear_register<left>();
-    if (V == 2) clear_register<right>();
-  } else {
-    load_register<left>(p.c, c_bytes);
-    if (V == 2) load_register<right>(p.c + W, c_bytes);
-  }
-  const bf16* a = p.a;
-  const int32_t* b = p.b;
-  for (int k = p.K; k > 0; k -= matrix_depth) {
-    load_register<4>(a, a_bytes);
-    load_register<6>(b, b_bytes);
-    multiply_registers<left, 4, 6>();
-    if (V == 2) {
-      load_register<7>(b + W, b_bytes);
-      multiply_registers<right, 4, 7>();
-    }
-    a += matrix_depth;
-    b += matrix_depth / 2 * p.ldb;
-  }
-}
-template <int turn, int V> FG_INLINE void leave(float* c, int64_t ldc) {
-  store_register<2 * turn>(c, ldc * 4);
-  if (V == 2) store_register<2 * turn + 1>(c + W, ldc * 4);
-}
-
-template <int V> inline void matrix_panel(int M, MatrixOperands p) {
-  float* last = nullptr;  // of the turn before
-  for (int turn = 0; turn < M / matrix_rows; ++turn) {
-    if (turn % 2 == 0) {
-      multiply<0, V>(p);
-      if (last != nullptr) leave<1, V>(last, p.ldc);
-    } else {
-      multiply<1, V>(p);
-      leave<0, V>(last, p.ldc);
-    }
-    last = p.c;
-    p.a += matrix_rows * p.lda;
-    p.c += matrix_rows * p.ldc;
-  }
-  if (M / matrix_rows % 2 == 1)
-    leave<0, V>(last, p.ldc);
-  else
-    leave<1, V>(last, p.ldc);
-}
 #else
-template <int V> inline void matrix_panel(int M, const MatrixOperands& p) {
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) {
-      float* const c = p.c + m * p.ldc + v * W;
-      VecF sum = p.begin == Begin::zero ? VecF{} : load(c);
-      for (int k = 0; k < p.K; k += 2) {
-        const VecI pairs = load(p.b + k / 2 * p.ldb + v * W);
-        const bf16* const a = p.a + m * p.lda + k;
-        sum += element(a, 0) * from_bits(pairs << 16) + element(a, 1) * from_bits(pairs & ~0xffff);
-      }
-      store(c, sum);
+inline bool has_matrix_registers() { return true; }
+
+class MatrixRegisters {
+ public:
+  MatrixRegisters() {}
+  ~MatrixRegisters() {}
+};
+
+struct alignas(64) MatrixRegister {
+  VecF rows[matrix_rows];
+};
+inline MatrixRegister& matrix_register(int n) {
+  static thread_local MatrixRegister registers[8];
+  return registers[n];
+}
+template <int n> inline void clear_register() { matrix_register(n) = {}; }
+template <int n> inline void load_register(const void* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(&matrix_register(n).rows[r], static_cast<const char*>(at) + r * row_bytes, sizeof(VecF));
+}
+template <int n> inline void store_register(void* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(static_cast<char*>(at) + r * row_bytes, &matrix_register(n).rows[r], sizeof(VecF));
+}
+template <int c, int a, int b> inline void multiply_registers() {
+  for (int m = 0; m < matrix_rows; ++m) {
+    bf16 left[matrix_depth];
+    std::memcpy(left, &matrix_register(a).rows[m], sizeof(left));
+    for (int k = 0; k < matrix_depth; k += 2) {
+      const VecI pairs = reinterpret_cast<VecI>(matrix_register(b).rows[k / 2]);
+      matrix_register(c).rows[m] += element(left, k) * from_bits(pairs << 16) + element(left, k + 1) * from_bits(pairs & ~0xffff);
     }
+  }
 }
 #endif
 
-// The product of M rows by `vectors` vectors.
-inline void matrix_product(int M, int vectors, int K, const bf16* a, int64_t lda, const int32_t* b, int64_t ldb, float* c,
-                           int64_t ldc, Begin begin) {
-  for (int v = 0; v < vectors; v += 2) {
-    const MatrixOperands p = {K, a, lda, b + v * W, ldb, c + v * W, ldc, begin};
-    if (vectors - v >= 2)
-      matrix_panel<2>(M, p);
+// ---- the product -------------------------------------------------------------------------------------------------
+
+// C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
+// other work: a step is matrix_depth terms of 16 rows, some thirty instructions that the registers take 192 clocks for with three
+// parts and 32 with one.
+// Sums stand in registers 2 turn and 2 turn + 1; A's are in 4 and 5, B's in 6 and 7. Turns alternate, and what one leaves is stored after
+// the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured, 32 x 32 of depth 64 and one part
+// take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With three parts two turns beside
+// each other come to 17 clocks a product (16 are the least), where their images lie one after another.
+// While registers multiply, vectors of 64 bytes have one unit instead of two: other work beside a product takes 0.85 of the time of
+// both, no less. Shorter steps, and blocks of 2 x 2, were no faster.
+template <int V, int parts> class MatrixProduct {
+ public:
+  MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
+      : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
+
+  static constexpr int steps(int rows, int K) { return rows / matrix_rows * (K / matrix_depth); }
+  bool is_done() const { return turn_ == turns_; }
+  FG_INLINE void step() {
+    if (turn_ % 2 == 0)
+      step_of<0>();
     else
-      matrix_panel<1>(M, p);
+      step_of<1>();
+  }
+  FG_INLINE void finish() {
+    while (!is_done()) step();
+  }
+
+ private:
+  template <int turn> FG_INLINE void step_of() {
+    constexpr int left = 2 * turn, right = left + 1;
+    // Read once: what an instruction by name may have written would have to be read again.
+    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
+    if (k_ == 0) {
+      if (begin_ == Begin::zero) {
+        clear_register<left>();
+        if (V == 2) clear_register<right>();
+      } else {
+        load_register<left>(c_, ldc_ * 4);
+        if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
+      }
+    }
+    if (parts > 1) ahead_.ask(2);
+    const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
+    load_register<4>(a, a_row);
+    FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
+      b -= b_part;
+      load_register<6>(b, 64);
+      multiply_registers<left, 4, 6>();
+      if (V == 2) {
+        load_register<7>(b + b_block, 64);
+        multiply_registers<right, 4, 7>();
+      }
+      FG_UNROLL for (int other = 1; other < parts - n; ++other) {
+        load_register<5>(a + other * a_part, a_row);
+        multiply_registers<left, 5, 6>();
+        if (V == 2) multiply_registers<right, 5, 7>();
+      }
+    }
+    k_ += matrix_depth;
+    if (k_ < K_) return;
+    if (turn_ > 0) leave<1 - turn>(c_ - matrix_rows * ldc_);
+    if (++turn_ == turns_) leave<turn>(c_);
+    k_ = 0;
+    a_.at += a_.block;
+    c_ += matrix_rows * ldc_;
+  }
+  template <int turn> FG_INLINE void leave(float* c) {
+    store_register<2 * turn>(c, ldc_ * 4);
+    if (V == 2) store_register<2 * turn + 1>(c + W, ldc_ * 4);
+  }
+
+  int turn_ = 0, turns_, k_ = 0, K_;
+  Images a_, b_;
+  float* c_;
+  int64_t ldc_;
+  Begin begin_;
+  Ahead& ahead_;
+};
+
+// The same in vectors, of sums of parts: a number that is not finite would meet zeros of the other operand's parts.
+template <int parts>
+inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K, const Images& a, const Images& b, float* c,
+                                                      int64_t ldc, Begin begin) {
+  const auto with_first = [](auto first, auto rest) { return select(eq(first - first, 0.0f), first + rest, first); };
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < vectors; ++v) {
+      VecF sum{};
+      for (int k = 0; k < K; k += 2)
+        for (int odd = 0; odd < 2; ++odd) {
+          float left = 0.0f;
+          VecF right{};
+          for (int n = parts - 1; n >= 0; --n) {
+            VecI pairs;
+            std::memcpy(&pairs, b.right(v * W, k, n), sizeof(pairs));
+            left = with_first(element(a.left(m, k, n), k % matrix_depth + odd), left);
+            right = with_first(from_bits(odd ? pairs & ~0xffff : pairs << 16), right);
+          }
+          sum += left * right;
+        }
+      float* const to = c + m * ldc + v * W;
+      store(to, begin == Begin::zero ? sum : load(to) + sum);
+    }
+}
+
+// C (+)= A B of M rows by `vectors` vectors; of so many terms at a time that two blocks of B stay in the L1 cache.
+template <int parts>
+inline void matrix_product(int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
+  if (parts > 1 && !(a.finite && b.finite)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
+  constexpr int most = 384 / parts;
+  for (int k = 0; k < K; k += most) {
+    const int terms = K - k < most ? K - k : most;
+    for (int v = 0; v < vectors; v += 2) {
+      Images right = b;
+      right.at = b.right(v * W, k, 0);
+      if (vectors - v >= 2)
+        MatrixProduct<2, parts>(M, terms, a, right, c + v * W, ldc, begin, ahead).finish();
+      else
+        MatrixProduct<1, parts>(M, terms, a, right, c + v * W, ldc, begin, ahead).finish();
+    }
+    a.at += most / matrix_depth * a.depth;
+    begin = Begin::accumulate;
   }
 }
 

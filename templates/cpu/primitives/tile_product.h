@@ -26,14 +26,27 @@ constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
 // lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
 // buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
+constexpr int line_bytes = 64;
 struct Ahead {
   const char* at = nullptr;
   int64_t step = 0;
   int64_t steps = 0;
   int passes = 0;
   int64_t done = 0;  // of the steps of this pass
+
+  // Asks for the next lines.
+  FG_INLINE void ask(int lines) {
+    for (; lines > 0 && passes > 0; --lines) {
+      __builtin_prefetch(at + done * step, 0, 2);
+      move_on(1);
+    }
+  }
+  FG_INLINE void move_on(int64_t lines) {
+    done += lines;
+    if (done >= steps) done = 0, at += line_bytes, --passes;
+  }
 };
-constexpr int ahead_interval = 4, line_bytes = 64;
+constexpr int ahead_interval = 4;
 
 // The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
@@ -88,8 +101,7 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
     const int rows = left == 8 || left < 6 ? 4 : 6;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
-    ahead.done += p.K / ahead_interval;
-    if (ahead.done >= ahead.steps) ahead.done = 0, ahead.at += line_bytes, --ahead.passes;
+    ahead.move_on(p.K / ahead_interval);
     if (rows == 6)
       product_block<6, V>(p);
     else
@@ -104,8 +116,7 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is asked
 // for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
-                         int64_t ldb, float* c, int64_t ldc, Begin begin = Begin::zero,
-                         Ahead ahead = {}) {
+                         int64_t ldb, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   for (int v = 0; v < vectors;) {
     const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;

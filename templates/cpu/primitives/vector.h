@@ -24,7 +24,8 @@
 
 namespace fg {
 
-#if defined(__AVX512F__)
+// Matrix products in vectors (matrix_product.h) want those of 16 lanes: where there are none, compilers make them of narrower ones.
+#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2
 constexpr int W = 16;
 #elif defined(__AVX__)
 constexpr int W = 8;
