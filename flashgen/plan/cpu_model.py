@@ -73,7 +73,7 @@ def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
 
 
 def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
-    """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and one of P, Oᵀ and the row state.
+    """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and of P, Oᵀ and the row state.
 
     Operands are bfloat16, ``parts`` of them a number.
     """
@@ -83,7 +83,7 @@ def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, pa
         "Q": operand * D * rows,
         "K": operand * bc * D,
         "V": 2 * operand * bc * Dv,
-        "S, then P": (2 * FLOAT + operand) * bc * MATRIX_DEPTH,
+        "S, then P": 2 * (FLOAT + operand) * bc * MATRIX_DEPTH,
         "O": FLOAT * _padded(variant, lanes)[2] * (rows + lanes),
         "row state": FLOAT * 2 * rows,
     }
@@ -101,7 +101,7 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, p
         "K": 2 * operand * bc * D,
         "V": operand * bc * Dv,
         "S, then P": scores,
-        "dP, then dS": scores + operand * bc * MATRIX_DEPTH,
+        "dP, then dS": scores + 2 * operand * bc * MATRIX_DEPTH,
         "dQ": FLOAT * Dp * (rows + lanes),
         "dK": FLOAT * bc * Dp,
         "dV": FLOAT * bc * Dvp,

@@ -12,10 +12,10 @@
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
 //   forward: B_r × B_c = 128 × 16 (86 KiB): 53.9% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 128 × 16 (200 KiB): 53.9% of work beside the products, the least of 29 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 96 × 32 (61 KiB): 97.9% of work beside the products, the least of 32 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 32 (162 KiB): 135.2% of work beside the products, the least of 21 that fit
-//   forward, float32 and float16 in matrix registers: B_r × B_c = 512 × 32 (376 KiB): 104.4% of work beside the products, the least of 27 that fit
-//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (350 KiB): 90.1% of work beside the products, the least of 7 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 96 × 32 (63 KiB): 97.9% of work beside the products, the least of 32 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 32 (164 KiB): 135.2% of work beside the products, the least of 21 that fit
+//   forward, float32 and float16 in matrix registers: B_r × B_c = 512 × 32 (382 KiB): 104.4% of work beside the products, the least of 26 that fit
+//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 90.1% of work beside the products, the least of 7 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -2603,8 +2603,7 @@ template <int parts> struct MatrixProducts {
     bool finite;
   };
 
-  // Of two strips: one is computed while the other is used. A strip is narrow, so that it stays in the L1 cache. As right operand
-  // there is one strip, as left one there are all.
+  // Scores of two strips: one is multiplied while the other is weighed. So for weights as right operand; as left one there are all.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
     static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows), strip_size = depth(keys) * ld;
 
@@ -2613,7 +2612,7 @@ template <int parts> struct MatrixProducts {
       fg::VecU low[parts], high[parts];
       fg::split(x, low);
       fg::split(y, high);
-      fg::bf16* const pair = pairs + vector % strip * (depth(keys) * W) + key * W;
+      fg::bf16* const pair = pairs_of(vector) + key * W;
       fg::bf16* const weight = weights + vector / strip * strip_size + key * ld + vector % strip * W;
       FG_UNROLL for (int part = 0; part < parts; ++part) {
         if (right) fg::store_pairs(pair + part * strip_size, low[part], high[part]);
@@ -2626,18 +2625,19 @@ template <int parts> struct MatrixProducts {
     void clear(int first, int end) {
       const int pair = int(round_up(first, 2));
       for (int part = 0; part < parts; ++part) {
-        for (int vector = 0; right && pair < end && vector < strip; ++vector)
-          std::fill_n(pairs + part * strip_size + vector * (depth(keys) * W) + pair * W, (end - pair) * W, fg::bf16{0});
+        for (int vector = 0; right && pair < end && vector < 2 * strip; ++vector)
+          std::fill_n(pairs_of(vector) + part * strip_size + pair * W, (end - pair) * W, fg::bf16{0});
         for (int panel = 0; left && first < end && panel < depth(rows) / ld; ++panel)
           std::fill_n(weights + part * size + panel * strip_size + first * ld, (end - first) * ld, fg::bf16{0});
       }
     }
     // Both lie so that keys follow one another.
     Left by_key(int vector) { return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true}; }
-    Right of_keys(int vector) { return {pairs + vector % strip * (depth(keys) * W), depth(keys) * W, fg::image, strip_size, fg::image_row, true}; }
+    Right of_keys(int vector) { return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true}; }
+    fg::bf16* pairs_of(int vector) { return pairs + vector / strip % 2 * (parts * strip_size) + vector % strip * (depth(keys) * W); }
 
     float scores[2 * strip_size];
-    alignas(64) fg::bf16 pairs[right ? parts * strip_size : 1];
+    alignas(64) fg::bf16 pairs[right ? 2 * parts * strip_size : 1];
     alignas(64) fg::bf16 weights[left ? parts * size : 1];
   };
 };
@@ -2655,6 +2655,21 @@ template <class Products> inline Computed computed(const Visit& visit) {
   return {first, last, visit.masked || first < visit.first || last > visit.last};
 }
 
+// Two later products, one after the other.
+template <class First, class Second> struct InTurn {
+  bool is_done() const { return first.is_done() && second.is_done(); }
+  FG_INLINE void step() {
+    if (!first.is_done())
+      first.step();
+    else
+      second.step();
+  }
+  void finish() { first.finish(), second.finish(); }
+
+  First first;
+  Second second;
+};
+
 // Spreads the steps of a later product evenly over `work` scores of a vector of rows.
 template <int steps, int work, class Later> class Spread {
  public:
@@ -2668,15 +2683,18 @@ template <int steps, int work, class Later> class Spread {
   int due_ = 0;
 };
 
-// pass(products) with the kind that these arguments go with.
-template <class Pass> inline auto with_products([[maybe_unused]] const Arguments& a, const Pass& pass) {
-#if FLASHGEN_MATRIX_PRODUCTS
-  if (fg::has_matrix_registers() && a.element == 1) return pass(MatrixProducts<1>());
-  // Measured: for fewer query rows K and V are not worth laying out in parts. Threads have no say: they change no bit.
+// pass(products) with the kind that these arguments go with. To lay out K and V in parts takes as long as to multiply them with
+// some 160 query rows (measured): it has to serve as many, of the call and of a tile, which has `tile_rows` then. Threads have
+// no say: they change no bit.
 #ifndef FLASHGEN_FEWEST_ROWS
 #define FLASHGEN_FEWEST_ROWS 160
 #endif
-  if (fg::has_matrix_registers() && a.q_len >= FLASHGEN_FEWEST_ROWS) return pass(MatrixProducts<3>());
+template <class Pass>
+inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
+#if FLASHGEN_MATRIX_PRODUCTS
+  if (fg::has_matrix_registers() && a.element == 1) return pass(MatrixProducts<1>());
+  const int64_t rows = std::min<int64_t>(a.q_len, tile_rows);
+  if (fg::has_matrix_registers() && rows >= FLASHGEN_FEWEST_ROWS) return pass(MatrixProducts<3>());
 #endif
   return pass(VectorProducts());
 }
@@ -2709,13 +2727,18 @@ template <class Products> struct alignas(64) Scratch {
 // 2^8, lose nothing (FlashAttention-4 does the same).
 constexpr float most_growth = 8.0f;
 
+// What is multiplied beside the weights of a strip: those of the one before with V, then the scores of the next.
+template <class Products> using Beside = InTurn<typename Products::Later, typename Products::Later>;
+template <class Products>
+constexpr int steps_beside = Products::Later::steps(DVP, Products::depth(BC<Products>)) +
+                             Products::Later::steps(int(round_up(BC<Products>, Products::key_multiple)), Products::depth(D));
+
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
-                  typename Products::Later& following, Scratch<Products>& t) {
+                  Beside<Products>& following, Scratch<Products>& t) {
   constexpr int ld = decltype(t.s)::ld;
-  constexpr int steps = Products::Later::steps(int(round_up(BC<Products>, Products::key_multiple)), Products::depth(D));
-  Spread<steps, decltype(t.s)::strip * BC<Products>, typename Products::Later> beside(following);  // the slower of two loops
+  Spread<steps_beside<Products>, decltype(t.s)::strip * BC<Products>, Beside<Products>> beside(following);  // the slower of two loops
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float* const s = t.s.of(n);
@@ -2800,23 +2823,28 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     }
     const Computed part = computed<Products>(visit);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
-    // Sᵀ = K Qᵀ of the strip that begins with vector `first`; of none past the last.
+    // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ, Oᵀ += Vᵀ Pᵀ.
+    using Later = typename Products::Later;
     const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
     const auto scores = [&](int first) {
-      return typename Products::Later{first < part.last ? padded : 0, end_of(first) - first, Products::depth(D), t.k.by_key(),
-                                      t.q.by_feature(first), t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
+      return Later{first < part.last ? padded : 0, end_of(first) - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
+                   t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
     };
+    const auto values = [&](int first, int end) {
+      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first),
+                   t.ot + first * W, ld, fg::Begin::accumulate, next_v};
+    };
+    // While one strip is weighed, the one before it meets V and the next one is scored.
     scores(part.first).finish();
-    for (int first = part.first, end; first < part.last; first = end) {
+    int before = part.first;
+    for (int first = part.first, end; first < part.last; before = first, first = end) {
       end = end_of(first);
-      auto following = scores(end);
+      Beside<Products> following{values(before, first), scores(end)};
       (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t);
       following.finish();
       t.s.clear(columns, Products::depth(columns));
-      // Oᵀ += Vᵀ Pᵀ
-      Products::product(DVP, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first), t.ot + first * W, ld,
-                        fg::Begin::accumulate, next_v);
     }
+    values(before, part.last).finish();
   }
   float* const lse = a.lse ? a.lse + (b * a.heads + h) * a.q_len + row0 : nullptr;
   for (int n = 0; n * W < rows; ++n) {
@@ -2898,11 +2926,11 @@ template <class Products> static void run(const Arguments& arguments) {
 }  // namespace forward
 
 extern "C" int64_t gpt_oss_d64_forward_workspace(const Arguments* a) {
-  return with_products(*a, [&](auto products) { return forward::workspace_bytes<decltype(products)>(*a); });
+  return with_products(*a, FLASHGEN_SPLIT_BR, [&](auto products) { return forward::workspace_bytes<decltype(products)>(*a); });
 }
 
 extern "C" void gpt_oss_d64_forward(const Arguments* a) {
-  with_products(*a, [&](auto products) { forward::run<decltype(products)>(*a); });
+  with_products(*a, FLASHGEN_SPLIT_BR, [&](auto products) { forward::run<decltype(products)>(*a); });
 }
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
@@ -2940,27 +2968,19 @@ struct Task {
   fg::Gradient grad_sink;
 };
 
-// S, then dP of a strip.
-template <class Products> struct InTurn {
-  static constexpr int steps(int keys) {
-    return Products::Later::steps(keys, Products::depth(D)) + Products::Later::steps(keys, Products::depth(DV));
-  }
-  FG_INLINE void step() {
-    if (!s.is_done())
-      s.step();
-    else
-      dp.step();
-  }
-  void finish() { s.finish(), dp.finish(); }
-
-  typename Products::Later s, dp;
-};
+// What is multiplied beside the weights of a strip: dS of the one before with K, then S and dP of the next.
+template <class Products>
+using Beside = InTurn<typename Products::Later, InTurn<typename Products::Later, typename Products::Later>>;
+template <class Products> constexpr int steps_beside() {
+  constexpr int keys = int(round_up(BC<Products>, Products::key_multiple));
+  using Later = typename Products::Later;
+  return Later::steps(DP, Products::depth(keys)) + Later::steps(keys, Products::depth(D)) + Later::steps(keys, Products::depth(DV));
+}
 
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
-                  InTurn<Products>& following, Scratch<Products>& t, const Task& task) {
-  constexpr int steps = InTurn<Products>::steps(int(round_up(BC<Products>, Products::key_multiple)));
-  Spread<steps, decltype(t.p)::strip * BC<Products>, InTurn<Products>> beside(following);
+                  Beside<Products>& following, Scratch<Products>& t, const Task& task) {
+  Spread<steps_beside<Products>(), decltype(t.p)::strip * BC<Products>, Beside<Products>> beside(following);
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     const float *const s = t.p.of(n), *const dp = t.ds.of(n);
@@ -3042,29 +3062,33 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     const Computed part = computed<Products>(visit);
     fg::Ahead none, next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
     fg::Ahead next_dk = rows_ahead({task.dk, DP, 0}, next, DP), next_dv = rows_ahead({task.dv, DVP, 0}, next, DVP);
-    // Sᵀ = K Qᵀ and dPᵀ = V dOᵀ of the strip that begins with vector `first`; of none past the last.
+    // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, dQᵀ += Kᵀ dSᵀ.
+    using Later = typename Products::Later;
     const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
     const auto scores = [&](int first) {
       const int keys_of_strip = first < part.last ? padded : 0, of_strip = end_of(first) - first;
-      using Later = typename Products::Later;
-      return InTurn<Products>{Later{keys_of_strip, of_strip, Products::depth(D), t.k.by_key(), t.q.by_feature(first), t.p.of(first),
-                                    t.p.ld, fg::Begin::zero, next_k},
-                              Later{keys_of_strip, of_strip, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
-                                    t.ds.of(first), t.ds.ld, fg::Begin::zero, next_v}};
+      return InTurn<Later, Later>{Later{keys_of_strip, of_strip, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
+                                        t.p.of(first), t.p.ld, fg::Begin::zero, next_k},
+                                  Later{keys_of_strip, of_strip, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
+                                        t.ds.of(first), t.ds.ld, fg::Begin::zero, next_v}};
     };
+    const auto queries = [&](int first, int end) {
+      return Later{first < end ? DP : 0, end - first, Products::depth(columns), t.k.by_feature(), t.ds.of_keys(first),
+                   t.dqt + first * W, ld, fg::Begin::accumulate, none};
+    };
+    // While one strip is weighed, the one before it is finished and the next one begun.
     scores(part.first).finish();
-    for (int first = part.first, end; first < part.last; first = end) {
+    int before = part.first;
+    for (int first = part.first, end; first < part.last; before = first, first = end) {
       end = end_of(first);
-      auto following = scores(end);
+      Beside<Products> following{queries(before, first), scores(end)};
       (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t, task);
       following.finish();
       // Rows past the last key have no weight.
       t.p.clear(columns, padded);
       t.ds.clear(columns, padded);
-      // dQᵀ += Kᵀ dSᵀ
-      Products::product(DP, end - first, Products::depth(columns), t.k.by_feature(), t.ds.of_keys(first), t.dqt + first * W, ld,
-                        fg::Begin::accumulate, none);
     }
+    queries(before, part.last).finish();
     // dV += Pᵀ dO, dK += dSᵀ Q
     bool& touched = task.touched[visit.tile];
     constexpr bool is_whole = BC<Products> % Products::key_multiple == 0;
@@ -3248,9 +3272,9 @@ template <class Products> static void run(const Arguments& arguments) {
 }  // namespace backward
 
 extern "C" int64_t gpt_oss_d64_backward_workspace(const Arguments* a) {
-  return with_products(*a, [&](auto products) { return backward::workspace_bytes<decltype(products)>(*a); });
+  return with_products(*a, FLASHGEN_SPLIT_BACKWARD_BR, [&](auto products) { return backward::workspace_bytes<decltype(products)>(*a); });
 }
 
 extern "C" void gpt_oss_d64_backward(const Arguments* a) {
-  with_products(*a, [&](auto products) { backward::run<decltype(products)>(*a); });
+  with_products(*a, FLASHGEN_SPLIT_BACKWARD_BR, [&](auto products) { backward::run<decltype(products)>(*a); });
 }
