@@ -1696,7 +1696,7 @@ template <class Element> struct ImagesOf {
   Element* at;
   int64_t block, depth, part;  // strides in elements: of 16 rows or columns, of matrix_depth terms, of parts;
   int64_t row;                 // and of rows within an image: image_row, unless a tensor's rows are multiplied where they lie
-  bool finite;                 // no number is infinite, or none at all
+  bool finite;                 // no number is infinite; what is none at all is so in every part
 
   // Of a left operand the 64 bytes that begin with term k of row m.
   Element* left(int m, int k, int of_part) const {
@@ -1721,11 +1721,11 @@ FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) 
   }
 }
 
-// The same of `parts`; `width` is a multiple of matrix_depth. Adds NaN to `check` where a number is not finite.
-template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& check) {
+// The same of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond, in its lane.
+template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& largest) {
   for (int k = 0; k < width; k += W) {
     const VecF x = load(from + k);
-    check += x * 0.0f;
+    largest = running_max(largest, abs(x));
     VecU part[parts];
     split(x, part);
     FG_UNROLL for (int n = 0; n < parts; ++n) store_upper_halves(to.left(m, k, n) + k % matrix_depth, part[n]);
@@ -1934,7 +1934,7 @@ template <int V, int parts> class MatrixProduct {
   Ahead& ahead_;
 };
 
-// The same in vectors, of sums of parts: a number that is not finite would meet zeros of the other operand's parts.
+// The same in vectors, of sums of parts: an infinite number would meet zeros of the other operand's parts.
 template <int parts>
 inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K, const Images& a, const Images& b, float* c,
                                                       int64_t ldc, Begin begin) {
@@ -2532,10 +2532,10 @@ template <int parts> struct MatrixProducts {
     return {at, parts * W * depth(terms), parts * fg::image, fg::image, fg::image_row, finite};
   }
 
-  // Rows of a head as left operand, their features being the terms. Returns whether all numbers are finite.
+  // Rows of a head as left operand, their features being the terms. Returns whether no number is infinite.
   template <int width>
   static FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
-    fg::VecF check{};
+    fg::VecF largest{};
     for (int row = 0; row < padded; ++row) {
       const int64_t source = first + std::min(row, count - 1);
       if (row >= count && past == PastEnd::zeros) {
@@ -2543,14 +2543,14 @@ template <int parts> struct MatrixProducts {
       } else if (parts == 1) {
         fg::put_row(to, row, static_cast<const fg::bf16*>(from.at) + source * from.stride, width);
       } else if (from.element == 0 && width % fg::matrix_depth == 0) {
-        fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + source * from.stride, width, check);
+        fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + source * from.stride, width, largest);
       } else {
         alignas(64) float features[depth(width)];
         load_rows(features, depth(width), width, from, source, 1, 1);
-        fg::put_row<parts>(to, row, features, depth(width), check);
+        fg::put_row<parts>(to, row, features, depth(width), largest);
       }
     }
-    return fg::horizontal_sum(check) == 0.0f;
+    return !fg::any(fg::eq(largest, fg::infinity));
   }
 
   // Up to `most` rows of K or V; bfloat16 that needs no padding is multiplied where it lies.

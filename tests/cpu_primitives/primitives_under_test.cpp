@@ -37,7 +37,7 @@ template <int parts> struct MatrixOperand {
     images = {storage.data(), int64_t(parts) * matrix_rows * cols, parts * image, image, image_row, true};
   }
   MatrixOperand(int at_least, int width, const float* from) : MatrixOperand(at_least, width) {
-    VecF check{};
+    VecF largest{};
     for (int row = 0; row < at_least; ++row) {
       std::vector<float> numbers(from + int64_t(row) * width, from + int64_t(row + 1) * width);
       numbers.resize(cols);
@@ -46,9 +46,9 @@ template <int parts> struct MatrixOperand {
       if (parts == 1)
         put_row(images, row, cut.data(), cols);
       else
-        put_row<parts>(images, row, numbers.data(), cols, check);
+        put_row<parts>(images, row, numbers.data(), cols, largest);
     }
-    images.finite = horizontal_sum(check) == 0.0f;
+    images.finite = !any(eq(largest, infinity));
   }
 
   int rows, cols;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 #include "convert.h"
 #include "tile_product.h"
+#include "vector_math.h"
 
 #ifndef FLASHGEN_MATRIX_PRODUCTS
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
@@ -67,7 +68,7 @@ template <class Element> struct ImagesOf {
   Element* at;
   int64_t block, depth, part;  // strides in elements: of 16 rows or columns, of matrix_depth terms, of parts;
   int64_t row;                 // and of rows within an image: image_row, unless a tensor's rows are multiplied where they lie
-  bool finite;                 // no number is infinite, or none at all
+  bool finite;                 // no number is infinite; what is none at all is so in every part
 
   // Of a left operand the 64 bytes that begin with term k of row m.
   Element* left(int m, int k, int of_part) const {
@@ -92,11 +93,11 @@ FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) 
   }
 }
 
-// The same of `parts`; `width` is a multiple of matrix_depth. Adds NaN to `check` where a number is not finite.
-template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& check) {
+// The same of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond, in its lane.
+template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& largest) {
   for (int k = 0; k < width; k += W) {
     const VecF x = load(from + k);
-    check += x * 0.0f;
+    largest = running_max(largest, abs(x));
     VecU part[parts];
     split(x, part);
     FG_UNROLL for (int n = 0; n < parts; ++n) store_upper_halves(to.left(m, k, n) + k % matrix_depth, part[n]);
@@ -305,7 +306,7 @@ template <int V, int parts> class MatrixProduct {
   Ahead& ahead_;
 };
 
-// The same in vectors, of sums of parts: a number that is not finite would meet zeros of the other operand's parts.
+// The same in vectors, of sums of parts: an infinite number would meet zeros of the other operand's parts.
 template <int parts>
 inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K, const Images& a, const Images& b, float* c,
                                                       int64_t ldc, Begin begin) {
