@@ -149,7 +149,7 @@ def sparsity() -> None:
         rows,
         f"B 1, H 1, D {D}, float32, one thread. Proportional: the time of the same kernel with every block kept in the "
         "same round, times the kept fraction of the pairs. Without a layout tiles are larger, and on CPUs with matrix "
-        "registers what blocks of fewer than 160 multiply in vectors is multiplied there: the last column.",
+        "registers what blocks of fewer than 128 multiply in vectors is multiplied there: the last column.",
     )
 
 

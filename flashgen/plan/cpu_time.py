@@ -1,7 +1,7 @@
 """Predicted time of a pass on a CPU: a roofline for each tile, tiles to tasks, tasks to cores.
 
 In: a ``Variant``, a tile, a ``Device``, a shape. Out: ``PassTime``. Everything inside is float32, so that element types
-do not matter, but for bfloat16 on CPUs with matrix registers, which is faster than this says. Constants are
+do not matter; matrix registers, which are faster than this says, are left out. Constants are
 instructions of the templates' inner loops, and rough; ``benchmarks/model.py`` says how far the model is off.
 """
 

@@ -2683,9 +2683,9 @@ template <int steps, int work, class Later> class Spread {
   int due_ = 0;
 };
 
-// pass(products) with the kind that these arguments go with. To lay out K and V in parts takes as long as to multiply them with
-// some 160 query rows (measured): it has to serve as many, of the call and of a tile, which has `tile_rows` then. Threads have
-// no say: they change no bit.
+// pass(products) with the kind that these arguments go with. K and V are laid out in parts for each tile of `tile_rows` query rows,
+// which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128 of a tile on). Threads have no
+// say: they change no bit.
 #ifndef FLASHGEN_FEWEST_ROWS
 #define FLASHGEN_FEWEST_ROWS 160
 #endif
@@ -2693,8 +2693,8 @@ template <class Pass>
 inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
 #if FLASHGEN_MATRIX_PRODUCTS
   if (fg::has_matrix_registers() && a.element == 1) return pass(MatrixProducts<1>());
-  const int64_t rows = std::min<int64_t>(a.q_len, tile_rows);
-  if (fg::has_matrix_registers() && rows >= FLASHGEN_FEWEST_ROWS) return pass(MatrixProducts<3>());
+  const bool is_repaid = a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  if (fg::has_matrix_registers() && is_repaid) return pass(MatrixProducts<3>());
 #endif
   return pass(VectorProducts());
 }
