@@ -22,7 +22,11 @@ ROOMY_COLUMNS, CROWDED = 64, 0.06
 VECTOR_ROWS = 16
 # Beside products of one part in matrix registers the mask shows, in all rows of a tile on the border: as so many more.
 MASKED = 0.25
-PRODUCTS = {1: 1, 3: 6}  # of bfloat16 for one of numbers in so many parts
+
+
+def products_of(parts: int) -> int:
+    """Of bfloat16, for one of numbers that are sums of ``parts``."""
+    return parts * (parts + 1) // 2
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -130,7 +134,7 @@ def matrix_forward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) -
     512 × 64 takes 0.96 of the time of 256 × 64, 256 × 128 1.1 (D 64) and 1.04 (D 128) of it. Three: at D 64 256 × 128,
     512 × 128 and 1024 × 128 take 180, 160 and 151 ms, 512 × 64 as long as 512 × 128, at D 128 1.15 times as long.
     """
-    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / PRODUCTS[parts] * Br)
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products_of(parts) * Br)
     if parts > 1:
         return 65.0 / Br + 8.0 / Bc + border
     return 16.0 / Br + 4.0 / Bc + border + 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
@@ -142,7 +146,7 @@ def matrix_backward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) 
     Fitted like the forward pass. One part: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of
     128 × 64. Three: 128 × 128 takes 1.11 (D 64) and 1.04 (D 128) of the time of 256 × 128, 256 × 64 1.02 and 1.04.
     """
-    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / PRODUCTS[parts] * Br)
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products_of(parts) * Br)
     return (30.0 / Br + 4.0 / Bc if parts > 1 else 25.0 / Br + 13.0 / Bc) + border
 
 

@@ -56,28 +56,23 @@ def plan(variant: Variant, device: Device) -> Plan:
     schedule = variant.spec.schedule
     forward = _Pass("forward", schedule.Br, schedule.Bc, forward_buffers)
     backward = _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers)
+    in_registers = (
+        (forward, matrix_forward_buffers, matrix_forward_overhead, MATRIX_FORWARD_ROWS),
+        (backward, matrix_backward_buffers, matrix_backward_overhead, MATRIX_ROWS),
+    )
     passes = [forward, backward]
     for elements, parts in MATRIX_KINDS.items():
-        passes.append(
+        passes += [
             replace(
-                forward,
-                name=f"forward, {elements} in matrix registers",
-                buffers=partial(matrix_forward_buffers, parts=parts),
-                overhead=partial(matrix_forward_overhead, parts=parts),
-                rows=MATRIX_FORWARD_ROWS,
+                each,
+                name=f"{each.name}, {elements} in matrix registers",
+                buffers=partial(buffers, parts=parts),
+                overhead=partial(overhead, parts=parts),
+                rows=rows,
                 columns=MATRIX_COLUMNS,
             )
-        )
-        passes.append(
-            replace(
-                backward,
-                name=f"backward, {elements} in matrix registers",
-                buffers=partial(matrix_backward_buffers, parts=parts),
-                overhead=partial(matrix_backward_overhead, parts=parts),
-                rows=MATRIX_ROWS,
-                columns=MATRIX_COLUMNS,
-            )
-        )
+            for each, buffers, overhead, rows in in_registers
+        ]
     tiles: list[Tiles] = []
     memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
     reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]

@@ -1462,10 +1462,11 @@ constexpr int block_vectors = 4;  // 6 * 4 accumulators + 4 + 1 of 32 registers
 constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
+constexpr int line_bytes = 64;
+
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
 // lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
 // buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
-constexpr int line_bytes = 64;
 struct Ahead {
   const char* at = nullptr;
   int64_t step = 0;
@@ -1677,8 +1678,9 @@ template <int parts> FG_INLINE void split(VecF x, VecU (&part)[parts]) {
 }
 
 // The upper halves of two vectors, interleaved; and those of one.
+FG_INLINE VecU pairs_of(VecU low, VecU high) { return (low >> 16) | (high & 0xffff0000u); }
 FG_INLINE void store_pairs(bf16* p, VecU low, VecU high) {
-  const VecU pairs = (low >> 16) | (high & 0xffff0000u);
+  const VecU pairs = pairs_of(low, high);
   std::memcpy(p, &pairs, sizeof(pairs));
 }
 FG_INLINE void store_upper_halves(bf16* p, VecU x) {
@@ -1750,7 +1752,7 @@ template <int parts> inline __attribute__((noinline)) void turn_images(const New
             VecU low, high;
             std::memcpy(&low, from.left(r + 2 * i, c, part), sizeof(low));
             std::memcpy(&high, from.left(r + 2 * i + 1, c, part), sizeof(high));
-            x[i] = from_bits(reinterpret_cast<VecI>(odd ? (low >> 16) | (high & 0xffff0000u) : (low & 0xffffu) | (high << 16)));
+            x[i] = from_bits(reinterpret_cast<VecI>(odd ? pairs_of(low, high) : pairs_of(low << 16, high << 16)));
           }
           transpose_lanes(x);
           FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.left(c + 2 * i + odd, r, part), &x[i], sizeof(VecF));
@@ -1870,7 +1872,7 @@ template <int V, int parts> class MatrixProduct {
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
       : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
 
-  static constexpr int steps(int rows, int K) { return rows / matrix_rows * (K / matrix_depth); }
+  int steps() const { return turns_ * (K_ / matrix_depth); }  // in all
   bool is_done() const { return turn_ == turns_; }
   FG_INLINE void step() {
     if (turn_ % 2 == 0)
@@ -1896,7 +1898,7 @@ template <int V, int parts> class MatrixProduct {
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
     }
-    if (parts > 1) ahead_.ask(2);
+    if (parts > 1) ahead_.ask(2);  // of one part a step is too short
     const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
     load_register<4>(a, a_row);
     FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
@@ -1959,10 +1961,12 @@ inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K,
     }
 }
 
+template <int parts> inline bool in_registers(const Images& a, const Images& b) { return parts == 1 || (a.finite && b.finite); }
+
 // C (+)= A B of M rows by `vectors` vectors; of so many terms at a time that two blocks of B stay in the L1 cache.
 template <int parts>
 inline void matrix_product(int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
-  if (parts > 1 && !(a.finite && b.finite)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
+  if (!in_registers<parts>(a, b)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
   constexpr int most = 384 / parts;
   for (int k = 0; k < K; k += most) {
     const int terms = K - k < most ? K - k : most;
@@ -2429,7 +2433,7 @@ struct VectorProducts {
   }
   // The units that multiply are those that do the other work: nothing is gained by steps.
   struct Later {
-    static constexpr int steps(int /*M*/, int /*K*/) { return 0; }
+    int steps() const { return 0; }
     bool is_done() const { return true; }
     void step() {}
     void finish() { product(M, vectors, K, a, b, c, ldc, begin, ahead); }
@@ -2508,14 +2512,12 @@ template <int parts> struct MatrixProducts {
   }
   // Of one strip.
   class Later {
-    using Product = fg::MatrixProduct<row_vectors, parts>;
-
    public:
     Later(int M, int /*vectors*/, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead)
-        : in_steps_(parts == 1 || (a.finite && b.finite)), product_(in_steps_ ? M : 0, K, a, b, c, ldc, begin, ahead) {
-      if (!in_steps_) product(M, row_vectors, K, a, b, c, ldc, begin, ahead);
+        : product_(fg::in_registers<parts>(a, b) ? M : 0, K, a, b, c, ldc, begin, ahead) {
+      if (!fg::in_registers<parts>(a, b)) product(M, row_vectors, K, a, b, c, ldc, begin, ahead);
     }
-    static constexpr int steps(int M, int K) { return Product::steps(M, K); }
+    int steps() const { return product_.steps(); }
     bool is_done() const { return product_.is_done(); }
     FG_INLINE void step() {
       if (!is_done()) product_.step();
@@ -2523,8 +2525,7 @@ template <int parts> struct MatrixProducts {
     void finish() { product_.finish(); }
 
    private:
-    bool in_steps_;
-    Product product_;
+    fg::MatrixProduct<row_vectors, parts> product_;
   };
 
   // Images in the order that products read them: of a block those of `terms`, of these the parts.
@@ -2640,6 +2641,9 @@ template <int parts> struct MatrixProducts {
 struct Computed {
   int first, last;
   bool masked;
+
+  // Of the strip that begins with vector n.
+  int end_of_strip(int n, int strip) const { return std::min(last, (n / strip + 1) * strip); }
 };
 template <class Products> inline Computed computed(const Visit& visit) {
   const int first = visit.first / Products::row_vectors * Products::row_vectors;
@@ -2649,6 +2653,7 @@ template <class Products> inline Computed computed(const Visit& visit) {
 
 // Two later products, one after the other.
 template <class First, class Second> struct InTurn {
+  int steps() const { return first.steps() + second.steps(); }
   bool is_done() const { return first.is_done() && second.is_done(); }
   FG_INLINE void step() {
     if (!first.is_done())
@@ -2662,16 +2667,17 @@ template <class First, class Second> struct InTurn {
   Second second;
 };
 
-// Spreads the steps of a later product evenly over `work` scores of a vector of rows.
-template <int steps, int work, class Later> class Spread {
+// Spreads the steps of a later product evenly over other work, of which `done` is done from one call to the next.
+template <class Later> class Spread {
  public:
-  explicit Spread(Later& later) : later_(later) {}
+  Spread(Later& later, int work) : later_(later), steps_(later.steps()), work_(work) {}
   FG_INLINE void pass(int done) {
-    for (due_ += steps * done; steps > 0 && due_ >= work; due_ -= work) later_.step();
+    for (due_ += steps_ * done; steps_ > 0 && due_ >= work_; due_ -= work_) later_.step();
   }
 
  private:
   Later& later_;
+  const int steps_, work_;
   int due_ = 0;
 };
 
@@ -2721,16 +2727,13 @@ constexpr float most_growth = 8.0f;
 
 // What is multiplied beside the weights of a strip: those of the one before with V, then the scores of the next.
 template <class Products> using Beside = InTurn<typename Products::Later, typename Products::Later>;
-template <class Products>
-constexpr int steps_beside = Products::Later::steps(DVP, Products::depth(BC<Products>)) +
-                             Products::Later::steps(int(round_up(BC<Products>, Products::key_multiple)), Products::depth(D));
 
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
                   Beside<Products>& following, Scratch<Products>& t) {
   constexpr int ld = decltype(t.s)::ld;
-  Spread<steps_beside<Products>, decltype(t.s)::strip * BC<Products>, Beside<Products>> beside(following);  // the slower of two loops
+  Spread<Beside<Products>> beside(following, (end - first) * columns);  // in the slower of two loops
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float* const s = t.s.of(n);
@@ -2817,9 +2820,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ, Oᵀ += Vᵀ Pᵀ.
     using Later = typename Products::Later;
-    const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
     const auto scores = [&](int first) {
-      return Later{first < part.last ? padded : 0, end_of(first) - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
+      return Later{first < part.last ? padded : 0, part.end_of_strip(first, strip) - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
                    t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
     };
     const auto values = [&](int first, int end) {
@@ -2830,7 +2832,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     scores(part.first).finish();
     int before = part.first;
     for (int first = part.first, end; first < part.last; before = first, first = end) {
-      end = end_of(first);
+      end = part.end_of_strip(first, strip);
       Beside<Products> following{values(before, first), scores(end)};
       (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t);
       following.finish();
@@ -2953,16 +2955,11 @@ struct Task {
 // What is multiplied beside the weights of a strip: dS of the one before with K, then S and dP of the next.
 template <class Products>
 using Beside = InTurn<typename Products::Later, InTurn<typename Products::Later, typename Products::Later>>;
-template <class Products> constexpr int steps_beside() {
-  constexpr int keys = int(round_up(BC<Products>, Products::key_multiple));
-  using Later = typename Products::Later;
-  return Later::steps(DP, Products::depth(keys)) + Later::steps(keys, Products::depth(D)) + Later::steps(keys, Products::depth(DV));
-}
 
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
                   Beside<Products>& following, Scratch<Products>& t, const Task& task) {
-  Spread<steps_beside<Products>(), decltype(t.p)::strip * BC<Products>, Beside<Products>> beside(following);
+  Spread<Beside<Products>> beside(following, (end - first) * columns);
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     const float *const s = t.p.of(n), *const dp = t.ds.of(n);
@@ -3045,9 +3042,8 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     fg::Ahead next_dk = rows_ahead({task.dk, DP, 0}, next, DP), next_dv = rows_ahead({task.dv, DVP, 0}, next, DVP);
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, dQᵀ += Kᵀ dSᵀ.
     using Later = typename Products::Later;
-    const auto end_of = [&](int first) { return std::min(part.last, (first / strip + 1) * strip); };
     const auto scores = [&](int first) {
-      const int keys_of_strip = first < part.last ? padded : 0, of_strip = end_of(first) - first;
+      const int keys_of_strip = first < part.last ? padded : 0, of_strip = part.end_of_strip(first, strip) - first;
       return InTurn<Later, Later>{Later{keys_of_strip, of_strip, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
                                         t.p.of(first), t.p.ld, fg::Begin::zero, next_k},
                                   Later{keys_of_strip, of_strip, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
@@ -3061,7 +3057,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     scores(part.first).finish();
     int before = part.first;
     for (int first = part.first, end; first < part.last; before = first, first = end) {
-      end = end_of(first);
+      end = part.end_of_strip(first, strip);
       Beside<Products> following{queries(before, first), scores(end)};
       (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t, task);
       following.finish();

@@ -36,7 +36,7 @@ def normal(*sizes: int, seed: int, parts: int) -> Array:
 @pytest.mark.parametrize(("turned", "by_columns"), [(False, False), (True, True)])
 def test_product(matrices: ctypes.CDLL, parts: int, begin: int, *, turned: bool, by_columns: bool) -> None:
     width = matrices.width()
-    for M, vectors, K in itertools.product((16, 32, 48, 144), (1, 2, 3, 7), (32, 64, 160)):
+    for M, vectors, K in itertools.product((16, 32, 48, 64, 144), (1, 2, 3, 4, 7), (32, 64, 160)):
         N = vectors * width
         a, b = normal(M, K, seed=M, parts=parts), normal(K, N, seed=K, parts=parts)
         c = normal(M, N + 2 * width, seed=vectors, parts=3)

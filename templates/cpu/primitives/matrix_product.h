@@ -49,8 +49,9 @@ template <int parts> FG_INLINE void split(VecF x, VecU (&part)[parts]) {
 }
 
 // The upper halves of two vectors, interleaved; and those of one.
+FG_INLINE VecU pairs_of(VecU low, VecU high) { return (low >> 16) | (high & 0xffff0000u); }
 FG_INLINE void store_pairs(bf16* p, VecU low, VecU high) {
-  const VecU pairs = (low >> 16) | (high & 0xffff0000u);
+  const VecU pairs = pairs_of(low, high);
   std::memcpy(p, &pairs, sizeof(pairs));
 }
 FG_INLINE void store_upper_halves(bf16* p, VecU x) {
@@ -122,7 +123,7 @@ template <int parts> inline __attribute__((noinline)) void turn_images(const New
             VecU low, high;
             std::memcpy(&low, from.left(r + 2 * i, c, part), sizeof(low));
             std::memcpy(&high, from.left(r + 2 * i + 1, c, part), sizeof(high));
-            x[i] = from_bits(reinterpret_cast<VecI>(odd ? (low >> 16) | (high & 0xffff0000u) : (low & 0xffffu) | (high << 16)));
+            x[i] = from_bits(reinterpret_cast<VecI>(odd ? pairs_of(low, high) : pairs_of(low << 16, high << 16)));
           }
           transpose_lanes(x);
           FG_UNROLL for (int i = 0; i < W; ++i) std::memcpy(to.left(c + 2 * i + odd, r, part), &x[i], sizeof(VecF));
@@ -242,7 +243,7 @@ template <int V, int parts> class MatrixProduct {
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
       : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
 
-  static constexpr int steps(int rows, int K) { return rows / matrix_rows * (K / matrix_depth); }
+  int steps() const { return turns_ * (K_ / matrix_depth); }  // in all
   bool is_done() const { return turn_ == turns_; }
   FG_INLINE void step() {
     if (turn_ % 2 == 0)
@@ -268,7 +269,7 @@ template <int V, int parts> class MatrixProduct {
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
     }
-    if (parts > 1) ahead_.ask(2);
+    if (parts > 1) ahead_.ask(2);  // of one part a step is too short
     const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
     load_register<4>(a, a_row);
     FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
@@ -331,10 +332,12 @@ inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K,
     }
 }
 
+template <int parts> inline bool in_registers(const Images& a, const Images& b) { return parts == 1 || (a.finite && b.finite); }
+
 // C (+)= A B of M rows by `vectors` vectors; of so many terms at a time that two blocks of B stay in the L1 cache.
 template <int parts>
 inline void matrix_product(int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
-  if (parts > 1 && !(a.finite && b.finite)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
+  if (!in_registers<parts>(a, b)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
   constexpr int most = 384 / parts;
   for (int k = 0; k < K; k += most) {
     const int terms = K - k < most ? K - k : most;

@@ -23,10 +23,11 @@ constexpr int block_vectors = 4;  // 6 * 4 accumulators + 4 + 1 of 32 registers
 constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
+constexpr int line_bytes = 64;
+
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
 // lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
 // buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
-constexpr int line_bytes = 64;
 struct Ahead {
   const char* at = nullptr;
   int64_t step = 0;
