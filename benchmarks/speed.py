@@ -45,6 +45,7 @@ BODIES = {
     "ALiBi": "score s - alibi_slope(h) * (i - j)  mask causal",
     "soft-cap": "score softcap(s, 30.0)  mask causal",
     "documents": "tensor doc: i32[B, Nk]  mask causal and same_document(doc)",
+    "relative positions": "tensor t: f32[H, 257] grad  score s + t[h, clamp(i - j, -128, 128) + 128]  mask causal",
 }
 
 
@@ -161,7 +162,7 @@ def verdict(ratio: Spread, goal: float, *, most: bool = False) -> list[str]:
 
 def variants(*, quick: bool) -> Table:
     """Other masks and scores beside flashgen's own causal kernel."""
-    names = ("ALiBi", "soft-cap", "documents")
+    names = ("ALiBi", "soft-cap", "documents", "relative positions")
     table = []
     for d in (64,) if quick else (64, 128):
         calls, work = {}, {}

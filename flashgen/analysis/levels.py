@@ -1,8 +1,9 @@
 """Levels: how often a value has to be computed, read off its index set.
 
 A value that depends on nothing but sizes and params is computed once a launch; one over b and h once a head;
-over i once a row; over j once a column; over both once a pair. The emitter places every subexpression at its
-level, and the gradient of a captured value is reduced over the loops outside its level before it is stored.
+over i once a row; over j once a column; over i - j alone once a diagonal; over both once a pair. The emitter places
+every subexpression at its level, and the gradient of a captured value is reduced over the loops outside its level
+before it is stored.
 """
 
 from enum import Enum
@@ -17,21 +18,21 @@ class Level(Enum):
     HEAD = "head"
     ROW = "row"
     COLUMN = "column"
+    DIAGONAL = "diagonal"
     PAIR = "pair"
 
     @property
     def is_vector(self) -> bool:
         """Whether neighbouring rows, which share a vector, see different values."""
-        return self in (Level.ROW, Level.PAIR)
+        return self in (Level.ROW, Level.DIAGONAL, Level.PAIR)
 
 
 def level_of_indices(indices: frozenset[str]) -> Level:
     """The level of a value with this index set."""
-    row, column = "i" in indices, "j" in indices
-    if row and column:
-        return Level.PAIR
-    if row or column:
-        return Level.ROW if row else Level.COLUMN
+    positions = {"i": Level.ROW, "j": Level.COLUMN, "distance": Level.DIAGONAL}
+    found = [level for name, level in positions.items() if name in indices]
+    if found:
+        return found[0] if len(found) == 1 else Level.PAIR
     return Level.HEAD if indices else Level.LAUNCH
 
 

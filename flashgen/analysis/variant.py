@@ -121,8 +121,8 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
 
     score = substitute(specialise(spec.score), {S: apply("mul", apply("to_float", specialise(spec.scale)), DOT)})
     score, score_keep = split_masked_score(simplify(apply("to_float", score)))
-    weights, score = canonical_weights(_map_weights(spec.weights, specialise), score)
-    weights = _map_weights(weights, simplify)
+    weights, score = canonical_weights(map_weights(spec.weights, specialise), score)
+    weights = map_weights(weights, simplify)
     score = simplify(score)
     keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
 
@@ -155,7 +155,8 @@ def constant_factor(score: Expr) -> float | None:
     return 1.0 if score == DOT else None
 
 
-def _map_weights(weights: Weights, rule: _Rule) -> Weights:
+def map_weights(weights: Weights, rule: _Rule) -> Weights:
+    """The same weights with ``rule`` applied to their function, or to the sink."""
     match weights:
         case Softmax(sink):
             return Softmax(None if sink is None else rule(apply("to_float", sink)))

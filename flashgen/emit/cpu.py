@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
@@ -99,6 +100,8 @@ class _Context:
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
     observed_by_head: bool
+    diagonals: bool  # whether anything is computed once a diagonal
+    pair: str  # what functions of a pair take first
     weights: str
     scaled_dot: bool
     slow_scores: bool  # to score a pair takes longer than to weigh it
@@ -114,6 +117,7 @@ class _Context:
 
 def emit_cpu(variant: Variant, plan: Plan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults."""
+    variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
     context = _context(variant, plan, symbol)
@@ -131,12 +135,13 @@ def emit_cpu(variant: Variant, plan: Plan) -> KernelSource:
 def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
+    diagonals = bool(diagonal_values(variant))
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
     inputs: dict[str, str] = {}
 
     def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
         placement.function(name, expr, comment)
-        inputs[name] = declared
+        inputs[name] = (", const Diagonals& d" if diagonals and name != "keep" else "") + declared
 
     match variant.weights:
         case Softmax(sink):
@@ -155,7 +160,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
     gradients = tuple(
-        _gradient(gradient, label, placement, hook)
+        _gradient(gradient, label, placement, hook, _pair(diagonals=diagonals))
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
@@ -180,6 +185,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
+        diagonals=diagonals,
+        pair=_pair(diagonals=diagonals),
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
         scaled_dot=constant_factor(variant.score) is not None,
@@ -201,7 +208,11 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook) -> _Gradient:
+def _pair(*, diagonals: bool) -> str:
+    return "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
+
+
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str) -> _Gradient:
     parts = []
     if gradient.from_score is not None:
         name = f"score_by_{label}"
@@ -210,7 +221,7 @@ def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook
     if gradient.from_weight is not None:
         name = f"weight_by_{label}"
         hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(gradient.read)}")
-        parts.append(f"d_weight * {name}(a, u, x, r, c, safe)")
+        parts.append(f"d_weight * {name}({pair}, safe)")
     sink_code = None
     if gradient.from_sink is not None:
         sink_code = placement.value(f"sink_by_{label}", gradient.from_sink, Level.ROW)

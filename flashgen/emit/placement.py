@@ -1,12 +1,13 @@
 """Stage 4a: place every subexpression of the hooks at its level and print it as C++.
 
 In: named expressions (the hooks of a template) and how each load is kept inside its tensor. Out: ``Hooks``: values
-computed once a launch, head, row vector and column, as members of structs named ``u``, ``x``, ``r`` and ``c``, and one
-straight-line function for each hook, evaluated per pair. No arithmetic is left to the template.
+computed once a launch, head, row vector, column and vector of diagonals, as members of structs named ``u``, ``x``,
+``r``, ``c`` and ``d``, and one straight-line function for each hook, evaluated per pair. No arithmetic is left to the
+template.
 
-At row and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``); elsewhere
-it is a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator prints the
-same way at every level.
+At row, diagonal and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``);
+elsewhere it is a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator
+prints the same way at every level.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import dimension_field, param_field, stride_field, tensor_field
 
-_STRUCTS = {Level.LAUNCH: "u", Level.HEAD: "x", Level.ROW: "r", Level.COLUMN: "c"}
+_STRUCTS = {Level.LAUNCH: "u", Level.HEAD: "x", Level.ROW: "r", Level.COLUMN: "c", Level.DIAGONAL: "d"}
 _SCALARS = {ScalarType.FLOAT: "float", ScalarType.INT: "int", ScalarType.BOOL: "bool"}
 _VECTORS = {ScalarType.FLOAT: "fg::VecF", ScalarType.INT: "fg::VecI", ScalarType.BOOL: "fg::VecB"}
-_INDEX_MEMBERS = {"b": "x.b", "h": "x.h", "hkv": "x.hkv", "i": "r.i", "j": "c.j"}
+_INDEX_MEMBERS = {"b": "x.b", "h": "x.h", "hkv": "x.hkv", "i": "r.i", "j": "c.j", "distance": "d.distance"}
 _BELOW = {
     Level.LAUNCH: (),
     Level.HEAD: (Level.LAUNCH,),
     Level.ROW: (Level.LAUNCH, Level.HEAD),
     Level.COLUMN: (Level.LAUNCH, Level.HEAD),
-    Level.PAIR: (Level.LAUNCH, Level.HEAD, Level.ROW, Level.COLUMN),
+    Level.DIAGONAL: (Level.LAUNCH, Level.HEAD),
+    Level.PAIR: (Level.LAUNCH, Level.HEAD, Level.ROW, Level.COLUMN, Level.DIAGONAL),
 }
 _LONGEST_LINE = 100
 _I, _J = index("i"), index("j")

@@ -21,7 +21,7 @@ MAX_SIZE = 20_000
 class SymbolKind(Enum):
     """Where a symbol's value comes from."""
 
-    INDEX = "index"  # b h i j hkv: global coordinates of a pair
+    INDEX = "index"  # b h i j hkv: global coordinates of a pair; distance: i - j, in kernels only
     BLOCK = "block"  # I J: block coordinates, in layouts only
     SIZE = "size"  # B H Hkv Nq Nk D Dv
     SCORE = "score"  # s dot sqdist
@@ -154,7 +154,7 @@ def literal(value: bool | int | float, span: Span | None = None) -> Literal:
 
 
 def index(name: str, span: Span | None = None) -> Symbol:
-    """One of the indices ``b h i j hkv``."""
+    """One of the indices ``b h i j hkv``, or ``distance``, which is i - j."""
     return Symbol(ScalarType.INT, name=name, kind=SymbolKind.INDEX, span=span)
 
 
@@ -209,6 +209,7 @@ _INDEX_SETS = {
     "hkv": frozenset("h"),
     "i": frozenset("i"),
     "j": frozenset("j"),
+    "distance": frozenset({"distance"}),
     "I": frozenset("i"),
     "J": frozenset("j"),
     "s": frozenset("bhij"),
@@ -218,7 +219,7 @@ _INDEX_SETS = {
 
 
 def index_set(root: Expr) -> frozenset[str]:
-    """The subset of ``{b, h, i, j}`` that the value depends on."""
+    """The subset of ``{b, h, i, j, distance}`` that the value depends on."""
     found: frozenset[str] = frozenset()
     for node in walk(root):
         if isinstance(node, Symbol) and node.kind in (SymbolKind.INDEX, SymbolKind.BLOCK, SymbolKind.SCORE):

@@ -6,6 +6,7 @@ In: a variant, a tile, the vector width. Out: bytes and an estimate. The buffers
 
 from __future__ import annotations
 
+from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 from flashgen.analysis.window import window_width
@@ -38,8 +39,16 @@ def forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str,
     """Bytes that the loop over key tiles touches: Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = {"Q": D * ld, "K": bc * Dp, "V": bc * Dvp, "S, then P": bc * ld, "O": Dvp * ld, "row state": 2 * Br}
-    return {name: FLOAT * count for name, count in floats.items()}
+    floats = {
+        "Q": D * ld,
+        "K": bc * Dp,
+        "V": bc * Dvp,
+        "S, then P": bc * ld,
+        "O": Dvp * ld,
+        "row state": 2 * Br,
+        "diagonals": _diagonals(variant, Br, Bc, lanes),
+    }
+    return {name: FLOAT * count for name, count in floats.items() if count}
 
 
 def forward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
@@ -66,6 +75,7 @@ def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str
         "dK": bc * Dp,
         "dV": bc * Dvp,
         "row state": 3 * Br,
+        "diagonals": _diagonals(variant, Br, Bc, lanes, backward=True),
         "captured gradients": _captured(variant, Br, Bc * lanes),
     }
     return {name: FLOAT * count for name, count in floats.items() if count}
@@ -83,14 +93,16 @@ def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, pa
     """
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
     operand = BFLOAT16 * parts
-    return {
+    sizes = {
         "Q": operand * D * rows,
         "K": operand * bc * D,
         "V": 2 * operand * bc * Dv,
         "S, then P": 2 * (FLOAT + operand) * bc * MATRIX_DEPTH,
         "O": FLOAT * _padded(variant, lanes)[2] * (rows + lanes),
         "row state": FLOAT * 2 * rows,
+        "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes),
     }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
@@ -110,6 +122,7 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, p
         "dK": FLOAT * bc * Dp,
         "dV": FLOAT * bc * Dvp,
         "row state": FLOAT * 3 * rows,
+        "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes, backward=True),
         "captured gradients": FLOAT * _captured(variant, rows, Bc * lanes),
     }
     return {name: size for name, size in sizes.items() if size}
@@ -162,6 +175,13 @@ def _border(variant: Variant, Bc: int, rows: float) -> float:
 def _captured(variant: Variant, of_row: int, of_column: int) -> int:
     """Partial sums of gradients that belong to rows and to columns."""
     return sum({Level.ROW: of_row, Level.COLUMN: of_column}.get(each.level, 0) for each in variant.gradients)
+
+
+def _diagonals(variant: Variant, rows: int, columns: int, lanes: int, *, backward: bool = False) -> int:
+    """What is computed once a diagonal, and partial sums of gradients that belong to diagonals."""
+    variant = over_diagonals(variant)
+    sums = sum(each.level is Level.DIAGONAL for each in variant.gradients) if backward else 0
+    return (len(diagonal_values(variant)) + sums) * (round_up(rows + columns, lanes) + lanes)
 
 
 def _matrix_padded(variant: Variant, Br: int, Bc: int) -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ instructions of the templates' inner loops, and rough; ``benchmarks/model.py`` s
 
 from __future__ import annotations
 
+from flashgen.analysis.diagonals import over_diagonals
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.plan.cpu_model import FLOAT, backward_working_set, forward_working_set
@@ -40,7 +41,7 @@ def _time(name: str, variant: Variant, tile: Tiles, device: Device, shape: Shape
     D, Dv, forward = variant.head_dim.qk, variant.head_dim.v, name == "forward"
     counts = tile_counts(variant, shape, tile.Br, tile.Bc)
     pairs, visited = tile.Br * tile.Bc, counts.visited
-    work = pair_work(variant, "forward" if forward else "keys")
+    work = pair_work(over_diagonals(variant), "forward" if forward else "keys")
     products = work.products if forward else (*work.products, D)
     partial = counts.partial / visited if visited else 0.0
     vectors = pairs / device.lanes

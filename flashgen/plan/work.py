@@ -89,7 +89,7 @@ def pair_work(variant: Variant, name: PassName) -> PairWork:
 
 
 _LEVELS_OF: Mapping[str, tuple[Level, ...]] = MappingProxyType(
-    {"queries": (Level.ROW,), "keys": (Level.PAIR, Level.COLUMN, Level.HEAD, Level.LAUNCH)}
+    {"queries": (Level.ROW,), "keys": (Level.PAIR, Level.DIAGONAL, Level.COLUMN, Level.HEAD, Level.LAUNCH)}
 )
 _PRODUCTS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = MappingProxyType(
     {

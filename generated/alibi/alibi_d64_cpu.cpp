@@ -10,12 +10,12 @@
 //
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (135 KiB): 12.1% of work beside the products, the least of 30 that fit
-//   backward: B_r × B_c = 128 × 64 (300 KiB): 12.1% of work beside the products, the least of 29 that fit
-//   forward, bfloat16 in matrix registers: B_r × B_c = 512 × 64 (246 KiB): 14.8% of work beside the products, the least of 32 that fit
-//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (364 KiB): 30.9% of work beside the products, the least of 21 that fit
-//   forward, float32 and float16 in matrix registers: B_r × B_c = 384 × 64 (357 KiB): 32.2% of work beside the products, the least of 26 that fit
-//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 37.6% of work beside the products, the least of 7 that fit
+//   forward: B_r × B_c = 128 × 64 (137 KiB): 12.1% of work beside the products, the least of 30 that fit
+//   backward: B_r × B_c = 128 × 64 (301 KiB): 12.1% of work beside the products, the least of 29 that fit
+//   forward, bfloat16 in matrix registers: B_r × B_c = 512 × 64 (251 KiB): 14.8% of work beside the products, the least of 32 that fit
+//   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (367 KiB): 30.9% of work beside the products, the least of 21 that fit
+//   forward, float32 and float16 in matrix registers: B_r × B_c = 384 × 64 (361 KiB): 32.2% of work beside the products, the least of 25 that fit
+//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (357 KiB): 37.6% of work beside the products, the least of 7 that fit
 
 #include <algorithm>
 #include <cmath>
@@ -317,6 +317,24 @@ FG_INLINE bool any(VecB x) { return fold_lanes<int32_t, W>(x.lanes, FoldOr()) !=
 FG_INLINE bool all(VecB x) { return !any(!x); }
 FG_INLINE bool any(bool x) { return x; }
 FG_INLINE bool all(bool x) { return x; }
+
+// Lanes of a, then of b, by their numbers.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+
+// One lane further: lane 0 is the last of `before`.
+FG_INLINE VecF shifted_in(VecF x, VecF before) {
+#if defined(__AVX512F__)
+  return FG_SHUFFLE(before, x, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30);
+#elif defined(__AVX__)
+  return FG_SHUFFLE(before, x, 7, 8, 9, 10, 11, 12, 13, 14);
+#else
+  return FG_SHUFFLE(before, x, 3, 4, 5, 6);
+#endif
+}
 
 }  // namespace fg
 
@@ -1439,6 +1457,28 @@ FG_INLINE void add_rows(const Gradient& gradient, int n, VecF value, int64_t off
   for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);
 }
 
+// Sums along the diagonals that W rows have with one column after another: each column is one diagonal further. Those that
+// no later column meets move on from `open` to `left`; below, `at` is where the first of the last column's begins.
+class DiagonalSums {
+ public:
+  FG_INLINE void add(VecF column) {
+    left_ = shifted_in(left_, open_);
+    open_ = shifted_in(open_, VecF{}) + column;
+  }
+  // To be called every W columns.
+  FG_INLINE void leave(float* at) {
+    store(at + W, load(at + W) + left_);
+    left_ = VecF{};
+  }
+  FG_INLINE void finish(float* at) {
+    leave(at);
+    store(at, load(at) + open_);
+  }
+
+ private:
+  VecF open_{}, left_{};
+};
+
 }  // namespace fg
 
 // Layer 3 of the CPU primitives: the one matrix product of the backend, and the transposing copy that packs for it.
@@ -1578,11 +1618,6 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
 // The lower (upper) halves of a and b, interleaved lane by lane.
-#if defined(__clang__) || __GNUC__ >= 12
-#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
-#endif
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
 #if defined(__AVX512F__)
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -1900,7 +1935,7 @@ template <int V, int parts> class MatrixProduct {
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
     }
-    if (parts > 1) ahead_.ask(2);  // of one part a step is too short
+    if (parts > 1) ahead_.ask(4);  // of one part a step is too short
     const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
     load_register<4>(a, a_row);
     FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
@@ -2088,13 +2123,27 @@ FG_INLINE Column make_column(const Arguments& a, const Launch& u, const Head& x,
   return c;
 }
 
+struct Diagonals {  // W neighbouring ones; of one all pairs are as far apart
+  fg::VecI distance;  // i - j
+  fg::VecF slope;  // 1.4426950408889634 * slope[h] * distance
+  fg::VecF diagonal_value;  // -float(distance)
+};
+
+FG_INLINE Diagonals make_diagonals(const Arguments& a, const Launch& u, const Head& x, fg::VecI distance) {
+  Diagonals d;
+  d.distance = distance;
+  d.slope = x.slope * fg::to_float(d.distance);
+  d.diagonal_value = -fg::to_float(d.distance);
+  return d;
+}
+
 // ---- The spec: functions of one pair, for W rows at once -----------------------------------------------------------
 
 #define PAIR const Arguments &a, const Launch &u, const Head &x, const Row &r, const Column &c
 
-// The score in base 2: log2(e) · (0.125 * dot - slope[h] * (i - j))
-FG_INLINE fg::VecF score(PAIR, fg::VecF dot) {
-  return 0.18033688f * dot - x.slope * fg::to_float(r.i - c.j);
+// The score in base 2: log2(e) · (0.125 * dot - slope[h] * distance)
+FG_INLINE fg::VecF score(PAIR, const Diagonals& d, fg::VecF dot) {
+  return 0.18033688f * dot - d.slope;
 }
 
 // Kept pairs: j <= i
@@ -2103,13 +2152,13 @@ FG_INLINE fg::VecB keep(PAIR) {
 }
 
 // ∂score/∂(q·k)
-FG_INLINE fg::VecF score_by_dot(PAIR, fg::VecF dot) {
+FG_INLINE fg::VecF score_by_dot(PAIR, const Diagonals& d, fg::VecF dot) {
   return fg::broadcast(0.125f);
 }
 
 // ∂score/∂slope[h]
-FG_INLINE fg::VecF score_by_slope(PAIR, fg::VecF dot) {
-  return -fg::to_float(r.i - c.j);
+FG_INLINE fg::VecF score_by_slope(PAIR, const Diagonals& d, fg::VecF dot) {
+  return d.diagonal_value;
 }
 
 #undef PAIR
@@ -2223,6 +2272,43 @@ inline void store_transposed(void* to, int element, int64_t first, const float* 
 FG_INLINE fg::VecI rows_of(int64_t first, int vector, int rows) {
   return fg::min(int32_t(first) + vector * W + fg::iota(), int32_t(first) + rows - 1);
 }
+// ---- The diagonals of a tile ---------------------------------------------------------------------------------------
+// Numbers of the spec that positions decide by i - j alone, of all diagonals of a tile of up to `rows` by `columns`; they are
+// stored so that those of one key and W neighbouring rows are neighbours, too.
+
+template <int rows, int columns> struct TileDiagonals {
+  static constexpr int size = int(round_up(rows + columns, W)) + W;
+
+  // Where the diagonals begin that key j of the tile shares with vector `vector` of its rows.
+  static int64_t at(int vector, int64_t j) { return vector * W + columns - 1 - j; }
+
+  // Of rows i0 … i0 + count_i - 1, of which vectors first … last - 1 are computed, and keys j0 … j0 + count_j - 1.
+  void make(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int count_i, int first, int last, int64_t j0, int count_j) {
+    origin = int32_t(i0 - j0), nearest = origin - (count_j - 1), farthest = origin + count_i - 1;
+    begin = int(at(first, count_j - 1)), end = int(at(last, 0));
+    for (int n = begin; n < end; n += W) {
+      [[maybe_unused]] const Diagonals d = make_diagonals(a, u, x, distances(n));
+      fg::store(values.slope + n, d.slope);
+      fg::store(values.diagonal_value + n, d.diagonal_value);
+    }
+  }
+  // i - j of W diagonals from n on; past those of the tile the last.
+  FG_INLINE fg::VecI distances(int n) const { return fg::clamp(origin + n - (columns - 1) + fg::iota(), nearest, farthest); }
+
+  FG_INLINE Diagonals of(int vector, int64_t j) const {
+    Diagonals d;
+    d.slope = fg::load(values.slope + at(vector, j));
+    d.diagonal_value = fg::load(values.diagonal_value + at(vector, j));
+    return d;
+  }
+
+  struct {
+    float slope[size];  // 1.4426950408889634 * slope[h] * distance
+    float diagonal_value[size];  // -float(distance)
+  } values;
+  int32_t origin, nearest, farthest;
+  int begin, end;  // what is stored
+};
 
 // ---- Which key tiles a query tile visits ---------------------------------------------------------------------------
 
@@ -2732,6 +2818,7 @@ template <class Products> struct alignas(64) Scratch {
   float o[rows * DVP];
   float row_max[rows], row_sum[rows];
   Column columns[BC<Products>];
+  TileDiagonals<rows, BC<Products>> diagonals;
 };
 
 // A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and weights, at most
@@ -2754,7 +2841,8 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     fg::VecF row_max = old_max;
     const auto scored = [&](int64_t j) {
       const Column& c = t.columns[j];
-      fg::VecF e = score(a, u, x, r, c, fg::load(s + j * ld));
+      [[maybe_unused]] const Diagonals d = t.diagonals.of(n, j);
+      fg::VecF e = score(a, u, x, r, c, d, fg::load(s + j * ld));
       if (masked) e = fg::select(keep(a, u, x, r, c), e, -INFINITY);
       fg::store(s + j * ld, e);
       return e;
@@ -2779,6 +2867,7 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     }
     const auto weighed = [&](int64_t j) {
       [[maybe_unused]] const Column& c = t.columns[j];
+      [[maybe_unused]] const Diagonals d = t.diagonals.of(n, j);
       fg::VecF p = fg::exp2_bounded(fg::load(s + j * ld) - shift);
       row_sum += p;
       return p;
@@ -2831,6 +2920,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
     }
     const Computed part = computed<Products>(visit);
+    t.diagonals.make(a, u, x, i0, rows, part.first, part.last, a.kv_start + keys.first, columns);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ, Oᵀ += Vᵀ Pᵀ.
     using Later = typename Products::Later;
@@ -2958,6 +3048,7 @@ template <class Products> struct alignas(64) Scratch {
   float lse[rows], lse_rest[rows], delta[rows];  // lse in base 2, and what its rounding left over
   double sum_slope;
   Column columns[BC<Products>];
+  TileDiagonals<rows, BC<Products>> diagonals;
 };
 
 // One task: the query heads that share a key/value head, and one of `chunks` runs of the query tiles of each. Its dK, dV and
@@ -2988,8 +3079,9 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     };
     const auto weighed = [&](int64_t j) -> Weights {
       const Column& c = t.columns[j];
+      [[maybe_unused]] const Diagonals d = t.diagonals.of(n, j);
       const fg::VecF dot = fg::load(s + j * t.p.ld);
-      const fg::VecF e = score(a, u, x, r, c, dot);
+      const fg::VecF e = score(a, u, x, r, c, d, dot);
       fg::VecB kept = fg::ne(e, -INFINITY);
       if (masked) kept = kept && keep(a, u, x, r, c);
       fg::VecF d_weight = fg::load(dp + j * t.ds.ld);  // dP
@@ -2997,10 +3089,10 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
       const fg::VecF p = fg::select(kept, fg::exp2_bounded((e - lse) - lse_rest), 0.0f);
       const fg::VecF d_score = fg::select(kept, p * (d_weight - delta), 0.0f);
       // ∂L/∂slope[h]
-      const fg::VecF d_slope = fg::select(kept, d_score * score_by_slope(a, u, x, r, c, dot), 0.0f);
+      const fg::VecF d_slope = fg::select(kept, d_score * score_by_slope(a, u, x, r, c, d, dot), 0.0f);
       sum_slope += d_slope;
       if (j % 16 == 15) sum_slope_total += sum_slope, sum_slope = fg::VecF{};
-      return {p * drop, fg::select(kept, d_score * score_by_dot(a, u, x, r, c, dot), 0.0f)};
+      return {p * drop, fg::select(kept, d_score * score_by_dot(a, u, x, r, c, d, dot), 0.0f)};
     };
     int64_t j = 0;
     for (; j + 2 <= columns; j += 2) {
@@ -3061,6 +3153,7 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
       t.columns[j] = make_column(a, u, x, int(a.kv_start + column0) + j);
     }
     const Computed part = computed<Products>(visit);
+    t.diagonals.make(a, u, x, i0, rows, part.first, part.last, a.kv_start + column0, columns);
     fg::Ahead none, next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
     fg::Ahead next_dk = rows_ahead({task.dk, DP, 0}, next, DP), next_dv = rows_ahead({task.dv, DVP, 0}, next, DVP);
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, dQᵀ += Kᵀ dSᵀ.

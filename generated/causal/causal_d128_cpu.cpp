@@ -316,6 +316,24 @@ FG_INLINE bool all(VecB x) { return !any(!x); }
 FG_INLINE bool any(bool x) { return x; }
 FG_INLINE bool all(bool x) { return x; }
 
+// Lanes of a, then of b, by their numbers.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+
+// One lane further: lane 0 is the last of `before`.
+FG_INLINE VecF shifted_in(VecF x, VecF before) {
+#if defined(__AVX512F__)
+  return FG_SHUFFLE(before, x, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30);
+#elif defined(__AVX__)
+  return FG_SHUFFLE(before, x, 7, 8, 9, 10, 11, 12, 13, 14);
+#else
+  return FG_SHUFFLE(before, x, 3, 4, 5, 6);
+#endif
+}
+
 }  // namespace fg
 
 // Layer 2 of the CPU primitives: storage types to and from the float32 (or int32, bool) that is computed with.
@@ -1437,6 +1455,28 @@ FG_INLINE void add_rows(const Gradient& gradient, int n, VecF value, int64_t off
   for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);
 }
 
+// Sums along the diagonals that W rows have with one column after another: each column is one diagonal further. Those that
+// no later column meets move on from `open` to `left`; below, `at` is where the first of the last column's begins.
+class DiagonalSums {
+ public:
+  FG_INLINE void add(VecF column) {
+    left_ = shifted_in(left_, open_);
+    open_ = shifted_in(open_, VecF{}) + column;
+  }
+  // To be called every W columns.
+  FG_INLINE void leave(float* at) {
+    store(at + W, load(at + W) + left_);
+    left_ = VecF{};
+  }
+  FG_INLINE void finish(float* at) {
+    leave(at);
+    store(at, load(at) + open_);
+  }
+
+ private:
+  VecF open_{}, left_{};
+};
+
 }  // namespace fg
 
 // Layer 3 of the CPU primitives: the one matrix product of the backend, and the transposing copy that packs for it.
@@ -1576,11 +1616,6 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
 // The lower (upper) halves of a and b, interleaved lane by lane.
-#if defined(__clang__) || __GNUC__ >= 12
-#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
-#endif
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
 #if defined(__AVX512F__)
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -1898,7 +1933,7 @@ template <int V, int parts> class MatrixProduct {
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
     }
-    if (parts > 1) ahead_.ask(2);  // of one part a step is too short
+    if (parts > 1) ahead_.ask(4);  // of one part a step is too short
     const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
     load_register<4>(a, a_row);
     FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first

@@ -64,8 +64,11 @@ def test_values_are_placed_at_their_level() -> None:
     assert "bool valid;  // valid[b, j]" in section(text, "struct Column {")
     assert "table" not in section(text, "struct Row {")
     score = section(text, "FG_INLINE fg::VecF score(")
-    assert "x.slope" in score
-    assert "fg::rows(a.tensor_table" in score
+    assert "r." not in score
+    assert "return ((t0 - d.slope) + c.gate) + d.table;" in score
+    diagonals = section(text, "FG_INLINE Diagonals make_diagonals(")
+    assert "x.slope" in diagonals
+    assert "fg::rows(a.tensor_table" in diagonals
 
 
 def test_a_full_tile_runs_no_mask() -> None:
@@ -124,11 +127,15 @@ def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -
 
 Buffers = Callable[[Variant, int, int, int], dict[str, int]]
 
-# What a scratch holds beside the working set: columns, where K and V lie, and what only first and last steps touch.
+# What a scratch holds beside the working set: columns, where operands and diagonals lie, and what only first and last
+# steps touch.
 EDGES = {
     "VectorProducts": {
         "forward": ("columns", "o", "q", "-q.turned", "k", "-k.copy", "v", "-v.copy"),
-        "backward": ("columns", "dq", "k", "-k.copy", "v", "-v.copy"),
+        "backward": (
+            *("columns", "dq", "q", "-q.copy", "-q.turned", "d_o", "-d_o.copy", "-d_o.turned"),
+            *("k", "-k.copy", "v", "-v.copy"),
+        ),
     },
     "MatrixProducts": {
         "forward": ("columns", "o", "q", "-q.features", "k", "-k.copy", "v", "-v.copy", "-v.features"),
@@ -148,7 +155,8 @@ COUNTED: dict[str, tuple[Buffers, Buffers]] = {
 @pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.parametrize("head_dim", ["64", "40/24", "128"])
 def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kind: str, tmp_path: Path) -> None:
-    body = f"head_dim {head_dim} tensor t: f32[B, H, Nk] grad score s + t[b, h, j]"
+    tensors = "tensor t: f32[B, H, Nk] grad tensor near: f32[64] grad"
+    body = f"head_dim {head_dim} {tensors} score s + t[b, h, j] + near[clamp(i - j, 0, 63)] - log1p(abs(i - j))"
     spec = parse_text(f"attention a {{ {body} }}").specs[0]
     variant = analyse(spec, spec.head_dims[0])
     kernel = tmp_path / "kernel.cpp"
@@ -156,9 +164,10 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kin
     main = tmp_path / "main.cpp"
     lines = [f'#include "{kernel.name}"', "#include <cstdio>", "int main() {"]
     for name, edges in EDGES[kind.partition("<")[0]].items():
-        outside = " ".join(f"{'+' if edge[0] == '-' else '-'} long(sizeof(S::{edge.lstrip('-')}))" for edge in edges)
-        sizes = f"{name}::BR<{kind}>, {name}::BC<{kind}>, long(sizeof(S)) {outside}"
-        lines.append(f'  {{ using S = {name}::Scratch<{kind}>; std::printf("%d %d %d %ld\\n", W, {sizes}); }}')
+        sizes = (*edges, "diagonals", "-diagonals.values")
+        outside = " ".join(f"{'+' if edge[0] == '-' else '-'} long(sizeof(S::{edge.lstrip('-')}))" for edge in sizes)
+        printed = f"{name}::BR<{kind}>, {name}::BC<{kind}>, long(sizeof(S)) {outside}"
+        lines.append(f'  {{ using S = {name}::Scratch<{kind}>; std::printf("%d %d %d %ld\\n", W, {printed}); }}')
     main.write_text("\n".join([*lines, "}", ""]))
     program = tmp_path / "main"
     compiler = find_compiler().command

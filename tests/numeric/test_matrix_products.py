@@ -27,6 +27,11 @@ SPECS = {
     "captured": "head_dim 40/24  dropout 0.1  param gain: f32 = 1.0 grad  tensor slope: f32[H] grad "
     " tensor gate: f32[B, H, Nk] grad  tensor table: f32[32, H] grad "
     " score gain * s - slope[h] * abs(i - j) + gate[b, h, j] + table[clamp(i - j, 0, 31), h]  mask causal",
+    "distances": "head_dim 32  dropout 0.1 "
+    " tensor table: f32[H, Nq + Nk] grad  tensor bucket: i32[Nq]  tensor far: f32[8] grad "
+    " score s * cos(i - j) + table[h, Nk + i - j] - far[bucket[max(i - j, 0)] % 8] * log1p(abs(i - j))",
+    "guarded": "head_dim 64  tensor table: f32[Nk, Hkv] grad  weights sigmoid(s) * exp(-0.02 * abs(i - j)) "
+    " score s + table[i - j, hkv]  mask causal",
 }
 SHAPES = (Shape(1, 2, 2, 1, 1), Shape(2, 4, 2, 45, 77), Shape(1, 2, 1, 203, 203), Shape(1, 1, 1, 300, 270))
 HAS_REGISTERS = "amx_bf16" in cpu_identity()

@@ -76,4 +76,26 @@ FG_INLINE void add_rows(const Gradient& gradient, int n, VecF value, int64_t off
   for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);
 }
 
+// Sums along the diagonals that W rows have with one column after another: each column is one diagonal further. Those that
+// no later column meets move on from `open` to `left`; below, `at` is where the first of the last column's begins.
+class DiagonalSums {
+ public:
+  FG_INLINE void add(VecF column) {
+    left_ = shifted_in(left_, open_);
+    open_ = shifted_in(open_, VecF{}) + column;
+  }
+  // To be called every W columns.
+  FG_INLINE void leave(float* at) {
+    store(at + W, load(at + W) + left_);
+    left_ = VecF{};
+  }
+  FG_INLINE void finish(float* at) {
+    leave(at);
+    store(at, load(at) + open_);
+  }
+
+ private:
+  VecF open_{}, left_{};
+};
+
 }  // namespace fg

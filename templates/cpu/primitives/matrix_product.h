@@ -269,7 +269,7 @@ template <int V, int parts> class MatrixProduct {
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
     }
-    if (parts > 1) ahead_.ask(2);  // of one part a step is too short
+    if (parts > 1) ahead_.ask(4);  // of one part a step is too short
     const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
     load_register<4>(a, a_row);
     FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first

@@ -137,11 +137,6 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
 // The lower (upper) halves of a and b, interleaved lane by lane.
-#if defined(__clang__) || __GNUC__ >= 12
-#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
-#endif
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
 #if defined(__AVX512F__)
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

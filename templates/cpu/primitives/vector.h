@@ -216,4 +216,22 @@ FG_INLINE bool all(VecB x) { return !any(!x); }
 FG_INLINE bool any(bool x) { return x; }
 FG_INLINE bool all(bool x) { return x; }
 
+// Lanes of a, then of b, by their numbers.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FG_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FG_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+
+// One lane further: lane 0 is the last of `before`.
+FG_INLINE VecF shifted_in(VecF x, VecF before) {
+#if defined(__AVX512F__)
+  return FG_SHUFFLE(before, x, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30);
+#elif defined(__AVX__)
+  return FG_SHUFFLE(before, x, 7, 8, 9, 10, 11, 12, 13, 14);
+#else
+  return FG_SHUFFLE(before, x, 3, 4, 5, 6);
+#endif
+}
+
 }  // namespace fg

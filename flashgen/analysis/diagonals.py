@@ -1,0 +1,124 @@
+"""Numbers that positions decide by their distance alone: tables of relative positions, functions of i - j.
+
+Stage: analyse. In: a ``Variant``. Out: the same, with ``distance`` in the place of i - j in such numbers. A tile of
+B_r × B_c pairs has B_r + B_c - 1 diagonals, and a kernel computes them once for each. The mask stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.variant import CapturedGradient, Variant, map_weights
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Load, index, literal, rewrite
+from flashgen.ir.spec import Normalize, Pointwise
+from flashgen.ir.types import ScalarType
+
+DISTANCE = index("distance")
+_I, _J = index("i"), index("j")
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+@functools.lru_cache(maxsize=64)
+def over_diagonals(variant: Variant) -> Variant:
+    """The variant with every such number, and every read that receives a gradient by distance, over ``distance``."""
+    by_sqdist, by_score = variant.score_by_sqdist, variant.weight_by_score
+    proofs = [(proof, _over_distance(proof.load)) for proof in variant.proofs]
+    return replace(
+        variant,
+        score=_rewritten(variant.score),
+        weights=map_weights(variant.weights, _rewritten),
+        score_by_dot=_rewritten(variant.score_by_dot),
+        score_by_sqdist=None if by_sqdist is None else _rewritten(by_sqdist),
+        weight_by_score=None if by_score is None else _rewritten(by_score),
+        gradients=tuple(_gradient(each) for each in variant.gradients),
+        proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if isinstance(load, Load))),
+    )
+
+
+def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
+    """What a kernel keeps for each diagonal, of a variant over diagonals."""
+    weights = variant.weights
+    roots = [variant.score, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
+    roots += [weights.weight] if isinstance(weights, Pointwise | Normalize) else []
+    roots += [part for each in variant.gradients for part in (each.from_score, each.from_weight)]
+    found: dict[Expr, None] = {}
+    seen: set[Expr] = set()
+
+    def visit(node: Expr) -> None:
+        if level_of(node) is Level.DIAGONAL:
+            found[node] = None
+        elif node not in seen:
+            seen.add(node)
+            for child in node.children:
+                visit(child)
+
+    for root in roots:
+        if root is not None:
+            visit(root)
+    return tuple(found)
+
+
+def _gradient(gradient: CapturedGradient) -> CapturedGradient:
+    score, weight = gradient.from_score, gradient.from_weight
+    read = _over_distance(gradient.read)
+    return replace(
+        gradient,
+        read=read if isinstance(read, Load) else gradient.read,
+        from_score=None if score is None else _rewritten(score),
+        from_weight=None if weight is None else _rewritten(weight),
+    )
+
+
+def _rewritten(root: Expr) -> Expr:
+    """The largest floats that are functions of a distance are written so; the rest stays."""
+    done: dict[Expr, Expr] = {}
+
+    def visit(node: Expr) -> Expr:
+        if node not in done:
+            found = _over_distance(node) if node.type is ScalarType.FLOAT else None
+            done[node] = found or node.with_children(tuple(visit(child) for child in node.children))
+        return done[node]
+
+    return visit(root)
+
+
+def _over_distance(node: Expr) -> Expr | None:
+    """The same as a function of the distance and of what is known before the pair; None where there is none."""
+    if level_of(node) is not Level.PAIR:
+        return None
+    found = rewrite(node, _by_distance)
+    return found if level_of(found) is Level.DIAGONAL else None
+
+
+def _by_distance(node: Expr) -> Expr:
+    """A sum of ints that i enters once, and j with the other sign; a comparison of i and j, neither being negative."""
+    match node:
+        case Apply(op="add" | "sub", type=ScalarType.INT):
+            terms = list(_terms(node, added=True))
+            of_i, of_j = ([added for added, term in terms if term == each] for each in (_I, _J))
+            if sorted((*of_i, *of_j)) != [False, True] or len(of_i) != 1:
+                return node
+            total: Expr = DISTANCE if of_i[0] else apply("neg", DISTANCE)
+            for added, term in terms:
+                if term not in (_I, _J):
+                    total = apply("add" if added else "sub", total, term)
+            return total
+        case Apply(op=op, args=(x, y)) if op in _COMPARISONS and {x, y} == {_I, _J}:
+            return apply(op, DISTANCE, literal(0)) if x == _I else apply(op, literal(0), DISTANCE)
+    return node
+
+
+def _terms(expr: Expr, *, added: bool) -> Iterator[tuple[bool, Expr]]:
+    """The terms of an int sum, each added or subtracted: modulo 2**32, as kernels count, in any order."""
+    match expr:
+        case Apply(op="add" | "sub" as op, args=(first, second), type=ScalarType.INT):
+            yield from _terms(first, added=added)
+            yield from _terms(second, added=added == (op == "add"))
+        case Apply(op="neg", args=(x,), type=ScalarType.INT):
+            yield from _terms(x, added=not added)
+        case _:
+            yield added, expr
