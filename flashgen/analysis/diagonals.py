@@ -7,7 +7,7 @@ B_r × B_c pairs has B_r + B_c - 1 diagonals, and a kernel computes them once fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flashgen.analysis.levels import Level, level_of
@@ -22,19 +22,30 @@ _I, _J = index("i"), index("j")
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
+def _always(_: Expr) -> bool:
+    return True
+
+
 @functools.lru_cache(maxsize=64)
-def over_diagonals(variant: Variant) -> Variant:
-    """The variant with every such number, and every read that receives a gradient by distance, over ``distance``."""
+def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, *, sums: bool = True) -> Variant:
+    """The variant with every such number that ``is_kept`` over ``distance``.
+
+    ``sums``: so is every read by distance that receives a gradient, which can then be summed along diagonals.
+    """
     by_sqdist, by_score = variant.score_by_sqdist, variant.weight_by_score
     proofs = [(proof, _over_distance(proof.load)) for proof in variant.proofs]
+
+    def rewritten(root: Expr) -> Expr:
+        return _rewritten(root, is_kept)
+
     return replace(
         variant,
-        score=_rewritten(variant.score),
-        weights=map_weights(variant.weights, _rewritten),
-        score_by_dot=_rewritten(variant.score_by_dot),
-        score_by_sqdist=None if by_sqdist is None else _rewritten(by_sqdist),
-        weight_by_score=None if by_score is None else _rewritten(by_score),
-        gradients=tuple(_gradient(each) for each in variant.gradients),
+        score=rewritten(variant.score),
+        weights=map_weights(variant.weights, rewritten),
+        score_by_dot=rewritten(variant.score_by_dot),
+        score_by_sqdist=None if by_sqdist is None else rewritten(by_sqdist),
+        weight_by_score=None if by_score is None else rewritten(by_score),
+        gradients=tuple(_gradient(each, rewritten, sums=sums) for each in variant.gradients),
         proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if isinstance(load, Load))),
     )
 
@@ -62,25 +73,27 @@ def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     return tuple(found)
 
 
-def _gradient(gradient: CapturedGradient) -> CapturedGradient:
+def _gradient(gradient: CapturedGradient, rewritten: Callable[[Expr], Expr], *, sums: bool) -> CapturedGradient:
     score, weight = gradient.from_score, gradient.from_weight
-    read = _over_distance(gradient.read)
+    read = _over_distance(gradient.read) if sums else None
     return replace(
         gradient,
         read=read if isinstance(read, Load) else gradient.read,
-        from_score=None if score is None else _rewritten(score),
-        from_weight=None if weight is None else _rewritten(weight),
+        from_score=None if score is None else rewritten(score),
+        from_weight=None if weight is None else rewritten(weight),
     )
 
 
-def _rewritten(root: Expr) -> Expr:
-    """The largest floats that are functions of a distance are written so; the rest stays."""
+def _rewritten(root: Expr, is_kept: Callable[[Expr], bool]) -> Expr:
+    """The largest floats that are functions of a distance, and are kept, are written so; the rest stays."""
     done: dict[Expr, Expr] = {}
 
     def visit(node: Expr) -> Expr:
         if node not in done:
             found = _over_distance(node) if node.type is ScalarType.FLOAT else None
-            done[node] = found or node.with_children(tuple(visit(child) for child in node.children))
+            if found is None or not is_kept(found):
+                found = node.with_children(tuple(visit(child) for child in node.children))
+            done[node] = found
         return done[node]
 
     return visit(root)

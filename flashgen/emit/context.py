@@ -74,7 +74,12 @@ class Masks:
 
 def masks_of(keep: Expr) -> Masks:
     """How the masks of a call are numbered, by the indices that the mask uses."""
-    match "b" in index_set(keep), "h" in index_set(keep):
+    return masks_apart(index_set(keep))
+
+
+def masks_apart(indices: frozenset[str]) -> Masks:
+    """How heads are numbered that ``b`` and ``h``, as far as they are among the indices, tell apart."""
+    match "b" in indices, "h" in indices:
         case True, True:
             return Masks("a.batch * a.heads", "b * a.heads + h", "mask / a.heads", "mask % a.heads")
         case True, False:

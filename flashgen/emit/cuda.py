@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.diagonals import diagonal_values
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import block_sizes, is_cut
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, constant_factor
@@ -21,6 +22,7 @@ from flashgen.emit.context import (
     formula,
     in_base_2,
     labels,
+    masks_apart,
     masks_of,
     observed_load,
     template_hooks,
@@ -41,6 +43,7 @@ from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
+from flashgen.plan.cuda_diagonals import diagonal_indices, with_diagonals
 from flashgen.plan.cuda_launches import Passes, captured_elements, passes
 from flashgen.plan.cuda_lists import cuda_fields
 from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
@@ -148,6 +151,7 @@ class _Context:
     lists: _Lists | None
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
+    diagonals: Masks | None  # whose numbers of diagonals a kernel reads, where there are some
     compiled_parts: tuple[str, ...]
     elements: tuple[_Typed, ...]
     passes: tuple[_Pass, ...]
@@ -197,6 +201,7 @@ def emit_cuda(variant: Variant, plan: CudaPlan) -> KernelSource:
 
 
 def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
+    variant = with_diagonals(variant)
     spec = variant.spec
     placement = Placement(variant.proofs, vectors=False)
     pair_inputs = ", float dot" + (", float sqdist" if variant.uses_sqdist else "")
@@ -268,6 +273,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         lists=_lists(variant),
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
+        diagonals=masks_apart(diagonal_indices(variant)) if diagonal_values(variant) else None,
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
         elements=elements,
         passes=_passes(plan, weights_first=weights_first),

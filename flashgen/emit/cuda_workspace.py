@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant
+from flashgen.plan.cuda_diagonals import DIAGONALS
 from flashgen.plan.cuda_launches import TURNS, atomic_buffers, exact_buffers, forward_buffers
-from flashgen.plan.launches import ALIGNMENT, Buffer, Count
+from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Sum
 
 _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "row_bounds": ("row_bounds_of", "int2"),
@@ -17,6 +18,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "delta": ("delta_of", "float"),
     "dq": ("dq_sums", "float"),
     "largest": ("largest_of", "uint32_t"),
+    DIAGONALS: ("diagonals_of", "float"),
     TURNS: ("turns_of", "uint32_t"),
 }
 
@@ -53,12 +55,14 @@ def _pointer_code(function: str, c_type: str, at: str) -> str:
     )
 
 
-def _aligned_code(count: Count) -> str:
+def _aligned_code(count: Count | Sum) -> str:
     return f"fg::round_up({count_code(count)}, {ALIGNMENT})"
 
 
-def count_code(count: Count) -> str:
+def count_code(count: Count | Sum) -> str:
     """A count as code over the fields of ``struct Arguments``; what it is divided by is left out."""
+    if isinstance(count, Sum):
+        return " + ".join(count_code(each) for each in count.counts)
     factors = [
         f"a.{each.size}" if each.tile == 1 else f"fg::ceil_div(a.{each.size}, {each.tile})" for each in count.factors
     ]

@@ -61,6 +61,7 @@ class Function:
     result: str
     comment: str
     level: Level
+    reads_diagonals: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Placement:
         if self._vectors and (not level_of(expr).is_vector or isinstance(expr, Literal)):
             result = f"fg::broadcast({result})"
         c_type = self._c_type(expr.type, Level.PAIR)
-        self._functions[name] = Function(name, c_type, lines, result, comment or text(expr), level_of(expr))
+        level, reads = level_of(expr), any(level_of(node) is Level.DIAGONAL for node in walk(expr))
+        self._functions[name] = Function(name, c_type, lines, result, comment or text(expr), level, reads)
 
     def row_code(self, expr: Expr) -> str:
         """An expression over a row and what it has ``ahead``, as code where ``r`` is in scope."""

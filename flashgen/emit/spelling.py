@@ -17,7 +17,8 @@ _RESERVED_WORDS = """
     float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq
     private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast
     struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual
-    void volatile wchar_t while xor xor_eq b h hkv i j distance qq kk B H Hkv Nq Nk fg
+    void volatile wchar_t while xor xor_eq b h hkv i j qq kk B H Hkv Nq Nk fg
+    distance diagonals begin offset origin near step ahead
 """
 _RESERVED = frozenset(_RESERVED_WORDS.split())
 

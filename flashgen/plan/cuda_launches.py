@@ -14,6 +14,7 @@ from flashgen.ir.expr import Load
 from flashgen.ir.spec import Pointwise
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.cuda_diagonals import diagonal_buffers, diagonal_counts
 from flashgen.plan.cuda_lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
@@ -66,34 +67,35 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
     return found
 
 
-def bounds_buffers(variant: Variant) -> tuple[Buffer, ...]:
-    """Ranges of what the mask reads, at the start of every pass's workspace."""
+def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """Ranges of what the mask reads, and numbers of diagonals: at the start of every pass's workspace."""
     rows, columns = observed_loads(variant.keep)
     found = []
     if rows:
         found.append(Buffer("row_bounds", Count((*_HEADS, Factor("q_len", GRANULE)), 8 * len(rows))))
     if columns:
         found.append(Buffer("column_bounds", Count((*_HEADS, Factor("kv_len", GRANULE)), 8 * len(columns))))
-    return tuple(found)
+    return (*found, *diagonal_buffers(variant))
 
 
 def _observe(symbol: str, variant: Variant) -> list[Launch]:
     """It starts every pass: each has a workspace of its own."""
     found = zip(("q_len", "kv_len"), observed_loads(variant.keep), strict=True)
-    counts = tuple(Count((*_HEADS, Factor(length, GRANULE)), divide=128) for length, loads in found if loads)
+    ranges = (Count((*_HEADS, Factor(length, GRANULE)), divide=128) for length, loads in found if loads)
+    counts = (*ranges, *diagonal_counts(variant, divide=128))
     return [Launch(f"{symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
 def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace of the forward pass whose blocks stay."""
-    return (*bounds_buffers(variant), Buffer(TURNS, Count((), 4), clear=True))
+    return (*observed_buffers(variant), Buffer(TURNS, Count((), 4), clear=True))
 
 
 def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed."""
     cut = passes(variant)
     dq = Buffer("dq", dq_sums(variant), clear=not cut.row_state)  # else the kernel of delta clears it
-    return (*bounds_buffers(variant), *_delta(cut), *((dq,) if cut.one_pass else ()))
+    return (*observed_buffers(variant), *_delta(cut), *((dq,) if cut.one_pass else ()))
 
 
 def dq_sums(variant: Variant) -> Count:
@@ -105,11 +107,11 @@ def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace where results have to repeat."""
     cut = passes(variant)
     if not cut.captured:
-        return (*bounds_buffers(variant), *_delta(cut))
+        return (*observed_buffers(variant), *_delta(cut))
     elements = captured_elements(variant)
     sums = (Buffer(f"exact_{name}", Count(elements[name].factors, 8), clear=True) for name in cut.captured)
     largest = Buffer("largest", Count((), 4 * len(cut.captured)), clear=True)
-    return (*bounds_buffers(variant), *_delta(cut), largest, *sums)
+    return (*observed_buffers(variant), *_delta(cut), largest, *sums)
 
 
 def _delta(cut: Passes) -> tuple[Buffer, ...]:
@@ -130,7 +132,7 @@ def forward_launches(
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.loaders), tiles.sram_bytes, boxes, turns)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
-    return PassLaunches(forward_buffers(variant) if turns else bounds_buffers(variant), launches, lists)
+    return PassLaunches(forward_buffers(variant) if turns else observed_buffers(variant), launches, lists)
 
 
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:

@@ -27,6 +27,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.cuda_bytes import backward_traffic, forward_traffic
+from flashgen.plan.cuda_diagonals import with_diagonals
 from flashgen.plan.cuda_launches import passes
 from flashgen.plan.cuda_model import FLOAT, padded
 from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
@@ -64,7 +65,7 @@ class _Tile:
 def forward_time(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape) -> PassTime:
     """The forward pass."""
     moved = forward_traffic(variant, tiles, shape)
-    work = pair_work(variant, "forward")
+    work = pair_work(with_diagonals(variant), "forward")
     counts = tile_counts(variant, shape, tiles.forward.Br, tiles.forward.Bc)
     kernel = _main_kernel("forward", variant, tiles.element, tiles.forward, gpu, shape, counts, work, moved["forward"])
     return _pass(variant, shape, (kernel,), moved, (work,), (counts,), (tiles.forward,))
@@ -74,7 +75,7 @@ def backward_time(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape) 
     """The backward pass, with gradients that atomic additions sum up."""
     moved = backward_traffic(variant, tiles, shape)
     one_pass = passes(variant).one_pass
-    keys = pair_work(variant, "keys")
+    keys = pair_work(with_diagonals(variant), "keys")
     if one_pass:
         keys = PairWork((*keys.products, variant.head_dim.qk), keys.specials, keys.others, keys.mask)
     by_keys = tile_counts(variant, shape, tiles.backward.Br, tiles.backward.Bc)
@@ -83,7 +84,7 @@ def backward_time(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape) 
     kernels.append(_main_kernel(name, variant, tiles.element, tiles.backward, gpu, shape, by_keys, keys, moved[name]))
     if one_pass:
         return _pass(variant, shape, tuple(kernels), moved, (keys,), (by_keys,), (tiles.backward,))
-    queries = pair_work(variant, "queries")
+    queries = pair_work(with_diagonals(variant), "queries")
     by_queries = tile_counts(variant, shape, tiles.queries.Br, tiles.queries.Bc)
     kernels.append(
         _main_kernel(

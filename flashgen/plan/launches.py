@@ -56,7 +56,7 @@ class Buffer:
     """A part of the workspace; ``clear``: it has to be zero when the first launch starts."""
 
     name: str
-    bytes: Count
+    bytes: Count | Sum
     clear: bool = False
 
 

@@ -47,6 +47,7 @@ _COSTS: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 # Beside the formula: per pair the maximum, the product with the factor and the sum of a softmax, rounding to 16 bits.
 _SOFTMAX_PLAIN, _ROUNDING = 3, 1
+_A_READ = 8  # instructions that a read from the L1 cache is worth
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,17 @@ def _cost(roots: Iterable[Expr], known: Mapping[Expr, None]) -> tuple[float, flo
             more_special, more = _COSTS.get(node.op, (0, 1))
             special, other = special + more_special, other + more
     return special, other
+
+
+def takes_longer_than_a_read(expr: Expr) -> bool:
+    """Whether a function of the distance is more than a few instructions: it reads memory, or has special functions."""
+    for node in walk(expr):
+        if level_of(node) is not Level.DIAGONAL:
+            continue
+        special, other = _COSTS.get(node.op, (0, 1)) if isinstance(node, Apply) else (0, 0)
+        if isinstance(node, Load) or special or other > _A_READ:
+            return True
+    return False
 
 
 def _is_of_pairs(node: Expr) -> bool:

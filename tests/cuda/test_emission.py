@@ -80,7 +80,8 @@ def test_values_are_placed_at_their_level() -> None:
     assert "float slope;  // 1.4426950408889634 * slope[h]" in section(text, "struct Head {")
     assert "float gate;  // 1.4426950408889634 * gate[b, h, j]" in section(text, "struct Column {")
     assert "float rows;  // 1.4426950408889634 * rows[b, i]" in section(text, "struct Row {")
-    assert "fg::element(a.tensor_table" in section(text, "FG_DEVICE float score(")
+    assert "fg::element(a.tensor_table" in section(text, "FG_DEVICE Diagonals make_diagonals(")
+    assert "d.table" in section(text, "FG_DEVICE float score(")
 
 
 def test_the_scale_folds_into_one_multiplication_and_addition() -> None:

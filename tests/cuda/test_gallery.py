@@ -14,13 +14,16 @@ from flashgen.verification import fitting, random_inputs
 from flashgen.verification.verify import results, verify_case, widened
 from tests.numeric.helpers import failures, operator
 
-# One for each way of a kernel: plain, row gradients, tables, layouts, dropout, sinks, weights, distances, 192/128.
+# One for each way of a kernel: plain, row gradients, tables, layouts, dropout, tables by distance, sinks, weights,
+# distances, 192/128.
 SPECS = (
     "causal",
     "forgetting",
     "swin",
     "sparse_butterfly",
     "gemma2_local",
+    "t5",
+    "relative_bias",
     "gpt_oss",
     "sigmoid_attention",
     "relu2_normalized",

@@ -1,0 +1,43 @@
+"""Stage 3, plan for GPUs: numbers that positions decide by their distance, kept in the workspace for every diagonal.
+
+In: a ``Variant``. Out: the same over ``distance`` (``analysis/diagonals.py``), and the buffer. The first launch of a
+pass computes each once for the Nq + Nk diagonals of those heads that they tell apart; for a pair it is a read then.
+What takes no longer than that is computed for the pair.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.diagonals import diagonal_values, over_diagonals
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import index_set
+from flashgen.plan.launches import Buffer, Count, Factor, Sum
+from flashgen.plan.work import takes_longer_than_a_read
+
+DIAGONALS = "diagonals"
+
+
+def with_diagonals(variant: Variant) -> Variant:
+    """The variant as kernels for GPUs compute it; gradients of reads are summed by pairs as before."""
+    return over_diagonals(variant, takes_longer_than_a_read, sums=False)
+
+
+def diagonal_indices(variant: Variant) -> frozenset[str]:
+    """Those of ``b`` and ``h`` that the numbers depend on, of a variant as kernels compute it."""
+    return frozenset[str]().union(*(index_set(each) for each in diagonal_values(variant))) - {"distance"}
+
+
+def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1) -> tuple[Count, ...]:
+    """The diagonals of the heads that the numbers tell apart, those of the queries' side and of the keys'."""
+    own = with_diagonals(variant)
+    if not diagonal_values(own):
+        return ()
+    indices = diagonal_indices(own)
+    heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
+    return tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
+
+
+def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """Float32, a number behind the other."""
+    own = with_diagonals(variant)
+    counts = diagonal_counts(variant, 4 * len(diagonal_values(own)))
+    return (Buffer(DIAGONALS, Sum(counts)),) if counts else ()
