@@ -33,7 +33,7 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
     ``sums``: so is every read by distance that receives a gradient, which can then be summed along diagonals.
     """
     by_sqdist, by_score = variant.score_by_sqdist, variant.weight_by_score
-    proofs = [(proof, _over_distance(proof.load)) for proof in variant.proofs]
+    proofs = [(proof, by_distance(proof.load)) for proof in variant.proofs]
 
     def rewritten(root: Expr) -> Expr:
         return _rewritten(root, is_kept)
@@ -46,7 +46,7 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
         score_by_sqdist=None if by_sqdist is None else rewritten(by_sqdist),
         weight_by_score=None if by_score is None else rewritten(by_score),
         gradients=tuple(_gradient(each, rewritten, sums=sums) for each in variant.gradients),
-        proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if isinstance(load, Load))),
+        proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if load is not None)),
     )
 
 
@@ -73,12 +73,18 @@ def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     return tuple(found)
 
 
+def by_distance(read: Expr) -> Load | None:
+    """An element over ``distance``, where positions choose it by that alone."""
+    found = _over_distance(read)
+    return found if isinstance(found, Load) else None
+
+
 def _gradient(gradient: CapturedGradient, rewritten: Callable[[Expr], Expr], *, sums: bool) -> CapturedGradient:
     score, weight = gradient.from_score, gradient.from_weight
-    read = _over_distance(gradient.read) if sums else None
+    read = by_distance(gradient.read) if sums else None
     return replace(
         gradient,
-        read=read if isinstance(read, Load) else gradient.read,
+        read=read or gradient.read,
         from_score=None if score is None else rewritten(score),
         from_weight=None if weight is None else rewritten(weight),
     )
@@ -103,11 +109,11 @@ def _over_distance(node: Expr) -> Expr | None:
     """The same as a function of the distance and of what is known before the pair; None where there is none."""
     if level_of(node) is not Level.PAIR:
         return None
-    found = rewrite(node, _by_distance)
+    found = rewrite(node, _with_distance)
     return found if level_of(found) is Level.DIAGONAL else None
 
 
-def _by_distance(node: Expr) -> Expr:
+def _with_distance(node: Expr) -> Expr:
     """A sum of ints that i enters once, and j with the other sign; a comparison of i and j, neither being negative."""
     match node:
         case Apply(op="add" | "sub", type=ScalarType.INT):

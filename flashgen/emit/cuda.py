@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
-from flashgen.analysis.diagonals import diagonal_values
+from flashgen.analysis.diagonals import by_distance, diagonal_values
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import block_sizes, is_cut
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, constant_factor
@@ -95,6 +95,7 @@ class _Gradient:
     pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
     sink_name: str | None  # the function ∂sink/∂read
     offset: str  # of the element
+    offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     comment: str
 
     @property
@@ -354,6 +355,7 @@ def _gradient(
         row_functions.append(_RowFunction(sink_name, code, f"∂sink/∂{text(gradient.read)}"))
     read, target = gradient.read, gradient_field(gradient.name)
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
+    on_diagonal = by_distance(read)
     return _Gradient(
         label=label,
         level=gradient.level.value,
@@ -365,6 +367,7 @@ def _gradient(
         pair_code=" + ".join(parts) or None,
         sink_name=sink_name,
         offset=offset,
+        offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
         comment=f"∂L/∂{text(gradient.read)}",
     )
 
