@@ -10,11 +10,12 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from flashgen.analysis.base_2 import in_base_2
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant, map_weights
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Load, index, literal, rewrite
-from flashgen.ir.spec import Normalize, Pointwise
+from flashgen.ir.spec import Softmax
 from flashgen.ir.types import ScalarType
 
 DISTANCE = index("distance")
@@ -51,10 +52,10 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
 
 
 def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
-    """What a kernel keeps for each diagonal, of a variant over diagonals."""
+    """What a kernel keeps for each diagonal, of a variant over diagonals: of the score as kernels compute it."""
     weights = variant.weights
-    roots = [variant.score, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
-    roots += [weights.weight] if isinstance(weights, Pointwise | Normalize) else []
+    functions = [in_base_2(variant.score)] if isinstance(weights, Softmax) else [variant.score, weights.weight]
+    roots = [*functions, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
     roots += [part for each in variant.gradients for part in (each.from_score, each.from_weight)]
     found: dict[Expr, None] = {}
     seen: set[Expr] = set()

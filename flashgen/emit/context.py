@@ -5,25 +5,19 @@ In: parts of a ``Variant``. Out: the same parts as templates want them. Does NOT
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.placement import Hooks, Placement
-from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
+from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import Field
-
-LOG2_E = math.log2(math.e)
 
 _C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
 
@@ -108,32 +102,6 @@ def template_hooks(hooks: Hooks) -> TemplateHooks:
 def template_values(context: Any) -> dict[str, object]:
     """The fields of a context, by name; their values stay what they are."""
     return {name: getattr(context, name) for name in context.__dataclass_fields__}
-
-
-def in_base_2(expr: Expr) -> Expr:
-    """The exponent for which exp2 gives what exp gives of ``expr``.
-
-    The factor goes to the terms of a sum, where it joins constants and what is computed once a row or a head.
-    """
-    return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
-
-
-def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """The same sum with every term changed."""
-    match expr:
-        case Apply(op="add" | "sub" as op, args=(first, second)) if expr.type is ScalarType.FLOAT:
-            return apply(op, _by_term(first, change), _by_term(second, change))
-    return change(expr)
-
-
-def _gathered(term: Expr) -> Expr:
-    """A constant times what is known before the pair, as one factor."""
-    match term:
-        case Apply(op="mul", args=(Literal() as factor, Apply(op="mul", args=(first, second)))) if (
-            level_of(first) is not Level.PAIR
-        ):
-            return apply("mul", apply("mul", factor, first), second)
-    return term
 
 
 def observed_load(load: Load, placement: Placement) -> Observed:

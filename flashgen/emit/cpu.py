@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flashgen.analysis.base_2 import in_base_2
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import is_irregular
@@ -19,7 +20,6 @@ from flashgen.emit.context import (
     Observed,
     declaration,
     formula,
-    in_base_2,
     labels,
     masks_of,
     observed_load,

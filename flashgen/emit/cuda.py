@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashgen.analysis.base_2 import in_base_2
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.diagonals import by_distance, diagonal_values
 from flashgen.analysis.levels import Level, observed_loads
@@ -20,7 +21,6 @@ from flashgen.emit.context import (
     Observed,
     declaration,
     formula,
-    in_base_2,
     labels,
     masks_apart,
     masks_of,
@@ -246,6 +246,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     }
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
+    placed = placement.hooks().members[Level.DIAGONAL]
+    assert len(placed) <= len(diagonal_values(variant)), "the workspace has no room for all"
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     weights_first = _weights_first(variant, cut)
     warpgroups, pieces = _warpgroups(variant, plan, weights_first=weights_first), _pieces(variant.keep)

@@ -22,8 +22,8 @@ TENSORS = """
 
 
 def of(score: str, rest: str = "") -> Variant:
-    """The variant of a spec with this score, over diagonals."""
-    spec = parse_text(f"attention a {{ head_dim 64 {TENSORS} score {score} {rest} }}").specs[0]
+    """The variant of a spec with this score, over diagonals. That of a softmax would be in base 2."""
+    spec = parse_text(f"attention a {{ head_dim 64 {TENSORS} score {score} weights sigmoid(s) {rest} }}").specs[0]
     return over_diagonals(analyse(spec, spec.head_dims[0]))
 
 

@@ -1,0 +1,43 @@
+"""Exponents in base 2, as kernels compute them: exp2 is an instruction where exp is none.
+
+Stage: analyse. In: a score. Out: log2(e) times it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Literal, literal
+from flashgen.ir.types import ScalarType
+
+LOG2_E = math.log2(math.e)
+
+
+def in_base_2(expr: Expr) -> Expr:
+    """The exponent for which exp2 gives what exp gives of ``expr``.
+
+    The factor goes to the terms of a sum, where it joins constants and what is computed once a row or a head.
+    """
+    return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
+
+
+def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """The same sum with every term changed."""
+    match expr:
+        case Apply(op="add" | "sub" as op, args=(first, second)) if expr.type is ScalarType.FLOAT:
+            return apply(op, _by_term(first, change), _by_term(second, change))
+    return change(expr)
+
+
+def _gathered(term: Expr) -> Expr:
+    """A constant times what is known before the pair, as one factor."""
+    match term:
+        case Apply(op="mul", args=(Literal() as factor, Apply(op="mul", args=(first, second)))) if (
+            level_of(first) is not Level.PAIR
+        ):
+            return apply("mul", apply("mul", factor, first), second)
+    return term
