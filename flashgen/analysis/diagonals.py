@@ -51,6 +51,7 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
     )
 
 
+@functools.lru_cache(maxsize=64)
 def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     """What a kernel keeps for each diagonal, of a variant over diagonals: of the score as kernels compute it."""
     weights = variant.weights

@@ -136,6 +136,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
     diagonals = bool(diagonal_values(variant))
+    pair = "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
     inputs: dict[str, str] = {}
 
@@ -160,7 +161,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
     gradients = tuple(
-        _gradient(gradient, label, placement, hook, _pair(diagonals=diagonals))
+        _gradient(gradient, label, placement, hook, pair)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
@@ -186,7 +187,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
         diagonals=diagonals,
-        pair=_pair(diagonals=diagonals),
+        pair=pair,
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
         scaled_dot=constant_factor(variant.score) is not None,
@@ -206,10 +207,6 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     """Over the arguments and the sizes of tiles, which come first."""
     fields = ("q_len", "kv_len", *mask_sizes(keep), *(param_field(each) for each in mask_params(keep)))
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
-
-
-def _pair(*, diagonals: bool) -> str:
-    return "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
 
 
 def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str) -> _Gradient:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import in_base_2
 from flashgen.analysis.constraints import COLUMN, ROW
-from flashgen.analysis.diagonals import by_distance, diagonal_values
+from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import block_sizes, is_cut
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, constant_factor
@@ -43,7 +43,7 @@ from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import gradient_field, param_field
-from flashgen.plan.cuda_diagonals import diagonal_indices, with_diagonals
+from flashgen.plan.cuda_diagonals import diagonal_indices, diagonal_numbers, with_diagonals
 from flashgen.plan.cuda_launches import Passes, captured_elements, passes
 from flashgen.plan.cuda_lists import cuda_fields
 from flashgen.plan.cuda_model import BINS, COPYING_REGISTERS, FINDING_REGISTERS, padded, registers
@@ -246,8 +246,8 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
     }
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
-    placed = placement.hooks().members[Level.DIAGONAL]
-    assert len(placed) <= len(diagonal_values(variant)), "the workspace has no room for all"
+    numbers = diagonal_numbers(variant)
+    assert len(placement.hooks().members[Level.DIAGONAL]) <= len(numbers), "the workspace has no room for all"
     elements = tuple(_Typed(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     weights_first = _weights_first(variant, cut)
     warpgroups, pieces = _warpgroups(variant, plan, weights_first=weights_first), _pieces(variant.keep)
@@ -276,7 +276,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         lists=_lists(variant),
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
-        diagonals=masks_apart(diagonal_indices(variant)) if diagonal_values(variant) else None,
+        diagonals=masks_apart(diagonal_indices(variant)) if numbers else None,
         compiled_parts=("FORWARD", "BACKWARD", *(each.name.upper() for each in elements)),
         elements=elements,
         passes=_passes(plan, weights_first=weights_first),

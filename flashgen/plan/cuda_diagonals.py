@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import index_set
+from flashgen.ir.expr import Expr, index_set
 from flashgen.plan.launches import Buffer, Count, Factor, Sum
 from flashgen.plan.work import takes_longer_than_a_read
 
@@ -21,23 +21,26 @@ def with_diagonals(variant: Variant) -> Variant:
     return over_diagonals(variant, takes_longer_than_a_read, sums=False)
 
 
+def diagonal_numbers(variant: Variant) -> tuple[Expr, ...]:
+    """What lies in memory for each diagonal."""
+    return diagonal_values(with_diagonals(variant))
+
+
 def diagonal_indices(variant: Variant) -> frozenset[str]:
-    """Those of ``b`` and ``h`` that the numbers depend on, of a variant as kernels compute it."""
-    return frozenset[str]().union(*(index_set(each) for each in diagonal_values(variant))) - {"distance"}
+    """Those of ``b`` and ``h`` that the numbers depend on."""
+    return frozenset[str]().union(*(index_set(each) for each in diagonal_numbers(variant))) - {"distance"}
 
 
 def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1) -> tuple[Count, ...]:
     """The diagonals of the heads that the numbers tell apart, those of the queries' side and of the keys'."""
-    own = with_diagonals(variant)
-    if not diagonal_values(own):
+    if not diagonal_numbers(variant):
         return ()
-    indices = diagonal_indices(own)
+    indices = diagonal_indices(variant)
     heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
     return tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
 
 
 def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """Float32, a number behind the other."""
-    own = with_diagonals(variant)
-    counts = diagonal_counts(variant, 4 * len(diagonal_values(own)))
+    counts = diagonal_counts(variant, 4 * len(diagonal_numbers(variant)))
     return (Buffer(DIAGONALS, Sum(counts)),) if counts else ()
