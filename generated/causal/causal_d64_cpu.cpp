@@ -1893,21 +1893,29 @@ template <int c, int a, int b> inline void multiply_registers() {
 
 // ---- the product -------------------------------------------------------------------------------------------------
 
+// The products of parts that make up one of matrix_depth terms: parts a of A and b of B. Two neighbours share one, so that it is
+// loaded once, and the largest product comes last.
+struct PartsOf {
+  int a, b;
+};
+template <int parts> constexpr PartsOf products_of_parts[] = {{0, 0}};
+template <> inline constexpr PartsOf products_of_parts<2>[] = {{0, 1}, {1, 0}, {0, 0}};
+template <> inline constexpr PartsOf products_of_parts<3>[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}};
+
 // C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
-// other work: a step is matrix_depth terms of 16 rows, some thirty instructions that the registers take 192 clocks for with three
-// parts and 32 with one.
-// Sums stand in registers 2 turn and 2 turn + 1; A's are in 4 and 5, B's in 6 and 7. Turns alternate, and what one leaves is stored after
-// the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured, 32 x 32 of depth 64 and one part
-// take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With three parts two turns beside
-// each other come to 17 clocks a product (16 are the least), where their images lie one after another.
-// While registers multiply, vectors of 64 bytes have one unit instead of two: other work beside a product takes 0.85 of the time of
-// both, no less. Shorter steps, and blocks of 2 x 2, were no faster.
+// other work: a step is up to three products of registers, of matrix_depth terms of 16 rows by 16 columns.
+// Sums stand in registers 2 turn and 2 turn + 1; A's first part is in 4 and another in 5, B's are in 6 and 7. Turns alternate, and
+// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured,
+// 32 x 32 of depth 64 and one part take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With
+// three parts two turns beside each other come to 17 clocks a product (16 are the least), where their images lie one after another.
+// Steps are short because products wait for one another in the same queue as other work: beside 12 of them, 192 clocks, 240 vector
+// instructions take 190 to 240 clocks where up to four products come at a time, 335 where all twelve do (360: 290 to 340, 425).
 template <int V, int parts> class MatrixProduct {
  public:
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
-      : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
+      : turns_(rows / matrix_rows), K_(K), left_(K), a_(a), b_(b), a_here_(a.at), b_here_(b.at), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
 
-  int steps() const { return turns_ * (K_ / matrix_depth); }  // in all
+  int steps() const { return turns_ * (K_ / matrix_depth) * steps_of_depth; }  // in all
   bool is_done() const { return turn_ == turns_; }
   FG_INLINE void step() {
     if (turn_ % 2 == 0)
@@ -1920,51 +1928,66 @@ template <int V, int parts> class MatrixProduct {
   }
 
  private:
+  // Products of registers: of every product of parts V.
+  static constexpr int products = V * int(sizeof(products_of_parts<parts>) / sizeof(PartsOf));
+  static constexpr int at_once = 3, steps_of_depth = (products + at_once - 1) / at_once;
+
   template <int turn> FG_INLINE void step_of() {
     constexpr int left = 2 * turn, right = left + 1;
-    // Read once: what an instruction by name may have written would have to be read again.
-    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
-    if (k_ == 0) {
-      if (begin_ == Begin::zero) {
+    if (steps_of_depth == 1 || step_ == 0) {
+      if (left_ == K_ && begin_ == Begin::zero) {
         clear_register<left>();
         if (V == 2) clear_register<right>();
-      } else {
+      } else if (left_ == K_) {
         load_register<left>(c_, ldc_ * 4);
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
+      if (parts > 1) ahead_.ask(4);  // of one part a step is too short
+      multiply<turn, 0>();
+    } else if (steps_of_depth == 2 || step_ == 1) {
+      multiply<turn, 1>();
+    } else if (step_ == 2) {
+      multiply<turn, 2>();
+    } else {
+      multiply<turn, 3>();
     }
-    if (parts > 1) ahead_.ask(4);  // of one part a step is too short
-    const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
-    load_register<4>(a, a_row);
-    FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
-      b -= b_part;
-      load_register<6>(b, 64);
-      multiply_registers<left, 4, 6>();
-      if (V == 2) {
-        load_register<7>(b + b_block, 64);
-        multiply_registers<right, 4, 7>();
-      }
-      FG_UNROLL for (int other = 1; other < parts - n; ++other) {
-        load_register<5>(a + other * a_part, a_row);
-        multiply_registers<left, 5, 6>();
-        if (V == 2) multiply_registers<right, 5, 7>();
-      }
-    }
-    k_ += matrix_depth;
-    if (k_ < K_) return;
+    if (++step_ < steps_of_depth) return;
+    step_ = 0;
+    left_ -= matrix_depth, a_here_ += a_.depth, b_here_ += b_.depth;
+    if (left_ > 0) return;
     if (turn_ > 0) leave<1 - turn>(c_ - matrix_rows * ldc_);
     if (++turn_ == turns_) leave<turn>(c_);
-    k_ = 0;
-    a_.at += a_.block;
+    left_ = K_, a_.at += a_.block, a_here_ = a_.at, b_here_ = b_.at;
     c_ += matrix_rows * ldc_;
+  }
+
+  template <int turn, int step> FG_INLINE void multiply() {
+    // Read once: what an instruction by name may have written would have to be read again.
+    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
+    const bf16 *const a = a_here_, *const b = b_here_;
+    if (step == 0) load_register<4>(a, a_row);
+    multiply_one<turn, step * at_once>(a, a_row, a_part, b, b_part, b_block);
+    multiply_one<turn, step * at_once + 1>(a, a_row, a_part, b, b_part, b_block);
+    multiply_one<turn, step * at_once + 2>(a, a_row, a_part, b, b_part, b_block);
+  }
+  template <int turn, int n>
+  static FG_INLINE void multiply_one(const bf16* a, int64_t a_row, int64_t a_part, const bf16* b, int64_t b_part, int64_t b_block) {
+    if constexpr (n < products) {
+      constexpr PartsOf now = products_of_parts<parts>[n / V], before = n < V ? PartsOf{-1, -1} : products_of_parts<parts>[n / V - 1];
+      constexpr int column = n % V, left = now.a == 0 ? 4 : 5, right = 6 + column;
+      if (column == 0 && now.a != 0 && now.a != before.a) load_register<5>(a + now.a * a_part, a_row);
+      if (now.b != before.b) load_register<right>(b + now.b * b_part + column * b_block, 64);
+      multiply_registers<2 * turn + column, left, right>();
+    }
   }
   template <int turn> FG_INLINE void leave(float* c) {
     store_register<2 * turn>(c, ldc_ * 4);
     if (V == 2) store_register<2 * turn + 1>(c + W, ldc_ * 4);
   }
 
-  int turn_ = 0, turns_, k_ = 0, K_;
-  Images a_, b_;
+  int turn_ = 0, step_ = 0, turns_, K_, left_;  // of K terms those that are left of this turn
+  Images a_, b_;                                // A of this turn
+  const bf16 *a_here_, *b_here_;
   float* c_;
   int64_t ldc_;
   Begin begin_;
@@ -2686,20 +2709,23 @@ template <class Products> inline Computed computed(const Visit& visit) {
   return {first, last, visit.masked || first < visit.first || last > visit.last};
 }
 
-// Two later products, one after the other.
-template <class First, class Second> struct InTurn {
-  int steps() const { return first.steps() + second.steps(); }
-  bool is_done() const { return first.is_done() && second.is_done(); }
-  FG_INLINE void step() {
-    if (!first.is_done())
-      first.step();
-    else
-      second.step();
+// `count` later products, one after the other.
+template <class Later, int count> struct InTurn {
+  int steps() const {
+    int sum = 0;
+    for (const Later& product : products) sum += product.steps();
+    return sum;
   }
-  void finish() { first.finish(), second.finish(); }
+  FG_INLINE void step() {
+    while (now < count && products[now].is_done()) ++now;
+    if (now < count) products[now].step();
+  }
+  void finish() {
+    for (Later& product : products) product.finish();
+  }
 
-  First first;
-  Second second;
+  Later products[count];
+  int now = 0;
 };
 
 // Spreads the steps of a later product evenly over other work, of which `done` is done from one call to the next.
@@ -2761,7 +2787,7 @@ template <class Products> struct alignas(64) Scratch {
 constexpr float most_growth = 8.0f;
 
 // What is multiplied beside the weights of a strip: those of the one before with V, then the scores of the next.
-template <class Products> using Beside = InTurn<typename Products::Later, typename Products::Later>;
+template <class Products> using Beside = InTurn<typename Products::Later, 2>;
 
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
 template <bool masked, class Products>
@@ -2988,8 +3014,7 @@ struct Task {
 };
 
 // What is multiplied beside the weights of a strip: dS of the one before with K, then S and dP of the next.
-template <class Products>
-using Beside = InTurn<typename Products::Later, InTurn<typename Products::Later, typename Products::Later>>;
+template <class Products> using Beside = InTurn<typename Products::Later, 3>;
 
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, int columns,
@@ -3077,12 +3102,14 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     fg::Ahead next_dk = rows_ahead({task.dk, DP, 0}, next, DP), next_dv = rows_ahead({task.dv, DVP, 0}, next, DVP);
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, dQᵀ += Kᵀ dSᵀ.
     using Later = typename Products::Later;
+    const auto keys_of = [&](int first) { return first < part.last ? padded : 0; };
     const auto scores = [&](int first) {
-      const int keys_of_strip = first < part.last ? padded : 0, of_strip = part.end_of_strip(first, strip) - first;
-      return InTurn<Later, Later>{Later{keys_of_strip, of_strip, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
-                                        t.p.of(first), t.p.ld, fg::Begin::zero, next_k},
-                                  Later{keys_of_strip, of_strip, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
-                                        t.ds.of(first), t.ds.ld, fg::Begin::zero, next_v}};
+      return Later{keys_of(first), part.end_of_strip(first, strip) - first, Products::depth(D), t.k.by_key(), t.q.by_feature(first),
+                   t.p.of(first), t.p.ld, fg::Begin::zero, next_k};
+    };
+    const auto d_weights = [&](int first) {
+      return Later{keys_of(first), part.end_of_strip(first, strip) - first, Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
+                   t.ds.of(first), t.ds.ld, fg::Begin::zero, next_v};
     };
     const auto queries = [&](int first, int end) {
       return Later{first < end ? DP : 0, end - first, Products::depth(columns), t.k.by_feature(), t.ds.of_keys(first),
@@ -3090,10 +3117,11 @@ static void tile(const Arguments& a, const Launch& u, int64_t b, int64_t h, int6
     };
     // While one strip is weighed, the one before it is finished and the next one begun.
     scores(part.first).finish();
+    d_weights(part.first).finish();
     int before = part.first;
     for (int first = part.first, end; first < part.last; before = first, first = end) {
       end = part.end_of_strip(first, strip);
-      Beside<Products> following{queries(before, first), scores(end)};
+      Beside<Products> following{queries(before, first), scores(end), d_weights(end)};
       (part.masked ? pairs<true, Products> : pairs<false, Products>)(a, u, x, i0, rows, first, end, columns, following, t, task);
       following.finish();
       // Rows past the last key have no weight.

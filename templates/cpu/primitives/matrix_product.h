@@ -229,21 +229,29 @@ template <int c, int a, int b> inline void multiply_registers() {
 
 // ---- the product -------------------------------------------------------------------------------------------------
 
+// The products of parts that make up one of matrix_depth terms: parts a of A and b of B. Two neighbours share one, so that it is
+// loaded once, and the largest product comes last.
+struct PartsOf {
+  int a, b;
+};
+template <int parts> constexpr PartsOf products_of_parts[] = {{0, 0}};
+template <> inline constexpr PartsOf products_of_parts<2>[] = {{0, 1}, {1, 0}, {0, 0}};
+template <> inline constexpr PartsOf products_of_parts<3>[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}};
+
 // C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
-// other work: a step is matrix_depth terms of 16 rows, some thirty instructions that the registers take 192 clocks for with three
-// parts and 32 with one.
-// Sums stand in registers 2 turn and 2 turn + 1; A's are in 4 and 5, B's in 6 and 7. Turns alternate, and what one leaves is stored after
-// the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured, 32 x 32 of depth 64 and one part
-// take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With three parts two turns beside
-// each other come to 17 clocks a product (16 are the least), where their images lie one after another.
-// While registers multiply, vectors of 64 bytes have one unit instead of two: other work beside a product takes 0.85 of the time of
-// both, no less. Shorter steps, and blocks of 2 x 2, were no faster.
+// other work: a step is up to three products of registers, of matrix_depth terms of 16 rows by 16 columns.
+// Sums stand in registers 2 turn and 2 turn + 1; A's first part is in 4 and another in 5, B's are in 6 and 7. Turns alternate, and
+// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured,
+// 32 x 32 of depth 64 and one part take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With
+// three parts two turns beside each other come to 17 clocks a product (16 are the least), where their images lie one after another.
+// Steps are short because products wait for one another in the same queue as other work: beside 12 of them, 192 clocks, 240 vector
+// instructions take 190 to 240 clocks where up to four products come at a time, 335 where all twelve do (360: 290 to 340, 425).
 template <int V, int parts> class MatrixProduct {
  public:
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
-      : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
+      : turns_(rows / matrix_rows), K_(K), left_(K), a_(a), b_(b), a_here_(a.at), b_here_(b.at), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
 
-  int steps() const { return turns_ * (K_ / matrix_depth); }  // in all
+  int steps() const { return turns_ * (K_ / matrix_depth) * steps_of_depth; }  // in all
   bool is_done() const { return turn_ == turns_; }
   FG_INLINE void step() {
     if (turn_ % 2 == 0)
@@ -256,51 +264,66 @@ template <int V, int parts> class MatrixProduct {
   }
 
  private:
+  // Products of registers: of every product of parts V.
+  static constexpr int products = V * int(sizeof(products_of_parts<parts>) / sizeof(PartsOf));
+  static constexpr int at_once = 3, steps_of_depth = (products + at_once - 1) / at_once;
+
   template <int turn> FG_INLINE void step_of() {
     constexpr int left = 2 * turn, right = left + 1;
-    // Read once: what an instruction by name may have written would have to be read again.
-    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
-    if (k_ == 0) {
-      if (begin_ == Begin::zero) {
+    if (steps_of_depth == 1 || step_ == 0) {
+      if (left_ == K_ && begin_ == Begin::zero) {
         clear_register<left>();
         if (V == 2) clear_register<right>();
-      } else {
+      } else if (left_ == K_) {
         load_register<left>(c_, ldc_ * 4);
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
+      if (parts > 1) ahead_.ask(4);  // of one part a step is too short
+      multiply<turn, 0>();
+    } else if (steps_of_depth == 2 || step_ == 1) {
+      multiply<turn, 1>();
+    } else if (step_ == 2) {
+      multiply<turn, 2>();
+    } else {
+      multiply<turn, 3>();
     }
-    if (parts > 1) ahead_.ask(4);  // of one part a step is too short
-    const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *b = b_.at + k_ / matrix_depth * b_.depth + parts * b_part;
-    load_register<4>(a, a_row);
-    FG_UNROLL for (int n = parts - 1; n >= 0; --n) {  // small terms first
-      b -= b_part;
-      load_register<6>(b, 64);
-      multiply_registers<left, 4, 6>();
-      if (V == 2) {
-        load_register<7>(b + b_block, 64);
-        multiply_registers<right, 4, 7>();
-      }
-      FG_UNROLL for (int other = 1; other < parts - n; ++other) {
-        load_register<5>(a + other * a_part, a_row);
-        multiply_registers<left, 5, 6>();
-        if (V == 2) multiply_registers<right, 5, 7>();
-      }
-    }
-    k_ += matrix_depth;
-    if (k_ < K_) return;
+    if (++step_ < steps_of_depth) return;
+    step_ = 0;
+    left_ -= matrix_depth, a_here_ += a_.depth, b_here_ += b_.depth;
+    if (left_ > 0) return;
     if (turn_ > 0) leave<1 - turn>(c_ - matrix_rows * ldc_);
     if (++turn_ == turns_) leave<turn>(c_);
-    k_ = 0;
-    a_.at += a_.block;
+    left_ = K_, a_.at += a_.block, a_here_ = a_.at, b_here_ = b_.at;
     c_ += matrix_rows * ldc_;
+  }
+
+  template <int turn, int step> FG_INLINE void multiply() {
+    // Read once: what an instruction by name may have written would have to be read again.
+    const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
+    const bf16 *const a = a_here_, *const b = b_here_;
+    if (step == 0) load_register<4>(a, a_row);
+    multiply_one<turn, step * at_once>(a, a_row, a_part, b, b_part, b_block);
+    multiply_one<turn, step * at_once + 1>(a, a_row, a_part, b, b_part, b_block);
+    multiply_one<turn, step * at_once + 2>(a, a_row, a_part, b, b_part, b_block);
+  }
+  template <int turn, int n>
+  static FG_INLINE void multiply_one(const bf16* a, int64_t a_row, int64_t a_part, const bf16* b, int64_t b_part, int64_t b_block) {
+    if constexpr (n < products) {
+      constexpr PartsOf now = products_of_parts<parts>[n / V], before = n < V ? PartsOf{-1, -1} : products_of_parts<parts>[n / V - 1];
+      constexpr int column = n % V, left = now.a == 0 ? 4 : 5, right = 6 + column;
+      if (column == 0 && now.a != 0 && now.a != before.a) load_register<5>(a + now.a * a_part, a_row);
+      if (now.b != before.b) load_register<right>(b + now.b * b_part + column * b_block, 64);
+      multiply_registers<2 * turn + column, left, right>();
+    }
   }
   template <int turn> FG_INLINE void leave(float* c) {
     store_register<2 * turn>(c, ldc_ * 4);
     if (V == 2) store_register<2 * turn + 1>(c + W, ldc_ * 4);
   }
 
-  int turn_ = 0, turns_, k_ = 0, K_;
-  Images a_, b_;
+  int turn_ = 0, step_ = 0, turns_, K_, left_;  // of K terms those that are left of this turn
+  Images a_, b_;                                // A of this turn
+  const bf16 *a_here_, *b_here_;
   float* c_;
   int64_t ldc_;
   Begin begin_;
