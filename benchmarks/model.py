@@ -40,6 +40,7 @@ from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import plan
 from flashgen.plan.prediction import PassTime
+from flashgen.plan.products import Products, products_of_call
 from flashgen.runtime.compiler import compile_sources
 from flashgen.runtime.cuda import current_device, describe_device
 from flashgen.targets import compile_variant
@@ -65,7 +66,7 @@ GPU_PINS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 CPU_PINS = (
     *((128, 64), (64, 64), (128, 128), (32, 128), (64, 16), (16, 64), (32, 32), (16, 16)),
-    *((96, 96), (128, 16), (16, 128), (256, 256), (512, 512)),
+    *((96, 96), (128, 16), (16, 128), (256, 128), (256, 256), (512, 64), (512, 512)),
 )
 
 
@@ -198,13 +199,18 @@ def ready_for_cpu(candidates: Sequence[Candidate], shape: Shape) -> Iterator[Rea
         list(pool.map(lambda kernel: compile_sources([kernel.source]), kernels))
     for candidate in candidates:
         variant = candidate.variant
-        tiles = plan(variant, device).passes
+        chosen = plan(variant, device)
+        products = {
+            name: products_of_call(device, ElementType.F32, shape, split.Br)
+            for name, split in chosen.tiles(Products.SPLIT).items()
+        }
+        tiles = {name: chosen.tiles(each)[name] for name, each in products.items()}
         yield Ready(
             candidate,
             tiles,
             {
-                "forward": cpu_time.forward_time(variant, tiles["forward"], device, shape),
-                "backward": cpu_time.backward_time(variant, tiles["backward"], device, shape),
+                name: cpu_time.pass_time(variant, products[name], name, tile, device, shape)
+                for name, tile in tiles.items()
             },
         )
 

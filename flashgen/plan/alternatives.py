@@ -16,19 +16,18 @@ from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.plan import cpu_time, gpu_time
-from flashgen.plan.cpu_model import backward_working_set, forward_working_set
 from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import USABLE_SRAM
+from flashgen.plan.planner import USABLE_SRAM, pass_to_plan
 from flashgen.plan.prediction import LIMITS, PassTime
+from flashgen.plan.products import Products, repays_parts
 
 MOST = 4  # that are shown
 MODEL_ERROR = 0.03  # differences that mean nothing
 GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
-CPU_ROWS, CPU_COLUMNS = (32, 64, 128), (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -83,24 +82,29 @@ def gpu_runners_up(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape,
     return _in_order(found)
 
 
-def cpu_runners_up(variant: Variant, tile: Tiles, device: Device, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
+def cpu_runners_up(
+    variant: Variant, products: Products, name: str, tile: Tiles, device: Device, shape: Shape
+) -> tuple[RunnerUp, ...]:
     """The same on a CPU."""
-    forward = name == "forward"
-    time = cpu_time.forward_time if forward else cpu_time.backward_time
-    needed = forward_working_set if forward else backward_working_set
-    chosen, dense = time(variant, tile, device, shape), without_mask(variant)
-    schedule = variant.spec.schedule
-    pins = (schedule.Br, schedule.Bc) if forward else (schedule.backward_Br, schedule.backward_Bc)
-    sizes = itertools.product((pins[0],) if pins[0] else CPU_ROWS, (pins[1],) if pins[1] else CPU_COLUMNS)
-    others = [Tiles(Br, Bc, needed(variant, Br, Bc, device.lanes)) for Br, Bc in sizes]
-    fitting = [other for other in others if other != tile and other.sram_bytes <= USABLE_SRAM * device.sram_bytes]
-    fitting.sort(key=lambda other: time(dense, other, device, shape).seconds)
-    return _in_order(
-        [
-            _runner_up(other, f"{other.sram_bytes / 1024:.0f} KiB", time(variant, other, device, shape), chosen)
-            for other in fitting[:MOST]
-        ]
-    )
+    chosen = cpu_time.pass_time(variant, products, name, tile, device, shape)
+    others = [other for other in cpu_candidates(variant, products, name, device) if other != tile]
+    dense = without_mask(variant)
+    others.sort(key=lambda other: cpu_time.pass_time(dense, products, name, other, device, shape).seconds)
+    found = []
+    for other in others[:MOST]:
+        predicted = cpu_time.pass_time(variant, products, name, other, device, shape)
+        found.append(_runner_up(other, f"{other.sram_bytes / 1024:.0f} KiB", predicted, chosen))
+    return _in_order(found)
+
+
+def cpu_candidates(variant: Variant, products: Products, name: str, device: Device) -> tuple[Tiles, ...]:
+    """Tiles that fit a core's cache, and that kernels multiply in this way. What the spec pins stays pinned."""
+    this = pass_to_plan(variant, products, name)
+    rows, columns = this.candidates(variant)
+    if products is Products.SPLIT:
+        rows = tuple(Br for Br in rows if repays_parts(Br))
+    tiles = (this.tile(variant, device, Br, Bc) for Br, Bc in itertools.product(rows, columns))
+    return tuple(tile for tile in tiles if tile.sram_bytes <= USABLE_SRAM * device.sram_bytes)
 
 
 def without_mask(variant: Variant) -> Variant:

@@ -10,6 +10,7 @@ from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 from flashgen.analysis.window import window_width
+from flashgen.plan.products import Products
 
 KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h
 MATRIX_DEPTH = 32  # fg::matrix_depth of matrix_product.h, and the rows whose scores are held at a time
@@ -25,18 +26,32 @@ VECTOR_ROWS = 16
 MASKED = 0.25
 
 
-def products_of(parts: int) -> int:
-    """Of bfloat16, for one of numbers that are sums of ``parts``."""
-    return parts * (parts + 1) // 2
-
-
 def round_up(value: int, multiple: int) -> int:
     """The next multiple."""
     return -(-value // multiple) * multiple
 
 
-def forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """Bytes that the loop over key tiles touches: Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
+def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """Bytes that the loop of a pass over key tiles touches, by name; what a pass has no use for is left out."""
+    match products, name:
+        case Products.VECTORS, "forward":
+            sizes = _forward(variant, Br, Bc, lanes)
+        case Products.VECTORS, _:
+            sizes = _backward(variant, Br, Bc, lanes)
+        case _, "forward":
+            sizes = _matrix_forward(variant, products.parts, Br, Bc, lanes)
+        case _:
+            sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
+    return {name: size for name, size in sizes.items() if size}
+
+
+def working_set(variant: Variant, products: Products, name: str, Br: int, Bc: int, lanes: int) -> int:
+    """All of them."""
+    return sum(buffers(variant, products, name, Br, Bc, lanes).values())
+
+
+def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
     floats = {
@@ -48,20 +63,11 @@ def forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str,
         "row state": 2 * Br,
         "diagonals": _diagonals(variant, Br, Bc, lanes),
     }
-    return {name: FLOAT * count for name, count in floats.items() if count}
+    return {name: FLOAT * count for name, count in floats.items()}
 
 
-def forward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
-    """All of them."""
-    return sum(forward_buffers(variant, Br, Bc, lanes).values())
-
-
-def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """Bytes that the loop over key tiles touches.
-
-    Q, Qᵀ, dO, dOᵀ, K, V, Sᵀ (then Pᵀ), dPᵀ (then dSᵀ), dQᵀ, the tile's rows of dK and dV, the row state, and the
-    partial sums of captured gradients.
-    """
+def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """Q, Qᵀ, dO, dOᵀ, K, V, Sᵀ (then Pᵀ), dPᵀ (then dSᵀ), dQᵀ, the tile's dK and dV, the row state, partial sums."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
     floats = {
@@ -78,22 +84,17 @@ def backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str
         "diagonals": _diagonals(variant, Br, Bc, lanes, backward=True),
         "captured gradients": _captured(variant, Br, Bc * lanes),
     }
-    return {name: FLOAT * count for name, count in floats.items() if count}
+    return {name: FLOAT * count for name, count in floats.items()}
 
 
-def backward_working_set(variant: Variant, Br: int, Bc: int, lanes: int) -> int:
-    """All of them."""
-    return sum(backward_buffers(variant, Br, Bc, lanes).values())
-
-
-def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
+def _matrix_forward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and of P, Oᵀ and the row state.
 
     Operands are bfloat16, ``parts`` of them a number.
     """
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
     operand = BFLOAT16 * parts
-    sizes = {
+    return {
         "Q": operand * D * rows,
         "K": operand * bc * D,
         "V": 2 * operand * bc * Dv,
@@ -102,16 +103,15 @@ def matrix_forward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, pa
         "row state": FLOAT * 2 * rows,
         "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes),
     }
-    return {name: size for name, size in sizes.items() if size}
 
 
-def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, parts: int) -> dict[str, int]:
+def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """The same backward: Q and dO in pairs either way, K and Kᵀ, V, two strips of S and dP, all of P and dS."""
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
     _, Dp, Dvp = _padded(variant, lanes)
     operand = BFLOAT16 * parts
     scores = 2 * FLOAT * bc * MATRIX_DEPTH + operand * bc * rows
-    sizes = {
+    return {
         "Q": 2 * operand * D * rows,
         "dO": 2 * operand * Dv * rows,
         "K": 2 * operand * bc * D,
@@ -125,11 +125,19 @@ def matrix_backward_buffers(variant: Variant, Br: int, Bc: int, lanes: int, *, p
         "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes, backward=True),
         "captured gradients": FLOAT * _captured(variant, rows, Bc * lanes),
     }
-    return {name: size for name, size in sizes.items() if size}
 
 
-def overhead(variant: Variant, Br: int, Bc: int) -> float:
-    """Work beside the products, as a fraction of theirs.
+def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int) -> float:
+    """Work beside the products, as a fraction of theirs."""
+    if products is Products.VECTORS:
+        return _vector_overhead(variant, Br, Bc)
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
+    is_forward = name == "forward"
+    return border + (_matrix_forward_overhead if is_forward else _matrix_backward_overhead)(products.parts, Br, Bc)
+
+
+def _vector_overhead(variant: Variant, Br: int, Bc: int) -> float:
+    """The same for both passes.
 
     A key tile is copied once for Br rows; Oᵀ, or dQᵀ, is read and written once for Bc keys; on the border of the mask
     pairs are computed for nothing; many keys leave little room for the next ones on their way in. Fitted on a causal
@@ -139,28 +147,26 @@ def overhead(variant: Variant, Br: int, Bc: int) -> float:
     return 5.0 / Br + 4.0 / Bc + _border(variant, Bc, VECTOR_ROWS) + crowded
 
 
-def matrix_forward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) -> float:
-    """Work beside the products of matrix registers, as a fraction of theirs.
+def _matrix_forward_overhead(parts: int, Br: int, Bc: int) -> float:
+    """Without the border.
 
     K and V are laid out for the registers once for Br rows, sums of O enter and leave them once for Bc keys, and of
     one part more than 64 keys do not stay in the L1 cache between the products. Fitted on a Xeon with AMX. One part:
     512 × 64 takes 0.96 of the time of 256 × 64, 256 × 128 1.1 (D 64) and 1.04 (D 128) of it. Three: at D 64 256 × 128,
     512 × 128 and 1024 × 128 take 180, 160 and 151 ms, 512 × 64 as long as 512 × 128, at D 128 1.15 times as long.
     """
-    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products_of(parts) * Br)
     if parts > 1:
-        return 65.0 / Br + 8.0 / Bc + border
-    return 16.0 / Br + 4.0 / Bc + border + 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
+        return 65.0 / Br + 8.0 / Bc
+    return 16.0 / Br + 4.0 / Bc + 0.07 * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
 
 
-def matrix_backward_overhead(variant: Variant, Br: int, Bc: int, *, parts: int) -> float:
+def _matrix_backward_overhead(parts: int, Br: int, Bc: int) -> float:
     """The same backward: K is transposed and dK and dV are read and written once for Br rows, dQ once for Bc keys.
 
     Fitted like the forward pass. One part: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of
     128 × 64. Three: 128 × 128 takes 1.11 (D 64) and 1.04 (D 128) of the time of 256 × 128, 256 × 64 1.02 and 1.04.
     """
-    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products_of(parts) * Br)
-    return (30.0 / Br + 4.0 / Bc if parts > 1 else 25.0 / Br + 13.0 / Bc) + border
+    return 30.0 / Br + 4.0 / Bc if parts > 1 else 25.0 / Br + 13.0 / Bc
 
 
 def _border(variant: Variant, Bc: int, rows: float) -> float:

@@ -1,8 +1,8 @@
 """Predicted time of a pass on a CPU: a roofline for each tile, tiles to tasks, tasks to cores.
 
-In: a ``Variant``, a tile, a ``Device``, a shape. Out: ``PassTime``. Everything inside is float32, so that element types
-do not matter; matrix registers, which are faster than this says, are left out. Constants are
-instructions of the templates' inner loops, and rough; ``benchmarks/model.py`` says how far the model is off.
+In: a ``Variant``, a tile, a ``Device``, a shape, how numbers are multiplied. Out: ``PassTime``. In vectors everything
+inside is float32, so that element types do not matter. Constants are instructions of the templates' inner loops, and
+rough; ``benchmarks/model.py`` says how far the model is off.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from flashgen.analysis.diagonals import over_diagonals
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
-from flashgen.plan.cpu_model import FLOAT, backward_working_set, forward_working_set
+from flashgen.plan.cpu_model import BFLOAT16, FLOAT, MATRIX_DEPTH, VECTOR_ROWS, round_up, working_set
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import USABLE_SRAM
 from flashgen.plan.prediction import KernelTime, PassTime
+from flashgen.plan.products import Products
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 from flashgen.plan.work import pair_work
 
@@ -25,39 +26,50 @@ REACHED_PRODUCTS = 0.72  # of the peak of multiply-adds, by the micro-kernel ove
 LOST_VECTORS = 0.3  # by each of its passes over the rows of a tile, so that few rows are slow
 TASK_CLOCKS, TILE_CLOCKS = 5000, 200  # to find and start one
 L1_FOR_SCORES = 0.5  # of the L1 cache: larger tiles of S, P, dP and dS are read and written through L2
+# Of the peak of matrix registers, by parts, fitted on a Xeon's times: in it is what loads, stores and turns of the loop
+# take, and backward that sums of dK and dV come from L2 and go there. Of one part loads are as many as products.
+REACHED_MATRIX = {"forward": {1: 0.32, 3: 0.75}, "backward": {1: 0.27, 3: 0.58}}
+# Instructions for the parts of a weight and their pairs, by parts; backward of dS as well, and of their rows.
+SPLIT_INSTRUCTIONS = {"forward": {1: 2, 3: 8}, "backward": {1: 8, 3: 32}}
+# Clocks to lay a number of K or V out as images of registers; those that are transposed, too, count twice.
+LAYOUT_CLOCKS = {1: 0.15, 3: 0.8}
 
 
-def forward_time(variant: Variant, tile: Tiles, device: Device, shape: Shape) -> PassTime:
-    """The forward pass: a task is a tile of queries of one head."""
-    return _time("forward", variant, tile, device, shape)
-
-
-def backward_time(variant: Variant, tile: Tiles, device: Device, shape: Shape) -> PassTime:
-    """The backward pass: a task is a key/value head, or a share of its tiles of queries where heads are few."""
-    return _time("backward", variant, tile, device, shape)
-
-
-def _time(name: str, variant: Variant, tile: Tiles, device: Device, shape: Shape) -> PassTime:
-    D, Dv, forward = variant.head_dim.qk, variant.head_dim.v, name == "forward"
+def pass_time(variant: Variant, products: Products, name: str, tile: Tiles, device: Device, shape: Shape) -> PassTime:
+    """A task is, forward, a tile of queries of one head, and backward a key/value head, or a share of its tiles."""
+    D, Dv, is_forward = variant.head_dim.qk, variant.head_dim.v, name == "forward"
     counts = tile_counts(variant, shape, tile.Br, tile.Bc)
-    pairs, visited = tile.Br * tile.Bc, counts.visited
-    work = pair_work(over_diagonals(variant), "forward" if forward else "keys")
-    products = work.products if forward else (*work.products, D)
+    visited = counts.visited
+    pairs = _computed_pairs(variant, products, tile, shape, counts)  # of a tile, on average
+    work = pair_work(over_diagonals(variant), "forward" if is_forward else "keys")
+    terms = work.products if is_forward else (*work.products, D)
     partial = counts.partial / visited if visited else 0.0
     vectors = pairs / device.lanes
-    instructions = work.specials * SPECIAL_INSTRUCTIONS + work.others + partial * work.mask
-    rows = tile.Br / device.lanes
-    reached = REACHED_PRODUCTS * rows / (rows + LOST_VECTORS)
+    others = work.others + partial * work.mask
     # A tile of keys is copied, or converted; O, or dQ, is added to; dK and dV are read and written.
-    copied = tile.Bc * (D + Dv) + tile.Br * (Dv if forward else D) + (0 if forward else 2 * tile.Bc * (D + Dv))
-    scores = (3 if forward else 6) * pairs if FLOAT * pairs > L1_FOR_SCORES * device.l1_bytes else 0
-    working_set = (forward_working_set if forward else backward_working_set)(variant, tile.Br, tile.Bc, device.lanes)
-    fits = working_set <= USABLE_SRAM * device.sram_bytes
+    copied: float = tile.Bc * (D + Dv) + tile.Br * (Dv if is_forward else D)
+    if not is_forward:
+        copied += 2 * tile.Bc * (D + Dv)
+    if products is Products.VECTORS:
+        rows = tile.Br / device.lanes
+        reached = REACHED_PRODUCTS * rows / (rows + LOST_VECTORS)
+        tensor = sum(terms) * vectors / device.fma_per_clock / reached
+        if FLOAT * pairs > L1_FOR_SCORES * device.l1_bytes:
+            copied += (3 if is_forward else 6) * pairs
+    else:
+        padded = pairs * round_up(tile.Bc, MATRIX_DEPTH) / tile.Bc
+        multiplied = products.multiplications * sum(round_up(term, MATRIX_DEPTH) for term in terms) * padded
+        laid_out = tile.Bc * (D + 2 * Dv if is_forward else 2 * D + Dv)
+        tensor = multiplied / device.matrix_per_clock / REACHED_MATRIX[name][products.parts]
+        tensor += LAYOUT_CLOCKS[products.parts] * laid_out
+        others += SPLIT_INSTRUCTIONS[name][products.parts]
+    needed = working_set(variant, products, name, tile.Br, tile.Bc, device.lanes)
+    fits = needed <= USABLE_SRAM * device.sram_bytes
     clocks = {
-        "tensor": sum(products) * vectors / device.fma_per_clock / reached,
+        "tensor": tensor,
         "special": work.specials * SPECIAL_INSTRUCTIONS * vectors / INSTRUCTIONS_PER_CLOCK,
-        "other": (instructions - work.specials * SPECIAL_INSTRUCTIONS) * vectors / INSTRUCTIONS_PER_CLOCK,
-        "cache": FLOAT * (copied + scores) / (L2_BYTES_PER_CLOCK if fits else L3_BYTES_PER_CLOCK),
+        "other": others * vectors / INSTRUCTIONS_PER_CLOCK,
+        "cache": FLOAT * copied / (L2_BYTES_PER_CLOCK if fits else L3_BYTES_PER_CLOCK),
     }
     tasks = max(1, shape.batch * shape.heads * len(counts.row_tiles))
     each = sum(clocks.values()) + TILE_CLOCKS
@@ -69,18 +81,33 @@ def _time(name: str, variant: Variant, tile: Tiles, device: Device, shape: Shape
     alone = {limit: visited * value / cores / device.clock_hz for limit, value in clocks.items()}
     seconds = makespan / device.clock_hz
     kept = counts.kept_fraction * shape.batch * shape.heads * shape.q_len * shape.kv_len
-    flops = 2.0 * kept * (D + Dv if forward else 3 * D + 2 * Dv)
+    flops = 2.0 * kept * (D + Dv if is_forward else 3 * D + 2 * Dv)
     idle = 1 - total / (makespan * cores) if makespan else 0.0
-    kernel = KernelTime(name, seconds, alone, tasks, 1, "cores", tasks / device.cores, idle)
-    return PassTime((kernel,), flops, visited * pairs * work.specials, _moved(variant, shape, counts, forward=forward))
+    kernel = KernelTime(name, seconds, alone, tasks, 1, "cores", tasks / device.cores, idle, add_up=True)
+    moved = _moved(variant, products, shape, counts, is_forward=is_forward)
+    return PassTime((kernel,), flops, visited * pairs * work.specials, moved)
 
 
-def _moved(variant: Variant, shape: Shape, counts: TileCounts, *, forward: bool) -> dict[str, int]:
-    """Bytes between a core's L2 and what lies behind it, if every element were float32.
+def _computed_pairs(variant: Variant, products: Products, tile: Tiles, shape: Shape, counts: TileCounts) -> float:
+    """Pairs of a visited tile, on average: groups of rows that keep nothing of it are left out."""
+    group = VECTOR_ROWS if products is Products.VECTORS else MATRIX_DEPTH
+    if tile.Br <= group or not counts.visited:
+        return tile.Br * tile.Bc
+    return tile_counts(variant, shape, group, tile.Bc).visited * group * tile.Bc / counts.visited
 
-    Rows come and go once; K and V once for each tile that visits them, backward dK and dV too, both ways.
+
+def _moved(
+    variant: Variant, products: Products, shape: Shape, counts: TileCounts, *, is_forward: bool
+) -> dict[str, int]:
+    """Bytes between a core's L2 and what lies behind it, if every element were float32, or else bfloat16.
+
+    Rows come and go once; K and V once for each tile that visits them, backward dK and dV too, in float32, both ways.
     """
-    rows, keys = FLOAT * shape.batch * shape.heads * shape.q_len, FLOAT * counts.keys
+    element = BFLOAT16 if products is Products.BFLOAT16 else FLOAT
+    rows, keys = element * shape.batch * shape.heads * shape.q_len, element * counts.keys
     D, Dv = variant.head_dim.qk, variant.head_dim.v
     found = {"q": rows * D, "o": rows * Dv, "k": keys * D, "v": keys * Dv}
-    return found if forward else found | {"d_o": rows * Dv, "dq": rows * D, "dk": 2 * keys * D, "dv": 2 * keys * Dv}
+    if is_forward:
+        return found
+    both_ways = 2 * FLOAT * counts.keys
+    return found | {"d_o": rows * Dv, "dq": rows * D, "dk": both_ways * D, "dv": both_ways * Dv}

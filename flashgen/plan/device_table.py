@@ -46,8 +46,14 @@ _CPU_FIGURES = {
     "clock_mhz": _REQUIRED,
     "memory_gb_per_s": _REQUIRED,
     "fma_per_clock": _OPTIONAL,
+    "matrix_per_clock": _OPTIONAL,
 }
-_WHOLE = frozenset({"multiprocessors", "cores", "lanes", "fma_per_clock", "l1_kib", "l2_kib", "shared_kib_per_block"})
+_WHOLE = frozenset(
+    {
+        *("multiprocessors", "shared_kib_per_block"),
+        *("cores", "lanes", "fma_per_clock", "matrix_per_clock", "l1_kib", "l2_kib"),
+    }
+)
 _MOST = 1e9
 
 
@@ -239,6 +245,7 @@ def _cpu(name: str, entry: Mapping[str, Any]) -> Device:
         clock_hz=figures["clock_mhz"] * 1e6,
         fma_per_clock=int(figures.get("fma_per_clock", 2)),
         bandwidth=figures["memory_gb_per_s"] * 1e9,
+        matrix_per_clock=int(figures.get("matrix_per_clock", 0)),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal as OneOf
 
+CPUINFO = Path("/proc/cpuinfo")
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -21,8 +22,9 @@ class Device:
     """One device. On a CPU the SRAM that a tile lives in (the paper's M) is one core's L2 cache.
 
     ``lanes`` are the float32 lanes of a vector register; a core starts ``fma_per_clock`` vector multiply-adds at
-    ``clock_hz``; ``bandwidth`` of the memory in bytes a second, None where it is not known. ``source`` says where the
-    figures come from.
+    ``clock_hz``, and ``matrix_per_clock`` multiply-adds of bfloat16 in matrix registers, 0 where it has none;
+    ``bandwidth`` of the memory in bytes a second, None where it is not known. ``source`` says where the figures come
+    from.
     """
 
     name: str
@@ -35,11 +37,14 @@ class Device:
     clock_hz: float = 2.5e9
     fma_per_clock: int = 2
     bandwidth: float | None = None
+    matrix_per_clock: int = 0
 
     def with_sram(self, size: int) -> Device:
         """The same device with another SRAM."""
         return replace(self, name=f"{self.name} with {size} bytes", sram_bytes=size, source="given")
 
+
+AMX_PER_CLOCK = 512  # a product of registers, 16 x 16 x 32, every 16 clocks
 
 GENERIC_CPU = Device(
     name="generic",
@@ -64,6 +69,7 @@ def local_cpu() -> Device:
         sram_bytes=l2 or GENERIC_CPU.sram_bytes,
         source="reported by the operating system" if l1 and l2 else "cache sizes not reported: those of 'generic'",
         clock_hz=_clock_hz() or GENERIC_CPU.clock_hz,
+        matrix_per_clock=AMX_PER_CLOCK if _has_amx() else 0,
     )
 
 
@@ -83,17 +89,27 @@ def _cache_bytes(level: int, root: Path = Path("/sys/devices/system/cpu/cpu0/cac
     return None
 
 
-def _lanes(cpuinfo: Path = Path("/proc/cpuinfo")) -> int:
+def _lanes(cpuinfo: Path = CPUINFO) -> int:
     """Float32 lanes of the widest vector register that the compiler will use."""
-    try:
-        text = cpuinfo.read_text(errors="replace")
-    except OSError:
-        text = ""
+    text = _text(cpuinfo)
     if re.search(r"\bavx512f\b", text):
         return 16
     if re.search(r"\bavx\b", text):
         return 8
     return 4 if text or platform.machine() in ("arm64", "aarch64") else GENERIC_CPU.lanes
+
+
+def _has_amx(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether the system offers matrix registers that multiply bfloat16."""
+    text = _text(cpuinfo)
+    return all(re.search(rf"\b{name}\b", text) for name in ("amx_tile", "amx_bf16", "avx512f"))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _clock_hz(root: Path = Path("/")) -> float | None:

@@ -21,4 +21,5 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def cpu_identity() -> str:
     """The model and what a plan depends on: two machines of one identity run the same tiles alike."""
     device = local_cpu()
-    return f"{cpu_name()}, {device.cores} cores, {device.lanes} lanes, {device.sram_bytes // 1024} KiB L2"
+    registers = ", matrix registers" if device.matrix_per_clock else ""
+    return f"{cpu_name()}, {device.cores} cores, {device.lanes} lanes{registers}, {device.sram_bytes // 1024} KiB L2"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from flashgen.plan.products import Products
+
 
 def kib(size: int) -> str:
     """Bytes in words: whole KiB, with a decimal where there are few."""
@@ -32,10 +34,6 @@ class Rejection:
     reason: str
 
 
-# What tensors hold that are multiplied in matrix registers, and of how many bfloat16 each number is the sum.
-MATRIX_KINDS = {"bfloat16": 1, "float32 and float16": 3}
-
-
 @dataclass(frozen=True)
 class Plan:
     """The decisions for one head dimension on one device; ``reasons`` are sentences in the order of the decisions.
@@ -57,32 +55,24 @@ class Plan:
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...]
 
-    @property
-    def passes(self) -> Mapping[str, Tiles]:
-        """The tiles by the names of the passes."""
-        return {"forward": self.forward, "backward": self.backward}
-
-    @property
-    def matrix_passes(self) -> Mapping[str, Mapping[str, Tiles]]:
-        """The same in matrix registers, by what the tensors hold."""
-        of_bfloat16 = {"forward": self.matrix_forward, "backward": self.matrix_backward}
-        of_others = {"forward": self.split_forward, "backward": self.split_backward}
-        return dict(zip(MATRIX_KINDS, (of_bfloat16, of_others), strict=True))
+    def tiles(self, products: Products) -> Mapping[str, Tiles]:
+        """The tiles of both passes, by name, where numbers are multiplied in this way."""
+        forward, backward = {
+            Products.VECTORS: (self.forward, self.backward),
+            Products.BFLOAT16: (self.matrix_forward, self.matrix_backward),
+            Products.SPLIT: (self.split_forward, self.split_backward),
+        }[products]
+        return {"forward": forward, "backward": backward}
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
         """The macros that carry the decisions into the generated source."""
-        tiles = {
-            "": self.forward,
-            "BACKWARD_": self.backward,
-            "MATRIX_": self.matrix_forward,
-            "MATRIX_BACKWARD_": self.matrix_backward,
-            "SPLIT_": self.split_forward,
-            "SPLIT_BACKWARD_": self.split_backward,
-        }
+        kinds = {Products.VECTORS: "", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
+        passes = {"forward": "", "backward": "BACKWARD_"}
         return tuple(
-            (f"FLASHGEN_{name}{axis}", str(size))
-            for name, tile in tiles.items()
+            (f"FLASHGEN_{kind}{passes[name]}{axis}", str(size))
+            for products, kind in kinds.items()
+            for name, tile in self.tiles(products).items()
             for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
         )
 
@@ -93,14 +83,14 @@ class Plan:
     def describe(self) -> str:
         """The plan for people: the choice, its reasons, and the runners-up."""
         lines = [f"{self.spec_name}, head dimension {self.head_dim}, on '{self.device}'"]
-        for name, tile in (("forward", self.forward), ("backward", self.backward)):
+        for name, tile in self.tiles(Products.VECTORS).items():
             share = tile.sram_bytes / self.sram_bytes
             lines.append(
                 f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
             )
-        for elements, passes in self.matrix_passes.items():
-            for name, tile in passes.items():
-                lines.append(f"  {name}, {elements} in matrix registers: B_r {tile.Br}, B_c {tile.Bc}")
+        for products in (Products.BFLOAT16, Products.SPLIT):
+            for name, tile in self.tiles(products).items():
+                lines.append(f"  {products.of_pass(name)}: B_r {tile.Br}, B_c {tile.Bc}")
         lines.append("why")
         lines += [f"  {reason}" for reason in self.reasons]
         for pass_name in ("forward", "backward"):

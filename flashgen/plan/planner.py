@@ -7,23 +7,14 @@ the one with the least work beside the matrix products is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
-from flashgen.plan.cpu_model import (
-    backward_buffers,
-    forward_buffers,
-    matrix_backward_buffers,
-    matrix_backward_overhead,
-    matrix_forward_buffers,
-    matrix_forward_overhead,
-    overhead,
-)
+from flashgen.plan.cpu_model import buffers, overhead
 from flashgen.plan.devices import Device
-from flashgen.plan.plan import MATRIX_KINDS, Plan, Rejection, Tiles, kib
+from flashgen.plan.plan import Plan, Rejection, Tiles, kib
+from flashgen.plan.products import Products
 
 # A tile shares its cache with the next rows of K and V on their way in, and with the stack.
 USABLE_SRAM = 0.75
@@ -31,8 +22,7 @@ USABLE_SRAM = 0.75
 ROWS = (16, 32, 48, 64, 96, 128)
 COLUMNS = (16, 32, 64, 96, 128)
 # Matrix registers take 32 rows at a time, and what they multiply is laid out for them once a tile.
-MATRIX_ROWS = (32, 64, 96, 128, 192, 256)
-MATRIX_FORWARD_ROWS = (*MATRIX_ROWS, 384, 512)
+MATRIX_ROWS_OF_PASS = {"forward": (32, 64, 96, 128, 192, 256, 384, 512), "backward": (32, 64, 96, 128, 192, 256)}
 MATRIX_COLUMNS = (32, 64, 96, 128)
 # Query rows come in whole vectors, of 16 lanes at most, so that one tile works on every machine.
 ROW_MULTIPLE = 16
@@ -40,39 +30,49 @@ MOST_ROWS_OR_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
-class _Pass:
+class PassToPlan:
+    """One pass with one kind of products; ``Br`` and ``Bc`` are what the schedule pins."""
+
     name: str
+    products: Products
     Br: int | None
     Bc: int | None
-    buffers: Callable[[Variant, int, int, int], dict[str, int]]
-    overhead: Callable[[Variant, int, int], float] = overhead
-    rows: tuple[int, ...] = ROWS
-    columns: tuple[int, ...] = COLUMNS
+
+    def tile(self, variant: Variant, device: Device, Br: int, Bc: int) -> Tiles:
+        """A tile with the bytes that it keeps."""
+        return Tiles(Br, Bc, sum(self.buffers(variant, device, Br, Bc).values()))
+
+    def buffers(self, variant: Variant, device: Device, Br: int, Bc: int) -> dict[str, int]:
+        """These bytes by name."""
+        return buffers(variant, self.products, self.name, Br, Bc, device.lanes)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return self.products.of_pass(self.name)
+
+    def candidates(self, variant: Variant) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows and columns to consider: what the schedule pins, else sizes that go with the layout's blocks."""
+        in_vectors, of_matrices = self.products is Products.VECTORS, MATRIX_ROWS_OF_PASS[self.name]
+        rows, columns = (ROWS, COLUMNS) if in_vectors else (of_matrices, MATRIX_COLUMNS)
+        block = variant.spec.layout.block if variant.spec.layout else None
+        return (
+            (self.Br,) if self.Br else _dividing(rows, block, ROW_MULTIPLE),
+            (self.Bc,) if self.Bc else _dividing(columns, block, 1),
+        )
+
+
+def pass_to_plan(variant: Variant, products: Products, name: str) -> PassToPlan:
+    """The pass of this name, with what the schedule pins of it."""
+    schedule = variant.spec.schedule
+    pins = (schedule.Br, schedule.Bc) if name == "forward" else (schedule.backward_Br, schedule.backward_Bc)
+    return PassToPlan(name, products, *pins)
 
 
 def plan(variant: Variant, device: Device) -> Plan:
     """The tiles for ``variant`` on ``device``; ``SpecError`` where the spec pins tiles that cannot work."""
     _check_schedule(variant)
-    schedule = variant.spec.schedule
-    forward = _Pass("forward", schedule.Br, schedule.Bc, forward_buffers)
-    backward = _Pass("backward", schedule.backward_Br, schedule.backward_Bc, backward_buffers)
-    in_registers = (
-        (forward, matrix_forward_buffers, matrix_forward_overhead, MATRIX_FORWARD_ROWS),
-        (backward, matrix_backward_buffers, matrix_backward_overhead, MATRIX_ROWS),
-    )
-    passes = [forward, backward]
-    for elements, parts in MATRIX_KINDS.items():
-        passes += [
-            replace(
-                each,
-                name=f"{each.name}, {elements} in matrix registers",
-                buffers=partial(buffers, parts=parts),
-                overhead=partial(overhead, parts=parts),
-                rows=rows,
-                columns=MATRIX_COLUMNS,
-            )
-            for each, buffers, overhead, rows in in_registers
-        ]
+    passes = [pass_to_plan(variant, products, name) for products in Products for name in ("forward", "backward")]
     tiles: list[Tiles] = []
     memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
     reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
@@ -98,50 +98,41 @@ def plan(variant: Variant, device: Device) -> Plan:
     )
 
 
-def _choose(variant: Variant, device: Device, each: _Pass) -> tuple[Tiles, str, list[Rejection]]:
+def _choose(variant: Variant, device: Device, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:
     budget = int(USABLE_SRAM * device.sram_bytes)
-    rows, columns = _candidates(variant, each)
+    rows, columns = each.candidates(variant)
     fitting: list[tuple[float, Tiles]] = []
     rejected: list[Rejection] = []
     smallest: Tiles | None = None
     for Br in rows:
         for Bc in columns:
-            tile = Tiles(Br, Bc, sum(each.buffers(variant, Br, Bc, device.lanes).values()))
+            tile = each.tile(variant, device, Br, Bc)
             if smallest is None or tile.sram_bytes < smallest.sram_bytes:
                 smallest = tile
             if tile.sram_bytes <= budget:
-                fitting.append((each.overhead(variant, Br, Bc), tile))
+                fitting.append((overhead(variant, each.products, each.name, Br, Bc), tile))
             else:
                 reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
-                rejected.append(Rejection(each.name, Br, Bc, reason))
+                rejected.append(Rejection(each.title, Br, Bc, reason))
     assert smallest is not None, "there is always a candidate"
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
-        buffers = each.buffers(variant, smallest.Br, smallest.Bc, device.lanes)
-        parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in buffers.items())
-        why = f"{each.name}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
+        kept = each.buffers(variant, device, smallest.Br, smallest.Bc)
+        parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in kept.items())
+        why = f"{each.title}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
         return smallest, why, rejected
     fitting.sort(key=lambda found: (found[0], found[1].sram_bytes))
     cost, chosen = fitting[0]
     pins = "".join(f", {axis} pinned by the schedule" for axis, pin in (("B_r", each.Br), ("B_c", each.Bc)) if pin)
     least = f"{cost:.1%} of work beside the products, the least of {len(fitting)} that fit{pins}"
-    why = f"{each.name}: {_describe(chosen)}: {least}"
+    why = f"{each.title}: {_describe(chosen)}: {least}"
     for other_cost, other in fitting[1:4]:
-        rejected.append(Rejection(each.name, other.Br, other.Bc, f"{other_cost:.1%} of work beside the products"))
+        rejected.append(Rejection(each.title, other.Br, other.Bc, f"{other_cost:.1%} of work beside the products"))
     return chosen, why, rejected
 
 
 def _describe(tile: Tiles) -> str:
     return f"B_r × B_c = {tile.Br} × {tile.Bc} ({tile.sram_bytes / 1024:.0f} KiB)"
-
-
-def _candidates(variant: Variant, each: _Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tile sizes to consider: what the schedule pins, else whole vectors of rows that go with the layout's blocks."""
-    block = variant.spec.layout.block if variant.spec.layout else None
-    return (
-        (each.Br,) if each.Br else _dividing(each.rows, block, ROW_MULTIPLE),
-        (each.Bc,) if each.Bc else _dividing(each.columns, block, 1),
-    )
 
 
 def _dividing(sizes: tuple[int, ...], block: int | None, multiple: int) -> tuple[int, ...]:

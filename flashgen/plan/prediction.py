@@ -24,7 +24,8 @@ class KernelTime:
 
     ``resident`` blocks share a multiprocessor, held there by ``resident_limit``; ``waves`` of them run one after
     another, and ``idle`` is the share of the time in which multiprocessors have no block left (tails). On a CPU a block
-    is a task, and a multiprocessor a core. ``registers`` of a thread, 0 where that means nothing.
+    is a task, and a multiprocessor a core, whose limits ``add_up`` instead of hiding behind one another. ``registers``
+    of a thread, 0 where that means nothing.
     """
 
     name: str
@@ -36,12 +37,13 @@ class KernelTime:
     waves: float
     idle: float
     registers: int = 0
+    add_up: bool = False
 
     @property
     def bound(self) -> str:
-        """The limit that takes longest; ``latency`` where all together explain less than half of the time."""
+        """The limit that takes longest; ``latency`` where each explains less than half of the time behind others."""
         name = max(self.alone, key=lambda each: self.alone[each], default="latency")
-        return name if self.alone and 2 * self.alone[name] > self.seconds else "latency"
+        return name if self.add_up or (self.alone and 2 * self.alone[name] > self.seconds) else "latency"
 
 
 @dataclass(frozen=True)

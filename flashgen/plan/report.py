@@ -27,6 +27,7 @@ from flashgen.plan.paper import BlockSizes, Lengths
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.plan.planner import plan
 from flashgen.plan.prediction import LIMITS, PassTime
+from flashgen.plan.products import Products, products_of_call
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 
 DEFAULT_SHAPE = Shape(4, 16, 16, 4096, 4096)
@@ -257,34 +258,34 @@ def _shortage(buffers: Mapping[str, int], sram: int) -> str:
 
 def _cpu_report(variant: Variant, device: Device, shape: Shape) -> PlanReport:
     decisions = plan(variant, device)
-    element, reports = ElementType.F32, []
-    for name, tile in decisions.passes.items():
-        forward = name == "forward"
-        buffers = (cpu_model.forward_buffers if forward else cpu_model.backward_buffers)(
-            variant, tile.Br, tile.Bc, device.lanes
-        )
-        predicted = (cpu_time.forward_time if forward else cpu_time.backward_time)(variant, tile, device, shape)
-        reports.append(
-            PassReport(
-                name="forward" if forward else "backward",
-                element=element,
-                tiles=(tile,),
-                buffers={name: buffers},
-                counts=tile_counts(variant, shape, tile.Br, tile.Bc),
-                time=predicted,
-                moved=_moved(variant, shape, element, name, device.sram_bytes, predicted.hbm_bytes),
-                paper=_paper_tile_cpu(variant, name, device),
-                runners_up=cpu_runners_up(variant, tile, device, shape, name),
+    # In vectors everything is float32 inside.
+    elements = (ElementType.F32, ElementType.BF16) if device.matrix_per_clock else (ElementType.F32,)
+    reports = []
+    for element in elements:
+        for name, split in decisions.tiles(Products.SPLIT).items():
+            products = products_of_call(device, element, shape, split.Br)
+            tile = decisions.tiles(products)[name]
+            predicted = cpu_time.pass_time(variant, products, name, tile, device, shape)
+            reports.append(
+                PassReport(
+                    name="forward" if name == "forward" else "backward",
+                    element=element,
+                    tiles=(tile,),
+                    buffers={name: cpu_model.buffers(variant, products, name, tile.Br, tile.Bc, device.lanes)},
+                    counts=tile_counts(variant, shape, tile.Br, tile.Bc),
+                    time=predicted,
+                    moved=_moved(variant, shape, element, name, device.sram_bytes, predicted.hbm_bytes),
+                    paper=_paper_tile_cpu(variant, element, products, name, device),
+                    runners_up=cpu_runners_up(variant, products, name, tile, device, shape),
+                )
             )
-        )
     return PlanReport(decisions, device.name, device.name, shape, tuple(reports), _remarks(reports))
 
 
-def _paper_tile_cpu(variant: Variant, name: str, device: Device) -> PaperTile:
-    blocks, buffers, elements = _paper_buffers(variant, ElementType.F32, name, device.sram_bytes)
+def _paper_tile_cpu(variant: Variant, element: ElementType, products: Products, name: str, device: Device) -> PaperTile:
+    blocks, buffers, elements = _paper_buffers(variant, element, name, device.sram_bytes)
     rounded = _rounded(blocks)
-    needed = cpu_model.forward_working_set if name == "forward" else cpu_model.backward_working_set
-    kernel_bytes = needed(variant, rounded.Br, rounded.Bc, device.lanes)
+    kernel_bytes = cpu_model.working_set(variant, products, name, rounded.Br, rounded.Bc, device.lanes)
     return PaperTile(blocks, elements, buffers, rounded, kernel_bytes, device.sram_bytes)
 
 

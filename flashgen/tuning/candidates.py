@@ -6,22 +6,21 @@ choice, the others follow by predicted time. Everything that asks the model stan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan import cpu_time, gpu_time
-from flashgen.plan.alternatives import gpu_candidates
-from flashgen.plan.cpu_model import backward_working_set, forward_working_set
+from flashgen.plan.alternatives import cpu_candidates, gpu_candidates
 from flashgen.plan.cuda_plan import ElementPlan
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.measured import PASSES, Tile
-from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import COLUMNS, ROWS, USABLE_SRAM, plan
+from flashgen.plan.planner import plan
+from flashgen.plan.products import Products, products_of_call
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def candidates(
         if isinstance(device, Gpu):
             seconds = _on_gpu(variant, device, shape, element, name)
         else:
-            seconds = _on_cpu(variant, device, shape, name)
+            seconds = _on_cpu(variant, device, shape, element, name)
         first, *others = seconds
         ordered = [first, *sorted(others, key=lambda tile: (seconds[tile], tile.Br, tile.Bc))]
         found[name] = tuple(
@@ -54,27 +53,15 @@ def candidates(
     return found
 
 
-def _on_cpu(variant: Variant, device: Device, shape: Shape, name: str) -> dict[Tile, float]:
+def _on_cpu(variant: Variant, device: Device, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
     """Predicted seconds of every size that fits; what the schedule pins stays."""
-    forward = name == "forward"
-    size = forward_working_set if forward else backward_working_set
-    predict = cpu_time.forward_time if forward else cpu_time.backward_time
-    schedule, chosen = variant.spec.schedule, plan(variant, device).passes[name]
-    Br, Bc = (schedule.Br, schedule.Bc) if forward else (schedule.backward_Br, schedule.backward_Bc)
-    tiles = [chosen]
-    for rows in [Br] if Br else _suiting(variant, ROWS):
-        for columns in [Bc] if Bc else _suiting(variant, COLUMNS):
-            needed = size(variant, rows, columns, device.lanes)
-            if needed <= USABLE_SRAM * device.sram_bytes:
-                tiles.append(Tiles(rows, columns, needed))
-    return {Tile(each.Br, each.Bc): predict(variant, each, device, shape).seconds for each in tiles}
-
-
-def _suiting(variant: Variant, sizes: Iterable[int]) -> list[int]:
-    """With a layout, sizes that divide its blocks or are divided by them; all others cut blocks in two."""
-    layout = variant.spec.layout
-    suiting = [size for size in sizes if layout is None or 0 in (layout.block % size, size % layout.block)]
-    return suiting or list(sizes)
+    chosen = plan(variant, device)
+    products = products_of_call(device, element, shape, chosen.tiles(Products.SPLIT)[name].Br)
+    tiles = (chosen.tiles(products)[name], *cpu_candidates(variant, products, name, device))
+    return {
+        Tile(each.Br, each.Bc): cpu_time.pass_time(variant, products, name, each, device, shape).seconds
+        for each in tiles
+    }
 
 
 def _on_gpu(variant: Variant, gpu: Gpu, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:

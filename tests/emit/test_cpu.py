@@ -5,24 +5,18 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from flashgen.analysis.variant import Variant, analyse
+from flashgen.analysis.variant import analyse
 from flashgen.emit.cpu import emit_cpu
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.language import parse_text
-from flashgen.plan.cpu_model import (
-    backward_buffers,
-    forward_buffers,
-    matrix_backward_buffers,
-    matrix_forward_buffers,
-)
+from flashgen.plan.cpu_model import buffers
 from flashgen.plan.devices import GENERIC_CPU
 from flashgen.plan.planner import plan
+from flashgen.plan.products import FEWEST_ROWS, Products
 from flashgen.runtime.compiler import REQUIRED_FLAGS, find_compiler
 
 EVERYTHING = """
@@ -125,8 +119,6 @@ def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
 
 
-Buffers = Callable[[Variant, int, int, int], dict[str, int]]
-
 # What a scratch holds beside the working set: columns, where operands and diagonals lie, and what only first and last
 # steps touch.
 EDGES = {
@@ -145,10 +137,10 @@ EDGES = {
         ),
     },
 }
-COUNTED: dict[str, tuple[Buffers, Buffers]] = {
-    "VectorProducts": (forward_buffers, backward_buffers),
-    "MatrixProducts<1>": (partial(matrix_forward_buffers, parts=1), partial(matrix_backward_buffers, parts=1)),
-    "MatrixProducts<3>": (partial(matrix_forward_buffers, parts=3), partial(matrix_backward_buffers, parts=3)),
+COUNTED = {
+    "VectorProducts": Products.VECTORS,
+    "MatrixProducts<1>": Products.BFLOAT16,
+    "MatrixProducts<3>": Products.SPLIT,
 }
 
 
@@ -174,12 +166,16 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kin
     flags = ["-std=c++17", "-fopenmp", "-march=native", "-fwrapv", "-DFLASHGEN_MATRIX_PRODUCTS=2"]
     subprocess.run([*compiler, *flags, str(main), "-o", str(program)], check=True, capture_output=True)
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
-    for line, buffers in zip(printed.splitlines(), COUNTED[kind], strict=True):
+    for line, name in zip(printed.splitlines(), EDGES[kind.partition("<")[0]], strict=True):
         lanes, Br, Bc, found = (int(each) for each in line.split())
-        predicted = buffers(variant, Br, Bc, lanes)
+        predicted = buffers(variant, COUNTED[kind], name, Br, Bc, lanes)
         # dK and dV of the tile's keys lie outside the scratch.
-        inside = sum(size for name, size in predicted.items() if name not in ("dK", "dV"))
+        inside = sum(size for buffer, size in predicted.items() if buffer not in ("dK", "dV"))
         assert abs(found - inside) <= 128, f"{predicted}: alignment takes less"
+
+
+def test_the_planner_and_kernels_split_the_same_calls() -> None:
+    assert f"#define FLASHGEN_FEWEST_ROWS {FEWEST_ROWS}\n" in emitted("attention a { head_dim 64 }").text
 
 
 @pytest.mark.skipif(

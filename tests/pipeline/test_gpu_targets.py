@@ -24,6 +24,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.pipeline import TARGETS, build_file, plan_file
 from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
+from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.manifest import Manifest
 from flashgen.plan.plan import Rejection
 from flashgen.runtime import cuda, nvrtc
@@ -171,10 +172,12 @@ def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_plans_for_gpus(file: Path) -> None:
     (h100,), (a10,) = plan_file(file, device="h100"), plan_file(file, device="sm_86")
+    assert isinstance(a10, CudaPlan)
     assert (h100.device, a10.device) == ("sm_90a", "sm_86")
     assert h100.sram_bytes == 227 * 1024
     assert all(tiles.sram_bytes <= a10.sram_bytes for tiles in a10.passes.values())
     (small,) = plan_file(file, device="a100", sram=16 * 1024)
+    assert isinstance(small, CudaPlan)
     assert all(tiles.sram_bytes <= 16 * 1024 for tiles in small.passes.values())
     assert json.dumps(h100.to_json())
     with pytest.raises(SpecError) as caught:

@@ -16,6 +16,7 @@ from flashgen.plan.device_table import known_devices
 from flashgen.plan.devices import GENERIC_CPU, local_cpu
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.plan.planner import USABLE_SRAM, plan, schedule_warnings
+from flashgen.plan.products import Products
 
 
 def variant(body: str) -> Variant:
@@ -26,7 +27,7 @@ def variant(body: str) -> Variant:
 
 def kinds_of(chosen: Plan) -> list[Mapping[str, Tiles]]:
     """The passes in vectors, then those in matrix registers."""
-    return [chosen.passes, *chosen.matrix_passes.values()]
+    return [chosen.tiles(products) for products in Products]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
@@ -99,6 +100,18 @@ def test_the_machine_at_hand() -> None:
     assert found.cores >= 1
     assert found.lanes in (4, 8, 16)
     assert found.sram_bytes > found.l1_bytes > 0
+
+
+def test_matrix_registers_are_read_as_linux_reports_them(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    for flags, found in [
+        ("avx512f amx_bf16 amx_tile", True),
+        ("avx512f amx_tile", False),
+        ("amx_bf16 amx_tile", False),
+    ]:
+        cpuinfo.write_text(f"processor : 0\nflags : fpu {flags} sse\n")
+        assert devices._has_amx(cpuinfo) is found
+    assert not devices._has_amx(tmp_path / "none")
 
 
 def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:

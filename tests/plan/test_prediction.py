@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from flashgen.plan.cuda_registers import MOST, accumulators, registers
 from flashgen.plan.device_table import Gpu, known_devices
 from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
+from flashgen.plan.planner import plan
 from flashgen.plan.prediction import PassTime
+from flashgen.plan.products import Products
 from flashgen.plan.work import pair_work
 from tests.cuda.helpers import planned
 from tests.cuda.test_compile import PLAIN, REASON, compiled
@@ -136,14 +139,37 @@ def test_registers_are_near_the_compilers(head_dim: int, element: ElementType) -
 
 def test_a_cpu_with_more_cores_or_a_faster_clock_is_faster() -> None:
     zen3, tile = known_devices().cpus["zen3"], Tiles(64, 64, 0)
-    for time in (cpu_time.forward_time, cpu_time.backward_time):
-        base = time(variant("head_dim 64"), tile, zen3, SHAPE)
-        assert time(variant("head_dim 64"), tile, replace(zen3, cores=128), SHAPE).seconds < base.seconds
-        assert time(variant("head_dim 64"), tile, replace(zen3, clock_hz=5e9), SHAPE).seconds < base.seconds
+    for name in ("forward", "backward"):
+        time = partial(cpu_time.pass_time, variant("head_dim 64"), Products.VECTORS, name)
+        base = time(tile, zen3, SHAPE)
+        assert time(tile, replace(zen3, cores=128), SHAPE).seconds < base.seconds
+        assert time(tile, replace(zen3, clock_hz=5e9), SHAPE).seconds < base.seconds
         peak = zen3.cores * zen3.lanes * 2 * zen3.fma_per_clock * zen3.clock_hz
         assert base.flops_per_second < peak
-        spilt = time(variant("head_dim 64"), Tiles(1024, 1024, 0), zen3, SHAPE)
+        spilt = time(Tiles(1024, 1024, 0), zen3, SHAPE)
         assert spilt.main.alone["cache"] > base.main.alone["cache"]
+
+
+def test_matrix_registers_are_faster_than_vectors_and_slower_than_their_peak() -> None:
+    """A window leaves out the strips of rows that keep nothing of a tile: its time follows the pairs, not the tiles."""
+    xeon = known_devices().cpus["sapphire-rapids"]
+    shape = Shape(8, 8, 8, 4096, 4096)
+    for name in ("forward", "backward"):
+        times, windows = [], []
+        for products in Products:
+            found = [variant("head_dim 64"), variant("head_dim 64 mask causal and window_left(256)")]
+            tiles = [plan(each, xeon).tiles(products)[name] for each in found]
+            whole, window = (
+                cpu_time.pass_time(each, products, name, tile, xeon, shape)
+                for each, tile in zip(found, tiles, strict=True)
+            )
+            times.append(whole.seconds)
+            windows.append(window.seconds / whole.seconds)
+            if products.parts:
+                peak = 2 * xeon.cores * xeon.matrix_per_clock * xeon.clock_hz / products.multiplications
+                assert whole.flops_per_second < peak
+        assert times[1] < times[2] < times[0]
+        assert all(1 / 16 < share < 1 / 6 for share in windows)
 
 
 def test_rank_correlation_is_scipys() -> None:

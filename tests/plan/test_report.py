@@ -12,6 +12,8 @@ from flashgen.plan import paper
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import known_devices
 from flashgen.plan.paper import BlockSizes
+from flashgen.plan.planner import plan
+from flashgen.plan.products import Products
 from flashgen.plan.report import PassReport, lengths_of, report
 from tests.plan.test_planner import variant
 
@@ -74,6 +76,28 @@ def test_runners_up_say_why_they_lost() -> None:
             assert other.seconds == pytest.approx((1 + other.slower) * each.time.seconds)
         assert [other.seconds for other in each.runners_up] == sorted(other.seconds for other in each.runners_up)
         assert chosen.Br
+
+
+def test_a_cpu_with_matrix_registers_is_reported_by_what_calls_take() -> None:
+    """bfloat16 always, float32 where rows repay its parts: neither short calls do nor the low tiles of small blocks."""
+    xeon = KNOWN.cpus["sapphire-rapids"]
+    assert list(passes("head_dim 64", "zen3")) == ["forward f32", "backward f32"]
+    for body, shape, split in (
+        ("head_dim 64", SHAPE, True),
+        ("head_dim 64", Shape(2, 8, 2, 100, 1500), False),
+        ("head_dim 64 layout block 64: I >= J", SHAPE, False),
+    ):
+        chosen = plan(variant(body), xeon)
+        found = passes(body, "sapphire-rapids", shape)
+        assert list(found) == ["forward f32", "backward f32", "forward bf16", "backward bf16"]
+        for name, products in (("f32", Products.SPLIT if split else Products.VECTORS), ("bf16", Products.BFLOAT16)):
+            for pass_name, tile in chosen.tiles(products).items():
+                each = found[f"{pass_name} {name}"]
+                assert each.tiles == (tile,)
+                assert sum(each.buffers[pass_name].values()) == tile.sram_bytes
+                assert all((other.Br, other.Bc) != (tile.Br, tile.Bc) for other in each.runners_up)
+        assert found["forward bf16"].moved.standard * 2 == found["forward f32"].moved.standard
+        assert found["forward bf16"].time.seconds < found["forward f32"].time.seconds
 
 
 def test_pins_hold_for_runners_up() -> None:

@@ -24,10 +24,12 @@ from flashgen.pipeline import load, load_spec, loads, plan_file
 from flashgen.plan.cuda_devices import TARGETS
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import known_devices
-from flashgen.plan.devices import GENERIC_CPU, local_cpu
+from flashgen.plan.devices import GENERIC_CPU, Device, local_cpu
 from flashgen.plan.machine import cpu_identity
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, ShapeClass, Tile, Tuning, spearman
+from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import plan
+from flashgen.plan.products import Products, products_of_call
 from flashgen.tuned import TunedStore, planned, tuned_variant
 from flashgen.tuning import tune as tuning_module
 from flashgen.tuning.candidates import candidates
@@ -73,10 +75,19 @@ def tuning_of(forward: Tile, backward: Tile, *, ratio: float = 0.5, element: Ele
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
+def tiles_of_call(variant: Variant, device: Device) -> dict[str, Tiles]:
+    """The planner's tiles of both passes for the products that a float32 call of SHAPE takes."""
+    chosen = plan(variant, device)
+    return {
+        name: chosen.tiles(products_of_call(device, ElementType.F32, SHAPE, split.Br))[name]
+        for name, split in chosen.tiles(Products.SPLIT).items()
+    }
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 1000])
 def test_the_planner_comes_first_and_all_fit(most: int) -> None:
     variant, device = variant_of("attention a { head_dim 64 mask causal }"), local_cpu()
-    chosen = plan(variant, device).passes
+    chosen = tiles_of_call(variant, device)
     for name, found in candidates(variant, device, SHAPE, ElementType.F32, most).items():
         assert (found[0].tile, found[0].rank, found[0].predicted) == (
             Tile(chosen[name].Br, chosen[name].Bc),
@@ -237,7 +248,7 @@ def test_later_loads_use_the_winner_and_say_so(store: TunedStore, fast: None, tm
     ranked = job.ranked()
     op = loads(TEXT)
     found = op.plan[job.head_dim]
-    for name, tiles in found.passes.items():
+    for name, tiles in found.tiles(Products.VECTORS).items():
         assert Tile(tiles.Br, tiles.Bc) == ranked[name][-1].tile != ranked[name][0].tile
     assert f"tuned on '{cpu_identity()}' at {SHAPE} in f32" in "\n".join(found.reasons)
     assert f"faster than the planner's {ranked['forward'][0].tile}" in "\n".join(found.reasons)
@@ -320,7 +331,8 @@ def test_tiles_that_the_planner_refuses_now_are_not_used(store: TunedStore) -> N
     variant = variant_of()
     store.store(variant, cpu_identity(), tuning_of(Tile(40, 32), Tile(32, 32)))
     found = planned(variant, local_cpu())
-    assert found.passes == plan(variant, local_cpu()).passes
+    own = plan(variant, local_cpu())
+    assert all(found.tiles(products) == own.tiles(products) for products in Products)
     assert "tuned tiles are not used, as the planner refuses them" in "\n".join(found.reasons)
 
 
