@@ -249,7 +249,7 @@ template <> inline constexpr PartsOf products_of_parts<3>[] = {{0, 2}, {0, 1}, {
 template <int V, int parts> class MatrixProduct {
  public:
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
-      : turns_(rows / matrix_rows), K_(K), left_(K), a_(a), b_(b), a_here_(a.at), b_here_(b.at), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
+      : turns_(rows / matrix_rows), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
 
   int steps() const { return turns_ * (K_ / matrix_depth) * steps_of_depth; }  // in all
   bool is_done() const { return turn_ == turns_; }
@@ -271,10 +271,10 @@ template <int V, int parts> class MatrixProduct {
   template <int turn> FG_INLINE void step_of() {
     constexpr int left = 2 * turn, right = left + 1;
     if (steps_of_depth == 1 || step_ == 0) {
-      if (left_ == K_ && begin_ == Begin::zero) {
+      if (k_ == 0 && begin_ == Begin::zero) {
         clear_register<left>();
         if (V == 2) clear_register<right>();
-      } else if (left_ == K_) {
+      } else if (k_ == 0) {
         load_register<left>(c_, ldc_ * 4);
         if (V == 2) load_register<right>(c_ + W, ldc_ * 4);
       }
@@ -287,20 +287,21 @@ template <int V, int parts> class MatrixProduct {
     } else {
       multiply<turn, 3>();
     }
-    if (++step_ < steps_of_depth) return;
+    if (steps_of_depth > 1 && ++step_ < steps_of_depth) return;
     step_ = 0;
-    left_ -= matrix_depth, a_here_ += a_.depth, b_here_ += b_.depth;
-    if (left_ > 0) return;
+    k_ += matrix_depth;
+    if (k_ < K_) return;
     if (turn_ > 0) leave<1 - turn>(c_ - matrix_rows * ldc_);
     if (++turn_ == turns_) leave<turn>(c_);
-    left_ = K_, a_.at += a_.block, a_here_ = a_.at, b_here_ = b_.at;
+    k_ = 0;
+    a_.at += a_.block;
     c_ += matrix_rows * ldc_;
   }
 
   template <int turn, int step> FG_INLINE void multiply() {
     // Read once: what an instruction by name may have written would have to be read again.
     const int64_t a_row = 2 * a_.row, a_part = a_.part, b_part = b_.part, b_block = b_.block;
-    const bf16 *const a = a_here_, *const b = b_here_;
+    const bf16 *const a = a_.at + k_ / matrix_depth * a_.depth, *const b = b_.at + k_ / matrix_depth * b_.depth;
     if (step == 0) load_register<4>(a, a_row);
     multiply_one<turn, step * at_once>(a, a_row, a_part, b, b_part, b_block);
     multiply_one<turn, step * at_once + 1>(a, a_row, a_part, b, b_part, b_block);
@@ -321,9 +322,8 @@ template <int V, int parts> class MatrixProduct {
     if (V == 2) store_register<2 * turn + 1>(c + W, ldc_ * 4);
   }
 
-  int turn_ = 0, step_ = 0, turns_, K_, left_;  // of K terms those that are left of this turn
-  Images a_, b_;                                // A of this turn
-  const bf16 *a_here_, *b_here_;
+  int turn_ = 0, turns_, k_ = 0, K_, step_ = 0;
+  Images a_, b_;
   float* c_;
   int64_t ldc_;
   Begin begin_;
