@@ -40,7 +40,6 @@ from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import plan
 from flashgen.plan.prediction import PassTime
-from flashgen.plan.products import Products, products_of_call
 from flashgen.runtime.compiler import compile_sources
 from flashgen.runtime.cuda import current_device, describe_device
 from flashgen.targets import compile_variant
@@ -199,18 +198,13 @@ def ready_for_cpu(candidates: Sequence[Candidate], shape: Shape) -> Iterator[Rea
         list(pool.map(lambda kernel: compile_sources([kernel.source]), kernels))
     for candidate in candidates:
         variant = candidate.variant
-        chosen = plan(variant, device)
-        products = {
-            name: products_of_call(device, ElementType.F32, shape, split.Br)
-            for name, split in chosen.tiles(Products.SPLIT).items()
-        }
-        tiles = {name: chosen.tiles(each)[name] for name, each in products.items()}
+        chosen = plan(variant, device).of_call(device, ElementType.F32, shape)
         yield Ready(
             candidate,
-            tiles,
+            {name: tile for name, (_, tile) in chosen.items()},
             {
-                name: cpu_time.pass_time(variant, products[name], name, tile, device, shape)
-                for name, tile in tiles.items()
+                name: cpu_time.pass_time(variant, products, name, tile, device, shape)
+                for name, (products, tile) in chosen.items()
             },
         )
 

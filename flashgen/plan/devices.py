@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal as OneOf
 
-CPUINFO = Path("/proc/cpuinfo")
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -59,17 +58,17 @@ GENERIC_CPU = Device(
 
 def local_cpu() -> Device:
     """The machine at hand, as its operating system describes it."""
-    l1, l2 = _cache_bytes(1), _cache_bytes(2)
+    l1, l2, cpuinfo = _cache_bytes(1), _cache_bytes(2), read_cpuinfo()
     return Device(
         name="local",
         kind="cpu",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        lanes=_lanes(),
+        lanes=_lanes(cpuinfo),
         l1_bytes=l1 or GENERIC_CPU.l1_bytes,
         sram_bytes=l2 or GENERIC_CPU.sram_bytes,
         source="reported by the operating system" if l1 and l2 else "cache sizes not reported: those of 'generic'",
-        clock_hz=_clock_hz() or GENERIC_CPU.clock_hz,
-        matrix_per_clock=AMX_PER_CLOCK if _has_amx() else 0,
+        clock_hz=_clock_hz(cpuinfo) or GENERIC_CPU.clock_hz,
+        matrix_per_clock=AMX_PER_CLOCK if _has_amx(cpuinfo) else 0,
     )
 
 
@@ -89,38 +88,32 @@ def _cache_bytes(level: int, root: Path = Path("/sys/devices/system/cpu/cpu0/cac
     return None
 
 
-def _lanes(cpuinfo: Path = CPUINFO) -> int:
-    """Float32 lanes of the widest vector register that the compiler will use."""
-    text = _text(cpuinfo)
-    if re.search(r"\bavx512f\b", text):
-        return 16
-    if re.search(r"\bavx\b", text):
-        return 8
-    return 4 if text or platform.machine() in ("arm64", "aarch64") else GENERIC_CPU.lanes
-
-
-def _has_amx(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the system offers matrix registers that multiply bfloat16."""
-    text = _text(cpuinfo)
-    return all(re.search(rf"\b{name}\b", text) for name in ("amx_tile", "amx_bf16", "avx512f"))
-
-
-def _text(file: Path) -> str:
+def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> str:
+    """What Linux says of its processors; nothing where there is no such file."""
     try:
         return file.read_text(errors="replace")
     except OSError:
         return ""
 
 
-def _clock_hz(root: Path = Path("/")) -> float | None:
+def _lanes(cpuinfo: str) -> int:
+    """Float32 lanes of the widest vector register that the compiler will use."""
+    if re.search(r"\bavx512f\b", cpuinfo):
+        return 16
+    if re.search(r"\bavx\b", cpuinfo):
+        return 8
+    return 4 if cpuinfo or platform.machine() in ("arm64", "aarch64") else GENERIC_CPU.lanes
+
+
+def _has_amx(cpuinfo: str) -> bool:
+    """Whether the system offers matrix registers that multiply bfloat16."""
+    return all(re.search(rf"\b{name}\b", cpuinfo) for name in ("amx_tile", "amx_bf16", "avx512f"))
+
+
+def _clock_hz(cpuinfo: str) -> float | None:
     """The clock of the first core: the highest that the system may choose, else what it runs at now."""
     try:
-        highest = (root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()
-        return 1e3 * int(highest)
+        return 1e3 * int(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text())
     except (OSError, ValueError):
-        pass
-    try:
-        found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", (root / "proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    except OSError:
-        return None
+        found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", cpuinfo, re.MULTILINE)
     return 1e6 * float(found[1]) if found and float(found[1]) > 0 else None

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import platform
 import re
-from pathlib import Path
 
-from flashgen.plan.devices import local_cpu
+from flashgen.plan.devices import local_cpu, read_cpuinfo
 
 
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_name() -> str:
     """The model, as its maker calls it."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+?)\s*$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-    except OSError:
-        found = None
+    found = re.search(r"^model name\s*:\s*(.+?)\s*$", read_cpuinfo(), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine() or "unknown CPU"
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flashgen.plan.products import Products
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.plan.devices import Device
+from flashgen.plan.products import Products, products_of_call
 
 
 def kib(size: int) -> str:
@@ -63,6 +66,14 @@ class Plan:
             Products.SPLIT: (self.split_forward, self.split_backward),
         }[products]
         return {"forward": forward, "backward": backward}
+
+    def of_call(self, device: Device, element: ElementType, shape: Shape) -> Mapping[str, tuple[Products, Tiles]]:
+        """How a call multiplies in either pass, and its tiles."""
+        products = {
+            name: products_of_call(device, element, shape, split.Br)
+            for name, split in self.tiles(Products.SPLIT).items()
+        }
+        return {name: (each, self.tiles(each)[name]) for name, each in products.items()}
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, SpecError
-from flashgen.plan.cpu_model import buffers, overhead
+from flashgen.plan.cpu_model import buffers, overhead, working_set
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Plan, Rejection, Tiles, kib
 from flashgen.plan.products import Products
@@ -40,11 +40,7 @@ class PassToPlan:
 
     def tile(self, variant: Variant, device: Device, Br: int, Bc: int) -> Tiles:
         """A tile with the bytes that it keeps."""
-        return Tiles(Br, Bc, sum(self.buffers(variant, device, Br, Bc).values()))
-
-    def buffers(self, variant: Variant, device: Device, Br: int, Bc: int) -> dict[str, int]:
-        """These bytes by name."""
-        return buffers(variant, self.products, self.name, Br, Bc, device.lanes)
+        return Tiles(Br, Bc, working_set(variant, self.products, self.name, Br, Bc, device.lanes))
 
     @property
     def title(self) -> str:
@@ -117,7 +113,7 @@ def _choose(variant: Variant, device: Device, each: PassToPlan) -> tuple[Tiles, 
     assert smallest is not None, "there is always a candidate"
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
-        kept = each.buffers(variant, device, smallest.Br, smallest.Bc)
+        kept = buffers(variant, each.products, each.name, smallest.Br, smallest.Bc, device.lanes)
         parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in kept.items())
         why = f"{each.title}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
         return smallest, why, rejected

@@ -27,7 +27,7 @@ from flashgen.plan.paper import BlockSizes, Lengths
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.plan.planner import plan
 from flashgen.plan.prediction import LIMITS, PassTime
-from flashgen.plan.products import Products, products_of_call
+from flashgen.plan.products import Products
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 
 DEFAULT_SHAPE = Shape(4, 16, 16, 4096, 4096)
@@ -262,9 +262,7 @@ def _cpu_report(variant: Variant, device: Device, shape: Shape) -> PlanReport:
     elements = (ElementType.F32, ElementType.BF16) if device.matrix_per_clock else (ElementType.F32,)
     reports = []
     for element in elements:
-        for name, split in decisions.tiles(Products.SPLIT).items():
-            products = products_of_call(device, element, shape, split.Br)
-            tile = decisions.tiles(products)[name]
+        for name, (products, tile) in decisions.of_call(device, element, shape).items():
             predicted = cpu_time.pass_time(variant, products, name, tile, device, shape)
             reports.append(
                 PassReport(

@@ -20,7 +20,6 @@ from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.measured import PASSES, Tile
 from flashgen.plan.planner import plan
-from flashgen.plan.products import Products, products_of_call
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,8 @@ def candidates(
 
 def _on_cpu(variant: Variant, device: Device, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
     """Predicted seconds of every size that fits; what the schedule pins stays."""
-    chosen = plan(variant, device)
-    products = products_of_call(device, element, shape, chosen.tiles(Products.SPLIT)[name].Br)
-    tiles = (chosen.tiles(products)[name], *cpu_candidates(variant, products, name, device))
+    products, chosen = plan(variant, device).of_call(device, element, shape)[name]
+    tiles = (chosen, *cpu_candidates(variant, products, name, device))
     return {
         Tile(each.Br, each.Bc): cpu_time.pass_time(variant, products, name, each, device, shape).seconds
         for each in tiles

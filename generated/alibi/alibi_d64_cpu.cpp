@@ -1901,7 +1901,6 @@ struct PartsOf {
   int a, b;
 };
 template <int parts> constexpr PartsOf products_of_parts[] = {{0, 0}};
-template <> inline constexpr PartsOf products_of_parts<2>[] = {{0, 1}, {1, 0}, {0, 0}};
 template <> inline constexpr PartsOf products_of_parts<3>[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}};
 
 // C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
@@ -1930,6 +1929,7 @@ template <int V, int parts> class MatrixProduct {
   }
 
  private:
+  static_assert(parts == 1 || parts == 3, "their products are listed");
   // Products of registers: of every product of parts V.
   static constexpr int products = V * int(sizeof(products_of_parts<parts>) / sizeof(PartsOf));
   static constexpr int at_once = 3, steps_of_depth = (products + at_once - 1) / at_once;

@@ -110,8 +110,8 @@ def test_matrix_registers_are_read_as_linux_reports_them(tmp_path: Path) -> None
         ("amx_bf16 amx_tile", False),
     ]:
         cpuinfo.write_text(f"processor : 0\nflags : fpu {flags} sse\n")
-        assert devices._has_amx(cpuinfo) is found
-    assert not devices._has_amx(tmp_path / "none")
+        assert devices._has_amx(devices.read_cpuinfo(cpuinfo)) is found
+    assert not devices._has_amx(devices.read_cpuinfo(tmp_path / "none"))
 
 
 def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:

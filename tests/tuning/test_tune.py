@@ -24,12 +24,11 @@ from flashgen.pipeline import load, load_spec, loads, plan_file
 from flashgen.plan.cuda_devices import TARGETS
 from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import known_devices
-from flashgen.plan.devices import GENERIC_CPU, Device, local_cpu
+from flashgen.plan.devices import GENERIC_CPU, local_cpu
 from flashgen.plan.machine import cpu_identity
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, ShapeClass, Tile, Tuning, spearman
-from flashgen.plan.plan import Tiles
 from flashgen.plan.planner import plan
-from flashgen.plan.products import Products, products_of_call
+from flashgen.plan.products import Products
 from flashgen.tuned import TunedStore, planned, tuned_variant
 from flashgen.tuning import tune as tuning_module
 from flashgen.tuning.candidates import candidates
@@ -75,22 +74,13 @@ def tuning_of(forward: Tile, backward: Tile, *, ratio: float = 0.5, element: Ele
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def tiles_of_call(variant: Variant, device: Device) -> dict[str, Tiles]:
-    """The planner's tiles of both passes for the products that a float32 call of SHAPE takes."""
-    chosen = plan(variant, device)
-    return {
-        name: chosen.tiles(products_of_call(device, ElementType.F32, SHAPE, split.Br))[name]
-        for name, split in chosen.tiles(Products.SPLIT).items()
-    }
-
-
 @pytest.mark.parametrize("most", [1, 3, 8, 1000])
 def test_the_planner_comes_first_and_all_fit(most: int) -> None:
     variant, device = variant_of("attention a { head_dim 64 mask causal }"), local_cpu()
-    chosen = tiles_of_call(variant, device)
+    chosen = plan(variant, device).of_call(device, ElementType.F32, SHAPE)
     for name, found in candidates(variant, device, SHAPE, ElementType.F32, most).items():
         assert (found[0].tile, found[0].rank, found[0].predicted) == (
-            Tile(chosen[name].Br, chosen[name].Bc),
+            Tile(chosen[name][1].Br, chosen[name][1].Bc),
             0,
             1.0,
         )
