@@ -1,6 +1,6 @@
 """Exponents in base 2, as kernels compute them: exp2 is an instruction where exp is none.
 
-Stage: analyse. In: a score. Out: log2(e) times it.
+Stage: analyse. In: a score. Out: log2(e) times it, and how large that may become.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import math
 from collections.abc import Callable
 
 from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.ranging import bounds
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, literal
+from flashgen.ir.interval import FloatRange
 from flashgen.ir.types import ScalarType
 
 LOG2_E = math.log2(math.e)
@@ -23,6 +25,13 @@ def in_base_2(expr: Expr) -> Expr:
     The factor goes to the terms of a sum, where it joins constants and what is computed once a row or a head.
     """
     return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
+
+
+def largest_exponent(score: Expr) -> float:
+    """The largest magnitude of ``in_base_2(score)`` over all inputs, infinite where nothing bounds it; NaN aside."""
+    found = bounds(in_base_2(score), {})
+    assert isinstance(found, FloatRange)
+    return max(-found.lo, found.hi)
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

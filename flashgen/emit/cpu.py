@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashgen.analysis.base_2 import in_base_2
+from flashgen.analysis.base_2 import in_base_2, largest_exponent
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import is_irregular
@@ -44,9 +44,12 @@ from flashgen.plan.arguments import (
     param_field,
 )
 from flashgen.plan.plan import Plan
-from flashgen.plan.work import pair_work
+from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.version import __version__
 
+# Scores in base 2 that stay below this need no maximum: a sum of 2^20 weights is at most 2^100, and the products of the
+# least weight, 2^-80, and of its parts are normal numbers for values from 2^-30 on. Caps of up to 55 are below.
+_MOST_EXPONENT = 80.0
 _PRIMITIVES = (
     "flush.h",
     "vector.h",
@@ -104,6 +107,7 @@ class _Context:
     pair: str  # what functions of a pair take first
     weights: str
     scaled_dot: bool
+    bounded_scores: bool  # by the formula, so that exp2 needs no maximum
     slow_scores: bool  # to score a pair takes longer than to weigh it
     sqdist: bool
     dropout: bool
@@ -164,6 +168,7 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         _gradient(gradient, label, placement, hook, pair)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
+    bounded = kind == "softmax" and largest_exponent(variant.score) <= _MOST_EXPONENT
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
     captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
@@ -191,7 +196,8 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
         weights=kind,
         scaled_dot=constant_factor(variant.score) is not None,
-        slow_scores=kind == "softmax" and pair_work(variant, "forward").specials > 1,
+        bounded_scores=bounded,
+        slow_scores=kind == "softmax" and not bounded and pair_work(variant, "forward", CPU_COSTS).specials > 1,
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,

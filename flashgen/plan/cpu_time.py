@@ -17,7 +17,7 @@ from flashgen.plan.planner import USABLE_SRAM
 from flashgen.plan.prediction import KernelTime, PassTime
 from flashgen.plan.products import Products
 from flashgen.plan.tile_counts import TileCounts, tile_counts
-from flashgen.plan.work import pair_work
+from flashgen.plan.work import CPU_COSTS, pair_work
 
 SPECIAL_INSTRUCTIONS = 14  # of an exp2 over one vector
 INSTRUCTIONS_PER_CLOCK = 2.0  # vector instructions that are no multiply-adds
@@ -41,7 +41,7 @@ def pass_time(variant: Variant, products: Products, name: str, tile: Tiles, devi
     counts = tile_counts(variant, shape, tile.Br, tile.Bc)
     visited = counts.visited
     pairs = _computed_pairs(variant, products, tile, shape, counts)  # of a tile, on average
-    work = pair_work(over_diagonals(variant), "forward" if is_forward else "keys")
+    work = pair_work(over_diagonals(variant), "forward" if is_forward else "keys", CPU_COSTS)
     terms = work.products if is_forward else (*work.products, D)
     partial = counts.partial / visited if visited else 0.0
     vectors = pairs / device.lanes

@@ -19,7 +19,8 @@ from flashgen.ir.spec import Softmax
 PassName = OneOf["forward", "keys", "queries"]
 
 # (special functions, other instructions) of the operators that are more than one instruction.
-_COSTS: Mapping[str, tuple[int, int]] = MappingProxyType(
+Costs = Mapping[str, tuple[int, int]]
+COSTS: Costs = MappingProxyType(
     {
         "exp": (1, 1),
         "exp2": (1, 0),
@@ -45,6 +46,7 @@ _COSTS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "to_float": (0, 1),
     }
 )
+CPU_COSTS: Costs = MappingProxyType({**COSTS, "tanh": (0, 9)})  # a polynomial, where arguments are small
 # Beside the formula: per pair the maximum, the product with the factor and the sum of a softmax, rounding to 16 bits.
 _SOFTMAX_PLAIN, _ROUNDING = 3, 1
 _A_READ = 8  # instructions that a read from the L1 cache is worth
@@ -69,21 +71,21 @@ class PairWork:
         return 2 * sum(self.products)
 
 
-def pair_work(variant: Variant, name: PassName) -> PairWork:
+def pair_work(variant: Variant, name: PassName, costs: Costs = COSTS) -> PairWork:
     """The work of one pass. ``keys`` is the backward kernel of dK and dV, without the product of dQ."""
     D, Dv = variant.head_dim.qk, variant.head_dim.v
-    mask = _cost([variant.keep], {})
+    mask = _cost([variant.keep], {}, costs)
     if name == "forward":
-        special, other = _weight_cost(variant)
+        special, other = _weight_cost(variant, costs)
         return PairWork((D, Dv), special, other + _ROUNDING, sum(mask))
     roots: list[Expr] = [variant.score_by_dot]
     roots += [each for each in (variant.score_by_sqdist, variant.weight_by_score) if each is not None]
-    special, other = _weight_cost(variant)
-    more_special, more = _cost(roots, _evaluated([variant.score]))
+    special, other = _weight_cost(variant, costs)
+    more_special, more = _cost(roots, _evaluated([variant.score]), costs)
     for gradient in variant.gradients:
         parts = [each for each in (gradient.from_score, gradient.from_weight) if each is not None]
         if parts and gradient.level in _LEVELS_OF[name]:
-            extra_special, extra = _cost(parts, _evaluated([variant.score, *roots]))
+            extra_special, extra = _cost(parts, _evaluated([variant.score, *roots]), costs)
             more_special, more = more_special + extra_special, more + extra + 2
     # dP - D, its product with P, P and dS rounded.
     return PairWork(_PRODUCTS[name](D, Dv), special + more_special, other + more + 2 + 2 * _ROUNDING, sum(mask))
@@ -100,14 +102,14 @@ _PRODUCTS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = MappingProxyTyp
 )
 
 
-def _weight_cost(variant: Variant) -> tuple[float, float]:
+def _weight_cost(variant: Variant, costs: Costs) -> tuple[float, float]:
     """Special functions and other instructions from the product to the weight."""
     if isinstance(variant.weights, Softmax):
         if constant_factor(variant.score) is not None:
             return 1, _SOFTMAX_PLAIN
-        special, other = _cost([variant.score], {})
+        special, other = _cost([variant.score], {}, costs)
         return special + 1, other + _SOFTMAX_PLAIN
-    special, other = _cost([variant.score, variant.weights.weight], {})
+    special, other = _cost([variant.score, variant.weights.weight], {}, costs)
     return special, other + 1
 
 
@@ -115,7 +117,7 @@ def _evaluated(roots: Iterable[Expr]) -> dict[Expr, None]:
     return dict.fromkeys(node for root in roots for node in walk(root))
 
 
-def _cost(roots: Iterable[Expr], known: Mapping[Expr, None]) -> tuple[float, float]:
+def _cost(roots: Iterable[Expr], known: Mapping[Expr, None], costs: Costs) -> tuple[float, float]:
     """Special functions and other instructions of the nodes that change with the pair."""
     special = other = 0.0
     for node in _evaluated(roots):
@@ -124,7 +126,7 @@ def _cost(roots: Iterable[Expr], known: Mapping[Expr, None]) -> tuple[float, flo
         if isinstance(node, Load):
             other += 2  # the address, and the load
         elif isinstance(node, Apply):
-            more_special, more = _COSTS.get(node.op, (0, 1))
+            more_special, more = costs.get(node.op, (0, 1))
             special, other = special + more_special, other + more
     return special, other
 
@@ -134,7 +136,7 @@ def takes_longer_than_a_read(expr: Expr) -> bool:
     for node in walk(expr):
         if level_of(node) is not Level.DIAGONAL:
             continue
-        special, other = _COSTS.get(node.op, (0, 1)) if isinstance(node, Apply) else (0, 0)
+        special, other = COSTS.get(node.op, (0, 1)) if isinstance(node, Apply) else (0, 0)
         if isinstance(node, Load) or special or other > _A_READ:
             return True
     return False

@@ -194,8 +194,28 @@ def test_compilers_keep_what_asks_for_the_next_tile(tmp_path: Path) -> None:
 
 def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
     """They are multiplied again, in masked tiles as in others, so that both give the same bits."""
-    plain, capped = (
-        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").text for body in ("", "score softcap(s, 30.0)")
+    plain, squared = (
+        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").text for body in ("", "score s - 0.1 * s * s")
     )
     assert "exp2_bounded(score(" in section(plain, "static void pairs")
-    assert "exp2_bounded(fg::load(" in section(capped, "static void pairs")
+    assert "exp2_bounded(fg::load(" in section(squared, "static void pairs")
+
+
+def test_bounded_scores_have_no_maximum() -> None:
+    """A cap of 55 is 79.3 in base 2, one of 56 is 80.8: from there on rows have maxima."""
+    capped, beyond = (
+        emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").text for cap in (55.0, 56.0)
+    )
+    assert "exp2_normal(score(" in section(capped, "static void pairs")
+    assert "t.row_max" not in capped
+    assert "t.row_max" in beyond
+
+
+def test_products_run_beside_the_longer_loop() -> None:
+    """A tanh takes less time than to weigh a pair, a logarithm more."""
+    short, long = (
+        section(emitted(f"attention a {{ head_dim 64 score s + {f}(s) }}").text, "static void pairs")
+        for f in ("tanh", "log1p")
+    )
+    assert "beside.pass(2)" in short
+    assert "beside.pass(4)" in long
