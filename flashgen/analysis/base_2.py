@@ -27,9 +27,9 @@ def in_base_2(expr: Expr) -> Expr:
     return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
 
 
-def largest_exponent(score: Expr) -> float:
-    """The largest magnitude of ``in_base_2(score)`` over all inputs, infinite where nothing bounds it; NaN aside."""
-    found = bounds(in_base_2(score), {})
+def largest_exponent(exponent: Expr) -> float:
+    """The largest magnitude of what ``in_base_2`` gave, over all inputs but NaN; infinite where nothing bounds it."""
+    found = bounds(exponent, {})
     assert isinstance(found, FloatRange)
     return max(-found.lo, found.hi)
 

@@ -150,12 +150,13 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
 
     match variant.weights:
         case Softmax(sink):
-            kind = "softmax"
-            hook("score", in_base_2(variant.score), comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+            kind, exponent = "softmax", in_base_2(variant.score)
+            bounded = largest_exponent(exponent) <= _MOST_EXPONENT
+            hook("score", exponent, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
             sink_code = None if sink is None else placement.value("sink", in_base_2(sink), Level.ROW)
         case Pointwise(weight) | Normalize(weight):
             kind = "pointwise" if isinstance(variant.weights, Pointwise) else "normalize"
-            sink_code = None
+            sink_code, bounded = None, False
             hook("score", variant.score, comment=f"The score: {text(variant.score)}")
             hook("weight", weight, ", fg::VecF s")
             assert variant.weight_by_score is not None
@@ -168,7 +169,6 @@ def _context(variant: Variant, plan: Plan, symbol: str) -> _Context:
         _gradient(gradient, label, placement, hook, pair)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
-    bounded = kind == "softmax" and largest_exponent(variant.score) <= _MOST_EXPONENT
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
     captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))

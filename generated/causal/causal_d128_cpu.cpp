@@ -111,7 +111,7 @@ class FlushSubnormals {
 //   VecB               a mask. A type of its own, because a comparison of plain vectors yields a VecI of 0 and -1
 //                      and to_int(mask) must be told from to_int(integers). Made by lt, le, gt, ge, eq, ne;
 //                      combined by &&, || and !, also with a scalar bool.
-// Needs GCC >= 9 or Clang >= 12. No intrinsics but in `any_above`.
+// Needs GCC >= 9 or Clang >= 12. No intrinsics but in `any` and `any_above`.
 
 #define FG_INLINE inline __attribute__((always_inline))
 
@@ -311,21 +311,24 @@ FG_INLINE float horizontal_min(VecF x) { return fold_lanes<float, W>(x, FoldMin(
 FG_INLINE int32_t horizontal_sum(VecI x) { return fold_lanes<int32_t, W>(x, FoldSum()); }
 FG_INLINE int32_t horizontal_max(VecI x) { return fold_lanes<int32_t, W>(x, FoldMax()); }
 FG_INLINE int32_t horizontal_min(VecI x) { return fold_lanes<int32_t, W>(x, FoldMin()); }
-FG_INLINE bool any(VecB x) { return fold_lanes<int32_t, W>(x.lanes, FoldOr()) != 0; }
+FG_INLINE bool any(VecB x) {
+#if defined(__AVX__) && !defined(__AVX512F__) && FLASHGEN_MATRIX_PRODUCTS != 2
+  return __builtin_ia32_movmskps256(reinterpret_cast<VecF>(x.lanes)) != 0;  // two instructions instead of ten
+#else
+  return fold_lanes<int32_t, W>(x.lanes, FoldOr()) != 0;
+#endif
+}
 FG_INLINE bool all(VecB x) { return !any(!x); }
 FG_INLINE bool any(bool x) { return x; }
-// Whether a lane is greater than `limit`; NaN is not. The compiler's builtins, because loops ask for every vector: of a VecB
-// GCC makes four instructions on AVX-512, and ten on AVX.
+FG_INLINE bool all(bool x) { return x; }
+// any(gt(x, limit)), where a loop asks for every vector: on AVX-512 GCC makes a vector of a VecB, and four instructions of two.
 FG_INLINE bool any_above(VecF x, float limit) {
 #if defined(__AVX512F__)
   return __builtin_ia32_cmpps512_mask(x, broadcast(limit), 30, 0xffff, 4) != 0;  // greater, quiet; as MXCSR rounds
-#elif defined(__AVX__) && FLASHGEN_MATRIX_PRODUCTS != 2
-  return __builtin_ia32_movmskps256(reinterpret_cast<VecF>(gt(x, limit).lanes)) != 0;
 #else
   return any(gt(x, limit));
 #endif
 }
-FG_INLINE bool all(bool x) { return x; }
 
 // Lanes of a, then of b, by their numbers.
 #if defined(__clang__) || __GNUC__ >= 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.analysis.base_2 import LOG2_E, largest_exponent
+from flashgen.analysis.base_2 import LOG2_E, in_base_2, largest_exponent
 from flashgen.analysis.variant import analyse
 from flashgen.language import parse_text
 
@@ -12,7 +12,7 @@ from flashgen.language import parse_text
 def largest(score: str, rest: str = "") -> float:
     """Of the softmax of this score."""
     spec = parse_text(f"attention a {{ head_dim 64 score {score} {rest} }}").specs[0]
-    return largest_exponent(analyse(spec, spec.head_dims[0]).score)
+    return largest_exponent(in_base_2(analyse(spec, spec.head_dims[0]).score))
 
 
 @pytest.mark.parametrize(
