@@ -1,6 +1,7 @@
 """Stage 4, emit for GPUs: where the parts of the workspace lie, as the kernels' code finds them.
 
-In: a ``Variant``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates ask for.
+In: a ``Variant`` and a ``CudaPlan``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates
+ask for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant
 from flashgen.plan.cuda_diagonals import DIAGONALS
-from flashgen.plan.cuda_launches import TURNS, atomic_buffers, exact_buffers, forward_buffers
+from flashgen.plan.cuda_launches import KEY_TURNS, TURNS, atomic_buffers, exact_buffers, forward_buffers
+from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Sum
 
 _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
@@ -20,14 +22,16 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "largest": ("largest_of", "uint32_t"),
     DIAGONALS: ("diagonals_of", "float"),
     TURNS: ("turns_of", "uint32_t"),
+    KEY_TURNS: ("key_turns_of", "uint32_t"),
 }
 
 
-def workspace_code(variant: Variant, *, stays: bool) -> str:
+def workspace_code(variant: Variant, plan: CudaPlan) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
     lines = []
-    forward = (forward_buffers(variant),) if stays else ()
-    for buffers in (*forward, atomic_buffers(variant), exact_buffers(variant)):
+    forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
+    stays = any(each.backward.stays for each in plan.elements)
+    for buffers in (*forward, atomic_buffers(variant, stays=stays), exact_buffers(variant)):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes) for each in before) or "0"

@@ -20,7 +20,8 @@ from flashgen.plan.cuda_model import padded, panel_width
 from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Sum, Turns
 
-TURNS = "turns"  # a buffer: query tiles that blocks which stay have taken, beyond one each
+# Buffers: query tiles, and key tiles, that blocks which stay have taken, beyond one each.
+TURNS, KEY_TURNS = "turns", "key_turns"
 CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ as well
 GRANULE = 16  # rows or columns of one range of what the mask reads
 _HEADS = (Factor("batch"), Factor("heads"))
@@ -91,11 +92,14 @@ def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
     return (*observed_buffers(variant), Buffer(TURNS, Count((), 4), clear=True))
 
 
-def atomic_buffers(variant: Variant) -> tuple[Buffer, ...]:
-    """The workspace where atomic additions of floats are allowed."""
+def atomic_buffers(variant: Variant, *, stays: bool) -> tuple[Buffer, ...]:
+    """The workspace where atomic additions of floats are allowed; ``stays``: blocks take one key tile after another."""
     cut = passes(variant)
-    dq = Buffer("dq", dq_sums(variant), clear=not cut.row_state)  # else the kernel of delta clears it
-    return (*observed_buffers(variant), *_delta(cut), *((dq,) if cut.one_pass else ()))
+    if not cut.one_pass:
+        return (*observed_buffers(variant), *_delta(cut))
+    clear = not cut.row_state  # else the kernel of delta clears both
+    dq, turns = Buffer("dq", dq_sums(variant), clear=clear), Buffer(KEY_TURNS, Count((), 4), clear=clear)
+    return (*observed_buffers(variant), *_delta(cut), dq, *((turns,) if stays else ()))
 
 
 def dq_sums(variant: Variant) -> Count:
@@ -169,7 +173,8 @@ def backward_launches(
     def keys(kernel: str, how: str = "") -> Launch:
         shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
         threads = 32 * (tiles.backward.warps + tiles.backward.loaders)
-        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, threads, shared, boxes)
+        turns = Turns(KEY_TURNS, tiles.backward.blocks) if kernel == "backward" and tiles.backward.stays else None
+        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, threads, shared, boxes, turns)
 
     def queries(how: str = "") -> Launch:
         name = f"{symbol}_queries_{suffix}{how}"
@@ -181,11 +186,12 @@ def backward_launches(
         convert = Count((*_HEADS, Factor("q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(clears=True), keys("backward"), convert_launch)
-        return PassLaunches(atomic_buffers(variant), (*observe, *made_in_workspace(lists), *kernels), lists)
+        buffers = atomic_buffers(variant, stays=tiles.backward.stays)
+        return PassLaunches(buffers, (*observe, *made_in_workspace(lists), *kernels), lists)
     lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
     launches: list[Launch] = [*observe, *made_in_workspace(lists)]
     if not deterministic or not cut.captured:
-        buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant)
+        buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant, stays=False)
         return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists)
     if captured:
         launches += rows("_measure")

@@ -35,7 +35,8 @@ class BackwardTiles(Tiles):
     ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it needs without. With
     ``warpgroups`` dO and dS have as many stages as Q, ``loaders`` more warps copy, and ``dq_column_groups`` warpgroups
     share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
-    bring Q and dO, and one thread starts them.
+    bring Q and dO, and one thread starts them. Blocks that add up dQ, too, and where one ``stays``, take one key tile
+    after another.
     """
 
     warps: int
@@ -47,6 +48,7 @@ class BackwardTiles(Tiles):
     dq_column_groups: int = 1
     blocks: int = 1
     tensor_copies: bool = False
+    stays: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from flashgen.plan.cuda_model import (
     is_plain,
     padded,
     query_bytes,
+    stays_for_keys,
     takes_tensor_copies,
 )
 from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
@@ -146,6 +147,7 @@ def _plan_element(
             if backward.warpgroups
             else 1,
             tensor_copies=takes_tensor_copies(variant, element, backward),
+            stays=stays_for_keys(variant, element, backward),
             **asdict(backward),
         ),
         QueryTiles(sram_bytes=query_size(queries), **asdict(queries)),

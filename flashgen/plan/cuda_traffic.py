@@ -140,7 +140,10 @@ class _Model:
         found.update({"q": rows * self.D * self.element, "d_o": rows * self.Dv * self.element})
         if self.cut.row_state:
             found.update({"lse": rows * FLOAT, "workspace.delta": rows * FLOAT})
-        found.update(self._reading(OF_KEYS, plan.warps + plan.loaders, group))
+        if adds_dq and plan.stays:
+            found.update(self._copying(OF_KEYS, group))
+        else:
+            found.update(self._reading(OF_KEYS, plan.warps + plan.loaders, group))
         if adds_dq:
             found["workspace.dq"] += groups * GROUP * self.padded * FLOAT
         return found
@@ -192,13 +195,14 @@ class _Model:
             each += NUMBER * _WARP * warps
         return {_allocation(lists): lists.readers.value(self.values) * each}
 
-    def _copying(self, field: str) -> Mapping[str, int]:
-        """The same where the first window of a list is copied as a whole, which says what tile it is of, too."""
+    def _copying(self, field: str, heads: int = 1) -> Mapping[str, int]:
+        """The same where the first window is copied as a whole for the first head: it says what tile the list is of."""
         lists = self.lists.get(field)
         if lists is None or not lists.order:
-            return self._reading(field, 0)
+            return self._reading(field, 0, heads)
         windows, chunks = self._chunks(lists)
-        return {_allocation(lists): lists.readers.value(self.values) * (COUNTS * (windows - 1) + CHUNK * (1 + chunks))}
+        each = heads * (COUNTS * windows + CHUNK * chunks) + CHUNK - COUNTS
+        return {_allocation(lists): lists.readers.value(self.values) * each}
 
     def _chunks(self, lists: VisitLists) -> tuple[int, int]:
         """Of a list: the first ones of windows, and those of tiles."""

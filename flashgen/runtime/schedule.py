@@ -222,8 +222,9 @@ def _part(
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
     steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
-    # Where every block starts, none counts, and a small call needs no workspace.
+    # Where every block starts, none counts, and a small call needs no workspace, nor to have it cleared.
     idle = {each.turns.buffer for each, step in steps if each.turns and step.grid == each.grid.value(sizes)}
+    idle &= {each.name for each in launches.buffers if each.clear}
     buffers = {name: place for name, place in buffers.items() if name not in idle}
     moves = {} if is_whole else _moves(known, shard, head_dim)
     orders = [each.order for each in launches.lists if each.order]

@@ -351,7 +351,9 @@ FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
 
 // Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows, one after
 // another from `to` on. Of 2-byte elements lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
-template <int width, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
+// `kept`: for how long the last cache had better keep them.
+enum class Kept { normally, briefly };
+template <int width, Kept kept = Kept::normally, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
   static_assert(width <= 8 * n_tiles, "the accumulators have all columns");
   constexpr int wide = sizeof(T) == 2 && width % 8 == 0 ? width / 32 * 4 : 0;  // tiles that go by fours
 #pragma unroll
@@ -366,7 +368,10 @@ template <int width, class T, int n_tiles> FG_DEVICE void store_fragments(T* to,
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[k] = Element<T>::pack(d[t + k][2 * half], d[t + k][2 * half + 1]);
         transpose_quad(words, lane);
-        if (at < count) global_store(reinterpret_cast<uint4*>(place + 8 * (t + lane)), make_uint4(words[0], words[1], words[2], words[3]));
+        if (at >= count) continue;
+        uint4* const four = reinterpret_cast<uint4*>(place + 8 * (t + lane));
+        if constexpr (kept == Kept::briefly) global_stream(four, make_uint4(words[0], words[1], words[2], words[3]));
+        else global_store(four, make_uint4(words[0], words[1], words[2], words[3]));
       }
     }
 #pragma unroll

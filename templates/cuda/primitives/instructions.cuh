@@ -75,6 +75,8 @@ template <class T> FG_DEVICE T global_load(const T* p) {
   return value;
 }
 template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
+// The same, of what nobody reads soon: the last cache keeps other things instead.
+FG_DEVICE void global_stream(uint4* p, uint4 value) { __stcs(p, value); }
 // Atomic, all four. The last one adds 1 and gives what was there before.
 FG_DEVICE void global_add(float* p, float value) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory"); }
 FG_DEVICE void global_add(uint64_t* p, uint64_t value) { asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory"); }
