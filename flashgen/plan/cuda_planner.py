@@ -243,11 +243,18 @@ def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | Non
         tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
         counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
         for count in counts:
-            candidate = replace(tile, warps=count)
+            candidate = _alone(replace(tile, warps=count))
             if not list(_problems(candidate)):
                 found[candidate] = None
                 break
     return list(found)
+
+
+def _alone(choice: Choice) -> Choice:
+    """A warpgroup alone copies for itself, beside another block: who copies for it would be left too many registers."""
+    if isinstance(choice, QueryChoice) or not 0 < choice.warps <= choice.loaders:
+        return choice
+    return replace(choice, loaders=0, blocks=2)
 
 
 def _problems(choice: ForwardChoice | BackwardChoice | QueryChoice) -> Iterator[str]:

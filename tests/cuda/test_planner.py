@@ -88,6 +88,17 @@ def test_the_schedule_pins_tiles() -> None:
     assert plan.elements[0].forward.warps in (1, 2)
 
 
+def test_one_warpgroup_copies_for_itself() -> None:
+    """Warps that copied for it would be left more registers than a thread may have."""
+    pins = "Br = 64 Bc = 64 warps = 4 backward_Br = 64 backward_Bc = 64 backward_warps = 4"
+    text = f"attention t {{ head_dim 128 dtype bf16 mask causal schedule {{ {pins} }} }}"
+    tiles = plan_cuda(variant_of(text), TARGETS["sm_90a"]).by_element[ElementType.BF16]
+    for each in (tiles.forward, tiles.backward):
+        assert (each.Br, each.Bc, each.warps) == (64, 64, 4)
+        assert each.warpgroups
+        assert (each.loaders, each.blocks) == (0, 2)
+
+
 @pytest.mark.parametrize("pins", ["Br = 40", "Br = 64 warps = 3", "backward_Bc = 24", "backward_warps = 5"])
 def test_pins_that_cannot_work_are_refused(pins: str) -> None:
     variant = variant_of(f"attention t {{ head_dim 64 dtype f16 schedule {{ {pins} }} }}")
