@@ -21,7 +21,7 @@ from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.device_table import Gpu
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import USABLE_SRAM, pass_to_plan
+from flashgen.plan.planner import pass_to_plan, usable_bytes
 from flashgen.plan.prediction import LIMITS, PassTime
 from flashgen.plan.products import Products, repays_parts
 
@@ -104,7 +104,7 @@ def cpu_candidates(variant: Variant, products: Products, name: str, device: Devi
     if products is Products.SPLIT:
         rows = tuple(Br for Br in rows if repays_parts(Br))
     tiles = (this.tile(variant, device, Br, Bc) for Br, Bc in itertools.product(rows, columns))
-    return tuple(tile for tile in tiles if tile.sram_bytes <= USABLE_SRAM * device.sram_bytes)
+    return tuple(tile for tile in tiles if tile.sram_bytes <= usable_bytes(device))
 
 
 def without_mask(variant: Variant) -> Variant:

@@ -13,7 +13,7 @@ from flashgen.ir.shape import Shape
 from flashgen.plan.cpu_model import BFLOAT16, FLOAT, MATRIX_DEPTH, VECTOR_ROWS, round_up, working_set
 from flashgen.plan.devices import Device
 from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import USABLE_SRAM
+from flashgen.plan.planner import usable_bytes
 from flashgen.plan.prediction import KernelTime, PassTime
 from flashgen.plan.products import Products
 from flashgen.plan.tile_counts import TileCounts, tile_counts
@@ -64,7 +64,7 @@ def pass_time(variant: Variant, products: Products, name: str, tile: Tiles, devi
         tensor += LAYOUT_CLOCKS[products.parts] * laid_out
         others += SPLIT_INSTRUCTIONS[name][products.parts]
     needed = working_set(variant, products, name, tile.Br, tile.Bc, device.lanes)
-    fits = needed <= USABLE_SRAM * device.sram_bytes
+    fits = needed <= usable_bytes(device)
     clocks = {
         "tensor": tensor,
         "special": work.specials * SPECIAL_INSTRUCTIONS * vectors / INSTRUCTIONS_PER_CLOCK,

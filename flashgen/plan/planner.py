@@ -65,6 +65,11 @@ def pass_to_plan(variant: Variant, products: Products, name: str) -> PassToPlan:
     return PassToPlan(name, products, *pins)
 
 
+def usable_bytes(device: Device) -> int:
+    """What a tile may use of a core's cache."""
+    return int(USABLE_SRAM * device.sram_bytes)
+
+
 def plan(variant: Variant, device: Device) -> Plan:
     """The tiles for ``variant`` on ``device``; ``SpecError`` where the spec pins tiles that cannot work."""
     _check_schedule(variant)
@@ -95,7 +100,7 @@ def plan(variant: Variant, device: Device) -> Plan:
 
 
 def _choose(variant: Variant, device: Device, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:
-    budget = int(USABLE_SRAM * device.sram_bytes)
+    budget = usable_bytes(device)
     rows, columns = each.candidates(variant)
     fitting: list[tuple[float, Tiles]] = []
     rejected: list[Rejection] = []
