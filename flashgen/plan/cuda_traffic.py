@@ -143,7 +143,7 @@ class _Model:
         if adds_dq and plan.stays:
             found.update(self._copying(OF_KEYS, group))
         else:
-            found.update(self._reading(OF_KEYS, plan.warps + plan.loaders, group))
+            found.update(self._reading(OF_KEYS, plan.warps, group))
         if adds_dq:
             found["workspace.dq"] += groups * GROUP * self.padded * FLOAT
         return found

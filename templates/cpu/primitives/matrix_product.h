@@ -215,14 +215,17 @@ template <int n> inline void load_register(const void* at, int64_t row_bytes) {
 template <int n> inline void store_register(void* at, int64_t row_bytes) {
   for (int r = 0; r < matrix_rows; ++r) std::memcpy(static_cast<char*>(at) + r * row_bytes, &matrix_register(n).rows[r], sizeof(VecF));
 }
+// As tdpbf16ps rounds: even terms and odd ones are added up by themselves, and what was there before comes last.
 template <int c, int a, int b> inline void multiply_registers() {
   for (int m = 0; m < matrix_rows; ++m) {
     bf16 left[matrix_depth];
     std::memcpy(left, &matrix_register(a).rows[m], sizeof(left));
+    VecF even = {}, odd = {};
     for (int k = 0; k < matrix_depth; k += 2) {
       const VecI pairs = reinterpret_cast<VecI>(matrix_register(b).rows[k / 2]);
-      matrix_register(c).rows[m] += element(left, k) * from_bits(pairs << 16) + element(left, k + 1) * from_bits(pairs & ~0xffff);
+      even += element(left, k) * from_bits(pairs << 16), odd += element(left, k + 1) * from_bits(pairs & ~0xffff);
     }
+    matrix_register(c).rows[m] += even + odd;
   }
 }
 #endif
