@@ -144,7 +144,7 @@ class _Context:
     mapped_backward: tuple[str, ...]  # the same of those for dK and dV
     alone_forward: bool  # whether some have no warps of their own to copy
     served_forward: bool  # whether some have
-    alone_backward: bool  # the same of those for dK, dV and dQ
+    stays_backward: bool  # whether some blocks that add up dK, dV and dQ take one key tile after another
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
@@ -269,7 +269,7 @@ def _context(variant: Variant, plan: CudaPlan, symbol: str) -> _Context:
         mapped_backward=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
         alone_forward=any(not each.loaders for each in staying),
         served_forward=any(each.loaders for each in staying),
-        alone_backward=cut.one_pass and any(each.backward.stays for each in plan.elements),
+        stays_backward=cut.one_pass and any(each.backward.stays for each in plan.elements),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
@@ -425,8 +425,8 @@ def _passes(plan: CudaPlan, *, weights_first: bool) -> tuple[_Pass, ...]:
         loaders = _role_constants(each.forward) if with_warpgroups else {}
         forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers), **loaders)
         keys_bytes = each.backward.keys_sram_bytes
-        groups = _role_constants(each.backward) | {"dq_column_groups": each.backward.dq_column_groups}
-        groups |= {"stays": int(each.backward.stays)}
+        shared = {"dq_column_groups": each.backward.dq_column_groups, "stays": int(each.backward.stays)}
+        groups = _role_constants(each.backward) | shared
         groups = groups if with_warpgroups else {}
         weighed = _weighed(each.backward, weights_first)
         backward[name] = constants(

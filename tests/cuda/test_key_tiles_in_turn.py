@@ -108,8 +108,8 @@ MISTAKES = {
         set[FaultKind](),
     ),
     "sums that go on": (
-        "      clear_keys();\n      begin_sums();\n      visit",
-        "      if (first) clear_keys();\n      begin_sums();\n      visit",
+        "    fg::clear(dk);\n    fg::clear(dv);\n",
+        "    if (first) fg::clear(dk), fg::clear(dv);\n",
         set[FaultKind](),
     ),
 }

@@ -349,10 +349,10 @@ FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
     }
 }
 
+enum class Kept { normally, briefly };  // by the last cache
+
 // Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows, one after
 // another from `to` on. Of 2-byte elements lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
-// `kept`: for how long the last cache had better keep them.
-enum class Kept { normally, briefly };
 template <int width, Kept kept = Kept::normally, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
   static_assert(width <= 8 * n_tiles, "the accumulators have all columns");
   constexpr int wide = sizeof(T) == 2 && width % 8 == 0 ? width / 32 * 4 : 0;  // tiles that go by fours

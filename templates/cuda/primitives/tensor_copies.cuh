@@ -55,6 +55,9 @@ FG_DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tenso
 
 namespace fg {
 
+// The slab of a batch entry and head.
+FG_DEVICE int slab_of(const TensorMap& map, int b, int h) { return b * map.batch_slabs + h * map.head_slabs; }
+
 // Starts the copy of rows first … of a slab to a whole tile, Tile::bytes in all, by this thread. The map's box is one panel.
 template <class Tile> FG_DEVICE void copy_tile_async(Tile to, const TensorMap& map, int first, int slab, uint64_t* signal) {
   static_assert(Tile::rows <= 256 && Tile::rows * Tile::row_chunks * 16 % 1024 == 0, "a panel is one box");
