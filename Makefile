@@ -1,7 +1,10 @@
 # make demo    build a spec, import the operator, run it forward and backward, print errors and speed
-# make test    lint, types, import order, generated code up to date, all tests
+# make test    lint, types, import order, generated code up to date, the tests
+# make test-all  the same with the tests that are marked slow: every kind of CPU by every compiler
+# make test-integrations  models of other libraries with flashgen's kernels, in an environment that has them
 # make bench   the benchmarks that fill benchmarks/README.md
-# make gallery draws the pictures of the README's gallery
+# make gallery draws the pictures of the gallery and writes its page, docs/gallery.md
+# make docs    the documentation's site, in build/docs; a warning or a dead link is an error
 # make figures draws the paper's figures as measured here
 # make clean   remove what these made
 #
@@ -17,7 +20,7 @@ DEMO := specs/causal.attn
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types imports generated units bench gallery figures clean
+.PHONY: demo test test-all test-integrations lint types imports generated units all-units bench gallery docs figures clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.installed
@@ -28,8 +31,17 @@ demo: .venv/.installed
 test: lint imports generated
 	$(MAKE) --jobs=2 types units
 
+test-all: lint imports generated
+	$(MAKE) --jobs=2 types all-units
+
 units: .venv/.installed-dev
+	$(BIN)/pytest -n $(JOBS) -m "not slow"
+
+all-units: .venv/.installed-dev
 	$(BIN)/pytest -n $(JOBS)
+
+test-integrations: .venv-integrations/.installed
+	HF_HUB_OFFLINE=1 .venv-integrations/bin/python -m pytest -n $(JOBS) -m "not slow" tests/integrations
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check
@@ -54,6 +66,10 @@ bench: .venv/.installed-dev
 
 gallery: .venv/.installed-dev
 	$(BIN)/python examples/gallery.py
+	$(BIN)/python examples/gallery_page.py
+
+docs: .venv/.installed-docs
+	$(BIN)/mkdocs build --strict
 
 # The paper's figures, measured here in about 11 minutes, on a machine that does nothing else; docs/figures/README.md
 # shows them. `$(BIN)/python -m benchmarks.figures --draw` draws again what was measured elsewhere.
@@ -61,7 +77,7 @@ figures: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.figures
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-integrations build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment, made once and again when its versions change -----------------------------------------------------
@@ -79,4 +95,16 @@ clean:
 
 .venv/.installed-dev: .venv/.installed
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+# Other libraries on top of what .venv has, which stays as it is.
+.venv-integrations/.installed: .venv/.installed-dev
+	$(BIN)/python -m venv .venv-integrations
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+		"$$(.venv-integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[transformers]'
 	touch $@

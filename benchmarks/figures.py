@@ -1,6 +1,6 @@
 """The paper's figures, measured here: run time and memory against N, sizes of blocks, sparsity (Figures 2 and 3).
 
-    python -m benchmarks.figures [--device cpu|cuda] [--only length,flex,blocks,sparsity] [--seconds 660] [--out DIR]
+    python -m benchmarks.figures [--device cpu|cuda] [--only length,chunks,flex,…] [--seconds 660] [--out DIR]
     python -m benchmarks.figures --draw [--out DIR]
 
 The first measures, writes DIR/<device>/<figure>.json as soon as a figure is there, and draws it where matplotlib is
@@ -15,8 +15,9 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from flashgen.benchmark.sweeps import (
     length_sweep,
     sparsity_sweep,
     task_for,
+    totals_sweep,
     with_tile,
 )
 from flashgen.diagnostics import SpecError
@@ -40,7 +42,8 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
 from flashgen.picture.plotting import PlottingMissing
-from flashgen.plan.cuda_devices import TARGETS
+from flashgen.plan.plan import Part
+from flashgen.targets.registry import GPUS
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = ("png", "svg")
@@ -73,6 +76,16 @@ FIGURES: Mapping[str, Figure] = {
         dropout=0.1,
         padding=True,
     ),
+    "chunks": Figure(
+        "The same beside attention in chunks (Rabe and Staats), and block-sparse (the paper's Figure 3)",
+        "length",
+        "causal",
+        _LENGTHS,
+        0.1,
+        peers=("standard", "rabe_staats", "block_sparse"),
+        dropout=0.1,
+        padding=True,
+    ),
     "flex": Figure(
         "The same without dropout, which FlexAttention does not have",
         "length",
@@ -96,6 +109,14 @@ FIGURES: Mapping[str, Figure] = {
         {"cpu": Shape(1, 2, 2, 8192, 8192), "cuda": Shape(2, 16, 16, 16384, 16384)},
         0.2,
     ),
+    "totals": Figure(
+        "Flops, HBM bytes and run time (Figure 2, the table on the left)",
+        "totals",
+        "plain",
+        {"cpu": Shape(1, 16, 16, 1024, 1024), "cuda": Shape(64, 16, 16, 1024, 1024)},
+        0.05,
+        peers=("standard", "rabe_staats"),
+    ),
 }
 
 
@@ -110,6 +131,8 @@ def measured(name: str, device: str, seconds: float, longest: int) -> Sweep:
             steps = length_sweep(task, [length for length in LENGTHS if length <= longest])
         case "blocks":
             steps = block_sweep(task, blocks_of(device))
+        case "totals":
+            steps = totals_sweep(task)
         case _:
             steps = sparsity_sweep(task)
     found = list(_told(name, steps))
@@ -124,7 +147,19 @@ def measured(name: str, device: str, seconds: float, longest: int) -> Sweep:
         options=(*options, *(["padding mask"] if figure.padding else [])),
         points=tuple(each for each in found if isinstance(each, Point)),
         absent=tuple(each for each in found if isinstance(each, Absent)),
+        of_code=of_code(),
     )
+
+
+def of_code() -> str:
+    """The day, and the commit that runs."""
+    day = time.strftime("%Y-%m-%d")
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # there is no git
+        found = ""
+    return f"{day}, commit {found}" if found else day
 
 
 def task_of(name: str, device: str, seconds: float) -> Task:
@@ -173,10 +208,10 @@ def compiled_ahead(names: Sequence[str]) -> None:
 
 
 def _compile(spec: AttentionSpec, element: ElementType, target: str) -> None:
-    from flashgen.targets import compile_variant  # noqa: PLC0415 - for GPUs only
+    from flashgen.compiled import assembled  # noqa: PLC0415 - for GPUs only
 
     try:
-        compile_variant(analyse(spec, spec.head_dims[0]), TARGETS[target], element)
+        assembled(analyse(spec, spec.head_dims[0]), GPUS[target], part=Part(element))
     except SpecError as error:  # a tile that does not fit is left out of the figure, with its reason
         print(error.diagnostics[0].message)
 
@@ -199,19 +234,21 @@ def write_page(out: Path) -> None:
         "# Figures",
         "",
         "The experiments of the FlashAttention paper (Dao et al., 2022, arXiv:2205.14135), measured on the machines",
-        "that are named below each figure. `make figures` measures and draws those for the CPU,",
-        "`python -m benchmarks.figures --device cuda` a GPU. The data lies beside each picture as JSON.",
+        "that are named below each figure, at the commit that stands there: kernels may have changed since.",
+        "`make figures` measures and draws those for the CPU, `python -m benchmarks.figures --device cuda` a GPU.",
+        "The data lies beside each picture as JSON; `--draw` draws it again.",
     ]
     for device, heading in (("cuda", "GPU"), ("cpu", "CPU")):
         for name, figure in FIGURES.items():
             data = out / device / f"{name}.json"
             if not data.is_file():
+                lines += ["", f"## {heading}: {figure.title}", "", "Unmeasured."]
                 continue
             sweep = Sweep.from_json(json.loads(data.read_text(encoding="utf-8")))
             place = f"{device}/{name}"
             lines += ["", f"## {heading}: {figure.title}", "", f"![{figure.title}]({place}.png)", ""]
             lines += [f"{caption(sweep)}. [SVG]({place}.svg), [data]({place}.json)."]
-            lines += ["", *table(sweep)]
+            lines += ["", *_TABLES.get(figure.kind, table)(sweep)]
             lines += ["", left_out(sweep)] if sweep.absent else []
     (out / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -243,6 +280,26 @@ def table(sweep: Sweep) -> list[str]:
         moved = f"{own.hbm_bytes / 2**20:.0f}" if own and own.hbm_bytes else ""
         lines.append(f"| {label} | {' | '.join([*cells, moved])} |")
     return lines
+
+
+def totals_table(sweep: Sweep) -> list[str]:
+    """The table on the left of Figure 2 in Markdown: forward with backward, a column for each that was measured."""
+    points = [point for point in sweep.points if point.backward]
+    lines = ["| forward + backward | " + " | ".join(point.who for point in points) + " |"]
+    lines.append("|---|" + "---|" * len(points))
+    cells: dict[str, Sequence[float | None]] = {
+        "GFLOP of the matrix products": [None if point.flops is None else point.flops * 1e-9 for point in points],
+        f"HBM bytes, predicted for {sweep.target} (GB)": [
+            None if point.hbm_bytes is None else point.hbm_bytes * 1e-9 for point in points
+        ],
+        "run time (ms)": [1e3 * point.seconds.median for point in points],
+    }
+    for name, values in cells.items():
+        lines.append(f"| {name} | {' | '.join('' if value is None else f'{value:.3g}' for value in values)} |")
+    return lines
+
+
+_TABLES: Mapping[str, Callable[[Sweep], list[str]]] = {"totals": totals_table}
 
 
 def _milliseconds(point: Point) -> str:

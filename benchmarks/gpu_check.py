@@ -30,11 +30,12 @@ import flashgen
 from benchmarks.gpu_speed import overhead, speed
 from flashgen.analysis.variant import analyse
 from flashgen.backends import gpu_at_hand
+from flashgen.compiled import assembled
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
+from flashgen.plan.plan import Part
 from flashgen.runtime.nvrtc import Resources
 from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.targets import compile_variant
 from flashgen.verification import fitting, random_inputs
 from flashgen.verification.verify import verify
 
@@ -107,7 +108,7 @@ def _build(file: Path) -> tuple[str, ...]:
         for element in elements:
             inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[element]).to("cuda")
             op(inputs.q, inputs.k, inputs.v, **inputs.named)
-            kernels += compile_variant(analyse(op.spec, head_dim), target, element).binary.kernels
+            kernels += assembled(analyse(op.spec, head_dim), target, part=Part(element)).binary.kernels
     most = max(kernel.registers for kernel in kernels)
     spilled = ", ".join(f"{each.name} {each.spill_bytes}" for each in kernels if each.spill_bytes) or "0"
     return (f"{time.perf_counter() - start:.1f}", ", ".join(map(str, elements)), str(most), spilled)

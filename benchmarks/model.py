@@ -27,22 +27,24 @@ import flashgen
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.backends import gpu_at_hand
 from flashgen.benchmark.timing import paired_times
+from flashgen.compiled import assembled
 from flashgen.diagnostics import SpecError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.plan import cpu_time, gpu_time
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_plan import BackwardTiles, ElementPlan, ForwardTiles
-from flashgen.plan.device_table import Gpu, known_devices, product_of
-from flashgen.plan.devices import local_cpu
 from flashgen.plan.measured import spearman
-from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import plan
+from flashgen.plan.plan import Part, Tiles
 from flashgen.plan.prediction import PassTime
 from flashgen.runtime.compiler import compile_sources
 from flashgen.runtime.cuda import current_device, describe_device
-from flashgen.targets import compile_variant
+from flashgen.targets.cpu import cost as cpu_cost
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.device_table import known_devices, product_of
+from flashgen.targets.gpu import cost as gpu_cost
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, GpuPlan
+from flashgen.targets.registry import GPUS
 
 cuda: Any = torch.cuda
 GPU_SHAPE, CPU_SHAPE = Shape(2, 16, 16, 8192, 8192), Shape(1, 3, 3, 1500, 1500)
@@ -161,10 +163,12 @@ def _candidate(head_dim: int, dtype: str, pins: Sequence[str]) -> Candidate:
 def compiled_for_gpu(candidate: Candidate, target: str) -> ElementPlan | str:
     """Compile into the cache, in a process of its own; the plan that came of it, or why there is none."""
     try:
-        kernel = compile_variant(candidate.variant, TARGETS[target], ElementType.BF16)
+        kernel = assembled(candidate.variant, GPUS[target], part=Part(ElementType.BF16))
     except SpecError as error:
         return str(error.diagnostics[0].message)
-    return kernel.plan.by_element[ElementType.BF16]
+    plan = kernel.kernel.plan
+    assert isinstance(plan, GpuPlan)
+    return plan.by_element[ElementType.BF16]
 
 
 def ready_for_gpu(candidates: Sequence[Candidate], gpu: Gpu, shape: Shape) -> Iterator[Ready]:
@@ -181,10 +185,7 @@ def ready_for_gpu(candidates: Sequence[Candidate], gpu: Gpu, shape: Shape) -> It
         yield Ready(
             candidate,
             {"forward": tiles.forward, "backward": tiles.backward},
-            {
-                "forward": gpu_time.forward_time(variant, tiles, gpu, shape),
-                "backward": gpu_time.backward_time(variant, tiles, gpu, shape),
-            },
+            {name: gpu_cost.pass_time(variant, tiles, gpu, shape, name) for name in ("forward", "backward")},
         )
 
 
@@ -193,17 +194,17 @@ def ready_for_cpu(candidates: Sequence[Candidate], shape: Shape) -> Iterator[Rea
     from flashgen.pipeline import compile_spec  # noqa: PLC0415 - not needed on a GPU
 
     cores, device = local_cpu().cores, replace(local_cpu(), cores=1)
-    kernels = [compile_spec(parse_text(each.text).specs[0], device)[0] for each in candidates]
+    kernels = [compile_spec(parse_text(each.text).specs[0], device.target)[0] for each in candidates]
     with concurrent.futures.ThreadPoolExecutor(cores) as pool:
         list(pool.map(lambda kernel: compile_sources([kernel.source]), kernels))
     for candidate in candidates:
         variant = candidate.variant
-        chosen = plan(variant, device).of_call(device, ElementType.F32, shape)
+        chosen = plan_cpu(variant, device).of_call(device, ElementType.F32, shape)
         yield Ready(
             candidate,
             {name: tile for name, (_, tile) in chosen.items()},
             {
-                name: cpu_time.pass_time(variant, products, name, tile, device, shape)
+                name: cpu_cost.pass_time(variant, products, name, tile, device, shape)
                 for name, (products, tile) in chosen.items()
             },
         )
@@ -274,7 +275,7 @@ def _describe(tiles: Tiles) -> str:
     text = f"{tiles.Br} × {tiles.Bc}"
     if isinstance(tiles, ForwardTiles | BackwardTiles):
         text += f", {tiles.warps} warps{' in groups' if tiles.warpgroups else ''}, {tiles.stages} stages"
-        text += f", {tiles.loaders} warps that copy" if tiles.loaders else ""
+        text += f", {tiles.producers} warps that copy" if tiles.producers else ""
     return text
 
 

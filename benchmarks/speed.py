@@ -286,7 +286,9 @@ def operator(variant: str, head_dim: int) -> AttentionOp:
 
 def inputs(op: AttentionOp, setting: Setting) -> Inputs:
     """Random arguments, the same every time."""
-    given = random_inputs(op.spec, setting.shape, HeadDim(setting.head_dim, setting.head_dim), setting.dtype)
+    given = random_inputs(
+        op.spec, setting.shape, HeadDim(setting.head_dim, setting.head_dim), setting.dtype, realistic=True
+    )
     if "doc" not in given.captured:
         return given
     ends = torch.randperm(setting.shape.kv_len, generator=torch.Generator().manual_seed(1))[: DOCUMENTS - 1]

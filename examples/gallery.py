@@ -1,4 +1,4 @@
-"""The pictures of the README's gallery: the mask of every spec in specs/, drawn into docs/gallery/.
+"""The pictures of the gallery: the mask of every spec in specs/, drawn into docs/gallery/.
 
     python examples/gallery.py [FOLDER]
 
@@ -17,8 +17,8 @@ from flashgen.ir.shape import Shape
 from flashgen.picture.mask import MaskPicture, mask_picture
 from flashgen.picture.paint import save_small
 from flashgen.pipeline import check_file
-from flashgen.plan.devices import GENERIC_CPU
-from flashgen.plan.planner import plan
+from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.verification import fitting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ def picture(file: Path) -> MaskPicture:
     (spec,) = check_file(file).specs
     q_len, kv_len = LENGTHS.get(spec.name, (LENGTH, LENGTH))
     head_dim = spec.head_dims[0]
-    tiles = plan(analyse(spec, head_dim), GENERIC_CPU).forward
+    tiles = plan_cpu(analyse(spec, head_dim), GENERIC_CPU).forward
     shape = fitting(spec, Shape(1, 8, 8, q_len, kv_len), pairs=8 * q_len * kv_len)
     return mask_picture(spec, head_dim, shape, tiles.Br, tiles.Bc, seed=SEED)
 

@@ -7,10 +7,13 @@
 ``check`` returns its diagnostics. A wrong spec raises ``SpecError``, whose text is what the command line would print.
 """
 
+from flashgen import operators
 from flashgen.diagnostics import SpecError
 from flashgen.pipeline import build_file as build
 from flashgen.pipeline import check_file as check
 from flashgen.pipeline import load, loads, open_package
 from flashgen.version import __version__
+
+operators.connect()
 
 __all__ = ["SpecError", "__version__", "build", "check", "load", "loads", "open_package"]

@@ -1,74 +1,130 @@
 """What runs an op: for each type of device, what gives the kernels of a head dimension.
 
-In: an ``AttentionSpec``, its generated sources, a backend. Out: ``KernelProvider``s. Whatever takes time (compiling,
-loading, asking for a GPU) is done when a kernel is first needed, but for the CPU's where there is no GPU: there the
-first call is not the one to wait.
+In: an ``AttentionSpec``, a backend, a package. Out: providers of kernels, which also say what they run (``Shows`` in
+``runtime/op.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first needed,
+but for the CPU's where there is no GPU: there the first call is not the one to wait.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
 
-from flashgen.analysis.variant import Variant, analyse
-from flashgen.diagnostics import SpecError
+from flashgen.analysis.variant import analyse
+from flashgen.choice import TileChoices, tile_choices
+from flashgen.compiled import compiled, with_reasons
+from flashgen.diagnostics import quoted_list
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.gpu_backend import (
+    ELEMENTS,
+    CudaProvider,
+    EmulatorProvider,
+    Package,
+    call_of,
+    kernel_variant,
+    launches_of,
+    ragged_kernel,
+)
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import argument_fields, gradient_field
-from flashgen.plan.cuda_devices import TARGETS, Target
-from flashgen.plan.cuda_launches import backward_launches, forward_launches
-from flashgen.plan.cuda_lists import cuda_fields
-from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.launches import PassLaunches
-from flashgen.plan.manifest import Manifest
+from flashgen.package.cpu import Library, NoLibrary, libraries
+from flashgen.plan.arguments import argument_fields
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
-from flashgen.runtime.compiler import CompilerMissing, compile_sources, find_compiler
-from flashgen.runtime.kernel import ArgumentLayout, Kernel, KernelProvider, LibraryKernel, PassName
-from flashgen.runtime.schedule import Compiled
-from flashgen.tuned import tuned_variant
+from flashgen.runtime.asked import Asked
+from flashgen.runtime.compiler import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
+from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel
+from flashgen.targets.cpu.device import Cpu, local_cpu
+from flashgen.targets.cpu.explain import explain_cpu
+from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.registry import GPUS
 
-if TYPE_CHECKING:
-    from flashgen.runtime.emulated import EmulatedKernel
-    from flashgen.runtime.emulator import Program
-    from flashgen.targets import GpuKernel
+__all__ = [
+    "ELEMENTS",
+    "EMULATED",
+    "CpuProvider",
+    "CudaProvider",
+    "EmulatorProvider",
+    "Package",
+    "Providers",
+    "deferred",
+    "emulated_target",
+    "gpu_at_hand",
+    "kernel_variant",
+    "launches_of",
+    "providers",
+    "ragged_kernel",
+]
 
-ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16)  # by the codes of ``struct Arguments``
-EMULATED = TARGETS["sm_80"]
+EMULATED = GPUS["sm_80"]
 
-# A generated package: its folder, and what it says of itself.
-Package = tuple[Path, Manifest]
 Providers = Mapping[str, KernelProvider | None]
+# The sources of a package for CPUs, by head dimension, without macros.
+Texts = Mapping[HeadDim, KernelSource]
 
 
 def providers(
     spec: AttentionSpec,
     backend: str | None,
-    cpu_sources: Sequence[KernelSource],
     package: Package | None = None,
+    texts: Texts | None = None,
+    target: GpuTarget = EMULATED,
 ) -> Providers:
-    """The providers of a backend, by type of device."""
+    """The providers of a backend, by type of device; ``target`` is what the emulator's kernels are made for."""
     match backend:
         case "reference":
             return {}
         case "emulator":
-            return {"cpu": emulator_provider(spec)}
+            return {"cpu": EmulatorProvider(spec, target)}
         case "cpu":
-            return {"cpu": cpu_provider(spec, cpu_sources)}
+            return {"cpu": cpu_provider(spec, texts, package)}
         case "cuda":
-            return {"cuda": cuda_provider(spec, package)}
+            return {"cuda": CudaProvider(spec, package)}
     return {
-        "cpu": cpu_provider(spec, cpu_sources, at_once=not cuda.is_there()),
-        "cuda": cuda_provider(spec, package),
+        "cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()),
+        "cuda": CudaProvider(spec, package),
     }
 
 
-def gpu_at_hand() -> Target:
+def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULATED) -> Providers:
+    """The same providers, made when a kernel is first needed."""
+    made = functools.cache(functools.partial(providers, spec, backend, None, None, target))
+
+    def provide(device: str, head_dim: HeadDim, index: int) -> Kernel | None:
+        provider = made()[device]
+        return None if provider is None else provider(head_dim, index)
+
+    match backend:
+        case "reference":
+            devices: tuple[str, ...] = ()
+        case "cuda":
+            devices = ("cuda",)
+        case "cpu" | "emulator":
+            devices = ("cpu",)
+        case _:
+            devices = ("cpu", "cuda")
+    return {device: functools.partial(provide, device) for device in devices}
+
+
+def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
+    """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""
+    if name is None:
+        return EMULATED
+    if backend != "emulator":
+        asked = "the default backend" if backend is None else f"backend '{backend}'"
+        raise ValueError(f"target '{name}' is for backend='emulator'; {asked} runs on the machine at hand")
+    if name not in GPUS:
+        raise ValueError(f"there is no target '{name}' to emulate; known are {quoted_list(GPUS, 'and')}")
+    return GPUS[name]
+
+
+def gpu_at_hand() -> GpuTarget:
     """What to generate for PyTorch's current GPU. Raises ``ValueError`` where the backend 'cuda' cannot work."""
-    from flashgen.targets import UnsupportedGpu, target_of
+    from flashgen.targets.gpu.architecture import UnsupportedGpu
+    from flashgen.targets.registry import target_of
 
     try:
         cuda.check()
@@ -78,113 +134,124 @@ def gpu_at_hand() -> Target:
 
 
 def cpu_provider(
-    spec: AttentionSpec, sources: Sequence[KernelSource], *, at_once: bool = True
-) -> KernelProvider | None:
-    """Shared libraries; None, with a warning, where this machine has no compiler."""
+    spec: AttentionSpec, texts: Texts | None = None, package: Package | None = None, *, at_once: bool = True
+) -> CpuProvider | None:
+    """Shared libraries; without a compiler those of a package, else None, with a warning."""
     try:
         find_compiler()
     except CompilerMissing as error:
+        why = str(error)
+        if package is not None and texts is not None:
+            try:
+                return _packaged(spec, texts, package)
+            except (NoLibrary, CompileFailed, OSError) as other:
+                why = f"{error} Nor does a library of the package run here: {other}"
         if at_once:
-            warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {error}", stacklevel=6)
+            warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {why}", stacklevel=6)
         return None
-
-    @functools.cache
-    def kernels() -> Mapping[HeadDim, LibraryKernel]:
-        fields = argument_fields(spec)
-        return {
-            source.head_dim: LibraryKernel.load(binary.path, source.symbol, fields)
-            for source, binary in zip(sources, compile_sources(sources), strict=True)
-        }
-
+    provider = CpuProvider(spec, texts)
     if at_once:
-        kernels()
-    return lambda head_dim, _: kernels()[head_dim]
+        provider.libraries()
+    return provider
 
 
-def emulator_provider(spec: AttentionSpec, target: Target = EMULATED) -> KernelProvider:
-    """The sources for a target, under the emulator, on CPU tensors."""
-    from flashgen.runtime.emulated import EmulatedKernel
-    from flashgen.runtime.emulator import compile_program
-    from flashgen.targets import source_for
-
-    @functools.cache
-    def find(head_dim: HeadDim) -> EmulatedKernel:
-        variant = analyse(spec, head_dim)
-        layout = ArgumentLayout(cuda_fields(variant))
-
-        @functools.cache
-        def compiled(element: int) -> Compiled[Program]:
-            plan, source = source_for(variant, target, ELEMENTS[element])
-            program = compile_program(source.text, name=source.name)
-            return Compiled(program, launches_of(variant, plan, source.symbol, ELEMENTS[element]))
-
-        return EmulatedKernel(layout, head_dim, compiled)
-
-    return lambda head_dim, _: find(head_dim)
+def _packaged(spec: AttentionSpec, texts: Texts, package: Package) -> PackagedProvider:
+    provider = PackagedProvider(spec, texts, libraries(*package, spec))
+    provider.libraries()
+    return provider
 
 
-def cuda_provider(spec: AttentionSpec, package: Package | None = None) -> KernelProvider:
-    """The packaged binary that fits a GPU; else one that is compiled for it, each element type when it is needed.
+class CpuProvider:
+    """Shared libraries for the CPU at hand, one a head dimension, and one more where a tuned class has other tiles.
 
-    Calls raise ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
+    ``texts`` are the sources of a package, which are compiled as they stand.
     """
 
-    @functools.cache
-    def find(head_dim: HeadDim, index: int) -> Kernel:
-        from flashgen.targets import compile_variant, packaged_kernel, target_of
+    def __init__(self, spec: AttentionSpec, texts: Texts | None = None) -> None:
+        self.spec, self._texts = spec, texts
+        self.device: Cpu = local_cpu()
+        self.choices: Mapping[HeadDim, TileChoices[CpuPlan, Binary]] = {
+            each: tile_choices(analyse(spec, each), self.device) for each in spec.head_dims
+        }
+        self.libraries = functools.cache(self._libraries)
+        self._other = functools.cache(self._load)
 
-        driver = cuda.CupyDriver(index)
-        name, *figures = cuda.describe_device(index)
-        target = target_of(name, *figures)
-        ready = None if package is None else packaged_kernel(*package, spec, head_dim, target)
-        variant = analyse(spec, head_dim) if ready is None else ready.variant
+    def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
+        return self.libraries()[head_dim]
 
-        @functools.cache
-        def compiled(element: int) -> Compiled[Path]:
-            kernel = _tuned_kernel(variant, target, name, ELEMENTS[element])
-            if kernel is None and ready is not None and ELEMENTS[element] in ready.plan.by_element:
-                kernel = ready
-            kernel = kernel or compile_variant(variant, target, ELEMENTS[element])
-            return Compiled(
-                kernel.binary.path, launches_of(variant, kernel.plan, kernel.source.symbol, ELEMENTS[element])
-            )
+    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:
+        """The tiles that are compiled in."""
+        return compiled(self.choices[head_dim].variant, self.device.target, pins).plan
 
-        return cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, driver, compiled)
+    def source(self, head_dim: HeadDim, pins: Pins) -> KernelSource:
+        """What is compiled: the text of the package, else what the spec says, and the tiles as macros."""
+        if self._texts is None:
+            return compiled(self.choices[head_dim].variant, self.device.target, pins).source
+        return replace(self._texts[head_dim], defines=self.plan(head_dim, pins).defines)
 
-    return find
+    def plans(self) -> Mapping[HeadDim, CpuPlan]:
+        """By head dimension, with the tiles that were tuned last."""
+        found = {}
+        for head_dim, choices in self.choices.items():
+            pins = choices.usual()
+            found[head_dim] = with_reasons(self.plan(head_dim, pins), pins)
+        return found
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """One a head dimension; others differ from it in macros alone."""
+        return tuple(self.source(each, choices.usual()) for each, choices in self.choices.items())
+
+    def explain(self, name: str, asked: Asked) -> Explanation:
+        """One call."""
+        head_dim = asked.call.head_dim
+        choices = self.choices[head_dim]
+        pins = choices.of_call(asked.element, asked.shape)
+        plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
+        return explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
+
+    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
+        """Those of the usual tiles, compiled side by side."""
+        sources = self.sources()
+        fields = argument_fields(self.spec)
+        found: dict[HeadDim, LibraryKernel] = {}
+        for source, binary in zip(sources, compile_sources(sources), strict=True):
+            kernel = LibraryKernel.load(binary.path, source.symbol, fields)
+            found[source.head_dim] = self._choosing(source.head_dim, kernel)
+        return found
+
+    def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
+        """The kernel, which takes another library for calls that were tuned to other tiles."""
+        choices = self.choices[head_dim]
+        if not choices.tunings:
+            return usual
+
+        def choose(values: Mapping[str, float]) -> LibraryKernel:
+            pins = choices.of_call(*call_of(values))
+            is_usual = self.plan(head_dim, pins).defines == self.plan(head_dim, choices.usual()).defines
+            return usual if is_usual else self._other(head_dim, pins)
+
+        return replace(usual, choose=choose)
+
+    def _load(self, head_dim: HeadDim, pins: Pins) -> LibraryKernel:
+        source = self.source(head_dim, pins)
+        (binary,) = compile_sources([source])
+        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
 
 
-def _tuned_kernel(variant: Variant, target: Target, device: str, element: ElementType) -> GpuKernel | None:
-    """With the tiles that were measured on this device; None where there are none, or the planner refuses them now."""
-    from flashgen.targets import compile_variant
+class PackagedProvider(CpuProvider):
+    """The libraries of a package as they are, where nothing can be compiled: whatever was tuned, these tiles run."""
 
-    own = tuned_variant(variant, device, element)
-    if own is variant:
-        return None
-    try:
-        return compile_variant(own, target, element)
-    except SpecError:
-        return None
+    def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
+        super().__init__(spec, texts)
+        self._brought = brought
+        self.choices = {each: replace(choices, tunings=()) for each, choices in self.choices.items()}
 
+    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:  # noqa: ARG002 - nothing is chosen here
+        return self._brought[head_dim].plan
 
-def launches_of(
-    variant: Variant, plan: CudaPlan, symbol: str, element: ElementType
-) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
-    """The launches of a pass for values of ``struct Arguments`` by name."""
-    gradients = [gradient_field(each.name) for each in variant.gradients]
-
-    def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
-        dropped = values["dropout_threshold"] > 0
-        if name == "forward":
-            return forward_launches(symbol, variant, plan, element, dropped=dropped)
-        return backward_launches(
-            symbol,
-            variant,
-            plan,
-            element,
-            dropped=dropped,
-            deterministic=bool(values["deterministic"]),
-            captured=any(values[each] for each in gradients),
-        )
-
-    return find
+    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
+        fields = argument_fields(self.spec)
+        return {
+            source.head_dim: LibraryKernel.load(self._brought[source.head_dim].path, source.symbol, fields)
+            for source in self.sources()
+        }

@@ -1,49 +1,60 @@
 """The whole compiler: from a spec file to diagnostics, a plan, a generated package, or an operator.
 
-    text ─parse_file─▶ AttentionSpec ─analyse─▶ Variant ─plan─▶ Plan ─emit_cpu─▶ KernelSource ─compile_sources─▶ Binary
+    text ─parse─▶ AttentionSpec ─analyse─▶ Variant ─plan─▶ Plan ─emit─▶ KernelSource ─compile─▶ Binary
+                                                  └────────────── a Target ───────────────┘
 
-``compile_spec`` runs the middle of that line; everything else here decides where text comes from and where results go.
-Nothing here imports torch until an operator is asked for.
+``compile_file`` is that line, for every target alike; everything else here decides where text comes from and where
+results go. Nothing here imports torch until an operator is asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.analysis.index_checks import index_diagnostics
-from flashgen.analysis.variant import Variant, analyse
+from flashgen.analysis.variant import analyse
+from flashgen.answers import Answer, answer, errors_of, warnings_of
+from flashgen.choice import planned, planned_at, tile_choices
+from flashgen.compiled import Assembled, CompiledKernel, assembled, compiled
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.exported import Exported
+from flashgen.gallery import spec_file
 from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec
-from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
-from flashgen.plan.cuda_devices import Target
-from flashgen.plan.device_table import Gpu, known_devices, product_of
-from flashgen.plan.devices import GENERIC_CPU, Device, local_cpu
-from flashgen.plan.gpu_architecture import target_named
-from flashgen.plan.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.package import folder as package_folder
+from flashgen.package.folder import FolderRefused
+from flashgen.package.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
+from flashgen.plan.packed import Packed
 from flashgen.plan.plan import Plan
-from flashgen.plan.planner import plan, schedule_warnings
-from flashgen.recall import cpu_source, specs_of_file, specs_of_text
-from flashgen.runtime.compiler import CompilerMissing, compile_sources
-from flashgen.tuned import adopted, planned
+from flashgen.recall import specs_of_file, specs_of_text
+from flashgen.runtime.compiler import CompilerMissing
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.target import CpuTarget
+from flashgen.targets.device_table import known_devices, product_of
+from flashgen.targets.protocol import AnyDevice, AnyTarget, BinaryT, PlanT, Target
+from flashgen.targets.registry import ARCHITECTURES
+from flashgen.targets.registry import targets as known_targets
+from flashgen.tuned import TunedStore
 
 if TYPE_CHECKING:
     from flashgen.emit.kernel_source import KernelSource
-    from flashgen.emit.package import GpuFiles
     from flashgen.language import SpecFile
-    from flashgen.plan.cuda_plan import CudaPlan
     from flashgen.plan.report import PlanReport
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
+    from flashgen.targets.gpu.target import GpuTarget
 
-CPU_TARGET = "cpu"
-TARGETS = (CPU_TARGET, *GPU_TARGETS)
+_NO_BINARIES = (
+    "binaries for GPUs, which are compiled when a call needs them; "
+    "`flashgen build --target {targets}` makes them now, in about 15 seconds each"
+)
+# What a package holds where nobody says which targets.
+USUAL_TARGETS = ("cpu", "sm_80", "sm_90a")
 Constant = bool | int | float
 _Reopen = tuple[Callable[..., Any], tuple[Any, ...]]
 Operator = TypeVar("Operator", bound="BaseOp")
@@ -51,27 +62,21 @@ Operator = TypeVar("Operator", bound="BaseOp")
 
 @dataclass(frozen=True)
 class Checked:
-    """A file without errors: its specs and every warning about them."""
+    """A file without errors: its specs, every warning about them, and what targets answered that were asked."""
 
     specs: tuple[AttentionSpec, ...]
     warnings: tuple[Diagnostic, ...]
     sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """One head dimension after every stage but the last."""
-
-    variant: Variant
-    plan: Plan | CudaPlan
-    source: KernelSource
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True)
 class BuildResult:
     """One generated package; ``changed`` are the files that were not yet as they are to be.
 
-    ``rejected`` are sentences about tiles of GPU kernels that were passed over because registers spilled.
+    ``rejected`` are sentences about tiles of GPU kernels that were passed over because registers spilled; ``refusal``
+    says why the folder would not be written, where that was asked (``check``). ``left`` are sentences about what was
+    left out, and how to get it. ``size`` is that of all files, in bytes.
     """
 
     name: str
@@ -80,43 +85,70 @@ class BuildResult:
     changed: tuple[Path, ...]
     seconds: float
     rejected: tuple[str, ...] = ()
+    refusal: str | None = None
+    left: tuple[str, ...] = ()
+    size: int = 0
 
 
-def compile_spec(spec: AttentionSpec, device: Device | Target) -> tuple[CompiledKernel, ...]:
-    """Analyse, plan and emit every head dimension of a spec for a device."""
-    variants = (analyse(spec, head_dim) for head_dim in spec.head_dims)
-    return tuple(
-        _compile_gpu(each, device) if isinstance(device, Target) else _compile_cpu(each, device) for each in variants
-    )
+def compile_file(
+    path: Path | str, target: Target[PlanT, BinaryT], constants: Mapping[str, Constant] | None = None
+) -> tuple[Assembled[PlanT, BinaryT], ...]:
+    """Every spec and head dimension of a file for a target, from its text to binaries.
+
+    Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
+    """
+    checked = read_file(path, constants)
+    variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
+    return tuple(assembled(variant, target) for variant in variants)
 
 
-def _compile_cpu(variant: Variant, device: Device) -> CompiledKernel:
-    """The text depends on the spec alone: it shows a plan for a generic CPU; macros carry the tiles of the device."""
-    decisions = planned(variant, device)
-    source = cpu_source(variant, lambda: _emit_cpu(variant))
-    return CompiledKernel(variant, decisions, replace(source, defines=decisions.defines))
-
-
-def _emit_cpu(variant: Variant) -> KernelSource:
-    from flashgen.emit.cpu import emit_cpu
-
-    return emit_cpu(variant, plan(variant, GENERIC_CPU))
-
-
-def _compile_gpu(variant: Variant, target: Target) -> CompiledKernel:
-    from flashgen.targets import source_for
-
-    return CompiledKernel(variant, *source_for(variant, target))
+def compile_spec(spec: AttentionSpec, target: Target[PlanT, BinaryT]) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:
+    """The texts of every head dimension of a spec, with the tiles that are taken where no shape is given."""
+    variants = [analyse(spec, head_dim) for head_dim in spec.head_dims]
+    if target.device is None:
+        return tuple(compiled(each, target) for each in variants)
+    return tuple(compiled(each, target, tile_choices(each, target.device).usual()) for each in variants)
 
 
 # -- check and plan ----------------------------------------------------------------------------------------------------
 
 
-def check_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
-    """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error."""
+def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
+    """The specs of a file, with what is wrong or deserves a warning whatever they are compiled for.
+
+    Raises ``SpecError`` where there is an error.
+    """
     from flashgen.language import parse_file
 
     return _checked(parse_file(path, constants or {}))
+
+
+def check_file(
+    path: Path | str,
+    constants: Mapping[str, Constant] | None = None,
+    targets: Sequence[str] | None = None,
+    answered: Callable[[Answer], object] = lambda _: None,
+) -> Checked:
+    """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error.
+
+    Every target is asked whether it takes the specs. What one refuses is a warning while another takes it; where
+    ``targets`` are named, it is an error. ``answered`` hears each answer, those before an error, too.
+    """
+    asked = list(known_targets().values()) if targets is None else [target_named(each) for each in targets]
+    checked = read_file(path, constants)
+    answers: list[Answer] = []
+    errors: list[Diagnostic] = []
+    for spec in checked.specs:
+        found = [answer(spec, target) for target in asked]
+        for each in found:
+            answered(each)
+        answers += found
+        if not all(each.takes for each in found) and (targets is not None or not any(each.takes for each in found)):
+            errors += errors_of(found)
+    if errors:
+        raise SpecError(in_reading_order((*checked.warnings, *errors), checked.sources), checked.sources)
+    warnings = in_reading_order((*checked.warnings, *warnings_of(answers)), checked.sources)
+    return replace(checked, warnings=warnings, answers=tuple(answers))
 
 
 def plan_file(
@@ -125,20 +157,11 @@ def plan_file(
     device: str | None = None,
     sram: int | None = None,
     constants: Mapping[str, Constant] | None = None,
-) -> tuple[Plan | CudaPlan, ...]:
+) -> tuple[Plan, ...]:
     """The plans of every spec and head dimension of a file, for a device by name or the machine at hand."""
-    found = local_cpu() if device is None else device_named(device)
-    target = found.target if isinstance(found, Gpu) else found
-    target = target if sram is None else target.with_sram(sram)
-    checked = check_file(path, constants)
-    variants = (analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
-    return tuple(_plan_gpu(each, target) if isinstance(target, Target) else planned(each, target) for each in variants)
-
-
-def _plan_gpu(variant: Variant, target: Target) -> CudaPlan:
-    from flashgen.plan.cuda_planner import plan_cuda
-
-    return plan_cuda(variant, target)
+    on = device_named(device or "local", sram)
+    checked = read_file(path, constants)
+    return tuple(planned(analyse(spec, each), on) for spec in checked.specs for each in spec.head_dims)
 
 
 def report_file(
@@ -150,37 +173,51 @@ def report_file(
     constants: Mapping[str, Constant] | None = None,
 ) -> tuple[PlanReport, ...]:
     """The plans of a file with everything that is known of them at a shape. An architecture is timed on a product."""
-    from flashgen.plan.report import DEFAULT_SHAPE, report
+    from flashgen.plan.report import DEFAULT_SHAPE
+    from flashgen.targets.report import report
 
-    found = local_cpu() if device is None else device_named(device)
-    if isinstance(found, Target):
-        found = product_of(found)
-    found = found if sram is None else found.with_sram(sram)
-    checked = check_file(path, constants)
-    variants = (analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
-    if isinstance(found, Gpu):
-        return tuple(report(each, found, shape or DEFAULT_SHAPE) for each in variants)
-    return tuple(
-        replace(report(adopted(each, found), found, shape or DEFAULT_SHAPE), plan=planned(each, found))
-        for each in variants
-    )
+    on, at = device_named(device or "local", sram), shape or DEFAULT_SHAPE
+    checked = read_file(path, constants)
+    variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
+    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants)
 
 
 def device_names() -> tuple[str, ...]:
     """The devices that plans can be made for: CPUs, GPUs, and architectures of GPUs."""
-    return ("local", *known_devices().names, *GPU_TARGETS)
+    return ("local", *known_devices().names, *(name for name, each in ARCHITECTURES.items() if each.is_generated))
 
 
-def device_named(name: str) -> Device | Gpu | Target:
-    """A CPU, a GPU, an architecture of GPUs, or ``local``; ``SpecError`` for an unknown name."""
-    if name == "local":
-        return local_cpu()
+def device_named(name: str, sram: int | None = None) -> AnyDevice:
+    """A CPU, a GPU, a product that stands for an architecture of GPUs, or ``local``; ``SpecError`` for another name.
+
+    With ``sram`` bytes of memory for a tile, where these are given.
+    """
     known = known_devices()
-    found = known.cpus.get(name) or known.gpus.get(name) or target_named(name)
-    if found is not None:
-        return found
-    hints = _did_you_mean(name, device_names())
-    raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=hints)])
+    if name == "local":
+        found: AnyDevice = local_cpu()
+    elif name in known.cpus:
+        found = known.cpus[name]
+    elif name in known.gpus:
+        found = known.gpus[name]
+    elif name in ARCHITECTURES:
+        found = product_of(ARCHITECTURES[name])
+    else:
+        hints = _did_you_mean(name, device_names())
+        raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=hints)])
+    return found if sram is None else found.with_sram(sram)
+
+
+def target_names() -> tuple[str, ...]:
+    """The targets that kernels can be made for."""
+    return tuple(known_targets())
+
+
+def target_named(name: str) -> AnyTarget:
+    """A target; ``SpecError`` for an unknown name."""
+    known = known_targets()
+    if name not in known:
+        raise SpecError([Diagnostic("E405", f"there is no target '{name}'", None, hints=_did_you_mean(name, known))])
+    return known[name]
 
 
 def _checked(parsed: SpecFile) -> Checked:
@@ -188,10 +225,7 @@ def _checked(parsed: SpecFile) -> Checked:
     found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
     for spec in parsed.specs:
         for head_dim in spec.head_dims:
-            variant = analyse(spec, head_dim)
-            found.update(dict.fromkeys(index_diagnostics(spec, variant.proofs)))
-            plan(variant, GENERIC_CPU)
-            found.update(dict.fromkeys(schedule_warnings(variant)))
+            found.update(dict.fromkeys(index_diagnostics(spec, analyse(spec, head_dim).proofs)))
     diagnostics = in_reading_order(found, parsed.sources)
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise SpecError(diagnostics, parsed.sources)
@@ -205,103 +239,184 @@ def build_file(
     path: Path | str,
     *,
     output: Path = Path("generated"),
-    targets: Sequence[str] = (CPU_TARGET,),
+    targets: Sequence[str] | None = None,
     constants: Mapping[str, Constant] | None = None,
     check: bool = False,
+    force: bool = False,
 ) -> tuple[BuildResult, ...]:
     """Write ``output/<name>/`` for every spec of a file and compile it into the cache.
 
-    With ``check`` nothing is written; ``changed`` then names the files that differ. Raises ``SpecError``,
-    ``CompileFailed``, ``OSError``, and ``NvrtcMissing`` where there is a GPU among the targets. Where there is no C++
-    compiler the package is written all the same.
+    Only a folder that flashgen wrote is written, and only files that are as it wrote them; ``force`` replaces others of
+    the same names. With ``check`` nothing is written; ``changed`` then names the files that differ. Raises
+    ``SpecError``, ``FolderRefused``, ``CompileFailed``, ``OSError``, and ``NvrtcMissing`` where there is a GPU among
+    the targets. Where there is no C++ compiler the package is written all the same.
     """
-    for target in targets:
-        if target not in TARGETS:
-            raise SpecError(
-                [Diagnostic("E405", f"there is no target '{target}'", None, hints=_did_you_mean(target, TARGETS))]
-            )
-    return tuple(_build(spec, output, targets, check=check) for spec in check_file(path, constants).specs)
+    return tuple(build_files([path], output=output, targets=targets, constants=constants, check=check, force=force))
 
 
-def _build(spec: AttentionSpec, output: Path, targets: Sequence[str], *, check: bool) -> BuildResult:
-    from flashgen.emit.package import package_files
+def build_files(
+    paths: Sequence[Path | str],
+    *,
+    output: Path = Path("generated"),
+    targets: Sequence[str] | None = None,
+    constants: Mapping[str, Constant] | None = None,
+    check: bool = False,
+    force: bool = False,
+) -> Iterator[BuildResult]:
+    """``build_file`` for several files, none of which may hold an attention of a name that another has."""
+    wanted = [target_named(each) for each in (USUAL_TARGETS if targets is None else targets)]
+    specs: dict[str, tuple[AttentionSpec, Path | str]] = {}
+    for path in dict.fromkeys(paths):
+        for spec in read_file(path, constants).specs:
+            if spec.name in specs:
+                raise FolderRefused(
+                    f"'{specs[spec.name][1]}' and '{path}' both hold an attention '{spec.name}', and both would be "
+                    f"written to '{output / spec.name}'; build them into different folders with -o"
+                )
+            specs[spec.name] = spec, path
+    packages = [_package(spec, output / spec.name, wanted, named=targets is not None) for spec, _ in specs.values()]
+    refusals = (package_folder.compare(each.folder, each.files).refusal(force=force) for each in packages)
+    refusal = None if check else next((each for each in refusals if each is not None), None)
+    if refusal is not None:
+        raise FolderRefused(refusal)
+    for package in packages:
+        yield _check(package, force=force) if check else _write(package, force=force)
+
+
+@dataclass(frozen=True)
+class _Package:
+    """A package before it is written; ``kernels`` are its sources and what their targets say of them."""
+
+    name: str
+    folder: Path
+    files: Mapping[str, bytes]
+    kernels: Sequence[tuple[CompiledKernel[Any, Any], Packed]]
+    left: Sequence[str]
+    seconds: float
+
+
+def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], *, named: bool) -> _Package:
+    from flashgen.package.files import package_files
 
     start = time.perf_counter()
-    kernels = compile_spec(spec, local_cpu()) if CPU_TARGET in targets else ()
-    binaries = _binaries(spec, [GPU_TARGETS[target] for target in targets if target != CPU_TARGET])
-    folder = output / spec.name
-    changed = []
-    files = package_files(spec, [(kernel.source, plan(kernel.variant, GENERIC_CPU)) for kernel in kernels], binaries)
-    for name, content in files.items():
-        file = folder / name
-        if file.is_file() and file.read_bytes() == content:
-            continue
-        changed.append(file)
-        if not check:
-            folder.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-    stale = _stale(folder, files)
-    changed += stale
-    if not check:
-        for file in stale:
-            file.unlink()
-        # The cache is filled for the machine at hand, so that the import finds everything there.
-        with contextlib.suppress(CompilerMissing):
-            compile_sources([kernel.source for kernel in kernels])
+    kernels, left = _kernels(spec, wanted, named=named)
+    files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
+    return _Package(spec.name, folder, files, kernels, left, time.perf_counter() - start)
+
+
+def _check(package: _Package, *, force: bool) -> BuildResult:
+    return _result(package, package_folder.compare(package.folder, package.files), package.seconds, force=force)
+
+
+def _write(package: _Package, *, force: bool) -> BuildResult:
+    start = time.perf_counter()
+    found = package_folder.write(package.folder, package.files, force=force)
+    # The cache is filled for the machine at hand, so that the import finds everything there.
+    for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels):
+        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target])
+    return _result(package, found, package.seconds + time.perf_counter() - start, force=force)
+
+
+def _result(package: _Package, found: package_folder.Comparison, seconds: float, *, force: bool) -> BuildResult:
     return BuildResult(
-        name=spec.name,
-        folder=folder,
-        files=tuple(folder / name for name in files),
-        changed=tuple(changed),
-        seconds=time.perf_counter() - start,
+        name=package.name,
+        folder=package.folder,
+        files=tuple(package.folder / name for name in package.files),
+        changed=tuple(package.folder / name for name in (*found.write, *found.remove)),
+        seconds=seconds,
         rejected=tuple(
-            f"{binary.file}: {lost.pass_name}, {lost.reason}"
-            for binary in (each.binary for each in binaries)
-            for lost in binary.rejected
+            f"{source.file}: {lost.pass_name}, {lost.reason}"
+            for source in (packed.described for _, packed in package.kernels if packed.described is not None)
+            for lost in source.rejected
             if "spills" in lost.reason
         ),
+        refusal=found.refusal(force=force),
+        left=tuple(package.left),
+        size=sum(map(len, package.files.values())),
     )
 
 
-def _binaries(spec: AttentionSpec, targets: Sequence[Target]) -> Sequence[GpuFiles]:
-    """Every head dimension for every GPU target."""
-    if not targets:
-        return ()
-    from flashgen.targets import compile_variant, files_of
+def _kernels(
+    spec: AttentionSpec, wanted: Sequence[AnyTarget], *, named: bool
+) -> tuple[Sequence[tuple[CompiledKernel[Any, Any], Packed]], Sequence[str]]:
+    """Every head dimension for every target, and sentences about what was left out.
 
-    variants = [analyse(spec, head_dim) for head_dim in spec.head_dims]
-    return [files_of(compile_variant(variant, target)) for target in targets for variant in variants]
+    Texts take milliseconds and nothing but flashgen. Binaries that a package ships take NVRTC, and some 10 s an element
+    type, so that they are made where targets are ``named``. A target that nobody named is left out where it refuses the
+    spec, unless all do.
+    """
+    kernels: list[tuple[CompiledKernel[Any, Any], Packed]] = []
+    left: dict[str, None] = {}
+    refused: list[SpecError] = []
+    for target in wanted:
+        try:
+            made = compile_spec(spec, target)
+            if named:
+                target.prepare([kernel.source for kernel in made])  # side by side, where one waits for the other below
+            kernels += [_packed(kernel, left, with_binary=named) for kernel in made]
+        except SpecError as error:
+            if named:
+                raise
+            refused.append(error)
+            left[f"'{spec.name}' for {target.name}: {error.diagnostics[0].message}"] = None
+    if refused and not kernels:
+        raise refused[0]
+    if all(packed.described is None for _, packed in kernels):  # what a schedule says for GPUs is of no use to anybody
+        left |= dict.fromkeys(each for kernel, _ in kernels for each in kernel.target.leaves_out(kernel.variant))
+    elif not named:
+        left[_NO_BINARIES.format(targets=",".join(dict.fromkeys(kernel.target.name for kernel, _ in kernels)))] = None
+    return kernels, tuple(left)
 
 
-def _stale(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Sources and binaries that an earlier build wrote and this one does not."""
-    written = (file for suffix in ("cpp", "cu", "cubin") for file in folder.glob(f"*.{suffix}"))
-    return sorted(file for file in written if file.name not in files)
+def _packed(
+    kernel: CompiledKernel[Any, Any], left: dict[str, None], *, with_binary: bool
+) -> tuple[CompiledKernel[Any, Any], Packed]:
+    """The kernel that goes into the package: with a binary, the one that compiling did not find fault with."""
+    if not (with_binary and kernel.target.ships_binaries):
+        return kernel, kernel.packed()
+    try:
+        made = assembled(kernel.variant, kernel.target)
+    except CompilerMissing as error:
+        what = "libraries for CPUs" if kernel.target.device is not None else "binaries for GPUs"
+        left[f"{what}, which are compiled when a call needs them: {error}"] = None
+        return kernel, kernel.packed()
+    return made.kernel, made.kernel.packed(made.binary)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
 def load(
-    path: Path | str, name: str | None = None, const: Mapping[str, Constant] | None = None, backend: str | None = None
+    path: Path | str,
+    name: str | None = None,
+    const: Mapping[str, Constant] | None = None,
+    backend: str | None = None,
+    target: str | None = None,
 ) -> AttentionOp:
     """Compile a spec (or take it from the cache) and return its operator.
 
-    ``name`` chooses among several attention blocks; ``const`` overrides constants. Raises ``SpecError`` for a wrong
-    spec and ``ValueError`` for a name or backend that is not there.
+    ``path`` is a file, or the name of a spec that comes with flashgen (``"alibi"``; ``flashgen.gallery.names()``).
+    ``name`` chooses among several attention blocks; ``const`` overrides constants; ``target`` is the architecture
+    whose kernels ``backend="emulator"`` runs (``sm_80``). Raises ``SpecError`` for a wrong spec and ``ValueError`` for
+    a name, backend or target that is not there.
     """
-    constants = dict(const or {})
-    specs = specs_of_file(path, constants, lambda: check_file(path, constants).specs)
-    return _load(specs, name, backend, (load, (str(Path(path).resolve()), name, constants, backend)))
+    constants, path = dict(const or {}), spec_file(path)
+    specs = specs_of_file(path, constants, lambda: read_file(path, constants).specs)
+    again = (load, (str(Path(path).resolve()), name, constants, backend, target))
+    return _load(specs, name, backend, target, again)
 
 
 def loads(
-    text: str, name: str | None = None, const: Mapping[str, Constant] | None = None, backend: str | None = None
+    text: str,
+    name: str | None = None,
+    const: Mapping[str, Constant] | None = None,
+    backend: str | None = None,
+    target: str | None = None,
 ) -> AttentionOp:
     """``load`` for the text of a spec."""
     constants = dict(const or {})
     specs = specs_of_text(text, constants, lambda: _check_text(text, constants).specs)
-    return _load(specs, name, backend, (loads, (text, name, constants, backend)))
+    return _load(specs, name, backend, target, (loads, (text, name, constants, backend, target)))
 
 
 def _check_text(text: str, constants: Mapping[str, Constant]) -> Checked:
@@ -310,12 +425,9 @@ def _check_text(text: str, constants: Mapping[str, Constant]) -> Checked:
     return _checked(parse_text(text, constants=constants))
 
 
-def load_spec(spec: AttentionSpec, backend: str | None = None) -> AttentionOp:
-    """The operator of a spec that was changed after it was parsed. It cannot be pickled: no text says the same."""
-    from flashgen.runtime.op import AttentionOp, check_backend
-
-    check_backend(backend)
-    return AttentionOp(_parts(spec, compile_spec(spec, _device_of(backend)), backend, None))
+def load_spec(spec: AttentionSpec, backend: str | None = None, target: str | None = None) -> AttentionOp:
+    """The operator of a spec that no text says, as it was changed after it was parsed."""
+    return _load((spec,), None, backend, target, (load_spec, (spec, backend, target)))
 
 
 def open_package(folder: Path, operator: type[Operator]) -> Operator:
@@ -330,54 +442,67 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     manifest = Manifest.read(folder)
     try:
         spec = spec_from_data(json.loads((folder / SPEC_FILE_NAME).read_text(encoding="utf-8")))
-        texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in manifest.kernels}
+        kernels = [kernel for kernel in manifest.kernels if kernel.target == CpuTarget.name]
+        texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in kernels}
     except OSError as error:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ImportError(f"'{folder / SPEC_FILE_NAME}' is damaged ({error}); {rebuild_hint(folder)}") from None
-    kernels = [] if manifest.kernels else [*compile_spec(spec, local_cpu())]
-    for entry, head_dim in zip(manifest.kernels, spec.head_dims, strict=bool(manifest.kernels)):
-        variant = analyse(spec, head_dim)
-        decisions = planned(variant, local_cpu())
-        name = Path(entry.file).stem
-        source = KernelSource(name, entry.target, entry.symbol, head_dim, texts[entry.symbol], decisions.defines)
-        kernels.append(CompiledKernel(variant, decisions, source))
-    return operator(_parts(spec, kernels, None, (open_package, (folder, operator)), (folder, manifest)))
+    sources = None
+    if texts:
+        sources = {
+            head_dim: KernelSource(each.file, each.target, each.symbol, head_dim, texts[each.symbol], ())
+            for each, head_dim in zip(kernels, spec.head_dims, strict=True)
+        }
+    return operator(_parts(spec, None, (open_package, (folder, operator)), package=(folder, manifest), texts=sources))
 
 
-def _load(specs: Sequence[AttentionSpec], name: str | None, backend: str | None, again: _Reopen) -> AttentionOp:
+def _load(
+    specs: Sequence[AttentionSpec], name: str | None, backend: str | None, target: str | None, again: _Reopen | None
+) -> AttentionOp:
+    from flashgen.backends import emulated_target, gpu_at_hand
     from flashgen.runtime.op import AttentionOp, check_backend
 
     check_backend(backend)
+    emulated = emulated_target(backend, target)
     spec = _choose(specs, name)
-    return AttentionOp(_parts(spec, compile_spec(spec, _device_of(backend)), backend, again))
-
-
-def _device_of(backend: str | None) -> Device | Target:
-    """What the sources of an op are made for that runs on this machine."""
-    from flashgen.backends import EMULATED, gpu_at_hand
-
-    return {"emulator": lambda: EMULATED, "cuda": gpu_at_hand}.get(str(backend), local_cpu)()
+    if backend == "cuda":
+        gpu_at_hand()  # raises where it cannot work
+    return AttentionOp(_parts(spec, backend, again, emulated=emulated))
 
 
 def _parts(
     spec: AttentionSpec,
-    kernels: Sequence[CompiledKernel],
     backend: str | None,
     again: _Reopen | None,
+    *,
     package: tuple[Path, Manifest] | None = None,
+    texts: Mapping[HeadDim, KernelSource] | None = None,
+    emulated: GpuTarget | None = None,
 ) -> OpParts:
-    from flashgen.backends import providers
+    from flashgen.backends import EMULATED, CpuProvider, EmulatorProvider, providers
+    from flashgen.package.gpu import edited_sources
     from flashgen.runtime.op import OpParts
 
-    sources = tuple(kernel.source for kernel in kernels)
+    kernels = providers(spec, backend, package, texts, emulated or EMULATED)
+    sources = [
+        source
+        for provider in kernels.values()
+        if isinstance(provider, CpuProvider | EmulatorProvider)
+        for source in provider.sources()
+    ]
+    edited = () if package is None else edited_sources(*package)
+    label = "" if backend != "emulator" else (emulated or EMULATED).name
     return OpParts(
         spec=spec,
-        kernels=providers(spec, backend, sources, package),
-        plan={kernel.source.head_dim: kernel.plan for kernel in kernels},
-        sources=sources,
+        kernels=kernels,
+        sources=(*sources, *edited),
+        identity=TunedStore.default().digest(spec.name),
         backend=backend,
         reopen=again,
+        label=label,
+        edited=tuple(edited),
+        remember=None if edited else Exported(spec, backend, label).remember,
     )
 
 

@@ -21,7 +21,7 @@ from flashgen.ir.serialize import spec_from_data, spec_to_data
 from flashgen.ir.spec import AttentionSpec
 
 # What a spec and its sources for CPUs come from; templates lie in an installed package, or beside one in a checkout.
-_CODE = ("recall.py", "version.py", "analysis", "diagnostics", "emit", "ir", "language", "plan")
+_CODE = ("recall.py", "version.py", "analysis", "diagnostics", "emit", "ir", "language", "plan", "targets")
 _TEMPLATES = ("templates/cpu", "../templates/cpu")
 _SPECS, _SOURCE = "specs.json", "source.json"
 _BEGAN = time.time()
@@ -54,11 +54,11 @@ def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSour
     key = _key("source", json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
     stored = _recalled(key, _SOURCE)
     if stored is not None:
-        name, symbol, text, defines = json.loads(stored)
+        file_name, symbol, text, defines = json.loads(stored)
         macros = tuple((macro, value) for macro, value in defines)
-        return KernelSource(name, "cpu", symbol, variant.head_dim, text, macros)
+        return KernelSource(file_name, "cpu", symbol, variant.head_dim, text, macros)
     source = emit()
-    _keep(key, _SOURCE, json.dumps([source.name, source.symbol, source.text, source.defines]))
+    _keep(key, _SOURCE, json.dumps([source.file_name, source.symbol, source.text, source.defines]))
     return source
 
 

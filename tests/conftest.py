@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -14,9 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 # the cache is addressed by content, and a change of a template is another entry.
 os.environ.setdefault("FLASHGEN_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernels"))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What takes long on a slow machine is no part of what a command prints.
+os.environ.setdefault("FLASHGEN_PROGRESS", "0")
 
 hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.load_profile("seeded")
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out, and how to run it."""
+    if find_spec("transformers"):
+        return []
+    return ["tests/integrations: left out, as transformers is not installed; run them with `make test-integrations`"]
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from flashgen.ir.interval import FloatRange
 from flashgen.ir.types import ScalarType
 
 LOG2_E = math.log2(math.e)
+_MINUS_INFINITY = literal(-math.inf)
 
 
 def in_base_2(expr: Expr) -> Expr:
@@ -35,10 +36,12 @@ def largest_exponent(exponent: Expr) -> float:
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """The same sum with every term changed."""
+    """The same sum with every term changed; also where pairs are pruned by their score."""
     match expr:
         case Apply(op="add" | "sub" as op, args=(first, second)) if expr.type is ScalarType.FLOAT:
             return apply(op, _by_term(first, change), _by_term(second, change))
+        case Apply(op="where", args=(c, x, y)) if _MINUS_INFINITY in (x, y):
+            return apply("where", c, *(each if each == _MINUS_INFINITY else _by_term(each, change) for each in (x, y)))
     return change(expr)
 
 

@@ -28,7 +28,7 @@ from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, literal, size, substitute, walk
 from flashgen.ir.interval import IntRange, Range
-from flashgen.ir.spec import AttentionSpec, HeadDim, Softmax
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
 
 __all__ = ["Conditions", "IndexProof", "IndexStatus", "bounds", "clamped_dimensions", "prove_indices"]
@@ -117,9 +117,9 @@ def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:
         keep = apply("and", spec.layout.keep, spec.mask)
         yield spec.layout.keep, literal(True)
     yield spec.score, keep
-    if not isinstance(spec.weights, Softmax):
+    if spec.weights.weight is not None:
         yield spec.weights.weight, keep
-    elif spec.weights.sink is not None:
+    if spec.weights.sink is not None:
         yield spec.weights.sink, literal(True)
 
 

@@ -28,10 +28,10 @@ from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import INT_MAX, INT_MIN
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
 _MOST_CONSTANT = 2**40  # of sums over 64 bits
-_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _ORDER = {Level.ROW: 0, Level.COLUMN: 1}
 
 
@@ -70,7 +70,7 @@ def bound(op: str, total: Linear, sides: tuple[Linear, ...]) -> Bound | Unequal 
     form = Form(_ordered(varying))
     sign = 1 if form.terms[0][1] > 0 else -1  # the first coefficient comes out positive
     form = Form(tuple((atom, sign * c) for atom, c in form.terms))
-    op = _FLIPPED.get(op, op) if sign < 0 else op
+    op = OPERATORS[op].flipped if sign < 0 else op
     offset = _ordered({point: -sign * c for point, c in points.items()})
     unsure = tuple(dict.fromkeys(_side(each) for each in sides if not _fits(each)))
 

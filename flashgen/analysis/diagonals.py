@@ -1,7 +1,8 @@
 """Numbers that positions decide by their distance alone: tables of relative positions, functions of i - j.
 
 Stage: analyse. In: a ``Variant``. Out: the same, with ``distance`` in the place of i - j in such numbers. A tile of
-B_r × B_c pairs has B_r + B_c - 1 diagonals, and a kernel computes them once for each. The mask stays as it is.
+B_r × B_c pairs has B_r + B_c - 1 diagonals, and a kernel computes them once for each. They are floats: an int or a bool
+of such floats is computed for each pair. The mask stays as it is.
 """
 
 from __future__ import annotations
@@ -10,34 +11,35 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from flashgen.analysis.base_2 import in_base_2
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level, kept_level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant, map_weights
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Load, index, literal, rewrite
-from flashgen.ir.spec import Softmax
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
 DISTANCE = index("distance")
 _I, _J = index("i"), index("j")
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def _always(_: Expr) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=64)
 def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, *, sums: bool = True) -> Variant:
     """The variant with every such number that ``is_kept`` over ``distance``.
 
     ``sums``: so is every read by distance that receives a gradient, which can then be summed along diagonals.
     """
+    # Equal specs need not share a text, which sources quote: what was remembered is of the first one.
+    return replace(_over_diagonals(variant, is_kept, sums), spec=variant.spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool], sums: bool) -> Variant:
     by_sqdist, by_score = variant.score_by_sqdist, variant.weight_by_score
     proofs = [(proof, by_distance(proof.load)) for proof in variant.proofs]
-
-    def rewritten(root: Expr) -> Expr:
-        return _rewritten(root, is_kept)
+    rewritten = _Rewriter(is_kept)
 
     return replace(
         variant,
@@ -55,14 +57,14 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
 def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     """What a kernel keeps for each diagonal, of a variant over diagonals: of the score as kernels compute it."""
     weights = variant.weights
-    functions = [in_base_2(variant.score)] if isinstance(weights, Softmax) else [variant.score, weights.weight]
+    functions = [variant.score, *([] if weights.weight is None else [weights.weight])]
     roots = [*functions, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
     roots += [part for each in variant.gradients for part in (each.from_score, each.from_weight)]
     found: dict[Expr, None] = {}
     seen: set[Expr] = set()
 
     def visit(node: Expr) -> None:
-        if level_of(node) is Level.DIAGONAL:
+        if kept_level(node) is Level.DIAGONAL:
             found[node] = None
         elif node not in seen:
             seen.add(node)
@@ -92,26 +94,34 @@ def _gradient(gradient: CapturedGradient, rewritten: Callable[[Expr], Expr], *, 
     )
 
 
-def _rewritten(root: Expr, is_kept: Callable[[Expr], bool]) -> Expr:
-    """The largest floats that are functions of a distance, and are kept, are written so; the rest stays."""
-    done: dict[Expr, Expr] = {}
+class _Rewriter:
+    """Writes the largest floats that are functions of a distance, and are kept, as such; the rest stays.
 
-    def visit(node: Expr) -> Expr:
-        if node not in done:
-            found = _over_distance(node) if node.type is ScalarType.FLOAT else None
-            if found is None or not is_kept(found):
-                found = node.with_children(tuple(visit(child) for child in node.children))
-            done[node] = found
-        return done[node]
+    It remembers: derivatives have most of their nodes in common.
+    """
 
-    return visit(root)
+    def __init__(self, is_kept: Callable[[Expr], bool]) -> None:
+        self._is_kept = is_kept
+        self._done: dict[Expr, Expr] = {}
+        self._by_distance: dict[Expr, Expr] = {}
+
+    def __call__(self, node: Expr) -> Expr:
+        if node not in self._done:
+            found = _over_distance(node, self._by_distance) if node.type is ScalarType.FLOAT else None
+            if found is None or not self._is_kept(found):
+                children = []
+                for child in node.children:  # no comprehension: derivatives are deep, and it would be one more frame
+                    children.append(self(child))  # noqa: PERF401
+                found = node.with_children(tuple(children))
+            self._done[node] = found
+        return self._done[node]
 
 
-def _over_distance(node: Expr) -> Expr | None:
+def _over_distance(node: Expr, done: dict[Expr, Expr] | None = None) -> Expr | None:
     """The same as a function of the distance and of what is known before the pair; None where there is none."""
     if level_of(node) is not Level.PAIR:
         return None
-    found = rewrite(node, _with_distance)
+    found = rewrite(node, _with_distance, done)
     return found if level_of(found) is Level.DIAGONAL else None
 
 
@@ -128,7 +138,7 @@ def _with_distance(node: Expr) -> Expr:
                 if term not in (_I, _J):
                     total = apply("add" if added else "sub", total, term)
             return total
-        case Apply(op=op, args=(x, y)) if op in _COMPARISONS and {x, y} == {_I, _J}:
+        case Apply(op=op, args=(x, y)) if OPERATORS[op].is_comparison and {x, y} == {_I, _J}:
             return apply(op, DISTANCE, literal(0)) if x == _I else apply(op, literal(0), DISTANCE)
     return node
 

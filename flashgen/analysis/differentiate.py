@@ -1,49 +1,165 @@
 """Differentiates expressions symbolically.
 
-Stage: analyse. In: a float expression, and the symbol or load to differentiate by. Out: the derivative, simplified.
-The rules are the rows of the operator table. Derivatives share subexpressions with the expression and among
-themselves, so a derivative has a number of distinct nodes proportional to that of its expression. Ints, bools,
-comparisons and indices carry no derivative. Does NOT differentiate twice in mind: nothing forbids it, nothing needs it.
+Stage: analyse. In: a float expression, and the symbol or load to differentiate by, or all of them. Out: the derivative,
+simplified. The rules are the rows of the operator table. Derivatives share subexpressions with the expression and
+among themselves, so that all of them together have a number of distinct nodes proportional to that of the expression.
+Ints, bools, comparisons and indices carry no derivative. Does NOT differentiate twice in mind: nothing forbids it,
+nothing needs it.
+
+By one variable the chain rule goes up, from the leaves. By many, what lies above several of them would be written
+anew for each: there it goes down, from the root, and meets what came up.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import reduce
+
 from flashgen.analysis.simplify import simplify
-from flashgen.ir.expr import Apply, Expr, Literal, literal
+from flashgen.ir.expr import Apply, Expr, Literal, literal, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
 _ZERO, _ONE = literal(0.0), literal(1.0)
+_BOOL, _FLOAT = ScalarType.BOOL, ScalarType.FLOAT
 
 
 def derivative(expr: Expr, wrt: Expr) -> Expr:
-    """∂expr/∂wrt; ``wrt`` is a symbol or a load, compared by structure. Literal 0.0 where expr does not depend on it.
+    """∂expr/∂wrt, by a symbol or a load, compared by structure; literal 0.0 where expr does not depend on it."""
+    return derivatives(expr, (wrt,))[wrt]
 
-    The chain rule: ∂f(a₀, a₁, …) = Σ ∂f/∂aₖ · ∂aₖ, over the arguments that depend on ``wrt``.
-    """
+
+def derivatives(expr: Expr, wrt: Sequence[Expr]) -> dict[Expr, Expr]:
+    """``derivative`` by each of ``wrt``."""
+    found: dict[Expr, Expr] = dict.fromkeys(wrt, _ZERO)
+    below = _below(expr, found)
+    alone = below.variable.get(expr)
+    if alone is not None:
+        found[alone] = below.derivative[expr].value
+    elif expr in below.variable:
+        for variable, term in _from_above(expr, below):
+            found[variable] = _sum(found[variable], term)
     done: dict[Expr, Expr] = {}
+    return {variable: simplify(each, done=done) for variable, each in found.items()}
 
-    def visit(node: Expr) -> Expr:
-        if node not in done:
-            done[node] = _ONE if node == wrt else of_apply(node)
-        return done[node]
 
-    def of_apply(node: Expr) -> Expr:
-        if not isinstance(node, Apply) or node.type is not ScalarType.FLOAT:
-            return _ZERO
-        rule = OPERATORS[node.op].derivative
-        total: Expr = _ZERO
+class _Chosen(IntEnum):
+    """Whether a factor is 0 because another branch was taken."""
+
+    NEVER = 0
+    ON_TOP = 1  # where(c, x, 0) or where(c, 0, x), and x is no such factor
+    DEEPER = 2
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """What stands for everything below a node in a product, or for everything above it."""
+
+    value: Expr
+    chosen: _Chosen = _Chosen.NEVER
+
+    def plus(self, other: _Factor) -> _Factor:
+        chosen = self.chosen is not _Chosen.NEVER or other.chosen is not _Chosen.NEVER
+        return _Factor(_sum(self.value, other.value), _Chosen.DEEPER if chosen else _Chosen.NEVER)
+
+
+@dataclass(frozen=True)
+class _Below:
+    """What is known of the nodes that depend on variables, children first.
+
+    ``variable``: the one below a node, None where there are several. ``derivative``: by that one. ``partials``: by
+    those arguments that matter, (place, ∂node/∂argument).
+    """
+
+    variable: Mapping[Expr, Expr | None]
+    derivative: Mapping[Expr, _Factor]
+    partials: Mapping[Expr, Sequence[tuple[int, Expr]]]
+
+
+def _below(expr: Expr, variables: Mapping[Expr, object]) -> _Below:
+    """The chain rule from the leaves: ∂f(a₀, a₁, …) = Σ ∂f/∂aₖ · ∂aₖ, over the arguments that depend on a variable."""
+    found, derivative_of = dict[Expr, Expr | None](), dict[Expr, _Factor]()
+    partials: dict[Expr, list[tuple[int, Expr]]] = {}
+    for node in walk(expr):
+        if node in variables:
+            found[node], derivative_of[node] = node, _Factor(_ONE)
+            continue
+        own = [(k, each) for k, each in _partials(node) if node.children[k] in found]
+        if not own:
+            continue
+        partials[node] = own
+        under = {found[node.children[k]] for k, _ in own}
+        found[node] = under.pop() if len(under) == 1 else None
+        if found[node] is not None:
+            terms = [_times(partial, derivative_of[node.children[k]]) for k, partial in own]
+            derivative_of[node] = reduce(_Factor.plus, terms)
+    return _Below(found, derivative_of, partials)
+
+
+def _partials(node: Expr) -> Iterator[tuple[int, Expr]]:
+    """∂node/∂argument, where it is not 0."""
+    if isinstance(node, Apply) and node.type is _FLOAT and (rule := OPERATORS[node.op].derivative) is not None:
         for k, arg in enumerate(node.args):
-            inner = visit(arg) if arg.type is ScalarType.FLOAT else _ZERO
-            if rule is not None and inner != _ZERO:
-                total = _sum(total, _product(rule(node.args, k), inner))
-        return total
-
-    return simplify(visit(expr))
+            if arg.type is _FLOAT and (partial := rule(node.args, k)) != _ZERO:
+                yield k, partial
 
 
-def _product(partial: Expr, inner: Expr) -> Expr:
-    """partial · inner; what selects does so after the product, so that 0 · inf of a branch not taken is 0."""
+def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
+    """The terms of the derivatives by each variable: from the root down to where one variable is left."""
+    above = {root: _Factor(_ONE)}
+    for node in reversed([each for each, variable in below.variable.items() if variable is None]):
+        if node not in above:
+            continue
+        for k, partial in below.partials[node]:
+            arg = node.children[k]
+            factor = _times(partial, above[node], from_above=True)
+            variable = below.variable[arg]
+            if variable is not None:
+                under = below.derivative[arg]
+                yield variable, _guarded(_times(under.value, factor, from_above=True).value, factor.value, under)
+            else:
+                above[arg] = above[arg].plus(factor) if arg in above else factor
+
+
+def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Factor:
+    """partial · factor; where a branch not taken made the factor 0, partial may be infinite, and the product is 0."""
+    product = _product(partial, factor.value, from_above=from_above)
+    chosen = factor.chosen
+    if isinstance(partial, Apply) and partial.op == "where":
+        chosen = max(chosen, _Chosen.ON_TOP) if _has_zero(partial) and _is_flat(partial) else _Chosen.DEEPER
+    return _Factor(_guarded(product, partial, factor), chosen)
+
+
+def _guarded(product: Expr, partial: Expr, factor: _Factor) -> Expr:
+    """The product, asked for only where the factor is not 0, unless ``_product`` saw to that."""
+    if factor.chosen is not _Chosen.DEEPER or _has_literals_only(partial):
+        return product
+    return _where(Apply(_BOOL, op="eq", args=(factor.value, _ZERO)), _ZERO, product)
+
+
+def _has_literals_only(partial: Expr) -> bool:
+    """Whether it is a finite number, or a choice among such."""
+    match partial:
+        case Literal(value=value):
+            return math.isfinite(value)
+        case Apply(op="where", args=(_, x, y)):
+            return _has_literals_only(x) and _has_literals_only(y)
+    return False
+
+
+def _is_flat(partial: Expr) -> bool:
+    """Whether a choice has no other one in a branch."""
+    return isinstance(partial, Apply) and not any(isinstance(x, Apply) and x.op == "where" for x in partial.args[1:])
+
+
+def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
+    """partial · inner; what selects does so after the product, so that 0 · inf of a branch not taken is 0.
+
+    ``from_above``: the inner factor is written first, as what stands above.
+    """
     if partial == _ONE:
         return inner
     if inner == _ONE or partial == _ZERO:
@@ -53,14 +169,41 @@ def _product(partial: Expr, inner: Expr) -> Expr:
     if isinstance(partial, Apply) and partial.op == "where":
         c, x, y = partial.args
         if isinstance(x, Literal) or isinstance(y, Literal):
-            return Apply(ScalarType.FLOAT, op="where", args=(c, _product(x, inner), _product(y, inner)))
-    if isinstance(inner, Apply) and inner.op == "where" and _ZERO in inner.args:
+            return _where(c, *(_product(each, inner, from_above=from_above) for each in (x, y)))
+    if isinstance(inner, Apply) and _has_zero(inner):
         c, x, y = inner.args
-        return Apply(ScalarType.FLOAT, op="where", args=(c, _product(partial, x), _product(partial, y)))
-    return Apply(ScalarType.FLOAT, op="mul", args=(partial, inner))
+        return _where(c, *(_product(partial, each, from_above=from_above) for each in (x, y)))
+    return Apply(_FLOAT, op="mul", args=(inner, partial) if from_above else (partial, inner))
+
+
+def _where(c: Expr, x: Expr, y: Expr) -> Expr:
+    """``x if c else y``; one choice against 0 inside another is one of both, for products to enter at once."""
+    if y == _ZERO and isinstance(x, Apply) and _has_zero(x):
+        inner, here, there = x.args
+        if here == _ZERO:
+            inner, here = _not(inner), there
+        return Apply(_FLOAT, op="where", args=(_junction("and", c, inner), here, _ZERO))
+    if x == _ZERO and isinstance(y, Apply) and _has_zero(y):
+        inner, here, there = y.args
+        if there == _ZERO:
+            inner, there = _not(inner), here
+        return Apply(_FLOAT, op="where", args=(_junction("or", c, inner), _ZERO, there))
+    return Apply(_FLOAT, op="where", args=(c, x, y))
+
+
+def _has_zero(expr: Expr) -> bool:
+    return isinstance(expr, Apply) and expr.op == "where" and _ZERO in expr.args[1:]
+
+
+def _not(x: Expr) -> Expr:
+    return Apply(_BOOL, op="not", args=(x,))
+
+
+def _junction(op: str, x: Expr, y: Expr) -> Expr:
+    return Apply(_BOOL, op=op, args=(x, y))
 
 
 def _sum(x: Expr, y: Expr) -> Expr:
     if x == _ZERO:
         return y
-    return x if y == _ZERO else Apply(ScalarType.FLOAT, op="add", args=(x, y))
+    return x if y == _ZERO else Apply(_FLOAT, op="add", args=(x, y))

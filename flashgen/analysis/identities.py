@@ -15,20 +15,15 @@ from types import MappingProxyType
 
 from flashgen.ir.build import fold
 from flashgen.ir.expr import Apply, Expr, Literal, literal
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
 BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def make(op: str, *args: Expr) -> Expr:
     """The simplified node ``op(args)`` over simplified arguments; its type follows from theirs."""
-    if op in _COMPARISONS:
-        scalar = BOOL
-    elif op in ("exp2", "to_float"):
-        scalar = FLOAT
-    else:
-        scalar = args[-1].type
+    scalar = OPERATORS[op].signature(tuple(arg.type for arg in args)).result
     return improve(Apply(scalar, op=op, args=args))
 
 
@@ -244,11 +239,14 @@ def _small_power(x: Expr, y: Expr) -> Expr | None:
 
 
 def _extreme(op: str) -> Callable[[Expr, Expr], Expr | None]:
-    """min and max: of a value with itself, and of two constants with a value."""
+    """min and max: of a value with itself or with the infinity that never wins, and of two constants with a value."""
+    neutral = math.inf if op == "min" else -math.inf
 
     def rule(x: Expr, y: Expr) -> Expr | None:
-        if x == y:
+        if x == y or _is(y, neutral):
             return x
+        if _is(x, neutral):
+            return y
         inner = _args(x, op)
         if inner is not None and isinstance(y, Literal) and isinstance(inner[1], Literal):
             return make(op, inner[0], literal(fold(op, inner[1].value, y.value)))
@@ -265,8 +263,6 @@ def _abs(x: Expr) -> Expr | None:
 
 # Logic ----------------------------------------------------------------------------------------------------------------
 
-_OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
-
 
 def negation(x: Expr) -> Expr:
     """``not x``, simplified."""
@@ -276,8 +272,9 @@ def negation(x: Expr) -> Expr:
 def _not(x: Expr) -> Expr | None:
     if (inner := _args(x, "not")) is not None:
         return inner[0]
-    if isinstance(x, Apply) and x.op in _OPPOSITE and (x.op in ("eq", "ne") or x.args[0].type is not FLOAT):
-        return make(_OPPOSITE[x.op], *x.args)  # with NaN neither of < and ≥ holds
+    opposite = OPERATORS[x.op].opposite if isinstance(x, Apply) else ""
+    if opposite and isinstance(x, Apply) and (x.op in ("eq", "ne") or x.args[0].type is not FLOAT):
+        return make(opposite, *x.args)  # with NaN neither of < and ≥ holds
     return None
 
 
@@ -372,7 +369,7 @@ RULES: Mapping[str, Callable[..., Expr | None]] = MappingProxyType(
         "not": _not,
         "and": _junction(True),
         "or": _junction(False),
-        **{op: _comparison(op) for op in _COMPARISONS},
+        **{op: _comparison(op) for op, row in OPERATORS.items() if row.is_comparison},
         "where": _where,
         "bitand": _bits("bitand"),
         "bitor": _bits("bitor"),

@@ -171,11 +171,10 @@ def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
 
 def _refusal(proof: IndexProof, sizes: Mapping[str, int], conditions: Conditions, box: Mapping[Expr, IntRange]) -> str:
     found, extent = conditions.range(proof.position), conditions.range(proof.extent)
-    names = [node.name for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)]
-    kinds = {node.name: node.kind for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)}
-    involved = dict.fromkeys(name if kinds[name] is SymbolKind.SIZE else SIZE_OF.get(name, name) for name in names)
-    at = [f"{name} = {box[index(name)].lo}" for name in names if index(name) in box]
-    facts = at + [f"{name} = {sizes[name]}" for name in involved if name in sizes]
+    symbols = [node for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)]
+    names = [node.name if node.kind is SymbolKind.SIZE else SIZE_OF.get(node.name, node.name) for node in symbols]
+    at = [f"{node.name} = {box[node].lo}" for node in symbols if node in box]
+    facts = at + [f"{name} = {sizes[name]}" for name in dict.fromkeys(names) if name in sizes]
     return (
         f"index '{text(proof.position)}' of tensor '{proof.load.tensor}' {_range_text(found)}, but dimension "
         f"{proof.dimension} of it has {extent.lo} entries ({', '.join(facts)})"

@@ -24,11 +24,11 @@ from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear
 from flashgen.ir.expr import Apply, Expr, Literal
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
 MOST_TERMS = 12  # alternatives of a condition; beyond it parts are evaluated as ranges
 _MOST_SIDES = 6  # of one comparison: each minimum, maximum or choice in it adds one and doubles the alternatives
-_OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 _HALVES = {"eq": ("le", "ge"), "ne": ("lt", "gt")}
 
 
@@ -80,8 +80,10 @@ class _Reader:
             case Apply(op="eq" | "ne" as op, args=(x, y)) if x.type is ScalarType.BOOL:
                 same = (op == "eq") is value
                 return [parts for side in (True, False) for parts in self._all(((x, side), (y, side is same)))]
-            case Apply(op=op, args=(x, y)) if op in _OPPOSITE and x.type is ScalarType.INT and not is_point(condition):
-                found = self._comparison(op if value else _OPPOSITE[op], x, y)
+            case Apply(op=op, args=(x, y)) if (
+                OPERATORS[op].is_comparison and x.type is ScalarType.INT and not is_point(condition)
+            ):
+                found = self._comparison(op if value else OPERATORS[op].opposite, x, y)
                 if found is not None:
                     return found
         return [(Truth(condition, value),)]

@@ -9,6 +9,7 @@ before it is stored.
 from enum import Enum
 
 from flashgen.ir.expr import Expr, Load, index_set, walk
+from flashgen.ir.types import ScalarType
 
 
 class Level(Enum):
@@ -39,6 +40,12 @@ def level_of_indices(indices: frozenset[str]) -> Level:
 def level_of(expr: Expr) -> Level:
     """The level of an expression."""
     return level_of_indices(index_set(expr))
+
+
+def kept_level(expr: Expr) -> Level:
+    """The level at which a kernel keeps a value: for a diagonal it has floats, of which pairs make ints and bools."""
+    level = level_of(expr)
+    return Level.PAIR if level is Level.DIAGONAL and expr.type is not ScalarType.FLOAT else level
 
 
 def observed_loads(keep: Expr) -> tuple[tuple[Load, ...], tuple[Load, ...]]:

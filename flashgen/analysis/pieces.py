@@ -1,17 +1,17 @@
 """Tiles that ranges leave open, cut into pieces until ranges settle each.
 
-Stage: analyse and after. In: a mask over positions alone, and a tile. Out: whether ranges decide such a mask anyway
-(``is_decided``), and the class of a tile that is cut at the blocks of the mask, then at multiples of powers of two: a
-tile that holds parts of several blocks, or several rows of an image, is exactly what its parts are. GPU kernels take
-the same steps (``templates/cuda/primitives/pieces.cuh``): they would have to load a tile to look at its pairs. A tile
-is cut only so often; what is open then counts as PARTIAL. Masks that read captured tensors are not cut: what is known
-of rows and columns is known of sixteen at a time.
+Stage: analyse and after. In: a mask over positions alone, and the ranges of a tile. Out: whether ranges decide such a
+mask anyway (``is_decided``), and where the tile is cut: at the blocks of the mask, then at multiples of powers of two.
+A tile that holds parts of several blocks, or several rows of an image, is exactly what its parts are. ``boxes.py``
+follows the cuts, and so do GPU kernels (``templates/cuda/primitives/pieces.cuh``), which would have to load a tile to
+look at its pairs. A tile is cut only so often; what is open then counts as PARTIAL. Masks that read captured tensors
+are not cut: what is known of rows and columns is known of sixteen at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashgen.analysis.constraints import (
     COLUMN,
@@ -30,7 +30,6 @@ from flashgen.analysis.constraints import (
 )
 from flashgen.analysis.kept import kept_pairs
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, index_set, walk
 from flashgen.ir.interval import IntRange
 
@@ -38,30 +37,6 @@ MOST_PIECES = 64  # of a tile, with those that were cut
 MOST_POSITIONS = 256  # of a tile, each way: what is larger are many tiles at once, which nobody has to settle
 MOST_BLOCK_SIZES = 3  # by which rows, or columns, are cut
 MOST_DEPTH = 31
-
-
-def classify_in_pieces(keep: Expr, tile: Tile) -> TileClass:
-    """The class of a tile under a mask over positions alone, as GPU kernels find it."""
-    found = classify(keep, tile)
-    if found is not TileClass.PARTIAL or not is_cut(keep) or not _is_one_tile(tile):
-        return found
-    seen: set[TileClass] = set()
-    pieces, asked = [(tile, 0)], 0
-    sizes = block_sizes(keep, ROW), block_sizes(keep, COLUMN)
-    while pieces:
-        if asked == MOST_PIECES:
-            return TileClass.PARTIAL
-        piece, depth = pieces.pop()
-        asked += 1
-        kind = classify(keep, piece)
-        if kind is TileClass.PARTIAL and depth < MOST_DEPTH and (parts := _parts(piece, *sizes)) is not None:
-            pieces += [(part, depth + 1) for part in reversed(parts)]
-            continue
-        seen.add(kind)
-        if len(seen) > 1 or kind is TileClass.PARTIAL:
-            return TileClass.PARTIAL
-    (only,) = seen
-    return only
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,10 +94,6 @@ def _is_moved(expr: Expr, axis: Symbol) -> bool:
     return expr == axis
 
 
-def _is_one_tile(tile: Tile) -> bool:
-    return all(each.hi - each.lo < MOST_POSITIONS for each in (tile.i, tile.j))
-
-
 # Cuts -----------------------------------------------------------------------------------------------------------------
 
 
@@ -136,16 +107,19 @@ class Cut:
     block: int
 
 
-def _parts(tile: Tile, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> tuple[Tile, Tile] | None:
-    """The tile in two, between larger blocks first, then across its longer side."""
-    i, j = cut(tile.i, row_sizes), cut(tile.j, column_sizes)
-    if max(i.block, j.block) == 0:
+def halves(
+    i: IntRange, j: IntRange, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
+) -> tuple[tuple[IntRange, IntRange], tuple[IntRange, IntRange]] | None:
+    """Rows and columns in two, between larger blocks first, then across the longer side; None for a single pair."""
+    rows, columns = cut(i, row_sizes), cut(j, column_sizes)
+    if max(rows.block, columns.block) == 0:
         return None
-    if (i.block, tile.i.hi - tile.i.lo) >= (j.block, tile.j.hi - tile.j.lo):
-        return replace(tile, i=IntRange(tile.i.lo, i.at - 1)), replace(tile, i=IntRange(i.at, tile.i.hi))
-    return replace(tile, j=IntRange(tile.j.lo, j.at - 1)), replace(tile, j=IntRange(j.at, tile.j.hi))
+    if (rows.block, i.hi - i.lo) >= (columns.block, j.hi - j.lo):
+        return (IntRange(i.lo, rows.at - 1), j), (IntRange(rows.at, i.hi), j)
+    return (i, IntRange(j.lo, columns.at - 1)), (i, IntRange(columns.at, j.hi))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def cut(x: IntRange, sizes: tuple[int, ...]) -> Cut:
     """Where a range is cut: between the largest blocks that it holds parts of, else at a multiple of a power of two."""
     middle = x.lo + (x.hi - x.lo + 1) // 2

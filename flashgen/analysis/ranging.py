@@ -23,8 +23,6 @@ from flashgen.ir.types import ScalarType
 LoadRange = Callable[[Load, tuple[Range, ...]], Range]
 _MAX_BRANCHES = 64  # conditions that one evaluator learns from; a guard against exponential nesting
 _EXACT_FLOAT = 2**24  # ints up to here are floats
-_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-_OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +154,8 @@ class Evaluator:
                 return self.assume(facts, x, not truth)
             case Apply(op="and" | "or" as op, args=(x, y)):
                 return self._assume_junction(facts, op, x, y, truth)
-            case Apply(op=op, args=(x, y)) if op in _OPPOSITE:
-                learnt = self._assume_comparison(facts, op if truth else _OPPOSITE[op], truth, x, y)
+            case Apply(op=op, args=(x, y)) if OPERATORS[op].is_comparison:
+                learnt = self._assume_comparison(facts, op if truth else OPERATORS[op].opposite, truth, x, y)
                 return None if learnt is None else _with(learnt, condition, interval.truth(truth))
         return _with(facts, condition, interval.truth(truth))
 
@@ -175,7 +173,7 @@ class Evaluator:
         rx, ry = self.range(x, facts), self.range(y, facts)
         if isinstance(rx, IntRange) and isinstance(ry, IntRange):
             learnt = self._learn(facts, x, _bounded(op, rx, ry))
-            learnt = None if learnt is None else self._learn(learnt, y, _bounded(_FLIPPED[op], ry, rx))
+            learnt = None if learnt is None else self._learn(learnt, y, _bounded(OPERATORS[op].flipped, ry, rx))
             return None if learnt is None else self._learn_difference(learnt, op, x, y)
         if isinstance(rx, FloatRange) and isinstance(ry, FloatRange):
             # A comparison that holds, other than !=, has no NaN on either side.
@@ -183,7 +181,7 @@ class Evaluator:
             if op == "ne" or not ordered:
                 return facts
             learnt = self._learn(facts, x, _bounded_float(op, ry))
-            return None if learnt is None else self._learn(learnt, y, _bounded_float(_FLIPPED[op], rx))
+            return None if learnt is None else self._learn(learnt, y, _bounded_float(OPERATORS[op].flipped, rx))
         return facts
 
     def _learn_difference(self, facts: Facts, op: str, x: Expr, y: Expr) -> Facts:

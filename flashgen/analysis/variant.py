@@ -6,24 +6,26 @@ uses. Nothing here knows about tiles or targets.
 
 With e = score(dot, sqdist) and dP the gradient that reaches a weight, the backward pass computes for each pair
 
-    softmax      P = exp(e - lse)        dE = P (dP - delta)
-    normalize    P = w(e) / Z            dE = w'(e) (dP - delta) / Z
-    pointwise    P = w(e)                dE = w'(e) dP
+    exponential weights    P = exp(e - lse)        dE = P (dP - delta)
+    with a denominator     P = w(e) / Z            dE = w'(e) (dP - delta share(P)) / Z
+    without                P = w(e)                dE = w'(e) dP
 
     d(dot) = dE ∂e/∂dot,   with delta = rowsum(dO ∘ O) - d(lse)
 
-as in Algorithm 4 of the FlashAttention paper, there for softmax alone.
+as in Algorithm 4 of the FlashAttention paper, there for softmax alone; ``ir/weights.py`` has the forms of weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashgen.analysis.bounds import IndexProof, prove_indices
-from flashgen.analysis.differentiate import derivative
+from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.levels import Level, level_of_indices
-from flashgen.analysis.simplify import canonical_weights, simplify, split_masked_score
+from flashgen.analysis.masked_score import split_masked_score
+from flashgen.analysis.simplify import canonical_weights, simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import (
     Apply,
@@ -40,8 +42,9 @@ from flashgen.ir.expr import (
     substitute,
     walk,
 )
-from flashgen.ir.spec import AttentionSpec, HeadDim, Layout, Normalize, Pointwise, Softmax, Weights
+from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
 from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import Weights
 
 DOT = score_input("dot")
 SQDIST = score_input("sqdist")
@@ -80,9 +83,10 @@ class Variant:
     """What a kernel computes for one head dimension; every ``D`` and ``Dv`` is a literal.
 
     ``score`` is over dot, sqdist, indices, sizes, params and loads. ``keep`` is the conjunction of mask, layout and the
-    conditions found in the score; a pair has weight 0 where it is false. ``score_by_dot`` is the whole derivative by
-    dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is not used.
-    ``weight_by_score`` is None for softmax. ``proofs`` say how each load is kept inside its tensor.
+    conditions on positions found in the score; a pair has weight 0 where it is false. ``score_by_dot`` is the whole
+    derivative by dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is
+    not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
+    tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own.
     """
 
     spec: AttentionSpec
@@ -95,11 +99,24 @@ class Variant:
     weight_by_score: Expr | None
     gradients: tuple[CapturedGradient, ...]
     proofs: tuple[IndexProof, ...] = field(repr=False)
+    ragged: bool = False
 
     @property
     def uses_sqdist(self) -> bool:
         """Whether the kernel has to form ‖q - k‖²."""
         return self.score_by_sqdist is not None
+
+    @property
+    def has_infinities(self) -> bool:
+        """Whether a branch of the score is an infinite number, but for pairs without a weight.
+
+        Derivatives of what the other branch reads are 0 there, whatever the gradient that arrives (NaN, most often).
+        """
+        parts: tuple[Expr, ...] = (self.score,)
+        match self.score:
+            case Apply(op="where", args=(condition, score, other)) if other == literal(-math.inf):
+                parts = (condition, score)
+        return any(isinstance(each, Literal) and each.value in (math.inf, -math.inf) for each in walk(*parts))
 
     @property
     def keep_everything(self) -> bool:
@@ -108,8 +125,8 @@ class Variant:
 
     @property
     def has_row_state(self) -> bool:
-        """Whether rows carry a denominator: everything but pointwise weights."""
-        return not isinstance(self.weights, Pointwise)
+        """Whether rows carry a denominator."""
+        return self.weights.form.normalised
 
 
 def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
@@ -126,11 +143,13 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     score = simplify(score)
     keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
 
-    by_sqdist = derivative(score, SQDIST) if SQDIST in set(walk(score)) else None
-    by_dot = derivative(score, DOT)
+    weight_by_score = None if weights.weight is None else derivative(weights.weight, S)
+    # Weights that do not look at scores have no gradient through them, however steep these are: 0 · inf is no number.
+    differentiated = literal(0.0) if weight_by_score == literal(0.0) else score
+    by_sqdist = derivative(differentiated, SQDIST) if SQDIST in set(walk(score)) else None
+    by_dot = derivative(differentiated, DOT)
     if by_sqdist is not None:
         by_dot = simplify(apply("sub", by_dot, apply("mul", literal(2.0), by_sqdist)))
-    weight = weights.weight if isinstance(weights, Pointwise | Normalize) else None
     return Variant(
         spec=spec,
         head_dim=head_dim,
@@ -139,8 +158,8 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
         weights=weights,
         score_by_dot=by_dot,
         score_by_sqdist=by_sqdist,
-        weight_by_score=None if weight is None else derivative(weight, S),
-        gradients=_captured_gradients(spec, score, weights),
+        weight_by_score=weight_by_score,
+        gradients=_captured_gradients(spec, differentiated, weights),
         proofs=prove_indices(spec, head_dim),
     )
 
@@ -155,15 +174,17 @@ def constant_factor(score: Expr) -> float | None:
     return 1.0 if score == DOT else None
 
 
+def linear_factor(variant: Variant) -> float | None:
+    """The same of a softmax whose gradients want nothing of dot: kernels may count it from where they like, then."""
+    parts = (part for each in variant.gradients for part in (each.from_score, each.from_weight))
+    if not variant.weights.form.exponential or any(part is not None and DOT in walk(part) for part in parts):
+        return None
+    return constant_factor(variant.score)
+
+
 def map_weights(weights: Weights, rule: _Rule) -> Weights:
-    """The same weights with ``rule`` applied to their function, or to the sink."""
-    match weights:
-        case Softmax(sink):
-            return Softmax(None if sink is None else rule(apply("to_float", sink)))
-        case Pointwise(weight):
-            return Pointwise(rule(apply("to_float", weight)))
-        case Normalize(weight):
-            return Normalize(rule(apply("to_float", weight)))
+    """The same weights with ``rule`` applied to their expression, a float."""
+    return weights.mapped(lambda expression: rule(apply("to_float", expression)))
 
 
 def _layout_keep(spec: AttentionSpec, specialise: _Rule) -> Expr:
@@ -182,18 +203,17 @@ def over_positions(layout: Layout) -> Expr:
 
 def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> tuple[CapturedGradient, ...]:
     """Every distinct read of a grad tensor or param, in the order of first appearance."""
-    weight = weights.weight if isinstance(weights, Pointwise | Normalize) else None
-    sink = weights.sink if isinstance(weights, Softmax) else None
+    roots = (score, weights.weight, weights.sink)
     differentiable = {tensor.name for tensor in spec.tensors if tensor.grad}
     differentiable |= {param.name for param in spec.params if param.grad}
-    gradients = []
-    for read in walk(*(root for root in (score, weight, sink) if root is not None)):
-        match read:
+    reads: list[Load | Symbol] = []
+    for node in walk(*(root for root in roots if root is not None)):
+        match node:
             case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in differentiable:
-                parts = [None if root is None else _nonzero(derivative(root, read)) for root in (score, weight, sink)]
-                if any(part is not None for part in parts):
-                    gradients.append(CapturedGradient(read, *parts))
-    return tuple(gradients)
+                reads.append(node)
+    by_read = [None if root is None else derivatives(root, reads) for root in roots]
+    parts = [(read, [None if of is None else _nonzero(of[read]) for of in by_read]) for read in reads]
+    return tuple(CapturedGradient(read, *own) for read, own in parts if any(part is not None for part in own))
 
 
 def _nonzero(expr: Expr) -> Expr | None:

@@ -83,7 +83,7 @@ def bench(
     shape = shape or fitting(op.spec, DEFAULT_SHAPE, pairs=_MOST_PAIRS)
     chosen = dtype or (op.spec.dtypes or (ElementType.F32,))[0]
     for head_dim in op.spec.head_dims:
-        inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[chosen])
+        inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[chosen], realistic=True)
         yield from compare(op, inputs.to(device), peers=peers)
 
 

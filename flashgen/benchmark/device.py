@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from flashgen.plan.machine import cpu_name
+from flashgen.targets.cpu.machine import cpu_name
 from flashgen.version import __version__
 
 

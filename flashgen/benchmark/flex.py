@@ -38,7 +38,7 @@ from flashgen.ir.expr import (
     walk,
 )
 from flashgen.ir.operators import OPERATORS
-from flashgen.ir.spec import AttentionSpec, Softmax
+from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import param_values
 from flashgen.reference.namespace import TorchNamespace, Value
@@ -163,7 +163,7 @@ def flex_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) ->
 
 
 def _check_expressible(spec: AttentionSpec) -> None:
-    if not isinstance(spec.weights, Softmax):
+    if not spec.weights.form.exponential:
         raise Inexpressible("it computes softmax weights only")
     if spec.weights.sink is not None:
         raise Inexpressible("it has no sinks")

@@ -7,6 +7,8 @@ cannot compute this spec.
     standard  the paper's Algorithm 0: product, mask or bias, softmax, dropout, product
     sdpa      torch.nn.functional.scaled_dot_product_attention: with is_causal where that is all, else with a mask or
               bias of size Nq × Nk, which is made once, outside the time, in the peer's favour
+    rabe_staats   the same in chunks of 1024 queries by √Nk keys under checkpoints, as Rabe and Staats have it; its mask
+              or bias is evaluated chunk by chunk within the time, so that nothing of size Nq × Nk is formed
     flex      torch.nn.attention.flex_attention, compiled, its block mask made outside the time; forward only on a CPU
 
 Dropout of a peer makes other decisions than a spec's: it is used only where a drop probability is given for it.
@@ -21,14 +23,16 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flashgen.analysis.differentiate import derivative
 from flashgen.analysis.simplify import simplify
 from flashgen.benchmark.flex import flex_peer
 from flashgen.benchmark.peer import Arguments, Inexpressible, Peer
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Symbol, SymbolKind, index, index_set, literal, score_input, substitute, walk
-from flashgen.ir.spec import AttentionSpec, Softmax
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, index_set, literal, score_input, substitute, walk
+from flashgen.ir.spec import AttentionSpec
+from flashgen.plan.paper import rabe_staats_blocks
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
@@ -51,7 +55,7 @@ def dense_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) -
 
 def sdpa_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) -> Peer:
     """``scaled_dot_product_attention``, for softmax over s plus a function of positions."""
-    found = _additive(spec, inputs, drop)
+    found = _additive(_terms(spec, inputs, drop), spec, inputs)
     group = inputs.q.shape[1] // max(inputs.k.shape[1], 1)
 
     def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:  # noqa: ARG001 - the bias holds them
@@ -74,7 +78,7 @@ def standard_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None
 
     The mask or bias is made outside the time, in the peer's favour. Without a mask or bias a row sees every key.
     """
-    found = _additive(spec, inputs, drop)
+    found = _additive(_terms(spec, inputs, drop), spec, inputs)
     additive = found.additive
     if found.is_causal:
         additive = torch.ones(inputs.q.shape[2], inputs.k.shape[2], dtype=torch.bool, device=inputs.q.device).tril()
@@ -95,6 +99,62 @@ def standard_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None
     return Peer(run)
 
 
+def rabe_staats_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) -> Peer:
+    """``reference/algorithms/rabe_staats.py`` as one writes it in PyTorch; for what SDPA can, too."""
+    terms = _terms(spec, inputs, drop)
+    blocks = rabe_staats_blocks(inputs.q.shape[2], inputs.k.shape[2])
+    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
+    q_len, kv_len, device = inputs.q.shape[2], inputs.k.shape[2], inputs.q.device
+    rows = [torch.arange(n, min(n + blocks.Br, q_len), device=device) for n in range(0, q_len, blocks.Br)]
+    columns = [torch.arange(n, min(n + blocks.Bc, kv_len), device=device) for n in range(0, kv_len, blocks.Bc)]
+    group = inputs.q.shape[1] // max(inputs.k.shape[1], 1)
+
+    def summary(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A chunk's own output, sum and maximum; no gradient goes through the maximum."""
+        s = q @ k.transpose(-1, -2) * terms.scale
+        if terms.bias is not None or terms.keep is not None:
+            at = _position_evaluator(spec, inputs, shard, i, j)
+            if terms.bias is not None:
+                s = s + at.real(terms.bias).to(s.dtype)
+            if terms.keep is not None:
+                s = s.masked_fill(~at.boolean(terms.keep), -torch.inf)
+        m = s.detach().amax(-1, keepdim=True)
+        p = (s - m.masked_fill(m == -torch.inf, 0.0)).exp()
+        ell = p.sum(-1, keepdim=True)
+        return (torch.nn.functional.dropout(p, drop) if drop else p) @ v, ell, m
+
+    def run(q: Tensor, k: Tensor, v: Tensor, named: Arguments) -> Tensor:  # noqa: ARG001 - the terms read them
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        found = []
+        for i in rows:
+            q_i, own = q.narrow(2, int(i[0]), len(i)), []
+            for j in columns:
+                given = (q_i, k.narrow(2, int(j[0]), len(j)), v.narrow(2, int(j[0]), len(j)), i, j)
+                own.append(
+                    checkpoint(summary, *given, use_reentrant=False) if torch.is_grad_enabled() else summary(*given)
+                )
+            largest = torch.stack([m for _, _, m in own]).amax(0)
+            largest = largest.masked_fill(largest == -torch.inf, 0.0)
+            factors = [(m - largest).exp() for _, _, m in own]
+            o, ell = torch.zeros_like(own[0][0]), torch.zeros_like(own[0][1])
+            for factor, (own_o, own_ell, _) in zip(factors, own, strict=True):
+                o, ell = o + factor * own_o, ell + factor * own_ell
+            found.append(o / ell)
+        return torch.cat(found, 2)
+
+    return Peer(run)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """softmax(scale · q·k + bias) over the pairs that ``keep`` says, None where it is 0, or all are kept."""
+
+    scale: float
+    bias: Expr | None
+    keep: Expr | None
+
+
 @dataclass(frozen=True)
 class _Additive:
     """softmax(scale · q·k + additive): a bias, or booleans that say which pairs are kept; ``is_causal`` instead."""
@@ -104,44 +164,56 @@ class _Additive:
     is_causal: bool
 
 
-def _additive(spec: AttentionSpec, inputs: Inputs, drop: float | None) -> _Additive:
-    """The spec in this form, with its bias at these arguments; ``drop``: a peer's own dropout will do."""
-    _check_expressible(spec, own_dropout=drop is not None)
-    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
-    evaluate = _position_evaluator(spec, inputs, shard)
-    scale = float(evaluate.real(spec.scale))
-    bias = simplify(substitute(apply("to_float", spec.score), {score_input("s"): literal(0.0)}))
-    keeps_all = spec.mask == literal(True) and spec.layout is None
-    is_causal = spec.mask == CAUSAL and spec.layout is None and shard.q_len == shard.kv_len
-    additive: Tensor | None = None
-    if bias != literal(0.0):
-        additive = evaluate.real(bias).expand(shard.batch, shard.heads, shard.q_len, shard.kv_len).to(inputs.q.dtype)
-        is_causal = False
-    if not keeps_all and not is_causal:
-        keep = (
-            evaluate.boolean(spec.mask)
-            if spec.layout is None
-            else evaluate.boolean(spec.mask) & evaluate.boolean(spec.layout.keep)
-        )
-        additive = keep if additive is None else torch.where(keep, additive, -torch.inf)
-    return _Additive(scale, additive, is_causal)
+def _terms(spec: AttentionSpec, inputs: Inputs, drop: float | None) -> _Terms:
+    """The spec in this form; ``drop``: a peer's own dropout will do."""
+    bias, keep = additive_terms(spec, own_dropout=drop is not None)
+    if any(tensor.grad for tensor in spec.tensors) or any(param.grad for param in spec.params):
+        raise Inexpressible("it takes its bias as one matrix, and passes no gradient to what that was made from")
+    evaluate = _position_evaluator(spec, inputs, Shard.whole(inputs.q.shape, inputs.k.shape))
+    return _Terms(float(evaluate.real(spec.scale)), bias, keep)
 
 
-PEERS: Mapping[str, Callable[[AttentionSpec, Inputs, float | None], Peer]] = MappingProxyType(
-    {"sdpa": sdpa_peer, "standard": standard_peer, "flex": flex_peer, "dense": dense_peer}
-)
+def additive_terms(spec: AttentionSpec, *, own_dropout: bool = False) -> tuple[Expr | None, Expr | None]:
+    """The bias and the condition of softmax(scale · q·k + bias); None where it is 0, or all pairs are kept.
 
-
-def _check_expressible(spec: AttentionSpec, *, own_dropout: bool) -> None:
-    if not isinstance(spec.weights, Softmax) or spec.weights.sink is not None:
+    Raises ``Inexpressible`` for every other formula, and for dropout unless a peer's ``own_dropout`` will do.
+    """
+    if not spec.weights.form.exponential or spec.weights.sink is not None:
         raise Inexpressible("it computes a plain softmax only")
     if spec.dropout is not None and not own_dropout:
         raise Inexpressible("its dropout makes other decisions")
     symbols = {node.name for node in walk(spec.score) if isinstance(node, Symbol) and node.kind is SymbolKind.SCORE}
     if not symbols <= {"s"} or simplify(derivative(apply("to_float", spec.score), score_input("s"))) != literal(1.0):
         raise Inexpressible("it adds a function of positions to s, and does nothing else with s")
-    if any(tensor.grad for tensor in spec.tensors) or any(param.grad for param in spec.params):
-        raise Inexpressible("it takes its bias as one matrix, and passes no gradient to what that was made from")
+    bias = simplify(substitute(apply("to_float", spec.score), {score_input("s"): literal(0.0)}))
+    keep = spec.mask if spec.layout is None else simplify(apply("and", spec.mask, spec.layout.keep))
+    return None if bias == literal(0.0) else bias, None if keep == literal(True) else keep
+
+
+def _additive(terms: _Terms, spec: AttentionSpec, inputs: Inputs) -> _Additive:
+    """With the bias as a matrix, at these arguments."""
+    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
+    evaluate = _position_evaluator(spec, inputs, shard)
+    is_causal = terms.keep == CAUSAL and terms.bias is None and shard.q_len == shard.kv_len
+    additive: Tensor | None = None
+    if terms.bias is not None:
+        shape = (shard.batch, shard.heads, shard.q_len, shard.kv_len)
+        additive = evaluate.real(terms.bias).expand(shape).to(inputs.q.dtype)
+    if terms.keep is not None and not is_causal:
+        keep = evaluate.boolean(terms.keep)
+        additive = keep if additive is None else torch.where(keep, additive, -torch.inf)
+    return _Additive(terms.scale, additive, is_causal)
+
+
+PEERS: Mapping[str, Callable[[AttentionSpec, Inputs, float | None], Peer]] = MappingProxyType(
+    {
+        "sdpa": sdpa_peer,
+        "standard": standard_peer,
+        "rabe_staats": rabe_staats_peer,
+        "flex": flex_peer,
+        "dense": dense_peer,
+    }
+)
 
 
 def kept_share(spec: AttentionSpec, inputs: Inputs, most: int = _MOST_COUNTED) -> float:
@@ -168,15 +240,18 @@ def kept_share(spec: AttentionSpec, inputs: Inputs, most: int = _MOST_COUNTED) -
     return kept / (per_row * len(rows))
 
 
-def _position_evaluator(spec: AttentionSpec, inputs: Inputs, shard: Shard, rows: Tensor | None = None) -> Evaluator:
-    """Evaluates what depends on positions, sizes, params and captured tensors; of these query rows, or all."""
+def _position_evaluator(
+    spec: AttentionSpec, inputs: Inputs, shard: Shard, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Evaluator:
+    """Evaluates what depends on positions, sizes, params and captured tensors; of these query rows and keys, or all."""
     sizes = shard.sizes(inputs.q.shape[-1], inputs.v.shape[-1])
     device = inputs.q.device
     symbols: dict[str, Tensor] = {name: torch.tensor(value, device=device) for name, value in sizes.items()}
     for axis, (name, length) in enumerate(
         zip("bhij", (shard.batch, shard.heads, shard.q_len, shard.kv_len), strict=True)
     ):
-        positions = rows if rows is not None and name == "i" else torch.arange(length, device=device)
+        chosen = {"i": rows, "j": columns}.get(name)
+        positions = torch.arange(length, device=device) if chosen is None else chosen
         symbols[name] = positions.view([-1 if axis == place else 1 for place in range(4)])
     symbols["hkv"] = symbols["h"] // shard.group
     if spec.layout is not None:

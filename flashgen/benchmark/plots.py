@@ -5,7 +5,7 @@ In: a ``Sweep`` and a path. Out: a PNG, SVG or PDF.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ from flashgen.picture.plotting import COLORS, MARKERS, figure, label_decades
 
 _PASSES = ((False, "forward"), (True, "forward + backward"))
 _MS, _MIB = 1e3, 2.0**-20
-_NAMES = {"standard": "standard attention", "sdpa": "SDPA", "flex": "FlexAttention", "dense": "dense, PyTorch"}
+_NAMES = {
+    "standard": "standard attention",
+    "rabe_staats": "Rabe and Staats",
+    "sdpa": "SDPA",
+    "flex": "FlexAttention",
+    "dense": "dense, PyTorch",
+    "block_sparse": "flashgen, block-sparse",
+}
 _WIDTH, _HEIGHT = 3.1, 3.0
 
 Line = tuple[str, Sequence[Point]]
@@ -29,9 +36,18 @@ def save_plot(sweep: Sweep, path: Path) -> None:
         for own, panel in zip(axes, panels, strict=True):
             panel(own)
         handles = _legend(axes)
-        columns = min(max(1, len(handles)), len(panels) + 1)
-        drawn.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
+        _add_legend(drawn, handles, min(max(1, len(handles)), len(panels) + 1))
         drawn.supxlabel(caption(sweep), fontsize=6.5, x=0.01, ha="left")
+
+
+def _add_legend(drawn: Any, handles: Mapping[str, Any], columns: int) -> None:
+    """Above the panels, in as many columns as fit the figure's width."""
+    while True:
+        legend = drawn.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= 0.98 * drawn.bbox.width:
+            return
+        legend.remove()
+        columns -= 1
 
 
 def _legend(axes: Iterable[Any]) -> dict[str, Any]:
@@ -54,7 +70,7 @@ def caption(sweep: Sweep) -> str:
     rounds = [point.rounds for point in sweep.points] or [0]
     return (
         f"{sweep.spec_name}: {batch}, D {sweep.head_dim}, {sweep.element}{options}\n{sweep.device}; "
-        f"medians and quartiles of {_span(rounds)} rounds"
+        f"medians and quartiles of {_span(rounds)} rounds{f'; {sweep.of_code}' if sweep.of_code else ''}"
     )
 
 
@@ -166,10 +182,35 @@ def _sparsity(sweep: Sweep) -> list[Callable[[Any], None]]:
     return [*(times(backward, title) for backward, title in _PASSES), traffic]
 
 
+def _totals(sweep: Sweep) -> list[Callable[[Any], None]]:
+    names = list(dict.fromkeys(point.who for point in sweep.points))
+    values: dict[str, Callable[[Point], float | None]] = {
+        "matrix products (GFLOP)": lambda point: None if point.flops is None else point.flops * 1e-9,
+        "HBM bytes (GB)": lambda point: None if point.hbm_bytes is None else point.hbm_bytes * 1e-9,
+        "run time (ms)": lambda point: point.seconds.median * _MS,
+    }
+
+    def panel(title: str, value: Callable[[Point], float | None]) -> Callable[[Any], None]:
+        def draw(axes: Any) -> None:
+            axes.set_title(title)
+            axes.set_axisbelow(True)
+            for number, (backward, label) in enumerate(_PASSES):
+                known = {point.who: found for point in _of(sweep.points, backward) if (found := value(point))}
+                places = [names.index(who) + 0.4 * (number - 0.5) for who in known]
+                axes.bar(places, known.values(), width=0.38, color=COLORS[number], label=label)
+            axes.set_xticks(range(len(names)), [_NAMES.get(name, name).replace(" ", "\n", 1) for name in names])
+            axes.tick_params(axis="x", labelsize=7)
+
+        return draw
+
+    return [panel(title, value) for title, value in values.items()]
+
+
 _PANELS: dict[str, Callable[[Sweep], list[Callable[[Any], None]]]] = {
     "length": _length,
     "blocks": _blocks,
     "sparsity": _sparsity,
+    "totals": _totals,
 }
 
 

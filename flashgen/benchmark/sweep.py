@@ -20,7 +20,7 @@ from flashgen.benchmark.memory import available_bytes, peak_bytes
 from flashgen.benchmark.peer import Inexpressible, Peer
 from flashgen.benchmark.peers import PEERS
 from flashgen.benchmark.timing import Spread, paired_times
-from flashgen.benchmark.traffic import PassBytes, shape_of, standard_bytes
+from flashgen.benchmark.traffic import PassBytes, pass_flops, rabe_staats_bytes, shape_of, standard_bytes
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
@@ -34,6 +34,7 @@ _USABLE_MEMORY = 0.6
 # keep; backward dP and dS too. SDPA and FlexAttention form masks, of integers on the way.
 _MATRICES: Mapping[str, tuple[float, float]] = {"standard": (4, 7), "dense": (6, 12), "sdpa": (0, 0), "flex": (0, 0)}
 _MASK_BYTES = 10
+_FORMS_NONE = "rabe_staats"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Point:
     ``seconds`` a call; ``ratio``: how many times longer than flashgen at the same place, round by round; in a sweep by
     blocks than the planner's choice, by sparsity than the densest place. ``memory_bytes`` beyond the arguments at the
     peak, ``hbm_bytes`` moved as predicted; each None where it is not known. ``first_call_seconds``: what compiling
-    took, where a peer compiles at its first call.
+    took, where a peer compiles at its first call. ``flops`` of the matrix products, of those that the paper counts.
     """
 
     series: str
@@ -59,6 +60,7 @@ class Point:
     memory_bytes: int | None
     hbm_bytes: int | None
     first_call_seconds: float | None = None
+    flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,10 @@ Found = Point | Absent
 class Sweep:
     """A sweep as far as it was measured: what tables, JSON and plots show.
 
-    ``kind`` is length, blocks or sparsity; ``device`` names the processor and how many threads it ran; ``target`` is
-    the GPU architecture whose HBM bytes are predicted; ``options`` are remarks such as the drop probability.
+    ``kind`` is length, blocks, sparsity or totals; ``device`` names the processor and how many threads it ran;
+    ``target`` is the GPU architecture whose HBM bytes are predicted; ``options`` are remarks such as the drop
+    probability. ``of_code``: the date, and the commit of flashgen where it is known, which a version's number does not
+    tell while it is worked on.
     """
 
     kind: str
@@ -126,6 +130,7 @@ class Sweep:
     options: tuple[str, ...]
     points: tuple[Point, ...]
     absent: tuple[Absent, ...]
+    of_code: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which ``from_json`` makes the same sweep."""
@@ -137,6 +142,7 @@ class Sweep:
             "device": self.device,
             "hbm_target": self.target,
             "options": list(self.options),
+            "of_code": self.of_code,
             "points": [
                 dataclasses.asdict(point)
                 | {"shape": dataclasses.astuple(point.shape), "pass": _PASS_NAMES[point.backward]}
@@ -158,6 +164,7 @@ class Sweep:
             options=tuple(data["options"]),
             points=tuple(_point(each) for each in data["points"]),
             absent=tuple(Absent(**each) for each in data["absent"]),
+            of_code=str(data.get("of_code", "")),
         )
 
 
@@ -227,6 +234,7 @@ def measure(
                 kept_share=kept_share,
                 memory_bytes=memory[times.name],
                 hbm_bytes=_hbm(times.name, shape_of(inputs), setting, hbm, backward=backward),
+                flops=_flops(times.name, shape_of(inputs), setting, kept_share, backward=backward),
                 first_call_seconds=made[times.name].first_call_seconds if times.name in made else None,
             )
 
@@ -267,6 +275,8 @@ def _is_about_memory(error: Exception) -> bool:
 
 def _too_large(name: str, shape: Shape, setting: Setting) -> str | None:
     """A process that asks for more memory than there is may be ended without a word."""
+    if name == _FORMS_NONE:
+        return None
     available = available_bytes(setting.device)
     matrices = _MATRICES[name][1] * shape.heads * shape.batch * setting.element.bytes + _MASK_BYTES
     needed = shape.q_len * shape.kv_len * matrices
@@ -280,4 +290,11 @@ def _hbm(name: str, shape: Shape, setting: Setting, own: PassBytes | None, *, ba
         return None if own is None else own.of(backward=backward)
     if name == "standard":
         return standard_bytes(shape, setting.head_dim, setting.element).of(backward=backward)
+    if name == "rabe_staats":
+        return rabe_staats_bytes(shape, setting.head_dim, setting.element).of(backward=backward)
     return None
+
+
+def _flops(name: str, shape: Shape, setting: Setting, kept_share: float, *, backward: bool) -> float | None:
+    found = pass_flops(name, shape, setting.head_dim, kept_share)
+    return None if found is None else found.of(backward=backward)

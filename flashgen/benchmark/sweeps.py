@@ -3,9 +3,11 @@
 In: an ``AttentionSpec`` and what the user asked for. Out: ``Point``s and ``Absent``s as they are measured
 (``benchmark/sweep.py``). Figures are those of Dao et al., "FlashAttention", 2022, arXiv:2205.14135.
 
-    length    run time and memory against N, with dropout and a padding mask (Figure 3)
+    length    run time and memory against N, with dropout and a padding mask (Figure 3); ``block_sparse`` among the
+              peers is flashgen itself with the butterfly of blocks of 64, so that log N / N of the pairs are left
     blocks    run time and HBM bytes against B_r = B_c (Figure 2, left and middle)
     sparsity  run time against the share of blocks kept, for the butterfly and for random blocks (Figure 2, right)
+    totals    flops, HBM bytes and run time of one shape (the table on the left of Figure 2)
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from flashgen.ir.spec import AttentionSpec, CapturedTensor, Schedule
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import parse_text
 from flashgen.pipeline import load_spec
-from flashgen.plan.cuda_devices import Target
-from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.reference.dense import drop_probability, param_values
 from flashgen.reference.shard import Shard
 from flashgen.runtime.compiler import CompileFailed
 from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.targets.gpu.target import GpuTarget
 from flashgen.verification.inputs import Inputs, random_inputs, refusal
 
 LENGTHS = tuple(2**exponent for exponent in range(7, 17))
 BLOCKS = (16, 32, 64, 128, 256)
 SHARES = (1.0, 3 / 4, 1 / 2, 5 / 16, 3 / 16, 7 / 64, 1 / 16)
 
+SPARSE = "block_sparse"
 PADDING = "sweep_length"  # the tensor that padding adds to a spec
 _BLOCK = 64
 # The share of blocks is a param, so that one operator serves a whole line of the plot.
@@ -68,12 +70,12 @@ class Task:
     shape: Shape
     backend: str | None = None
     budget: float = 300.0
-    target: Target = MODELLED
+    target: GpuTarget = MODELLED
 
     def inputs(self, spec: AttentionSpec, shape: Shape) -> Inputs:
         """Random arguments on the device."""
         dtype = TORCH_DTYPES[self.setting.element]
-        return random_inputs(spec, shape, self.setting.head_dim, dtype).to(str(self.setting.device))
+        return random_inputs(spec, shape, self.setting.head_dim, dtype, realistic=True).to(str(self.setting.device))
 
 
 def with_padding(spec: AttentionSpec) -> AttentionSpec:
@@ -138,7 +140,11 @@ def _drop_probability(spec: AttentionSpec, shape: Shape) -> float | None:
 def length_sweep(task: Task, lengths: Sequence[int] = LENGTHS) -> Iterator[Found]:
     """Nq = Nk = N for every N: flashgen and the peers, as long as the budget lasts."""
     op = load_spec(task.spec, task.backend)
-    clock, forecast = Clock(task.budget), _Forecast()
+    setting = replace(task.setting, peers=tuple(name for name in task.setting.peers if name != SPARSE))
+    sparse = SPARSE in task.setting.peers and task.spec.layout is None
+    sparse_spec = _with_pattern(task.spec, "butterfly")[0] if sparse else task.spec
+    sparse_op = load_spec(sparse_spec, task.backend)
+    clock, forecast, sparse_forecast = Clock(task.budget), _Forecast(), _Forecast()
     padded = any(tensor.name == PADDING for tensor in task.spec.tensors)
     for number, length in enumerate(lengths):
         shape = replace(task.shape, q_len=length, kv_len=length)
@@ -160,18 +166,38 @@ def length_sweep(task: Task, lengths: Sequence[int] = LENGTHS) -> Iterator[Found
             for name in task.setting.peers
             if forecast.seconds(name, length) > max(share, clock.left / 2)
         }
+        seconds = min(share, _MOST_A_PLACE)
         for found in measure(
             op,
             inputs,
-            task.setting,
+            setting,
             place,
             kept_share=kept_share(task.spec, inputs),
             hbm=forecast.bytes(task, inputs, task.spec),
-            seconds=min(share, _MOST_A_PLACE),
+            seconds=seconds,
             leave_out=slow,
         ):
             forecast.learn(found)
             yield found
+        if SPARSE not in task.setting.peers:
+            continue
+        reason = slow.get(SPARSE) if sparse else "the spec has a layout of its own"
+        if reason is not None:
+            yield Absent("", length, place.label, SPARSE, backward=False, reason=reason)
+            continue
+        for found in measure(
+            sparse_op,
+            inputs,
+            replace(setting, peers=()),
+            place,
+            kept_share=kept_share(sparse_spec, inputs),
+            hbm=sparse_forecast.bytes(task, inputs, sparse_spec),
+            seconds=seconds,
+            beside={backward: own_run(op, inputs, setting, backward=backward) for backward in (False, True)},
+        ):
+            renamed = replace(found, who=SPARSE)
+            forecast.learn(renamed)
+            yield renamed
 
 
 def block_sweep(task: Task, blocks: Sequence[int] = BLOCKS) -> Iterator[Found]:
@@ -197,8 +223,7 @@ def block_sweep(task: Task, blocks: Sequence[int] = BLOCKS) -> Iterator[Found]:
             yield Absent("B_r = B_c", block, f"{block} × {block}", OWN, backward=False, reason=reason)
             continue
         chosen = chosen or own
-        decisions = op.plan[setting.head_dim]
-        tiles = (decisions.by_element[setting.element] if isinstance(decisions, CudaPlan) else decisions).forward
+        tiles = op.plan[setting.head_dim].of_element(setting.element)["forward"]
         label = f"{tiles.Br} × {tiles.Bc}"
         yield from measure(
             op,
@@ -226,9 +251,8 @@ def sparsity_sweep(task: Task, shares: Sequence[float] = SHARES) -> Iterator[Fou
     The butterfly over n blocks keeps (log2 n + 1) / n of them; wider blocks make n smaller.
     """
     blocks = -(-task.shape.kv_len // _BLOCK)
-    for series, text in _PATTERNS.items():
-        (pattern,) = parse_text(f"attention sweep {{ head_dim 16 {text} }}").specs
-        spec = replace(task.spec, layout=pattern.layout, params=(*task.spec.params, *pattern.params))
+    for series in _PATTERNS:
+        spec, param = _with_pattern(task.spec, series)
         op = load_spec(spec, task.backend)
         clock, forecast = Clock(task.budget / len(_PATTERNS)), _Forecast()
         # The densest first: every other place takes turns with it.
@@ -239,12 +263,12 @@ def sparsity_sweep(task: Task, shares: Sequence[float] = SHARES) -> Iterator[Fou
         densest: dict[bool, Callable[[], object]] = {}
         for value in values:
             inputs = task.inputs(spec, task.shape)
-            inputs = replace(inputs, params={**inputs.params, pattern.params[0].name: value})
+            inputs = replace(inputs, params={**inputs.params, param: value})
             densest = densest or {
                 backward: own_run(op, inputs, task.setting, backward=backward) for backward in (False, True)
             }
             if clock.left < 0:
-                label = f"{series}, {pattern.params[0].name} = {value:g}"
+                label = f"{series}, {param} = {value:g}"
                 yield Absent(series, value, label, OWN, backward=False, reason=_SPENT)
                 continue
             share = kept_share(spec, inputs, _MOST_COUNTED)
@@ -259,6 +283,26 @@ def sparsity_sweep(task: Task, shares: Sequence[float] = SHARES) -> Iterator[Fou
                 seconds=task.budget / (len(_PATTERNS) * len(values)),
                 beside=densest,
             )
+
+
+def _with_pattern(spec: AttentionSpec, series: str) -> tuple[AttentionSpec, str]:
+    """The spec with a pattern in the place of its layout, and the name of the param that says how much it keeps."""
+    (pattern,) = parse_text(f"attention sweep {{ head_dim 16 {_PATTERNS[series]} }}").specs
+    return replace(spec, layout=pattern.layout, params=(*spec.params, *pattern.params)), pattern.params[0].name
+
+
+def totals_sweep(task: Task) -> Iterator[Found]:
+    """One shape: flashgen and the peers, with flops and HBM bytes of those that the paper counts."""
+    inputs = task.inputs(task.spec, task.shape)
+    yield from measure(
+        load_spec(task.spec, task.backend),
+        inputs,
+        task.setting,
+        Place("", task.shape.kv_len, str(task.shape)),
+        kept_share=kept_share(task.spec, inputs),
+        hbm=kernel_bytes(task.spec, inputs, task.setting.element, task.target),
+        seconds=task.budget,
+    )
 
 
 def proportional(points: Sequence[Point]) -> Mapping[Point, float]:

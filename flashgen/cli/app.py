@@ -5,15 +5,23 @@ Exit codes: 0 fine, 1 the spec or the result is wrong, 2 wrong usage. Results go
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 import warnings
+from typing import Any
 
 import click
 
 from flashgen.cli.bench import bench
+from flashgen.cli.bench_sweep import INTERRUPTED
 from flashgen.cli.build import build
 from flashgen.cli.check import check
-from flashgen.cli.console import exit_code, fail, note, show_diagnostics
-from flashgen.cli.machine import cache, devices
+from flashgen.cli.completion import VARIABLE, completion
+from flashgen.cli.console import JSON_WANTED, exit_code, fail, is_plain, note, print_json_error, show_diagnostics
+from flashgen.cli.fuzz import fuzz
+from flashgen.cli.import_ import import_
+from flashgen.cli.machine import cache, devices, doctor
 from flashgen.cli.plan import plan
 from flashgen.cli.show import show
 from flashgen.cli.tune import tune
@@ -21,9 +29,25 @@ from flashgen.cli.verify import verify
 from flashgen.diagnostics import SpecError
 from flashgen.version import __version__
 
+# Of RuntimeErrors of torch.
+_TOO_LARGE = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
+
 
 class Commands(click.Group):
     """A group that turns the library's errors into messages and exit codes."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a process. Characters that a terminal's encoding lacks, and names that are no text, are escaped."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **{"complete_var": VARIABLE, **extra})
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Notes for errors how the results are to be printed."""
+        ctx.meta[JSON_WANTED] = "--json" in args
+        ctx.color = False if is_plain() else ctx.color
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command. An error that nobody can expect of a user passes through, with its traceback."""
@@ -33,8 +57,15 @@ class Commands(click.Group):
                 return super().invoke(ctx)
         except SpecError as error:
             show_diagnostics(error.diagnostics, error.sources)
-            ctx.exit(exit_code(error.diagnostics))
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            code = exit_code(error.diagnostics)
+            print_json_error(error.diagnostics[0].message, code, error.diagnostics)
+            ctx.exit(code)
+        except click.ClickException as error:
+            print_json_error(error.format_message(), error.exit_code)
+            raise  # click says it on stderr
+        except KeyboardInterrupt:
+            fail("interrupted", INTERRUPTED)
+        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click knows what to do
         except Exception as error:
             explained = _explained(error)
@@ -45,18 +76,20 @@ class Commands(click.Group):
 
 def _explained(error: Exception) -> tuple[str, int] | None:
     """A message and an exit code: 1 where the result is wrong, 2 where the machine lacks something or refuses."""
+    from flashgen.package.folder import FolderRefused
     from flashgen.picture.plotting import PlottingMissing
-    from flashgen.plan.device_table import DeviceFileError
     from flashgen.runtime.compiler import CompileFailed, CompilerMissing
+    from flashgen.targets.device_table import DeviceFileError
 
     if isinstance(error, CompileFailed):
         return str(error), 1
-    if isinstance(error, CompilerMissing | DeviceFileError | PlottingMissing):
+    if isinstance(error, CompilerMissing | DeviceFileError | FolderRefused | PlottingMissing):
         return str(error), 2
     if isinstance(error, OSError):
-        place = f"'{error.filename}': " if error.filename else ""
+        unnamed = "what was to be written: " if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) else ""
+        place = f"'{error.filename}': " if error.filename else unnamed
         return f"{place}{error.strerror or error}", 2
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):  # torch raises a RuntimeError
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _TOO_LARGE):
         return "there is not enough memory for this; choose a smaller --shape", 2
     return None
 
@@ -67,7 +100,7 @@ def main() -> None:
     """Compile attention specs (.attn) to PyTorch operators."""
 
 
-for command in (check, build, verify, plan, show, bench, tune, devices, cache):
+for command in (check, build, verify, plan, show, bench, tune, fuzz, import_, devices, cache, doctor, completion):
     main.add_command(command)
 
 

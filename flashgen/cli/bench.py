@@ -15,13 +15,14 @@ from flashgen.cli.console import note, plain_table, print_json, print_table, pro
 from flashgen.cli.operators import chosen_specs, loaded_operators
 from flashgen.cli.options import (
     Constant,
+    OneOf,
+    SomeOf,
     backend_option,
     json_option,
     name_option,
     picture_path,
-    read_name,
-    read_names,
     read_numbers,
+    read_seconds,
     set_option,
     shape_option,
     spec_argument,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from flashgen.benchmark.bench import Comparison
     from flashgen.benchmark.timing import Spread
 
-PEER_NAMES = ("sdpa", "standard", "flex", "dense")
+PEER_NAMES = ("sdpa", "standard", "rabe_staats", "flex", "dense")
+BLOCK_SPARSE = "block_sparse"  # flashgen itself: it computes less
 DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 
 
@@ -42,19 +44,21 @@ DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 @click.option(
     "--vs",
     "peers",
-    type=read_names("peer", lambda: PEER_NAMES),
+    type=SomeOf("peer", lambda: (*PEER_NAMES, BLOCK_SPARSE)),
     default=None,
     show_default=f"{','.join(DEFAULT_PEERS)}; by length {','.join(SWEEP_PEERS['length'])}",
     metavar="NAME,...",
     help="Whom to compare with.",
 )
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where to run.")
-@click.option("--sweep", type=click.Choice(KINDS), default=None, help="Measure by length, blocks or sparsity.")
+@click.option(
+    "--sweep", type=click.Choice(KINDS), default=None, help="Measure by length, blocks or sparsity, or all totals."
+)
 @click.option("--lengths", type=read_numbers("length"), default=None, metavar="N,...", help="Of the sweep by length.")
 @click.option("--blocks", type=read_numbers("block"), default=None, metavar="N,...", help="Of the sweep by blocks.")
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=read_seconds,
     default=300.0,
     show_default=True,
     metavar="SECONDS",
@@ -77,7 +81,7 @@ DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 )
 @click.option(
     "--dtype",
-    type=read_name("dtype", lambda: ("f32", "bf16", "f16")),
+    type=OneOf("dtype", lambda: ("f32", "bf16", "f16")),
     default=None,
     metavar="NAME",
     help="f32, bf16 or f16; default: the first of the spec.",
@@ -107,15 +111,19 @@ def bench(
 ) -> None:
     """Time a spec forward, and forward with backward, beside its peers.
 
-    These are sdpa, flex (compiled FlexAttention), standard (the paper's Algorithm 0) and dense (any spec, composed of
-    PyTorch's operators). All take turns in every round; ratios are taken within a round, and shown as the median with
-    the quartiles. A float32 matrix product of 2048 x 2048 takes turns with them, and every speed is shown as a share of
-    its speed.
+    These are sdpa, flex (compiled FlexAttention), standard (the paper's Algorithm 0), rabe_staats (the same in chunks
+    of sqrt(Nk) keys under checkpoints) and dense (any spec, composed of PyTorch's operators). All take turns in every
+    round; ratios are taken within a round, and shown as the median with the quartiles. A float32 matrix product of
+    2048 x 2048 takes turns with them, and every speed is shown as a share of its speed.
 
-    --sweep draws the paper's figures: run time and memory by length, run time and HBM bytes by the size of the blocks,
-    run time by the share of blocks kept. Ctrl-C ends it with what was measured.
+    --sweep draws the paper's figures: run time and memory by length (block_sparse among the peers is flashgen with the
+    butterfly of blocks as its layout), run time and HBM bytes by the size of the blocks, run time by the share of
+    blocks kept, and as totals flops, HBM bytes and run time of one shape. Ctrl-C ends it with what was measured.
     """
     from flashgen.benchmark.device import cuda_is_there
+
+    if peers is not None and BLOCK_SPARSE in peers and sweep != "length":
+        raise click.UsageError(f"'{BLOCK_SPARSE}' computes other pairs than the spec: it belongs to --sweep length")
 
     if device == "cuda" and not cuda_is_there():
         raise click.BadParameter("PyTorch finds no GPU here", param_hint="'--device'")

@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     from flashgen.benchmark.sweep import Found, Point, Sweep
     from flashgen.benchmark.sweeps import Task
 
-KINDS = ("length", "blocks", "sparsity")
+KINDS = ("length", "blocks", "sparsity", "totals")
 DEFAULT_SHAPES = {
     "length": Shape(1, 8, 8, 0, 0),
     "blocks": Shape(1, 8, 8, 1024, 1024),
     "sparsity": Shape(1, 4, 4, 8192, 8192),
+    "totals": Shape(1, 16, 16, 1024, 1024),
 }
-DEFAULT_PEERS = {"length": ("standard", "sdpa", "flex"), "blocks": (), "sparsity": ()}
+DEFAULT_PEERS = {
+    "length": ("standard", "rabe_staats", "sdpa", "flex", "block_sparse"),
+    "blocks": (),
+    "sparsity": (),
+    "totals": ("standard", "rabe_staats"),
+}
 INTERRUPTED = 130  # what shells say of a program that SIGINT ended
-_AGAINST = {"length": "× flashgen", "blocks": "× planner", "sparsity": "× densest"}
-_PLACES = {"length": "N", "blocks": "B_r × B_c", "sparsity": "pairs kept"}
+_AGAINST = {"length": "× flashgen", "blocks": "× planner", "sparsity": "× densest", "totals": "× flashgen"}
+_PLACES = {"length": "N", "blocks": "B_r × B_c", "sparsity": "pairs kept", "totals": "B,H,Hkv,Nq,Nk"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class Request:
 
 def run_sweeps(specs: tuple[AttentionSpec, ...], request: Request) -> None:
     """Every spec in turn. An interruption keeps what was measured, and then ends the program."""
+    if request.plot is not None:
+        from flashgen.picture.plotting import require
+
+        require()
     if request.plot is not None and len(specs) > 1:
         names = ", ".join(spec.name for spec in specs)
         raise click.UsageError(f"the file holds several attentions ({names}); choose one by --name for '--plot'")
@@ -136,6 +146,8 @@ def _generator(request: Request) -> Callable[[Task], Iterator[Found]]:
                 return sweeps.length_sweep(task, request.lengths or sweeps.LENGTHS)
             case "blocks":
                 return sweeps.block_sweep(task, request.blocks or sweeps.BLOCKS)
+            case "totals":
+                return sweeps.totals_sweep(task)
         return sweeps.sparsity_sweep(task)
 
     return steps
@@ -151,6 +163,7 @@ def _print(sweep: Sweep) -> None:
     multiples = proportional(sweep.points) if sweep.kind == "sparsity" else {}
     columns = [_PLACES[sweep.kind], "pass", "who", "ms", "quartiles", _AGAINST[sweep.kind], "MiB", "HBM MiB"]
     columns += ["× proportional"] if multiples else []
+    columns += ["GFLOP"] if sweep.kind == "totals" else []
     table = plain_table(f"{sweep.spec_name}, by {sweep.kind}", columns, left=["pass", "who"])
     previous: tuple[str, bool] | None = None
     for point in sweep.points:
@@ -167,13 +180,15 @@ def _print(sweep: Sweep) -> None:
             _mib(point.memory_bytes),
             _mib(point.hbm_bytes),
             *([f"{multiples[point]:.2f}"] if multiples else []),
+            *(["" if point.flops is None else f"{point.flops / 1e9:.2f}"] if sweep.kind == "totals" else []),
         )
         previous = here
     print_table(table)
     for line in caption(sweep).splitlines():
         click.echo(line)
     click.echo(
-        f"MiB: the peak beyond the inputs. HBM MiB: predicted for {sweep.target}; 'standard': as the paper counts it."
+        f"MiB: the peak beyond the inputs. HBM MiB: predicted for {sweep.target}; of 'standard' and "
+        "'rabe_staats' as the paper counts."
     )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from flashgen.cli.console import note, print_json, progress
-from flashgen.cli.options import Constant, json_option, read_names, set_option, spec_arguments
+from flashgen.cli.options import Constant, SomeOf, json_option, set_option, spec_arguments
+
+if TYPE_CHECKING:
+    from flashgen.pipeline import BuildResult
 
 
 def _targets() -> tuple[str, ...]:
-    from flashgen.pipeline import TARGETS
+    from flashgen.pipeline import target_names
 
-    return TARGETS
+    return target_names()
 
 
 @click.command(short_help="Write the generated operators.")
@@ -31,37 +35,43 @@ def _targets() -> tuple[str, ...]:
 @click.option(
     "--target",
     "targets",
-    type=read_names("target", _targets),
-    default=("cpu",),
-    show_default="cpu",
+    type=SomeOf("target", _targets),
+    default=None,
+    show_default="sources for cpu, sm_80, sm_90a",
     metavar="NAME,...",
-    help="What to generate for: cpu, and GPU architectures such as sm_80, whose binaries are made without a GPU.",
+    help="What to generate for: cpu, and GPU architectures such as sm_80. Those that are named get binaries, too, "
+    "which NVRTC makes without a GPU.",
 )
 @set_option
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a folder is not what would be written.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Write into a folder that flashgen did not write, and over its files that were edited; touches no others.",
+)
 @json_option
 def build(
     files: tuple[Path, ...],
     output: Path,
-    targets: tuple[str, ...],
+    targets: tuple[str, ...] | None,
     constants: tuple[tuple[str, Constant], ...],
     check: bool,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Compile specs: write a Python package of operator and sources for each attention."""
-    from flashgen.pipeline import build_file
+    from flashgen.pipeline import build_files
 
-    built = (
-        result
-        for file in files
-        for result in build_file(file, output=output, targets=targets, constants=dict(constants), check=check)
-    )
+    built = build_files(files, output=output, targets=targets, constants=dict(constants), check=check, force=force)
     results = list(progress(built, "building"))
     stale = [result for result in results if result.changed]
     for lost in dict.fromkeys(sentence for result in results for sentence in result.rejected):
         note(f"passed over: {lost}")
-    if not check and "cpu" in targets:
-        _warn_without_compiler()
+    if not check:
+        for sentence in dict.fromkeys(sentence for result in results for sentence in result.left):
+            note(f"left out: {sentence}")
+        if targets is None or "cpu" in targets:
+            _warn_without_compiler()
     if as_json:
         print_json(
             [
@@ -70,15 +80,21 @@ def build(
                     "folder": str(result.folder),
                     "files": [str(file) for file in result.files],
                     "changed": [str(file) for file in result.changed],
+                    "bytes": result.size,
                     "seconds": result.seconds,
                     "rejected": list(result.rejected),
+                    "refusal": result.refusal,
+                    "left_out": list(result.left),
                 }
                 for result in results
             ]
         )
     else:
         for result in results:
-            _print(result.name, result.folder, result.files, result.changed, result.seconds, check=check)
+            _print(result, check=check)
+    for result in results:
+        if result.refusal is not None:
+            note(f"flashgen build would refuse: {result.refusal}")
     if check and stale:
         note(
             f"{len(stale)} of {len(results)} folders are not what would be written; run flashgen build without --check"
@@ -95,21 +111,14 @@ def _warn_without_compiler() -> None:
         note(f"warning: nothing was compiled; here the operators run as PyTorch code, which is slow: {error}")
 
 
-def _print(
-    name: str,
-    folder: Path,
-    files: tuple[Path, ...],
-    changed: tuple[Path, ...],
-    seconds: float,
-    *,
-    check: bool,
-) -> None:
+def _print(result: BuildResult, *, check: bool) -> None:
     if check:
-        for file in changed:
+        for file in result.changed:
             click.echo(f"differs: {file}")
-        if not changed:
-            click.echo(f"{name}: {folder} is up to date")
+        if not result.changed:
+            click.echo(f"{result.name}: {result.folder} is up to date")
         return
-    click.echo(f"{name}: {folder} ({len(files)} files, {len(changed)} changed, {seconds:.2f} s)")
-    for file in files:
+    counted = f"{len(result.files)} files, {len(result.changed)} changed, {result.size / 1e3:.0f} kB"
+    click.echo(f"{result.name}: {result.folder} ({counted}, {result.seconds:.2f} s)")
+    for file in result.files:
         click.echo(f"  {file.name}")

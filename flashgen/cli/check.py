@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import exit_code, note, print_json, show_diagnostics
-from flashgen.cli.options import Constant, json_option, set_option, spec_arguments
+from flashgen.cli.console import diagnostic_as_dict, exit_code, note, print_json, show_diagnostics
+from flashgen.cli.options import Constant, SomeOf, checked_arguments, json_option, near_files, set_option
 from flashgen.diagnostics import Diagnostic, Source, SpecError
+
+if TYPE_CHECKING:
+    from flashgen.answers import Answer
+
+
+def _targets() -> tuple[str, ...]:
+    from flashgen.pipeline import target_names
+
+    return target_names()
 
 
 @click.command(short_help="Check specs and print diagnostics.")
-@spec_arguments
+@checked_arguments
 @set_option
+@click.option(
+    "--target",
+    "targets",
+    type=SomeOf("target", _targets),
+    default=None,
+    show_default="all are asked, and one has to take it",
+    metavar="NAME,...",
+    help="Ask these alone whether they take a spec; all of them have to.",
+)
 @json_option
-def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], as_json: bool) -> None:
+def check(
+    files: tuple[Path, ...],
+    constants: tuple[tuple[str, Constant], ...],
+    targets: tuple[str, ...] | None,
+    as_json: bool,
+) -> None:
     """Check specs and print every diagnostic.
 
-    Exits with 1 if there is an error; warnings alone exit with 0.
+    Every target is asked what it refuses: that is a warning where another takes the spec. Exits with 1 if there is an
+    error; warnings alone exit with 0.
     """
     from flashgen.pipeline import check_file
 
@@ -28,12 +54,16 @@ def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], 
     errors = warnings = worst = 0
     for file in files:
         names: tuple[str, ...] = ()
+        answers: list[Answer] = []
         diagnostics: Sequence[Diagnostic]
         sources: Sequence[Source]
         try:
-            checked = check_file(file, dict(constants))
+            checked = check_file(file, dict(constants), targets, answers.append)
         except SpecError as error:
+            hint = near_files(file).strip()
             diagnostics, sources = error.diagnostics, error.sources
+            if hint:
+                diagnostics = [replace(each, hints=(*each.hints, hint)) for each in diagnostics]
         else:
             names = tuple(spec.name for spec in checked.specs)
             diagnostics, sources = checked.warnings, checked.sources
@@ -45,42 +75,37 @@ def check(files: tuple[Path, ...], constants: tuple[tuple[str, Constant], ...], 
             {
                 "file": str(file),
                 "attentions": names,
-                "diagnostics": [_as_dict(entry) for entry in diagnostics],
+                "diagnostics": [diagnostic_as_dict(entry) for entry in diagnostics],
+                "targets": [_answer_as_dict(entry) for entry in answers],
             }
         )
         if not as_json:
-            show_diagnostics(diagnostics, sources, err=False)
+            show_diagnostics(diagnostics, sources, err=_is_unread(diagnostics))
     if as_json:
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
     sys.exit(worst)
 
 
+def _answer_as_dict(answer: Answer) -> dict[str, object]:
+    """What a target says of an attention, as plain data."""
+    return {
+        "target": answer.target,
+        "attention": answer.attention,
+        "takes": answer.takes,
+        "refused": [diagnostic_as_dict(each) for each in answer.refused],
+        "left_out": [diagnostic_as_dict(each) for each in answer.left_out],
+    }
+
+
+def _is_unread(diagnostics: Sequence[Diagnostic]) -> bool:
+    """Whether there is no spec to say anything about: a file that cannot be read is wrong usage."""
+    return any(each.code == "E001" for each in diagnostics)
+
+
 def _worse(one: int, other: int) -> int:
     """A wrong spec (1) weighs more than wrong usage (2), and that more than neither."""
     return 1 if 1 in (one, other) else max(one, other)
-
-
-def _as_dict(diagnostic: Diagnostic) -> dict[str, object]:
-    span = diagnostic.span
-    place = None
-    if span is not None:
-        place = {
-            "file": span.file,
-            "line": span.line,
-            "column": span.column,
-            "end_line": span.end_line,
-            "end_column": span.end_column,
-        }
-    return {
-        "code": diagnostic.code,
-        "severity": diagnostic.severity,
-        "message": diagnostic.message,
-        "label": diagnostic.label,
-        "notes": diagnostic.notes,
-        "hints": diagnostic.hints,
-        "span": place,
-    }
 
 
 def _count(number: int, what: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -18,8 +20,13 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-# Diagnostics that speak of the command line and not of the spec: an unknown or unfit --set, --target or --device.
-ABOUT_THE_COMMAND = frozenset({"E109", "E212", "E405"})
+JSON_WANTED = "flashgen.json_wanted"  # in a context's meta
+_JSON_PRINTED = "flashgen.json_printed"
+_WIDEST = 1000  # columns of a table
+
+# Diagnostics that speak of the command line and not of the spec: a file that cannot be read, an unknown or unfit --set,
+# --target or --device.
+ABOUT_THE_COMMAND = frozenset({"E001", "E109", "E212", "E405"})
 
 
 def exit_code(diagnostics: Iterable[Diagnostic]) -> int:
@@ -31,9 +38,69 @@ def exit_code(diagnostics: Iterable[Diagnostic]) -> int:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Say what went wrong on stderr and leave with this exit code."""
+    """Say what went wrong on stderr, and as JSON where that was asked for, and leave with this exit code."""
     click.echo(f"error: {message}", err=True)
+    print_json_error(message, code)
+    _drop_unwritten()
     sys.exit(code)
+
+
+def _drop_unwritten() -> None:
+    """Let go of results that cannot be written: the interpreter would try again as it ends, and exit by 120."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def print_json_error(message: str, code: int, diagnostics: Sequence[Diagnostic] = ()) -> None:
+    """What went wrong as the one JSON document, where ``--json`` was given and none is printed yet."""
+    context = click.get_current_context(silent=True)
+    if context is None or not context.meta.get(JSON_WANTED) or context.meta.get(_JSON_PRINTED):
+        return
+    print_json(
+        {
+            "error": {
+                "message": message,
+                "exit_code": code,
+                "diagnostics": [diagnostic_as_dict(each) for each in diagnostics],
+            }
+        }
+    )
+
+
+def diagnostic_as_dict(diagnostic: Diagnostic) -> dict[str, object]:
+    """A diagnostic as plain data."""
+    span = diagnostic.span
+    place = None
+    if span is not None:
+        place = {
+            "file": span.file,
+            "line": span.line,
+            "column": span.column,
+            "end_line": span.end_line,
+            "end_column": span.end_column,
+        }
+    return {
+        "code": diagnostic.code,
+        "severity": diagnostic.severity,
+        "message": diagnostic.message,
+        "label": diagnostic.label,
+        "notes": diagnostic.notes,
+        "hints": diagnostic.hints,
+        "span": place,
+    }
+
+
+def is_plain() -> bool:
+    """Whether a terminal is to be spared colours and other escapes: ``NO_COLOR``, or one that has none."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a terminal reads a stream, which may have been closed."""
+    return stream is not None and stream.isatty()
 
 
 def note(message: str) -> None:
@@ -51,22 +118,25 @@ def show_diagnostics(diagnostics: Sequence[Diagnostic], sources: Sequence[Source
     """Print diagnostics with carets, in colour where a terminal reads."""
     if diagnostics:
         stream = sys.stderr if err else sys.stdout
-        color = stream.isatty() and not os.environ.get("NO_COLOR")
+        color = is_terminal(stream) and not is_plain()
         click.echo(render(diagnostics, sources, color=color).rstrip("\n"), err=err)
 
 
 def print_json(value: object) -> None:
     """One JSON document on stdout. Infinite and undefined numbers become null."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta[_JSON_PRINTED] = True
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def print_table(table: Table) -> None:
-    """A table on stdout; as wide as it needs to be where no terminal limits it."""
+    """A table on stdout, as wide as it needs to be: a terminal that is narrower wraps lines, and loses nothing."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+    needed = max(table.__rich_measure__(console, console.options.update(width=_WIDEST)).maximum, 40)
+    console = Console(highlight=False, width=min(needed, _WIDEST))
     with console.capture() as capture:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
@@ -87,7 +157,7 @@ def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ())
 
 def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
     """The steps, counted on stderr while they are taken; silent where no terminal reads."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr) or is_plain():
         yield from steps
         return
     from rich.console import Console
@@ -100,7 +170,7 @@ def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
 
 def progress_bar(steps: Iterable[Item], total: int, what: str) -> Iterator[Item]:
     """The steps under a bar on stderr, with the time that the rest will take; silent where no terminal reads."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr) or is_plain():
         yield from steps
         return
     from rich.console import Console

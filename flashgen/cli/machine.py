@@ -1,8 +1,10 @@
-"""``flashgen devices`` and ``flashgen cache``: what is known and what is stored."""
+"""``flashgen devices``, ``flashgen cache`` and ``flashgen doctor``: what is known, what is stored, what is missing."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,8 +25,8 @@ def devices(as_json: bool) -> None:
 
     Your own stand in a TOML file, which the last line names; its form is that of the table that comes with flashgen.
     """
-    from flashgen.plan.device_table import known_devices, user_file
-    from flashgen.plan.devices import local_cpu
+    from flashgen.targets.cpu.device import local_cpu
+    from flashgen.targets.device_table import known_devices, user_file
 
     known = known_devices()
     cpus = (local_cpu(), *known.cpus.values())
@@ -79,7 +81,10 @@ def cache(ctx: click.Context, as_json: bool) -> None:
     from flashgen.tuned import TunedStore
 
     stored = Cache.default()
-    entries, tuned = stored.entries(), TunedStore.default().files()
+    entries, tuned = stored.entries(), TunedStore.beside(stored).files()
+    doubt = stored.doubt()
+    if doubt is not None:
+        note(f"warning: nothing of this is used: {doubt}")
     if as_json:
         listed = {
             "entries": [dataclasses.asdict(entry) for entry in entries],
@@ -139,6 +144,42 @@ def clear(only: str | None) -> None:
     if only != "tuned":
         note(f"freed {Cache.default().clear() / 1e6:.1f} MB")
     if only != "libraries":
-        removed = TunedStore.default().clear()
+        removed = TunedStore.beside(Cache.default()).clear()
         if removed or only:
             note(f"removed the tuned tiles of {removed} kernels")
+
+
+@click.command(short_help="Say what is missing here, and how to get it.")
+@json_option
+def doctor(as_json: bool) -> None:
+    """Look for what flashgen needs on this machine, and say how to get what is not there.
+
+    A compiler and its OpenMP, the cache folder, PyTorch, GPU, driver, CuPy, NVRTC, and what pictures and models need.
+    Exits with 0 where a backend can run, with 1 where none can.
+    """
+    from flashgen.doctor import examine
+
+    report = examine()
+    if as_json:
+        print_json(report.to_json())
+    else:
+        width = max(len(each.name) for each in report.findings)
+        for each in report.findings:
+            mark = {"ok": "ok", "missing": "MISSING", "optional": "-"}[each.state]
+            indent = " " * (width + 11)
+            lines = [_wrapped(each.found, indent)]
+            if each.state != "ok" and each.cure:
+                lines.append(indent + _wrapped(f"to get it: {each.cure}", indent))
+            click.echo(f"{mark:<7}  {each.name:<{width}}  " + "\n".join(lines))
+        click.echo()
+        for name, why in report.backends.items():
+            click.echo(f"backend '{name}' {'runs here' if not why else f'does not run here; {why}'}")
+    if not report.runs:
+        note("no backend runs here")
+        sys.exit(1)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """Lines of a terminal, but words, as paths and commands are, stay whole."""
+    columns = max(40, 120 - len(indent))
+    return f"\n{indent}".join(textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False) or [""])

@@ -44,13 +44,14 @@ def loaded_operators(
     backend: str | None,
     shape: Shape | None,
     constants: tuple[tuple[str, Constant], ...],
+    target: str | None = None,
 ) -> Iterator[AttentionOp]:
     """Every attention of the file, or the one of this name, built and imported, if it can be called at this shape."""
     from flashgen.pipeline import load
 
     for spec in chosen_specs(file, name, shape, constants):
         try:
-            op = load(file, name=spec.name, const=dict(constants), backend=backend)
-        except ValueError as error:  # a backend that this machine lacks
+            op = load(file, name=spec.name, const=dict(constants), backend=backend, target=target)
+        except ValueError as error:  # a backend that this machine lacks, or one that takes no target
             raise click.UsageError(str(error)) from error
         yield op

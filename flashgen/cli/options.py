@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from flashgen import gallery
+from flashgen.cli import completion
 from flashgen.cli.console import near_matches
+from flashgen.diagnostics import nearest, quoted_list
 from flashgen.ir.shape import Shape
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
+_LONGEST_COUNTED = 2**26
 Constant = bool | int | float
 
 
@@ -43,27 +48,40 @@ def read_shape(text: str | Shape) -> Shape:
         raise click.BadParameter(str(error)) from None
 
 
-def read_name(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str], str]:
+class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of click alone
     """One name out of a list that is looked up when it is needed; a wrong one is answered with the nearest."""
 
-    def read(text: str) -> str:
-        names = tuple(known())
-        if text not in names:
-            raise click.BadParameter(f"unknown {what} '{text}'.{near_matches(text, names)} Known: {', '.join(names)}.")
-        return text
+    name = "name"
 
-    return read
+    def __init__(self, what: str, known: Callable[[], Iterable[str]]) -> None:
+        self._what, self._known = what, known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name itself."""
+        known = tuple(self._known())
+        if value not in known:
+            near = near_matches(value, known)
+            self.fail(f"unknown {self._what} '{value}'.{near} Known: {', '.join(known)}.", param, ctx)
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """The names that begin like this."""
+        return completion.names(self._known(), incomplete)
 
 
-def read_names(what: str, known: Callable[[], Iterable[str]]) -> Callable[[str | tuple[str, ...]], tuple[str, ...]]:
+class SomeOf(OneOf):
     """Several such names, with commas between them."""
-    read = read_name(what, known)
 
-    def read_all(text: str | tuple[str, ...]) -> tuple[str, ...]:
-        parts = text.split(",") if isinstance(text, str) else text
-        return tuple(dict.fromkeys(read(part.strip()) for part in parts))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Each name once, in the order given."""
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(dict.fromkeys(super(SomeOf, self).convert(part.strip(), param, ctx) for part in parts))
 
-    return read_all
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """What came before, and a name that is not there yet."""
+        before, comma, last = incomplete.rpartition(",")
+        left = [name for name in self._known() if name not in before.split(",")]
+        return [CompletionItem(before + comma + each.value) for each in completion.names(left, last)]
 
 
 def read_numbers(what: str) -> Callable[[str | tuple[int, ...]], tuple[int, ...]]:
@@ -78,9 +96,30 @@ def read_numbers(what: str) -> Callable[[str | tuple[int, ...]], tuple[int, ...]
             raise click.BadParameter(f"'{text}' is no list of {what}s such as 128,256,512") from None
         if min(numbers) < 1:
             raise click.BadParameter(f"a {what} is at least 1, and '{text}' holds {min(numbers)}")
+        if max(numbers) >= 2**31:
+            raise click.BadParameter(f"'{text}' holds a {what} that is too large: positions are 32-bit integers")
         return tuple(sorted(set(numbers)))
 
     return read
+
+
+def read_seconds(text: str | float) -> float:
+    """A time that a measurement may take."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is no number of seconds") from None
+    if not seconds > 0:  # nor no number
+        raise click.BadParameter(f"{seconds} is not in the range x>0.")
+    return seconds
+
+
+def check_countable(shape: Shape) -> None:
+    """Refuse lengths at which the model would count tiles for minutes."""
+    if max(shape.q_len, shape.kv_len) > _LONGEST_COUNTED:
+        raise click.BadParameter(
+            f"tiles are counted up to {_LONGEST_COUNTED} positions, and {shape} has more", param_hint="'--shape'"
+        )
 
 
 def picture_path(text: str | Path) -> Path:
@@ -95,13 +134,49 @@ def picture_path(text: str | Path) -> Path:
     return path
 
 
-SPEC_FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+class SpecFile(click.Path):
+    """A file that is there; of one that is not, the nearest names beside it are told."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, readable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; a bare name that is no file is the gallery's."""
+        try:
+            return super().convert(gallery.spec_file(value), param, ctx)
+        except click.BadParameter as error:
+            hint = gallery.hint(value)
+            close = near_files(Path(value)) or (f" D{hint[1:]}" if hint else "")
+            raise click.BadParameter(error.message + close, ctx, param) from None
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """Names of the gallery, and files."""
+        return completion.spec_files(incomplete)
+
+
+def near_files(path: Path) -> str:
+    """`` Did you mean 'causal.attn'?`` for a file that is not there, or nothing."""
+    try:
+        stems = [] if path.exists() else [each.stem for each in path.parent.glob("*.attn") if each.is_file()]
+    except (OSError, ValueError):
+        stems = []
+    close = [f"{stem}.attn" for stem in nearest(path.stem, stems, limit=3)]
+    return f" Did you mean {quoted_list(close)}?" if close else ""
+
+
+SPEC_FILE = SpecFile()
 
 
 def _backends() -> tuple[str, ...]:
     from flashgen.runtime.op import BACKENDS
 
     return BACKENDS
+
+
+def _emulated_targets() -> tuple[str, ...]:
+    from flashgen.targets.registry import GPUS
+
+    return tuple(GPUS)
 
 
 def _devices() -> tuple[str, ...]:
@@ -118,6 +193,17 @@ def spec_argument(command: Command) -> Command:
 def spec_arguments(command: Command) -> Command:
     """The spec files of a command, at least one."""
     return click.argument("files", metavar="FILE...", type=SPEC_FILE, nargs=-1, required=True)(command)
+
+
+def checked_arguments(command: Command) -> Command:
+    """Spec files that need not be there: what is wrong with a file is the result."""
+    kind = click.Path(path_type=Path)
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+        return completion.spec_files(incomplete)
+
+    argument = click.argument("files", metavar="FILE...", type=kind, nargs=-1, required=True, shell_complete=complete)
+    return argument(command)
 
 
 def set_option(command: Command) -> Command:
@@ -150,13 +236,21 @@ def shape_option(command: Command) -> Command:
 
 def backend_option(command: Command) -> Command:
     """``--backend NAME``."""
-    kind = read_name("backend", _backends)
+    kind = OneOf("backend", _backends)
     return click.option("--backend", type=kind, metavar="NAME", help="Run on this one; default: the CPU's.")(command)
+
+
+def emulated_target_option(command: Command) -> Command:
+    """``--target NAME``: the architecture whose kernels the emulator runs."""
+    kind = OneOf("target", _emulated_targets)
+    return click.option(
+        "--target", type=kind, metavar="NAME", default=None, help="With --backend emulator: its kernels (sm_80)."
+    )(command)
 
 
 def planned_device_option(command: Command) -> Command:
     """``--device NAME``: a device that plans can be made for."""
-    kind = read_name("device", _devices)
+    kind = OneOf("device", _devices)
     return click.option(
         "--device", type=kind, metavar="NAME", default=None, help="Plan for this device; default: this CPU."
     )(command)

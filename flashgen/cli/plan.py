@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import plain_table, print_json, print_table
+from flashgen.cli.console import note, plain_table, print_json, print_table
 from flashgen.cli.options import (
     Constant,
+    check_countable,
     json_option,
     planned_device_option,
     set_option,
@@ -21,6 +22,7 @@ from flashgen.cli.options import (
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
+    from flashgen.plan.plan import Plan
     from flashgen.plan.report import PassReport, PlanReport
 
 _KIB, _MB = 1024, 1e6
@@ -39,6 +41,9 @@ _MOST_REJECTED = 8  # of a pass, that are shown
 )
 @shape_option
 @set_option
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also the reasons of the recipe, buffers, the paper's tiles, runners-up."
+)
 @json_option
 def plan(
     file: Path,
@@ -46,11 +51,13 @@ def plan(
     sram: int | None,
     shape: Shape | None,
     constants: tuple[tuple[str, Constant], ...],
+    verbose: bool,
     as_json: bool,
 ) -> None:
-    """Show the tile sizes of a spec, why these, what they cost at a shape, and what was rejected.
+    """Show how a spec is computed, the tile sizes, why these, and what they cost at a shape.
 
     Times are predicted, not measured; HBM bytes stand beside those of standard attention and of the paper's algorithm.
+    --verbose and --json tell everything that is known.
     """
     from flashgen.pipeline import report_file
 
@@ -58,19 +65,57 @@ def plan(
         raise click.UsageError(
             f"--shape {shape}: there is nothing to plan for; B, Nq and Nk are at least 1 (an operator takes 0, too)"
         )
+    if shape is not None:
+        check_countable(shape)
     reports = report_file(file, device=device, sram=sram, shape=shape, constants=dict(constants))
     if as_json:
         print_json([entry.to_json() for entry in reports])
         return
     for entry in reports:
-        _print(entry)
+        _print_title(entry)
+        if verbose:
+            _print(entry)
+        else:
+            _print_short(entry)
+    if not verbose:
+        note("--verbose: why each choice of the recipe, buffers, the paper's tiles, runners-up, what was rejected")
+
+
+def _print_title(report: PlanReport) -> None:
+    decisions = report.plan
+    on = "" if report.timed_on == report.device else f" ({report.timed_on})"
+    title = f"{decisions.spec_name}, head_dim {decisions.head_dim}, on '{report.device}'{on}"
+    click.echo(click.style(title, bold=True) + f"; B,H,Hkv,Nq,Nk = {report.shape}")
+
+
+def _print_short(report: PlanReport) -> None:
+    """What is decided for all, and a few lines a pass: the tile with the one reason, how it works, time, bytes."""
+    from flashgen.plan.recipe import in_short
+    from flashgen.plan.report import describe_bound
+
+    click.echo(f"recipe: {in_short(report.plan.decided(''))}")
+    for what, each in _alike(report.passes).items():
+        moved, most = each.moved, _at_most(each)
+        click.echo(f"{what}: {each.reason}")
+        decided = report.plan.decided(f"{each.name}, {each.element}")
+        if decided:
+            click.echo(f"  {in_short(decided)}")
+        kernels = " + ".join(f"{kernel.name} {1e3 * kernel.seconds:.3g}" for kernel in each.time.kernels)
+        total = f" = {most}{1e3 * each.time.seconds:.3g}" if len(each.time.kernels) > 1 else ""
+        click.echo(
+            f"  {most if not total else ''}{kernels}{total} ms, predicted; {describe_bound(each.time)}; "
+            f"{most}{each.counts.visited_fraction:.0%} of the tiles are visited"
+        )
+        standard = f"standard attention {moved.standard / _MB:,.1f}"
+        paper = f"the paper's algorithm {moved.paper / _MB:,.1f}, any {moved.least / _MB:,.1f}"
+        click.echo(f"  {most}{moved.kernels / _MB:,.1f} MB between SRAM and HBM; {standard}, {paper}")
+    for remark in report.remarks:
+        click.echo(remark)
 
 
 def _print(report: PlanReport) -> None:
     decisions, groups = report.plan, _alike(report.passes)
-    on = "" if report.timed_on == report.device else f" ({report.timed_on})"
-    title = f"{decisions.spec_name}, head_dim {decisions.head_dim}, on '{report.device}'{on}"
-    click.echo(click.style(title, bold=True) + f"; B,H,Hkv,Nq,Nk = {report.shape}")
+    _print_recipe(decisions)
     _print_choice(groups, decisions.sram_bytes)
     for what, each in groups.items():
         for kernel, sizes in each.buffers.items():
@@ -91,6 +136,18 @@ def _print(report: PlanReport) -> None:
             if len(rejected) > _MOST_REJECTED:
                 table.add_row(name, "", "", f"{len(rejected) - _MOST_REJECTED} more; --json lists them")
         print_table(table)
+
+
+def _print_recipe(plan: Plan) -> None:
+    """Every choice with its reason and what was measured."""
+    from flashgen.plan.recipe import gathered
+
+    click.echo("recipe")
+    for each, about in gathered(plan.decisions).items():
+        of = f" ({about})" if about else ""
+        click.echo(f"  {each.question}: {each.choice}{of}")
+        click.echo(f"    because {each.reason}")
+        click.echo(f"    measured{f', {each.rule}' if each.rule else ''}: {each.measured}")
 
 
 def _alike(passes: Sequence[PassReport]) -> Mapping[str, PassReport]:
@@ -150,7 +207,8 @@ def _at_most(each: PassReport) -> str:
 
 
 def _print_moved(groups: Mapping[str, PassReport]) -> None:
-    columns = ["pass", "kernels", "standard attention", "× more", "the paper's algorithm", "N²d²/M", "least possible"]
+    columns = ["pass", "kernels", "standard attention", "× more", "the paper's algorithm", "Rabe and Staats"]
+    columns += ["N²d²/M", "least possible"]
     table = plain_table("MB between SRAM and HBM", columns, left=["pass"])
     for what, each in groups.items():
         moved = each.moved
@@ -159,7 +217,7 @@ def _print_moved(groups: Mapping[str, PassReport]) -> None:
             f"{_at_most(each)}{moved.kernels / _MB:,.1f}",
             f"{moved.standard / _MB:,.1f}",
             f"{'≥ ' if each.counts.unknown else ''}{moved.standard / max(moved.kernels, 1):.1f}",
-            *(f"{size / _MB:,.1f}" for size in (moved.paper, moved.bound, moved.least)),
+            *(f"{size / _MB:,.1f}" for size in (moved.paper, moved.rabe_staats, moved.bound, moved.least)),
         )
     print_table(table)
 

@@ -23,19 +23,14 @@ from flashgen.cli.options import (
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from rich.console import Console
     from rich.style import Style
 
     from flashgen.ir.spec import AttentionSpec
     from flashgen.picture.mask import MaskPicture
 
-DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
-_ANY = 2**62  # pairs
 _WIDEST = 96  # columns of a terminal
 _MOST_NUMBERED = 16  # tiles a side
-_PLAIN = {"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"}  # where there is no colour
 
 
 @click.command(short_help="Draw the mask and its tile classes.")
@@ -50,7 +45,13 @@ _PLAIN = {"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"}  # where there is no c
 )
 @click.option("--batch", type=click.IntRange(min=0), default=0, show_default=True, help="The batch entry to draw.")
 @click.option("--head", type=click.IntRange(min=0), default=0, show_default=True, help="The query head to draw.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of captured tensors, which are drawn at random.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of captured tensors, which are drawn at random.",
+)
 @name_option
 @planned_device_option
 @shape_option
@@ -101,17 +102,22 @@ def _picture(
     constants: tuple[tuple[str, Constant], ...],
 ) -> MaskPicture:
     from flashgen.picture.mask import mask_picture
+    from flashgen.picture.usual import check_drawable, usual_shape
     from flashgen.pipeline import plan_file
-    from flashgen.verification import fitting
 
-    chosen = shape or fitting(spec, DEFAULT_SHAPE, pairs=_ANY)
+    chosen = shape or usual_shape(spec)
     if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):
         raise click.BadParameter(f"at {chosen} there is no pair to draw", param_hint="'--shape'")
     for option, number, count in (("--batch", batch, chosen.batch), ("--head", head, chosen.heads)):
         if number >= count:
             raise click.BadParameter(f"at this shape they are numbered 0 to {count - 1}", param_hint=f"'{option}'")
+    try:
+        check_drawable(spec, chosen)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--shape'") from None
     plans = plan_file(file, device=device, constants=dict(constants))
-    tiles = next(each.forward for each in plans if each.spec_name == spec.name)
+    plan = next(each for each in plans if each.spec_name == spec.name)
+    tiles = plan.of_element(plan.elements_apart[0])["forward"]
     return mask_picture(spec, spec.head_dims[0], chosen, tiles.Br, tiles.Bc, batch=batch, head=head, seed=seed)
 
 
@@ -158,6 +164,8 @@ def _print_numbered(console: Console, picture: MaskPicture) -> None:
     """Few tiles: each with its number in the order of visits."""
     from rich.text import Text
 
+    from flashgen.picture.letters import LETTERS
+
     numbers = {place: number for number, place in enumerate(picture.order(), start=1)}
     width = max(3, len(str(len(numbers)))) + 1
     styles = _styles()
@@ -166,13 +174,15 @@ def _print_numbered(console: Console, picture: MaskPicture) -> None:
         for column, name in enumerate(_names(classes)):
             number = str(numbers.get((row, column), ""))
             plain = console.color_system is None
-            line.append((number + _PLAIN[name] if plain else f"{number} ").rjust(width), "" if plain else styles[name])
+            line.append((number + LETTERS[name] if plain else f"{number} ").rjust(width), "" if plain else styles[name])
         console.print(line)
 
 
 def _print_plain(picture: MaskPicture) -> None:
-    for classes in _reduced(picture.classes, _WIDEST // 2):
-        click.echo("".join(2 * _PLAIN[name] for name in _names(classes)))
+    from flashgen.picture.letters import letters
+
+    for line in letters(picture, _WIDEST):
+        click.echo(line)
 
 
 def _print_blocks(console: Console, picture: MaskPicture) -> None:
@@ -194,9 +204,11 @@ def _print_blocks(console: Console, picture: MaskPicture) -> None:
 def _print_legend(console: Console) -> None:
     from rich.text import Text
 
+    from flashgen.picture.letters import LETTERS
+
     line = Text()
     for name, meaning in (("FULL", "every pair kept"), ("PARTIAL", "some kept"), ("EMPTY", "never visited")):
-        line.append("  " if console.color_system else _PLAIN[name], _styles()[name])
+        line.append("  " if console.color_system else LETTERS[name], _styles()[name])
         line.append(f" {name}, {meaning}   ")
     console.print(line)
     click.echo("Visited row by row from the top, each from the left.")
@@ -218,15 +230,6 @@ def _names(classes: Iterable[int]) -> list[str]:
     from flashgen.picture.mask import CellClass
 
     return [CellClass(number).name for number in classes]
-
-
-def _reduced(classes: NDArray[np.uint8], most: int) -> NDArray[np.uint8]:
-    """No more than ``most`` cells a side: cells that disagree are PARTIAL together."""
-    from flashgen.picture.mask import coarser
-
-    while max(classes.shape) > most:
-        classes = coarser(classes)
-    return classes
 
 
 def _hex(color: Sequence[int]) -> str:

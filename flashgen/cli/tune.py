@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.bench_sweep import INTERRUPTED
-from flashgen.cli.console import note, plain_table, print_json, print_table, progress_bar
+from flashgen.cli.console import note, plain_table, print_json, print_json_error, print_table, progress_bar
 from flashgen.cli.operators import chosen_specs
-from flashgen.cli.options import Constant, json_option, name_option, read_name, set_option, shape_option, spec_argument
+from flashgen.cli.options import (
+    Constant,
+    OneOf,
+    check_countable,
+    json_option,
+    name_option,
+    read_seconds,
+    set_option,
+    shape_option,
+    spec_argument,
+)
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
@@ -30,7 +40,7 @@ _MOST_PAIRS = 2**25
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where to run.")
 @click.option(
     "--dtype",
-    type=read_name("dtype", lambda: ("f32", "bf16", "f16")),
+    type=OneOf("dtype", lambda: ("f32", "bf16", "f16")),
     default=None,
     metavar="NAME",
     help="f32, bf16 or f16; default: the first of the spec.",
@@ -46,7 +56,7 @@ _MOST_PAIRS = 2**25
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=read_seconds,
     default=3.0,
     show_default=True,
     help="What one candidate may take, about.",
@@ -87,6 +97,7 @@ def tune(
         chosen = shape or fitting(spec, DEFAULT_SHAPE, pairs=_MOST_PAIRS)
         if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):
             raise click.BadParameter(f"at {chosen} there is nothing to measure", param_hint="'--shape'")
+        check_countable(chosen)
         usual = ElementType.BF16 if device == "cuda" else ElementType.F32
         element = ElementType(dtype) if dtype else (spec.dtypes or (usual,))[0]
         for head_dim in spec.head_dims:
@@ -127,9 +138,11 @@ def _run(job: Job, store: TunedStore, *, again: bool, quiet: bool) -> Tuning | N
     if tuning is not None and not quiet:
         _print(job, tuning)
     if interrupted:
-        note(
+        said = (
             f"interrupted after {len(steps)} of {total}; what was measured is kept, and the next run goes on from there"
         )
+        note(said)
+        print_json_error(said, INTERRUPTED)
         sys.exit(INTERRUPTED)
     return tuning
 

@@ -15,6 +15,7 @@ from flashgen.cli.operators import loaded_operators
 from flashgen.cli.options import (
     Constant,
     backend_option,
+    emulated_target_option,
     json_option,
     name_option,
     set_option,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 @spec_argument
 @name_option
 @backend_option
+@emulated_target_option
 @shape_option
 @set_option
 @json_option
@@ -38,6 +40,7 @@ def verify(
     file: Path,
     name: str | None,
     backend: str | None,
+    target: str | None,
     shape: Shape | None,
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
@@ -49,7 +52,7 @@ def verify(
     from flashgen import verification
 
     reports: dict[str, list[Case]] = {}
-    for op in loaded_operators(file, name, backend, shape, constants):
+    for op in loaded_operators(file, name, backend, shape, constants, target):
         shapes = (shape,) if shape else verification.default_shapes(op.spec)
         steps = verification.verify(op, shapes, device="cuda" if backend == "cuda" else "cpu")
         reports[op.spec.name] = list(progress(steps, f"verifying {op.spec.name}"))

@@ -2,7 +2,7 @@
 
 A code is stable: scripts and editors match on it, so a code is never given another meaning and never reused.
 The first digit says the kind (0 text and syntax, 1 names, 2 types and shapes, 3 meaning, 4 schedule and target,
-5 warnings); the sentence says what all diagnostics under that code have in common.
+5 warnings, 6 mods of FlexAttention); the sentence says what all diagnostics under that code have in common.
 """
 
 from collections.abc import Mapping
@@ -68,11 +68,20 @@ CODES: Mapping[str, str] = MappingProxyType(
         "E404": "the target does not support what the spec asks for",
         "E405": "the target or the device is unknown",
         "E406": "no plan fits the device",
+        # Mods of FlexAttention
+        "E601": "a mod decides by a value that only a kernel knows",
+        "E602": "a function cannot be used in a mod",
+        "E603": "a value of a mod has the wrong type or shape",
+        "E604": "an int of a mod does not fit in 32 bits",
+        "E605": "a mod captures what a kernel cannot read",
+        "E606": "a mod cannot be traced",
         # Warnings
         "W501": "an index may fall outside its dimension",
         "W502": "a name is never used",
         "W503": "a statement has no effect",
         "W504": "the mask keeps no pair",
+        "W505": "a target refuses what another takes",
+        "W506": "a target has no use for a part of the spec",
     }
 )
 

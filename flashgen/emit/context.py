@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.layout import laid_out
 from flashgen.emit.placement import Hooks, Placement
-from flashgen.ir.expr import Expr, Load, index_set
-from flashgen.ir.spec import Normalize, Pointwise, Softmax
+from flashgen.emit.spelling import c_literal, c_operator, user_name
+from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import D_PROBABILITY, DELTA, INVERSE, PROBABILITY, TOTAL, WEIGHT, Form
 from flashgen.plan.arguments import Field
 
 _C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
@@ -26,6 +29,11 @@ class AddHook(Protocol):
     """Places one hook: its name, its expression, the inputs that it declares after the pair, a comment."""
 
     def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
+
+
+def by_score(variant: Variant) -> str:
+    """A format: what comes through the score of a pair, from one of the score's derivatives."""
+    return "fg::chained(d_score, %s)" if variant.has_infinities else "d_score * %s"
 
 
 @dataclass(frozen=True)
@@ -106,36 +114,87 @@ def template_values(context: Any) -> dict[str, object]:
 
 def observed_load(load: Load, placement: Placement) -> Observed:
     """The load as a member of its level's struct, and of the struct of ranges."""
-    member = placement.value(load.tensor, load, level_of(load))
+    member = placement.value(user_name(load.tensor), load, level_of(load))
     struct = "rows" if level_of(load) is Level.ROW else "columns"
     c_type = {ScalarType.BOOL: "Bool", ScalarType.INT: "Int", ScalarType.FLOAT: "Float"}[load.type]
     return Observed(load, struct, member.split(".")[1], f"fg::ranges::{c_type}", member, text(load))
 
 
 def labels(gradients: tuple[CapturedGradient, ...]) -> tuple[str, ...]:
-    """A name for each read: the tensor's, numbered from its second read on."""
+    """A name for each read: the tensor's, behind a number from its second read on. No name begins with one."""
     seen: Counter[str] = Counter()
     found = []
     for gradient in gradients:
         seen[gradient.name] += 1
-        found.append(gradient.name if seen[gradient.name] == 1 else f"{gradient.name}_{seen[gradient.name]}")
+        found.append(gradient.name if seen[gradient.name] == 1 else f"{seen[gradient.name]}_{gradient.name}")
     return tuple(found)
 
 
 def formula(variant: Variant) -> str:
     """The weights as a formula, for comments."""
-    match variant.weights:
-        case Softmax(None):
-            return "P = exp(S) / Σ exp(S)"
-        case Softmax(sink):
-            return f"P = exp(S) / (exp({text(sink) if sink else ''}) + Σ exp(S))"
-        case Pointwise(weight):
-            return f"P = {text(weight)}"
-        case Normalize(weight):
-            return f"P = w / Σ w, w = {text(weight)}"
+    form, expression = variant.weights.form, variant.weights.expression
+    if expression is None:
+        return form.formula
+    return (form.with_sink or form.formula).format(text(expression))
+
+
+@dataclass(frozen=True)
+class WeightCode:
+    """A form of weights as templates ask for it: its properties, and its formulas over code of theirs."""
+
+    form: Form
+
+    @property
+    def exponential(self) -> bool:
+        """Whether weights are exponentials, which are counted from a running maximum."""
+        return self.form.exponential
+
+    @property
+    def normalised(self) -> bool:
+        """Whether rows have a denominator."""
+        return self.form.normalised
+
+    @property
+    def divided(self) -> bool:
+        """Whether weights are of any size, and rows carry 1 / Z."""
+        return self.form.divided
+
+    @property
+    def gradient(self) -> str:
+        """What the backward pass computes, for comments."""
+        return self.form.gradient
+
+    def term(self, weight: str) -> str:
+        """What a weight adds to its row's total."""
+        return _spelt(self.form.term, {WEIGHT: weight})
+
+    def denominator(self, total: str) -> str:
+        """Z."""
+        return _spelt(self.form.denominator, {TOTAL: total})
+
+    def probability(self, weight: str) -> str:
+        """P of a function's value; ``inverse`` is 1 / Z."""
+        return f"{weight} * inverse" if self.form.divided else weight
+
+    def backward(self, d_probability: str) -> str:
+        """dS where weights are exponential, else dw, with ``p`` for P and the row's ``delta`` and ``inverse``."""
+        names: dict[Expr, str] = {D_PROBABILITY: d_probability, PROBABILITY: "p", DELTA: "delta", INVERSE: "inverse"}
+        return _spelt(self.form.backward, names)
+
+
+def _spelt(formula: Expr | None, code: Mapping[Expr, str]) -> str:
+    """A formula of a form over code that is one token, a call or a product."""
+    match formula:
+        case Literal(value=value):
+            return c_literal(value)
+        case Apply(op=op, args=args):
+            return c_operator(op, tuple(_spelt(each, code) for each in args))
+        case Expr():
+            return code[formula]
+    raise AssertionError("a form without a denominator has no such formula")
 
 
 def tidy(rendered: str) -> str:
-    """No trailing blanks, no runs of empty lines, one newline at the end."""
+    """No trailing blanks, no runs of empty lines, no long lines, one newline at the end."""
     lines = "\n".join(line.rstrip() for line in rendered.splitlines())
-    return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"
+    return laid_out(re.sub(r"\n{3,}", "\n\n", lines).strip())

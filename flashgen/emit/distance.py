@@ -1,6 +1,6 @@
 """Scores that fall off in proportion to a distance, as ALiBi's, with one operation a pair.
 
-In: the score in base 2. Out: the score without its part of each row, and that part. f · (i - j) is f · i, which is the
+In: the score. Out: the score without its part of each row, and that part. f · (i - j) is f · i, which is the
 same for all keys of a query and so drops out of a softmax, less f · j, which is computed once a key. Positions count
 from a block's first one, near which they are small.
 """

@@ -8,16 +8,15 @@ import jinja2
 from jinja2.bccache import Bucket
 
 from flashgen.cache import Cache, key_of
+from flashgen.shipped import shipped
 
 _EXTENSIONS = ("jinja2.ext.do",)
 _FILE = "template.bin"
 
 
 def templates_folder() -> Path:
-    """Where the templates are: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "templates"
-    return installed if installed.is_dir() else package.parent / "templates"
+    """Where the templates are."""
+    return shipped("templates")
 
 
 class _Compiled(jinja2.BytecodeCache):

@@ -9,7 +9,7 @@ from flashgen.ir.spec import HeadDim
 class KernelSource:
     """Self-contained text. ``symbol`` prefixes its exported functions; ``defines`` are the plan's macros."""
 
-    name: str
+    file_name: str
     target: str
     symbol: str
     head_dim: HeadDim
@@ -17,6 +17,6 @@ class KernelSource:
     defines: tuple[tuple[str, str], ...]
 
     @property
-    def file_name(self) -> str:
-        """The name of the file in a generated package."""
-        return f"{self.name}.{'cpp' if self.target == 'cpu' else 'cu'}"
+    def name(self) -> str:
+        """That of the file in a generated package, less its suffix."""
+        return self.file_name.rpartition(".")[0]

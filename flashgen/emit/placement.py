@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.analysis.bounds import IndexProof, clamped_dimensions
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level, kept_level, level_of
 from flashgen.emit.distance import AHEAD
-from flashgen.emit.spelling import c_identifier, c_literal, c_operator
+from flashgen.emit.spelling import c_literal, c_operator, user_name
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, walk
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
@@ -164,7 +164,7 @@ class Placement:
         seen: dict[Expr, None] = {}
 
         def visit(node: Expr) -> None:
-            if node in seen or (level_of(node) in _BELOW[at] and not isinstance(node, Literal | Symbol)):
+            if node in seen or (kept_level(node) in _BELOW[at] and not isinstance(node, Literal | Symbol)):
                 return
             for child in node.children:
                 visit(child)
@@ -180,6 +180,8 @@ class Placement:
         match node:
             case Literal(value=value):
                 return c_literal(value)
+            case Symbol(kind=SymbolKind.INDEX, name="distance") if at is not Level.DIAGONAL:
+                return "(r.i - c.j)"
             case Symbol(kind=SymbolKind.INDEX, name=name):
                 return _INDEX_MEMBERS[name]
             case Symbol(kind=SymbolKind.SIZE, name=name):
@@ -188,7 +190,7 @@ class Placement:
                 return f"{'a' if self._vectors else 'u'}.{param_field(name)}"
             case Symbol(name=name):
                 return name
-        own = level_of(node)
+        own = kept_level(node)
         return self._member(node, own) if own in _BELOW[at] else self._code(node, at, named)
 
     def _code(self, node: Expr, at: Level, named: Mapping[Expr, str]) -> str:
@@ -224,7 +226,7 @@ class Placement:
         taken = {member.name for member in found.values()}
         tensors = {each.tensor for each in walk(node) if isinstance(each, Load)}
         named_by_load = len(tensors) == 1 and (isinstance(node, Load) or node.type is ScalarType.FLOAT)
-        base = c_identifier(wanted or (tensors.pop() if named_by_load else f"{level.value}_value"))
+        base = wanted or (user_name(tensors.pop()) if named_by_load else f"{level.value}_value")
         candidates = (base if n == 1 else f"{base}_{n}" for n in range(1, len(taken) + 2))
         return next(candidate for candidate in candidates if candidate not in taken)
 

@@ -1,36 +1,45 @@
-"""Stage 4b: print which pairs a tile may hold as interval arithmetic in C++.
+"""Stage 4b: print the range program of a mask as C++.
 
 In: the boolean that says which pairs are kept, and the names of ranges that the kernel observes while it runs. Out:
-straight-line code over ranges of ``i`` and ``j``: the steps of ``analysis/kept.py``, as ``analysis/tiles.py`` evaluates
-them. What does not depend on i or j is a point; an element of a captured tensor that does is in the range that was
-observed over the rows or columns of the tile, and one that pairs read is looked up where a tile reads few.
+straight-line code over ranges of ``i`` and ``j``: the steps of the mask's ``RangeProgram``. What does not depend on i
+or j is a point; an element of a captured tensor that does is in the range that was observed over the rows or columns
+of the tile, and one that pairs read is looked up where a tile reads few.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from flashgen.analysis.constraints import (
-    COLUMN_LESS_ROW,
-    ROW_LESS_COLUMN,
-    Bound,
-    Form,
-    Limit,
-    Side,
-    Term,
-    Truth,
-    Unequal,
-    block_of,
-    is_point,
-)
-from flashgen.analysis.kept import kept_pairs
 from flashgen.analysis.levels import Level
+from flashgen.analysis.range_program import (
+    Alternative,
+    Check,
+    Clipped,
+    Differs,
+    Elements,
+    End,
+    Fits,
+    Left,
+    MayBe,
+    Offset,
+    Point,
+    Position,
+    RangeProgram,
+    Register,
+    Rule,
+    Some,
+    Step,
+    Sum,
+    asks,
+    range_program,
+    reads,
+)
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_range
-from flashgen.ir.expr import Apply, Expr, Load, Symbol
+from flashgen.ir.expr import Expr
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 
 
@@ -44,203 +53,180 @@ class RangeCode:
 
 def range_code(keep: Expr, placement: Placement, observed: Mapping[Expr, str] = MappingProxyType({})) -> RangeCode:
     """The range of ``keep`` over a tile; values of a launch or head become members through ``placement``."""
-    kept = kept_pairs(keep)
-    if not kept.kept or not kept.dropped:
-        return RangeCode((), f"fg::ranges::point({'true' if kept.kept else 'false'})")
-    printer = _Printer(placement, observed)
-    may_drop = " || ".join(printer.term(term, alone=len(kept.dropped) == 1) for term in kept.dropped)
-    may_keep = " || ".join(printer.term(term, alone=len(kept.kept) == 1) for term in kept.kept)
-    printer.lines += [f"const bool may_drop = {may_drop};", f"const bool may_keep = {may_keep};"]
-    return RangeCode(_read_ones(printer.lines), "{may_drop, may_keep}")
-
-
-def _read_ones(lines: list[str]) -> tuple[str, ...]:
-    """Without the values that nothing reads."""
-    kept: list[str] = []
-    for line in reversed(lines):
-        declared = line.removeprefix("const ").split()[1]
-        if declared.startswith("may_") or any(re.search(rf"\b{declared}\b", later) for later in kept):
-            kept.append(line)
-    return tuple(reversed(kept))
-
-
-@dataclass(frozen=True)
-class _Box:
-    """The names of what is left of a tile: the ranges of i and j, and of i - j where that is known better."""
-
-    i: str = "i"
-    j: str = "j"
-    distance: str | None = None
-
-    def of(self, position: Symbol) -> str:
-        """The name of the range of i or j."""
-        return self.i if position.name == "i" else self.j
-
-    def with_position(self, position: Symbol, name: str) -> _Box:
-        """The box with another range of i or j."""
-        return replace(self, i=name) if position.name == "i" else replace(self, j=name)
+    program = range_program(keep)
+    if not program.kept or not program.dropped:
+        return RangeCode((), f"fg::ranges::point({'true' if program.kept else 'false'})")
+    printer = _Printer(program, placement, observed)
+    lines = [
+        *printer.lines,
+        f"const bool may_drop = {printer.any_of(program.dropped)};",
+        f"const bool may_keep = {printer.any_of(program.kept)};",
+    ]
+    return RangeCode(tuple(lines), "{may_drop, may_keep}")
 
 
 class _Printer:
-    """Prints terms; equal ranges over equal boxes are computed once."""
+    """Prints steps: a name for each that is computed, code for those that are a name, a number or read in one place."""
 
-    def __init__(self, placement: Placement, observed: Mapping[Expr, str]) -> None:
+    def __init__(self, program: RangeProgram, placement: Placement, observed: Mapping[Expr, str]) -> None:
         self.lines: list[str] = []
+        self._program = program
         self._placement = placement
         self._observed = observed
-        self._names: dict[str, str] = {}  # of a range, by its code
+        self._read = self._reads()
+        self._left_of = {register for step in program.steps for register in reads(step)}  # not by checks alone
+        self._code: list[str] = []  # of each step, where it is read; of a point its value
+        for number, step in enumerate(program.steps):
+            self._code.append(self._step(number, step) if self._read[number] else "")
 
-    def term(self, term: Term, *, alone: bool) -> str:
-        """Whether a pair of the tile may satisfy the term."""
-        box = _Box()
-        checks: list[str] = []
-        for number, bound in enumerate(term.bounds):
-            box = self._bound(bound, box, checks, is_needed=term.tightens(number))
-        checks += [self._unequal(each, box) for each in term.unequal]
-        checks += [self._truth(each, box) for each in term.truths]
-        code = " && ".join(checks) or "true"
-        return code if alone or len(checks) == 1 else f"({code})"
+    def _reads(self) -> Counter[Register]:
+        """How often a step is read, and a clipped range asked about; what the kernel observes needs no indices."""
+        found: Counter[Register] = Counter()
+        for checks in {*self._program.kept, *self._program.dropped}:
+            found.update(register for check in checks for register in asks(check))
+        for number, step in reversed([*enumerate(self._program.steps)]):
+            if found[number] and not (isinstance(step, Elements) and step.load in self._observed):
+                found.update(reads(step))
+        return found
 
-    # -- bounds ------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------------------
 
-    def _bound(self, bound: Bound, box: _Box, checks: list[str], *, is_needed: bool) -> _Box:
-        """Adds the check; the box that the bound leaves where later checks need it."""
-        measured = self._measure(bound.form, box)
-        least, most = [self._limit(each, "-") for each in bound.least], [self._limit(each, "") for each in bound.most]
-        if not is_needed and (
-            len(least) + len(most) == 1 or all(each.is_number for each in (*bound.least, *bound.most))
-        ):
-            checks += [*(f"{measured}.hi >= {each}" for each in least), *(f"{measured}.lo <= {each}" for each in most)]
-            return box
-        code = measured
-        for limit in least:
-            code = f"fg::ranges::at_least({code}, {limit})"
-        for limit in most:
-            code = f"fg::ranges::at_most({code}, {limit})"
-        if not is_needed:
-            checks.append(f"fg::ranges::some({code})")
-            return box
-        left = self._named(code)
-        checks.append(f"fg::ranges::some({left})")
-        return self._restricted(bound.form, left, box, checks)
+    def any_of(self, alternatives: tuple[Alternative, ...]) -> str:
+        """Whether the tile may hold a pair that satisfies one."""
+        return " || ".join(self._all_of(checks, alone=len(alternatives) == 1) for checks in alternatives)
 
-    def _restricted(self, form: Form, left: str, box: _Box, checks: list[str]) -> _Box:
-        """What the range of a form leaves of i and j, each atom what the others leave to it."""
-        if form.axis is not None:
-            return box.with_position(form.axis, left)
-        if form.is_distance:
-            box = replace(box, distance=left)
-        for number, (atom, c) in enumerate(form.terms):
-            inner = block_of(atom)
-            if inner is None or abs(c) != 1:
-                continue
-            code = left
-            for other, (each, k) in enumerate(form.terms):
-                if other != number:
-                    code = _added(code, self._range(each, box), -k)
-            position, block = inner
-            code = code if c > 0 else f"fg::ranges::scaled({code}, -1)"
-            code = code if block == 1 else f"fg::ranges::of_blocks({code}, {block})"
-            name = self._named(f"fg::ranges::meet({box.of(position)}, {code})")
-            if not form.is_distance:  # there is a pair at any distance that is left
-                checks.append(f"fg::ranges::some({name})")
-            box = box.with_position(position, name)
-        return box
+    def _all_of(self, checks: Alternative, *, alone: bool) -> str:
+        printed = [code for check in checks for code in self._check(check)]
+        code = " && ".join(printed) or "true"
+        return code if alone or len(printed) == 1 else f"({code})"
 
-    def _unequal(self, unequal: Unequal, box: _Box) -> str:
-        measured, limit = self._measure(unequal.form, box), self._offset(unequal.limit)
-        code = f"!fg::ranges::is_point({measured}, {limit})"
-        sides = self._sides(unequal.limit.sides)
-        return f"(!{sides} || {code})" if sides else code
+    def _check(self, check: Check) -> tuple[str, ...]:
+        match check:
+            case Some(of=of):
+                step = self._program.steps[of]
+                if isinstance(step, Clipped) and not self._code[of]:
+                    return self._some(step)
+                return (f"fg::ranges::some({self._code[of]})",)
+            case Differs(of=of, end=end):
+                code = f"!fg::ranges::is_point({self._code[of]}, {self._code[end.offset]})"
+                return (code if end.fits is None else f"(!{self._code[end.fits]} || {code})",)
+            case MayBe(condition=condition, value=value):
+                if isinstance(self._program.steps[condition], Point):
+                    return (self._code[condition] if value else f"!{self._code[condition]}",)
+                return (f"{self._code[condition]}.{'may_be_true' if value else 'may_be_false'}",)
 
-    def _measure(self, form: Form, box: _Box) -> str:
-        """The range of a form, over the integers."""
-        if form.axis is not None:
-            return box.of(form.axis)
-        if form.is_distance and box.distance is not None:
-            return box.distance
-        (first, c), *rest = form.terms
-        code = self._range(first, box)
-        code = code if c == 1 else f"fg::ranges::scaled({code}, {c})"
-        for atom, k in rest:
-            code = _added(code, self._range(atom, box), k)
-        return code if form.terms == ((first, 1),) else self._named(code)
+    def _some(self, step: Clipped) -> tuple[str, ...]:
+        """Whether a range reaches its ends; of several, whether they leave something."""
+        if not self._is_compared(step):
+            return (f"fg::ranges::some({self._clipped(step)})",)
+        measured = self._code[step.of]
+        least = (f"{measured}.hi >= {self._end(end, '-')}" for end in step.least)
+        most = (f"{measured}.lo <= {self._end(end, '')}" for end in step.most)
+        return (*least, *most)
 
-    def _limit(self, limit: Limit, open_end: str) -> str:
-        sides = self._sides(limit.sides)
-        code = self._offset(limit)
-        return f"({sides} ? {code} : {open_end}fg::ranges::far)" if sides else code
+    def _is_compared(self, step: Clipped) -> bool:
+        """Whether that takes a comparison for each end: of one, or of numbers."""
+        ends = (*step.least, *step.most)
+        return len(ends) == 1 or all(self._is_number(end) for end in ends)
 
-    def _sides(self, sides: tuple[Side, ...]) -> str:
-        """Whether no side of a comparison leaves 32 bits over the whole tile; empty where none can."""
-        found = []
-        for side in sides:
-            code = self._measure(side.form, _Box()) if side.form.terms else "fg::ranges::point(0)"
-            found.append(f"fg::ranges::fits(fg::ranges::shifted({code}, {self._offset(side.offset)}))")
-        return self._named(" && ".join(found), "bool") if found else ""
+    def _is_number(self, end: End) -> bool:
+        offset = self._program.steps[end.offset]
+        assert isinstance(offset, Offset)
+        return end.fits is None and not offset.points
 
-    def _offset(self, limit: Limit) -> str:
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step(self, number: Register, step: Step) -> str:
+        """The code of a step, where it is read."""
+        match step:
+            case Position(symbol=symbol):
+                return symbol.name
+            case Point(expr=expr):
+                return self._placement.value("bound", expr, Level.HEAD)
+            case Elements():
+                return self._observed.get(step.load) or self._named(self._elements(step))
+            case Rule(op=op, args=args):
+                return self._named(c_range(op, tuple(self._range(each) for each in args)))
+            case Sum():
+                return self._named(self._sum(step.terms))
+            case Offset():
+                return self._offset(step)
+            case Fits():
+                return self._named(self._fits(step), "bool")
+            case Clipped():
+                is_left = number in self._left_of or (self._read[number] > 1 and not self._is_compared(step))
+                return self._named(self._clipped(step)) if is_left else ""
+            case Left():
+                return self._named(self._left(step))
+
+    def _range(self, register: Register) -> str:
+        """A step as a range."""
+        code = self._code[register]
+        return f"fg::ranges::point({code})" if isinstance(self._program.steps[register], Point) else code
+
+    def _sum(self, terms: tuple[tuple[Register, int], ...]) -> str:
+        (first, factor), *rest = terms
+        code = self._range(first) if factor == 1 else f"fg::ranges::scaled({self._range(first)}, {factor})"
+        for register, coefficient in rest:
+            code = _added(code, self._range(register), coefficient)
+        return code
+
+    def _clipped(self, step: Clipped) -> str:
+        code = self._code[step.of]
+        for end in step.least:
+            code = f"fg::ranges::at_least({code}, {self._end(end, '-')})"
+        for end in step.most:
+            code = f"fg::ranges::at_most({code}, {self._end(end, '')})"
+        return code
+
+    def _end(self, end: End, open_end: str) -> str:
+        code = self._code[end.offset]
+        return code if end.fits is None else f"({self._code[end.fits]} ? {code} : {open_end}fg::ranges::far)"
+
+    def _left(self, step: Left) -> str:
+        code = self._sum(((step.form, 1), *((other, -k) for other, k in step.others)))
+        code = code if step.sign > 0 else f"fg::ranges::scaled({code}, -1)"
+        code = code if step.block == 1 else f"fg::ranges::of_blocks({code}, {step.block})"
+        return f"fg::ranges::meet({self._code[step.position]}, {code})"
+
+    def _fits(self, step: Fits) -> str:
+        """Whether no side of a comparison leaves 32 bits over the whole tile."""
+        sides = (("fg::ranges::point(0)" if form is None else self._range(form), offset) for form, offset in step.sides)
+        return " && ".join(f"fg::ranges::fits(fg::ranges::shifted({code}, {self._code[n]}))" for code, n in sides)
+
+    def _offset(self, step: Offset) -> str:
         """constant + Σ coefficient · point, in 64 bits."""
-        values = [(self._point(point), c) for point, c in limit.points]
+        values = [(self._code[point], c) for point, c in step.points]
         if not values:
-            return str(limit.constant)
-        if limit.constant == 0 and values[0][1] == 1 and len(values) == 1:
+            return str(step.constant)
+        if step.constant == 0 and values[0][1] == 1 and len(values) == 1:
             return values[0][0]
         code = ""
         for value, c in values:
             sign = (" - " if c < 0 else " + ") if code else "-" if c < 0 else ""
             code += f"{sign}{'' if abs(c) == 1 else f'{abs(c)} * '}int64_t({value})"
-        return code if limit.constant == 0 else f"{code} {'-' if limit.constant < 0 else '+'} {abs(limit.constant)}"
+        return code if step.constant == 0 else f"{code} {'-' if step.constant < 0 else '+'} {abs(step.constant)}"
 
-    # -- ranges of expressions ---------------------------------------------------------------------------------
-
-    def _truth(self, truth: Truth, box: _Box) -> str:
-        if is_point(truth.condition):
-            value = self._point(truth.condition)
-            return value if truth.value else f"!{value}"
-        return f"{self._range(truth.condition, box)}.{'may_be_true' if truth.value else 'may_be_false'}"
-
-    def _range(self, node: Expr, box: _Box) -> str:
-        """The range of an expression over what is left of the tile."""
-        if is_point(node):
-            return f"fg::ranges::point({self._point(node)})"
-        if box.distance is not None and node in (ROW_LESS_COLUMN, COLUMN_LESS_ROW):
-            return box.distance if node == ROW_LESS_COLUMN else f"fg::ranges::scaled({box.distance}, -1)"
-        match node:
-            case Symbol():
-                return box.of(node)
-            case Load():
-                return self._observed.get(node) or self._named(self._elements(node))
-            case Apply(op=op, args=args):
-                return self._named(c_range(op, tuple(self._range(argument, box) for argument in args)))
-        raise AssertionError(f"no range of {type(node).__name__}")
-
-    def _elements(self, load: Load) -> str:
+    def _elements(self, step: Elements) -> str:
         """The range of the elements that the pairs of the whole tile read."""
-        begin, end, offset = "", "", []
-        for axis, each in enumerate(load.indices):
+        load, begin, end, offset = step.load, "", "", []
+        for axis, register in enumerate(step.indices):
             dimension = f"a.{dimension_field(load.tensor, axis)}"
-            if is_point(each):
-                position = f"fg::clamp_index({self._point(each)}, {dimension})"
+            if isinstance(self._program.steps[register], Point):
+                position = f"fg::clamp_index({self._code[register]}, {dimension})"
             else:
                 position = f"n{axis}"
-                begin += (
-                    f"fg::ranges::over({self._range(each, _Box())}, {dimension}, [&](int64_t {position}) {{ return "
-                )
+                begin += f"fg::ranges::over({self._code[register]}, {dimension}, [&](int64_t {position}) {{ return "
                 end += "; })"
             offset.append(f"int64_t({position}) * a.{stride_field(load.tensor, axis)}")
         element = f"fg::element(a.{tensor_field(load.tensor)}, {' + '.join(offset)})"
         return f"{begin}fg::ranges::point({element}){end}"
 
-    def _point(self, node: Expr) -> str:
-        return self._placement.value("bound", node, Level.HEAD)
-
     def _named(self, code: str, c_type: str = "auto") -> str:
-        """A name for this code, the same one wherever the code is the same."""
-        if code not in self._names:
-            self._names[code] = f"t{len(self._names)}"
-            self.lines.append(f"const {c_type} {self._names[code]} = {code};")
-        return self._names[code]
+        """A name for the code of a step."""
+        name = f"t{len(self.lines)}"
+        self.lines.append(f"const {c_type} {name} = {code};")
+        return name
 
 
 def _added(code: str, other: str, factor: int) -> str:

@@ -8,24 +8,16 @@ from flashgen.ir.operators import OPERATORS
 # A name with members, perhaps a call whose arguments hold no further parentheses.
 _ATOM = re.compile(r"[\w.:]+(\([^()]*\))?|\([^()]*\)")
 
+# What a call or a group in brackets begins with.
+_NAME = re.compile(r"[\w.:]*\(")
+
 # Products of such names bind closer than + and -.
 _PRODUCT = re.compile(rf"({_ATOM.pattern})( \* ({_ATOM.pattern}))+")
 
-_RESERVED_WORDS = """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl const constexpr
-    const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
-    float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq
-    private protected public register reinterpret_cast return short signed sizeof static static_assert static_cast
-    struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual
-    void volatile wchar_t while xor xor_eq b h hkv i j qq kk B H Hkv Nq Nk fg
-    distance diagonals begin offset origin near step ahead
-"""
-_RESERVED = frozenset(_RESERVED_WORDS.split())
 
-
-def c_identifier(name: str) -> str:
-    """The name, or the name with an underscore where C++ or a template already uses it."""
-    return f"{name}_" if name in _RESERVED else name
+def user_name(name: str) -> str:
+    """A value that is named after a tensor or param of the spec: no keyword, macro or name of ours begins like this."""
+    return f"of_{name}"
 
 
 def c_literal(value: bool | int | float) -> str:
@@ -55,8 +47,21 @@ def c_operator(name: str, args: tuple[str, ...]) -> str:
 
 
 def _operand(code: str) -> str:
-    """Parentheses around anything that is not one token, one call or one element."""
-    return code if _ATOM.fullmatch(code) else f"({code})"
+    """Parentheses around anything that is not one token, one call or one element, or has them."""
+    return code if _ATOM.fullmatch(code) or _is_one_group(code) else f"({code})"
+
+
+def _is_one_group(code: str) -> bool:
+    """Whether the bracket that closes last is that of the name or bracket that comes first."""
+    opening = _NAME.match(code)
+    if opening is None or not code.endswith(")"):
+        return False
+    depth = 0
+    for at, mark in enumerate(code[opening.end() - 1 :], opening.end() - 1):
+        depth += (mark == "(") - (mark == ")")
+        if depth == 0:
+            return at == len(code) - 1
+    return False
 
 
 def c_range(name: str, args: tuple[str, ...]) -> str:

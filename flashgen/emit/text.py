@@ -14,9 +14,9 @@ def spec_lines(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def pascal_case(name: str) -> str:
-    """``gemma2_local`` as ``Gemma2Local``; a class name that differs from the name itself."""
+    """``gemma2_local`` as ``Gemma2LocalAttention``: no word of Python and nothing that the module imports ends so."""
     joined = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    return joined if joined and joined != name else f"{joined}Op"
+    return f"{'_' if joined[:1].isdigit() else ''}{joined}Attention"
 
 
 def spec_digest(spec: AttentionSpec) -> str:

@@ -1,15 +1,17 @@
 """Typed expressions: four kinds of node, frozen, hashable, compared by structure.
 
-An expression is a DAG: a ``let`` that is used twice is one object. Hash, tree size and depth are computed
-once at construction, so that passes can memoise on nodes. Passes recurse; the resolver refuses expressions
-deeper than ``MAX_DEPTH`` or with more than ``MAX_SIZE`` nodes written out, so that recursion is safe.
+An expression is a DAG: a ``let`` that is used twice is one object. Hash, tree size, depth and index set are computed
+once at construction, so that passes can memoise on nodes; so is an identity, which equal nodes share, because to
+compare two graphs node by node would take as long as their trees are large. Passes recurse; the resolver refuses
+expressions deeper than ``MAX_DEPTH`` or with more than ``MAX_SIZE`` nodes written out, so that recursion is safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from weakref import WeakValueDictionary
 
 from flashgen.diagnostics.span import Span
 from flashgen.ir.types import ScalarType
@@ -26,6 +28,32 @@ class SymbolKind(Enum):
     SIZE = "size"  # B H Hkv Nq Nk D Dv
     SCORE = "score"  # s dot sqdist
     PARAM = "param"  # a run-time scalar argument
+    FORM = "form"  # what the formulas of a form of weights are over (``weights.py``), in no spec
+
+
+_NO_INDICES: frozenset[str] = frozenset()
+_INDEX_SETS = {
+    "b": frozenset("b"),
+    "h": frozenset("h"),
+    "hkv": frozenset("h"),
+    "i": frozenset("i"),
+    "j": frozenset("j"),
+    "distance": frozenset({"distance"}),
+    "I": frozenset("i"),
+    "J": frozenset("j"),
+    "s": frozenset("bhij"),
+    "dot": frozenset("bhij"),
+    "sqdist": frozenset("bhij"),
+}
+
+
+class _Identity:
+    """What equal nodes that have children share."""
+
+    __slots__ = ("__weakref__",)
+
+
+_IDENTITIES: WeakValueDictionary[tuple[object, ...], _Identity] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,23 +64,50 @@ class Expr:
     span: Span | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        key = self._key()
         children = self.children
-        object.__setattr__(self, "_hash", hash(key))
+        self._recognise()
         object.__setattr__(self, "size", 1 + sum(child.size for child in children))
         object.__setattr__(self, "depth", 1 + max((child.depth for child in children), default=0))
+        indices = self._own_index_set()
+        for child in children:
+            indices = indices | child._index_set if indices else child._index_set
+        object.__setattr__(self, "_index_set", indices)
+
+    def _recognise(self) -> None:
+        """Two threads that make a node at the same moment may get two identities: ``==`` allows for it."""
+        key, children = self._key(), self.children
+        if not children:
+            object.__setattr__(self, "_hash", hash(key))
+            object.__setattr__(self, "_identity", key)
+            return
+        object.__setattr__(self, "_hash", hash((key, tuple([child._hash for child in children]))))
+        shared = (key, tuple([child._identity for child in children]))
+        identity = _IDENTITIES.get(shared)
+        if identity is None:
+            identity = _IDENTITIES[shared] = _Identity()
+        object.__setattr__(self, "_identity", identity)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_hash", "_identity")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Another process hashes strings differently. Children come first, with their own hashes."""
         self.__dict__.update(state)
-        object.__setattr__(self, "_hash", hash(self._key()))
+        self._recognise()
 
     # Set once in __post_init__; annotated here for readers and the type checker.
     _hash: int = field(init=False, repr=False)
+    _identity: object = field(init=False, repr=False)  # of a leaf its key
     size: int = field(init=False, repr=False)
     depth: int = field(init=False, repr=False)
+    _index_set: frozenset[str] = field(init=False, repr=False)
+
+    def _own_index_set(self) -> frozenset[str]:
+        """What the node depends on beside its children."""
+        return _NO_INDICES
 
     def _key(self) -> tuple[object, ...]:
+        """What tells the node from others, beside its children."""
         raise NotImplementedError
 
     @property
@@ -83,7 +138,9 @@ class Expr:
             return True
         if not isinstance(other, Expr):
             return NotImplemented
-        return self._hash == other._hash and self._key() == other._key()
+        if self._identity is other._identity:
+            return True
+        return self._hash == other._hash and self._key() == other._key() and self.children == other.children
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,6 +164,10 @@ class Symbol(Expr):
     def _key(self) -> tuple[object, ...]:
         return ("symbol", self.kind, self.name)
 
+    def _own_index_set(self) -> frozenset[str]:
+        positions = self.kind in (SymbolKind.INDEX, SymbolKind.BLOCK, SymbolKind.SCORE)
+        return _INDEX_SETS[self.name] if positions else _NO_INDICES
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Load(Expr):
@@ -116,7 +177,7 @@ class Load(Expr):
     indices: tuple[Expr, ...] = ()
 
     def _key(self) -> tuple[object, ...]:
-        return ("load", self.tensor, self.indices)
+        return ("load", self.tensor)
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -134,7 +195,7 @@ class Apply(Expr):
     args: tuple[Expr, ...] = ()
 
     def _key(self) -> tuple[object, ...]:
-        return ("apply", self.op, self.type, self.args)
+        return ("apply", self.op, self.type)
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -170,32 +231,39 @@ def score_input(name: str, span: Span | None = None) -> Symbol:
 
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every distinct node below ``roots``, children before parents, each once."""
-    seen: set[Expr] = set()
-
-    def visit(node: Expr) -> Iterator[Expr]:
-        if node in seen:
-            return
-        seen.add(node)
-        for child in node.children:
-            yield from visit(child)
-        yield node
-
+    seen: dict[Expr, None] = {}
     for root in roots:
-        yield from visit(root)
+        for node in _unfinished(root, seen):
+            seen[node] = None
+            yield node
 
 
-def rewrite(root: Expr, rule: Callable[[Expr], Expr]) -> Expr:
-    """Apply ``rule`` to every node bottom-up, each distinct node once."""
-    done: dict[Expr, Expr] = {}
+def _unfinished(root: Expr, done: Container[Expr]) -> Iterator[Expr]:
+    """The nodes below ``root`` that are not in ``done``, children first; who takes one puts it there."""
+    if root in done:
+        return
+    way = [(root, iter(root.children))]
+    while way:
+        node, children = way[-1]
+        below = next((child for child in children if child not in done), None)
+        if below is not None:
+            way.append((below, iter(below.children)))
+        else:
+            way.pop()
+            yield node
 
-    def visit(node: Expr) -> Expr:
-        if node not in done:
-            children = tuple(visit(child) for child in node.children)
-            unchanged = all(new is old for new, old in zip(children, node.children, strict=True))
-            done[node] = rule(node if unchanged else node.with_children(children))
-        return done[node]
 
-    return visit(root)
+def rewrite(root: Expr, rule: Callable[[Expr], Expr], done: dict[Expr, Expr] | None = None) -> Expr:
+    """Apply ``rule`` to every node bottom-up, each distinct node once.
+
+    ``done`` holds what the rule made of nodes so far: handed in again, it is shared by several roots.
+    """
+    results = {} if done is None else done
+    for node in _unfinished(root, results):
+        children = tuple(results[child] for child in node.children)
+        unchanged = all(new is old for new, old in zip(children, node.children, strict=True))
+        results[node] = rule(node if unchanged else node.with_children(children))
+    return results[root]
 
 
 def substitute(root: Expr, values: Mapping[Expr, Expr]) -> Expr:
@@ -203,25 +271,6 @@ def substitute(root: Expr, values: Mapping[Expr, Expr]) -> Expr:
     return rewrite(root, lambda node: values.get(node, node))
 
 
-_INDEX_SETS = {
-    "b": frozenset("b"),
-    "h": frozenset("h"),
-    "hkv": frozenset("h"),
-    "i": frozenset("i"),
-    "j": frozenset("j"),
-    "distance": frozenset({"distance"}),
-    "I": frozenset("i"),
-    "J": frozenset("j"),
-    "s": frozenset("bhij"),
-    "dot": frozenset("bhij"),
-    "sqdist": frozenset("bhij"),
-}
-
-
 def index_set(root: Expr) -> frozenset[str]:
     """The subset of ``{b, h, i, j, distance}`` that the value depends on."""
-    found: frozenset[str] = frozenset()
-    for node in walk(root):
-        if isinstance(node, Symbol) and node.kind in (SymbolKind.INDEX, SymbolKind.BLOCK, SymbolKind.SCORE):
-            found |= _INDEX_SETS[node.name]
-    return found
+    return root._index_set

@@ -171,14 +171,13 @@ def _safe(function: Callable[[float], float], x: float) -> float:
         return INF
 
 
-def exp(x: FloatRange) -> FloatRange:
-    """Monotone, ≥ 0."""
-    return _approximate(_safe(math.exp, x.lo), _safe(math.exp, x.hi), x.may_be_nan, least=0.0)
+def increasing(function: Callable[[float], float], least: float = -INF) -> Callable[[FloatRange], FloatRange]:
+    """The rule of a function that never falls, nor is below ``least``; infinite where Python's overflows."""
 
+    def rule(x: FloatRange) -> FloatRange:
+        return _approximate(_safe(function, x.lo), _safe(function, x.hi), x.may_be_nan, least)
 
-def exp2(x: FloatRange) -> FloatRange:
-    """Monotone, ≥ 0."""
-    return _approximate(_safe(math.exp2, x.lo), _safe(math.exp2, x.hi), x.may_be_nan, least=0.0)
+    return rule
 
 
 def _logarithm(function: Callable[[float], float], x: FloatRange, pole: float) -> FloatRange:
@@ -219,32 +218,8 @@ def rsqrt(x: FloatRange) -> FloatRange:
     return _approximate(1 / math.sqrt(x.hi), 1 / math.sqrt(x.lo), x.may_be_nan, least=0.0)
 
 
-def tanh(x: FloatRange) -> FloatRange:
-    """Monotone."""
-    return _approximate(math.tanh(x.lo), math.tanh(x.hi), x.may_be_nan)
-
-
-def erf(x: FloatRange) -> FloatRange:
-    """Monotone."""
-    return _approximate(math.erf(x.lo), math.erf(x.hi), x.may_be_nan)
-
-
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def sigmoid(x: FloatRange) -> FloatRange:
-    """Monotone, ≥ 0."""
-    return _approximate(_sigmoid(x.lo), _sigmoid(x.hi), x.may_be_nan, least=0.0)
-
-
-def softplus(x: FloatRange) -> FloatRange:
-    """Monotone, ≥ 0."""
-
-    def value(t: float) -> float:
-        return max(t, 0.0) + math.log1p(math.exp(-abs(t)))
-
-    return _approximate(value(x.lo), value(x.hi), x.may_be_nan, least=0.0)
 
 
 def relu(x: FloatRange) -> FloatRange:

@@ -5,6 +5,7 @@ Stage: IR. In: nothing. Out: ``ROWS``. Ints are 32-bit and wrap; ``meaning`` hol
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from flashgen.ir import interval, interval_float
@@ -14,13 +15,21 @@ from flashgen.ir.operators_base import (
     FLAT,
     HALF,
     MINUS_ONE,
+    MOST_BITS,
     ONE,
     ZERO,
     ArrayNamespace,
+    Cost,
+    Folding,
+    NoValueError,
     Samples,
+    Strength,
     bool_node,
     either,
+    far_too_large,
+    folding,
     integer,
+    nonzero,
     numeric,
     partials,
     real,
@@ -221,20 +230,108 @@ def _from_step(x: float, y: float) -> float:
     return abs(x / y - round(x / y)) * min(abs(y), 1.0) if abs(y) > 0.2 else 0.0
 
 
+# On constants --------------------------------------------------------------------------------------------------------
+
+
+def _power(x: int, y: int) -> int:
+    if y < 0:
+        if x == 0:
+            raise NoValueError("zero has no negative power", by_zero=True)
+        raise AssertionError("negative powers are floats")
+    if abs(x) > 1 and (abs(x).bit_length() - 1) * y > MOST_BITS:
+        raise far_too_large()
+    return int(x**y)
+
+
+def _float_power(x: float, y: float) -> float:
+    if x == 0 and y < 0:
+        raise NoValueError("zero has no negative power", by_zero=True)
+    value: float | complex = float(x) ** float(y)
+    if isinstance(value, complex):
+        raise NoValueError("a negative number has no power with a fraction")
+    return value
+
+
+def _sign_of(x: float) -> float:
+    return type(x)((x > 0) - (x < 0))
+
+
+def _clamped(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+_ADDED = folding(operator.add, overflows=True)
+_SUBTRACTED = folding(operator.sub, overflows=True)
+_MULTIPLIED = folding(operator.mul, overflows=True)
+_DIVIDED = Folding(floats=nonzero(operator.truediv), overflows=True)
+_FOLD_POWER = Folding(floats=_float_power, overflows=True)
+_FOLD_CEILDIV = Folding(ints=nonzero(lambda x, y: -(-x // y)))
+_CEILDIV = Samples(ints=((-40, 40), (-12, 12)))
+
 ROWS = (
-    row("add", "+", numeric, _add, _ADD, _BINARY, c="+", derivative=partials(ONE, ONE)),
-    row("sub", "-", numeric, _sub, _SUB, _BINARY, c="-", derivative=partials(ONE, MINUS_ONE)),
-    row("mul", "*", numeric, _mul, _MUL, _BINARY, c="*", derivative=partials(_other, _first)),
-    row("neg", "-", numeric, _neg, _NEG, _UNARY, c="-", derivative=partials(MINUS_ONE)),
-    row("div", "/", real, _div, interval_float.div, _BINARY, c="/", derivative=_D_DIV, kink=_from_pole),
-    row("floordiv", "//", numeric, _floordiv, _FLOORDIV, _BINARY, c="floor_div", derivative=FLAT, kink=_from_step),
-    row("mod", "%", numeric, _mod, _MOD, _BINARY, c="floor_mod", derivative=partials(ONE, _mod_by_y), kink=_from_step),
-    row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, Samples(ints=((-40, 40), (-12, 12)))),
-    row("pow", "**", real, _pow, interval_float.pow_, _POWER, derivative=partials(_pow_by_x, _pow_by_y)),
-    row("ipow", "**", integer, _ipow, interval.ipow, _INT_POWER),
-    row("abs", "abs", numeric, _abs, _ABS, _UNARY, derivative=partials(_abs_by_x), kink=abs),
-    row("sign", "sign", numeric, _sign, _SIGN, _UNARY, derivative=FLAT, kink=abs),
-    row("min", "min", numeric, _min, _MIN_RANGE, _BINARY, derivative=_D_MIN, kink=_apart),
-    row("max", "max", numeric, _max, _MAX_RANGE, _BINARY, derivative=_D_MAX, kink=_apart),
-    row("clamp", "clamp", numeric, _clamp, _clamp_range, _BETWEEN, derivative=_D_CLAMP, kink=_from_border),
+    row("add", "+", numeric, _add, _ADD, _BINARY, _ADDED, c="+", strength=Strength.SUM, derivative=partials(ONE, ONE)),
+    row(
+        *("sub", "-", numeric, _sub, _SUB, _BINARY, _SUBTRACTED),
+        c="-",
+        strength=Strength.SUM,
+        derivative=partials(ONE, MINUS_ONE),
+    ),
+    row(
+        *("mul", "*", numeric, _mul, _MUL, _BINARY, _MULTIPLIED),
+        c="*",
+        strength=Strength.PRODUCT,
+        derivative=partials(_other, _first),
+    ),
+    row(
+        *("neg", "-", numeric, _neg, _NEG, _UNARY, folding(operator.neg)),
+        c="-",
+        strength=Strength.UNARY,
+        derivative=partials(MINUS_ONE),
+    ),
+    row(
+        *("div", "/", real, _div, interval_float.div, _BINARY, _DIVIDED),
+        c="/",
+        strength=Strength.PRODUCT,
+        derivative=_D_DIV,
+        cost=Cost(1, 2),
+        kink=_from_pole,
+    ),
+    row(
+        *("floordiv", "//", numeric, _floordiv, _FLOORDIV, _BINARY, folding(nonzero(operator.floordiv))),
+        c="floor_div",
+        strength=Strength.PRODUCT,
+        derivative=FLAT,
+        cost=Cost(0, 12),
+        kink=_from_step,
+    ),
+    row(
+        *("mod", "%", numeric, _mod, _MOD, _BINARY, folding(nonzero(operator.mod))),
+        c="floor_mod",
+        strength=Strength.PRODUCT,
+        derivative=partials(ONE, _mod_by_y),
+        cost=Cost(0, 14),
+        kink=_from_step,
+    ),
+    row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, _CEILDIV, _FOLD_CEILDIV),
+    row(
+        *("pow", "**", real, _pow, interval_float.pow_, _POWER, _FOLD_POWER),
+        strength=Strength.POWER,
+        derivative=partials(_pow_by_x, _pow_by_y),
+        cost=Cost(2, 3),
+        function="pow",
+    ),
+    row(
+        *("ipow", "**", integer, _ipow, interval.ipow, _INT_POWER, Folding(ints=_power)),
+        strength=Strength.POWER,
+        cost=Cost(0, 2),
+    ),
+    row("abs", "abs", numeric, _abs, _ABS, _UNARY, folding(abs), derivative=partials(_abs_by_x), kink=abs),
+    row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
+    row("min", "min", numeric, _min, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
+    row("max", "max", numeric, _max, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
+    row(
+        *("clamp", "clamp", numeric, _clamp, _clamp_range, _BETWEEN, folding(_clamped)),
+        derivative=_D_CLAMP,
+        kink=_from_border,
+    ),
 )

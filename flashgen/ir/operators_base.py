@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 from flashgen.ir.expr import Apply, Expr, literal
@@ -70,18 +71,22 @@ class ArrayNamespace(Protocol):
     def round(self, x: Any) -> Any:
         """Half to even."""
 
-    def exp(self, x: Any) -> Any: ...
-    def exp2(self, x: Any) -> Any: ...
-    def log(self, x: Any) -> Any: ...
-    def log2(self, x: Any) -> Any: ...
-    def log1p(self, x: Any) -> Any: ...
-    def sqrt(self, x: Any) -> Any: ...
-    def rsqrt(self, x: Any) -> Any: ...
-    def tanh(self, x: Any) -> Any: ...
-    def sigmoid(self, x: Any) -> Any: ...
-    def erf(self, x: Any) -> Any: ...
-    def sin(self, x: Any) -> Any: ...
-    def cos(self, x: Any) -> Any: ...
+    def call(self, function: Library, x: Any) -> Any:
+        """The library's own function of floats, with its gradient."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A function of floats that array libraries have; itself the meaning of a row.
+
+    ``torch`` are its names there, the first as an attribute of the module; ``numpy`` takes and gives an array.
+    """
+
+    torch: tuple[str, ...]
+    numpy: Callable[[Any], Any]
+
+    def __call__(self, xp: ArrayNamespace, x: Any) -> Any:
+        return xp.call(self, x)
 
 
 def wrap(x: Any) -> Any:
@@ -108,9 +113,89 @@ class Samples:
     ints: tuple[tuple[int, int], ...] = ()
 
 
+# Ints beyond this many bits are refused while folding, so that no expression can take long.
+MOST_BITS = 256
+
+
+class NoValueError(Exception):
+    """A constant expression without a value: it divides by zero, or is ``too_large``."""
+
+    def __init__(self, message: str, *, by_zero: bool = False, too_large: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.by_zero = by_zero
+        self.too_large = too_large
+
+
+def far_too_large() -> NoValueError:
+    """An int of more than ``MOST_BITS``."""
+    return NoValueError("the constant is far too large to fit in 32 bits", too_large=True)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """An operator on constants, in Python's own arithmetic: ints are exact, floats double.
+
+    ``ints`` takes ints and bools, ``floats`` numbers; None where the table has no such operands, or where an operator
+    of 32-bit patterns folds as its ``meaning`` says. They raise ``NoValueError``, or ``ValueError`` and
+    ``OverflowError`` as Python's functions do. ``overflows``: an infinity of finite numbers is one that did not fit.
+    """
+
+    ints: Callable[..., Any] | None = None
+    floats: Callable[..., Any] | None = None
+    overflows: bool = False
+
+
+def folding(of_numbers: Callable[..., Any], *, overflows: bool = False) -> Folding:
+    """The same function of ints and of floats."""
+    return Folding(of_numbers, of_numbers, overflows)
+
+
+def nonzero(divide: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A division that refuses zero."""
+
+    def checked(x: Any, y: Any) -> Any:
+        if y == 0:
+            raise NoValueError("division by zero", by_zero=True)
+        return divide(x, y)
+
+    return checked
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Instructions of an operator in a kernel: special functions, and others. ``on_cpus`` where they differ there."""
+
+    specials: int = 0
+    others: int = 1
+    on_cpus: tuple[int, int] | None = None
+
+
+ONE_INSTRUCTION = Cost()
+
+
 def smooth(*_args: float) -> float:
     """No point without a derivative anywhere near."""
     return float("inf")
+
+
+class Strength(IntEnum):
+    """How tightly an operator binds in the language, as in Python; calls and names most of all."""
+
+    CONDITIONAL = 0
+    OR = 1
+    AND = 2
+    NOT = 3
+    COMPARISON = 4
+    BIT_OR = 5
+    BIT_XOR = 6
+    BIT_AND = 7
+    SHIFT = 8
+    SUM = 9
+    PRODUCT = 10
+    UNARY = 11
+    POWER = 12
+    CALL = 13
 
 
 Derivative = Callable[[tuple[Expr, ...], int], Expr]
@@ -126,6 +211,10 @@ class Operator:
     float arguments. ``interval(*ranges)`` is a range that holds the value on every backend in float32.
     ``c`` is an infix or prefix operator, or a function in namespace ``fg``; ``interval_c`` a function in
     ``fg::ranges``. ``kink(*args)`` is the distance to the nearest point without a derivative, for tests.
+    ``fold`` is the operator on constants, ``cost`` what it costs in a kernel. ``function`` is the name by which the
+    language calls it, empty where it has a sign or a word, with ``fewest`` to ``most`` arguments (None: no limit).
+    ``strength`` is that of its sign or word. e^(``rate`` · x) is an exponential. Of a comparison ``opposite`` is the
+    one that holds where it does not (NaN aside), ``flipped`` the one of swapped operands.
     """
 
     name: str
@@ -138,7 +227,21 @@ class Operator:
     c: str
     interval_c: str
     samples: Samples
+    fold: Folding
+    cost: Cost
+    function: str
+    fewest: int
+    most: int | None
+    strength: Strength
+    opposite: str = ""
+    flipped: str = ""
+    rate: float = 0.0
     kink: Callable[..., float] = smooth
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether it compares two values of one type."""
+        return bool(self.opposite)
 
     @property
     def is_infix(self) -> bool:
@@ -154,6 +257,9 @@ class Operator:
         return self.typing(self.spelling, types)
 
 
+_WORDS = frozenset({"and", "or", "not"})
+
+
 def row(
     name: str,
     spelling: str,
@@ -161,17 +267,48 @@ def row(
     meaning: Callable[..., Any],
     interval: Callable[..., Range],
     samples: Samples,
+    fold: Folding,
     *,
     derivative: Derivative | None = None,
+    cost: Cost = ONE_INSTRUCTION,
     c: str = "",
     interval_c: str = "",
     arity: int = 0,
+    function: str = "",
+    most: int | None = 0,
+    strength: Strength = Strength.CALL,
+    opposite: str = "",
+    flipped: str = "",
+    rate: float = 0.0,
     kink: Callable[..., float] = smooth,
 ) -> Operator:
-    """A row; C++ spells it by its name unless said otherwise, and the samples show how many arguments it takes."""
+    """A row; C++ spells it by its name unless said otherwise, and the samples show how many arguments it takes.
+
+    A spelling that is a name is a function's; ``most`` is the row's arity unless said otherwise.
+    """
     arguments = arity or len(samples.floats or samples.ints)
+    called = function or (spelling if spelling.isidentifier() and spelling not in _WORDS else "")
     return Operator(
-        name, arguments, spelling, typing, meaning, derivative, interval, c or name, interval_c or name, samples, kink
+        name=name,
+        arity=arguments,
+        spelling=spelling,
+        typing=typing,
+        meaning=meaning,
+        derivative=derivative,
+        interval=interval,
+        c=c or name,
+        interval_c=interval_c or name,
+        samples=samples,
+        fold=fold,
+        cost=cost,
+        function=called,
+        fewest=max(arguments, 1),
+        most=arguments if most == 0 else most,
+        strength=strength,
+        opposite=opposite,
+        flipped=flipped,
+        rate=rate,
+        kink=kink,
     )
 
 
@@ -251,7 +388,8 @@ def bitwise(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
         return Signature(types, BOOL)
     for k, scalar in enumerate(types):
         if scalar is not INT:
-            raise _refuse(spelling, "two ints or two bools", types, k, "")
+            hint = "a power is written 'x ** y'" if spelling == "^" and scalar is FLOAT else ""
+            raise _refuse(spelling, "two ints or two bools", types, k, hint)
     return Signature(types, INT)
 
 

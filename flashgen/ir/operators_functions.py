@@ -9,14 +9,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from flashgen.ir import interval_float
 from flashgen.ir.expr import Expr
 from flashgen.ir.interval import Range
+from flashgen.ir.interval_float import increasing
 from flashgen.ir.operators_base import (
     HALF,
     ONE,
+    ONE_INSTRUCTION,
     ZERO,
     ArrayNamespace,
+    Cost,
+    Folding,
+    Library,
     Operator,
     Samples,
     bool_node,
@@ -29,6 +36,17 @@ from flashgen.ir.operators_base import (
 
 LN2 = math.log(2.0)
 _SQRT_HALF = math.sqrt(0.5)
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def _same(name: str) -> Library:
+    """A function that NumPy, too, has by this name."""
+    return Library((name,), getattr(np, name))
+
+
+_RSQRT = Library(("rsqrt",), lambda x: 1 / np.sqrt(x))
+_SIGMOID = Library(("sigmoid", "special_expit", "expit"), lambda x: 1 / (1 + np.exp(-x)))
+_ERF = Library(("erf",), lambda x: np.asarray(_erf(x)).astype(np.asarray(x).dtype))
 
 
 # ∂exp x = exp x
@@ -81,7 +99,7 @@ def _by_sigmoid(x: Expr) -> Expr:
 
 # silu x = x σ(x);  ∂ = σ(x) (1 + x (1 - σ(x)))
 def _silu(xp: ArrayNamespace, x: Any) -> Any:
-    return x * xp.sigmoid(x)
+    return x * _SIGMOID(xp, x)
 
 
 def _by_silu(x: Expr) -> Expr:
@@ -101,7 +119,7 @@ def _by_relu(x: Expr) -> Expr:
 # gelu(-inf) is NaN here and the limit, 0, in kernels.
 # gelu x = x Φ(x) = x (1 + erf(x/√2))/2;  ∂ = Φ(x) + x exp(-x²/2)/√(2π)
 def _gelu(xp: ArrayNamespace, x: Any) -> Any:
-    return 0.5 * x * (1.0 + xp.erf(x * _SQRT_HALF))
+    return 0.5 * x * (1.0 + _ERF(xp, x * _SQRT_HALF))
 
 
 def _by_gelu(x: Expr) -> Expr:
@@ -118,7 +136,7 @@ def _by_erf(x: Expr) -> Expr:
 
 # softplus x = log(1 + e^x) = max(x, 0) + log1p(e^-|x|);  ∂ = σ(x)
 def _softplus(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.maximum(x, 0.0) + xp.log1p(xp.exp(-xp.abs(x)))
+    return xp.maximum(x, 0.0) + _same("log1p")(xp, _same("exp")(xp, -xp.abs(x)))
 
 
 def _by_softplus(x: Expr) -> Expr:
@@ -134,9 +152,63 @@ def _by_cos(x: Expr) -> Expr:
     return real_node("neg", real_node("sin", x))
 
 
+def _floor(xp: ArrayNamespace, x: Any) -> Any:
+    return xp.floor(x)
+
+
+def _ceil(xp: ArrayNamespace, x: Any) -> Any:
+    return xp.ceil(x)
+
+
+def _round(xp: ArrayNamespace, x: Any) -> Any:
+    return xp.round(x)
+
+
 # The distance to the nearest half, for tests.
 def _step_kink(x: float) -> float:
     return abs(2 * x - round(2 * x)) / 2
+
+
+# On constants --------------------------------------------------------------------------------------------------------
+
+
+def _growth(function: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda x: math.inf if x == math.inf else function(x)
+
+
+def _logarithm(function: Callable[[float], float], pole: float = 0.0) -> Callable[[float], float]:
+    return lambda x: -math.inf if x == pole else function(x)
+
+
+def _step(function: Callable[[float], int]) -> Callable[[float], float]:
+    return lambda x: float(x) if math.isinf(x) else float(function(x))
+
+
+def _inverse_root(x: float) -> float:
+    return math.inf if x == 0 else 1 / math.sqrt(x)
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _log_1_exp(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _times_normal(x: float) -> float:
+    return 0.0 if x == -math.inf else 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def _times_logistic(x: float) -> float:
+    return 0.0 if x == -math.inf else x * _logistic(x)
+
+
+def _not_below_0(x: float) -> float:
+    return max(float(x), 0.0)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
 
 
 def _function(
@@ -145,32 +217,45 @@ def _function(
     formula: Callable[..., Expr] | Expr,
     interval: Callable[..., Range],
     domain: tuple[float, float],
+    fold: Callable[[float], float],
+    cost: Cost,
+    *,
+    rate: float = 0.0,
     kink: Callable[..., float] = smooth,
 ) -> Operator:
     """A row of float → float that every language calls by the same name."""
-    return row(name, name, real, meaning, interval, Samples(floats=(domain,)), derivative=partials(formula), kink=kink)
+    return row(
+        *(name, name, real, meaning, interval, Samples(floats=(domain,)), Folding(floats=fold, overflows=rate > 0)),
+        derivative=partials(formula),
+        cost=cost,
+        rate=rate,
+        kink=kink,
+    )
 
 
 _POSITIVE, _NEAR, _WIDE = (0.05, 9.0), (-5.0, 5.0), (-9.0, 9.0)
+_EXP, _EXP2, _LOG, _LOG2 = _growth(math.exp), _growth(math.exp2), _logarithm(math.log), _logarithm(math.log2)
+_LOG1P = _logarithm(math.log1p, -1.0)
+_ON_CPUS = (0, 9)  # of tanh: a polynomial, where arguments are small
 
 ROWS = (
-    _function("exp", lambda xp, x: xp.exp(x), _by_exp, interval_float.exp, _NEAR),
-    _function("exp2", lambda xp, x: xp.exp2(x), _by_exp2, interval_float.exp2, _NEAR),
-    _function("log", lambda xp, x: xp.log(x), _by_log, interval_float.log, _POSITIVE),
-    _function("log2", lambda xp, x: xp.log2(x), _by_log2, interval_float.log2, _POSITIVE),
-    _function("log1p", lambda xp, x: xp.log1p(x), _by_log1p, interval_float.log1p, (-0.9, 9.0)),
-    _function("sqrt", lambda xp, x: xp.sqrt(x), _by_sqrt, interval_float.sqrt, _POSITIVE),
-    _function("rsqrt", lambda xp, x: xp.rsqrt(x), _by_rsqrt, interval_float.rsqrt, _POSITIVE),
-    _function("tanh", lambda xp, x: xp.tanh(x), _by_tanh, interval_float.tanh, _NEAR),
-    _function("sigmoid", lambda xp, x: xp.sigmoid(x), _by_sigmoid, interval_float.sigmoid, _WIDE),
-    _function("silu", _silu, _by_silu, interval_float.silu, _WIDE),
-    _function("relu", _relu, _by_relu, interval_float.relu, _NEAR, abs),
-    _function("gelu", _gelu, _by_gelu, interval_float.gelu, _NEAR),
-    _function("erf", lambda xp, x: xp.erf(x), _by_erf, interval_float.erf, _NEAR),
-    _function("softplus", _softplus, _by_softplus, interval_float.softplus, _WIDE),
-    _function("sin", lambda xp, x: xp.sin(x), _by_sin, interval_float.sin, _WIDE),
-    _function("cos", lambda xp, x: xp.cos(x), _by_cos, interval_float.cos, _WIDE),
-    _function("floor", lambda xp, x: xp.floor(x), ZERO, interval_float.floor, _WIDE, _step_kink),
-    _function("ceil", lambda xp, x: xp.ceil(x), ZERO, interval_float.ceil, _WIDE, _step_kink),
-    _function("round", lambda xp, x: xp.round(x), ZERO, interval_float.round_, _WIDE, _step_kink),
+    _function("exp", _same("exp"), _by_exp, increasing(math.exp, 0.0), _NEAR, _EXP, Cost(1, 1), rate=1.0),
+    _function("exp2", _same("exp2"), _by_exp2, increasing(math.exp2, 0.0), _NEAR, _EXP2, Cost(1, 0), rate=LN2),
+    _function("log", _same("log"), _by_log, interval_float.log, _POSITIVE, _LOG, Cost(1, 1)),
+    _function("log2", _same("log2"), _by_log2, interval_float.log2, _POSITIVE, _LOG2, Cost(1, 0)),
+    _function("log1p", _same("log1p"), _by_log1p, interval_float.log1p, (-0.9, 9.0), _LOG1P, Cost(1, 6)),
+    _function("sqrt", _same("sqrt"), _by_sqrt, interval_float.sqrt, _POSITIVE, math.sqrt, Cost(1, 2)),
+    _function("rsqrt", _RSQRT, _by_rsqrt, interval_float.rsqrt, _POSITIVE, _inverse_root, Cost(1, 0)),
+    _function("tanh", _same("tanh"), _by_tanh, increasing(math.tanh), _NEAR, math.tanh, Cost(2, 4, _ON_CPUS)),
+    _function("sigmoid", _SIGMOID, _by_sigmoid, increasing(_logistic, 0.0), _WIDE, _logistic, Cost(2, 2)),
+    _function("silu", _silu, _by_silu, interval_float.silu, _WIDE, _times_logistic, Cost(2, 3)),
+    _function("relu", _relu, _by_relu, interval_float.relu, _NEAR, _not_below_0, ONE_INSTRUCTION, kink=abs),
+    _function("gelu", _gelu, _by_gelu, interval_float.gelu, _NEAR, _times_normal, Cost(1, 14)),
+    _function("erf", _ERF, _by_erf, increasing(math.erf), _NEAR, math.erf, Cost(1, 14)),
+    _function("softplus", _softplus, _by_softplus, increasing(_log_1_exp, 0.0), _WIDE, _log_1_exp, Cost(2, 6)),
+    _function("sin", _same("sin"), _by_sin, interval_float.sin, _WIDE, math.sin, Cost(1, 3)),
+    _function("cos", _same("cos"), _by_cos, interval_float.cos, _WIDE, math.cos, Cost(1, 3)),
+    _function("floor", _floor, ZERO, interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink),
+    _function("ceil", _ceil, ZERO, interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink),
+    _function("round", _round, ZERO, interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink),
 )

@@ -5,24 +5,36 @@ Stage: IR. In: nothing. Out: ``ROWS``. Comparisons with NaN are false, ``ne`` is
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
+from flashgen.ir.interval import Range
 from flashgen.ir.operators_base import (
     FLOAT,
     INT,
     INT_MAX,
+    INT_MIN,
     MASK32,
+    MOST_BITS,
     ONE,
     ZERO,
     ArrayNamespace,
+    Cost,
+    Folding,
+    NoValueError,
+    Operator,
     Samples,
+    Strength,
+    TypingRule,
     bitwise,
     comparison,
     conversion,
     equality,
+    far_too_large,
+    folding,
     integer,
     logical,
     partials,
@@ -110,27 +122,173 @@ def _hash(_xp: ArrayNamespace, *args: Any) -> Any:
     return h & INT_MAX
 
 
+# On constants --------------------------------------------------------------------------------------------------------
+
+
+def _left(x: int, n: int) -> int:
+    if _shift(n) > MOST_BITS and x != 0:
+        raise far_too_large()
+    return x << n
+
+
+def _right(x: int, n: int) -> int:
+    return x >> min(_shift(n), 4 * MOST_BITS)
+
+
+def _shift(n: int) -> int:
+    if n < 0:
+        raise NoValueError("a shift by a negative number has no value")
+    return n
+
+
+def _saturated(x: float) -> int:
+    if math.isinf(x) or abs(x) > 2.0**31:
+        return INT_MAX if x > 0 else INT_MIN
+    return max(INT_MIN, min(INT_MAX, int(x)))
+
+
+_CHOSEN = folding(lambda c, x, y: x if c else y)
+_AND, _OR, _XOR = (Folding(ints=function) for function in (operator.and_, operator.or_, operator.xor))
+_NOT, _LEFT, _RIGHT = (Folding(ints=function) for function in (operator.not_, _left, _right))
+
 _LOGIC = Samples(ints=((0, 1), (0, 1)))
 _ANY_INT = (-(2**31), 2**31 - 1)
 _COUNT = (-3, 35)
 _CHOICE = Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9)))
 
+
+def _compared(
+    name: str,
+    spelling: str,
+    typing: TypingRule,
+    compare: Callable[[Any, Any], Any],
+    interval_rule: Callable[..., Range],
+    *,
+    opposite: str,
+    flipped: str,
+) -> Operator:
+    """The row of a comparison."""
+    return row(
+        *(name, spelling, typing, _plain(compare), interval_rule, _PAIR, folding(compare)),
+        strength=Strength.COMPARISON,
+        opposite=opposite,
+        flipped=flipped,
+    )
+
+
 ROWS = (
-    row("lt", "<", comparison, _plain(operator.lt), interval.lt, _PAIR),
-    row("le", "<=", comparison, _plain(operator.le), interval.le, _PAIR),
-    row("gt", ">", comparison, _plain(operator.gt), interval.gt, _PAIR),
-    row("ge", ">=", comparison, _plain(operator.ge), interval.ge, _PAIR),
-    row("eq", "==", equality, _plain(operator.eq), interval.eq, _PAIR),
-    row("ne", "!=", equality, _plain(operator.ne), interval.ne, _PAIR),
-    row("and", "and", logical, _plain(operator.and_), interval.and_, _LOGIC, c="&&", interval_c="and_"),
-    row("or", "or", logical, _plain(operator.or_), interval.or_, _LOGIC, c="||", interval_c="or_"),
-    row("not", "not", logical, _not, interval.not_, Samples(ints=((0, 1),)), c="!", interval_c="not_"),
-    row("bitand", "&", bitwise, _plain(operator.and_), interval.bitand, _BITS, c="&", interval_c="bitand_"),
-    row("bitor", "|", bitwise, _plain(operator.or_), interval.bitor, _BITS, c="|", interval_c="bitor_"),
-    row("bitxor", "^", bitwise, _plain(operator.xor), interval.bitxor, _BITS, c="^", interval_c="bitxor_"),
-    row("shl", "<<", integer, _shl, interval.shl, Samples(ints=((-70, 70), _COUNT)), c="shift_left"),
-    row("shr", ">>", integer, _shr, interval.shr, Samples(ints=((-7000, 7000), _COUNT)), c="shift_right"),
-    row("where", "where", selection, _where, interval.where, _CHOICE, c="select", derivative=_D_WHERE),
+    _compared("lt", "<", comparison, operator.lt, interval.lt, opposite="ge", flipped="gt"),
+    _compared("le", "<=", comparison, operator.le, interval.le, opposite="gt", flipped="ge"),
+    _compared("gt", ">", comparison, operator.gt, interval.gt, opposite="le", flipped="lt"),
+    _compared("ge", ">=", comparison, operator.ge, interval.ge, opposite="lt", flipped="le"),
+    _compared("eq", "==", equality, operator.eq, interval.eq, opposite="ne", flipped="eq"),
+    _compared("ne", "!=", equality, operator.ne, interval.ne, opposite="eq", flipped="ne"),
+    row(
+        "and",
+        "and",
+        logical,
+        _plain(operator.and_),
+        interval.and_,
+        _LOGIC,
+        _AND,
+        c="&&",
+        strength=Strength.AND,
+        interval_c="and_",
+    ),
+    row(
+        "or",
+        "or",
+        logical,
+        _plain(operator.or_),
+        interval.or_,
+        _LOGIC,
+        _OR,
+        c="||",
+        strength=Strength.OR,
+        interval_c="or_",
+    ),
+    row(
+        "not",
+        "not",
+        logical,
+        _not,
+        interval.not_,
+        Samples(ints=((0, 1),)),
+        _NOT,
+        c="!",
+        strength=Strength.NOT,
+        interval_c="not_",
+    ),
+    row(
+        "bitand",
+        "&",
+        bitwise,
+        _plain(operator.and_),
+        interval.bitand,
+        _BITS,
+        _AND,
+        c="&",
+        strength=Strength.BIT_AND,
+        interval_c="bitand_",
+    ),
+    row(
+        "bitor",
+        "|",
+        bitwise,
+        _plain(operator.or_),
+        interval.bitor,
+        _BITS,
+        _OR,
+        c="|",
+        strength=Strength.BIT_OR,
+        interval_c="bitor_",
+    ),
+    row(
+        "bitxor",
+        "^",
+        bitwise,
+        _plain(operator.xor),
+        interval.bitxor,
+        _BITS,
+        _XOR,
+        c="^",
+        strength=Strength.BIT_XOR,
+        interval_c="bitxor_",
+    ),
+    row(
+        "shl",
+        "<<",
+        integer,
+        _shl,
+        interval.shl,
+        Samples(ints=((-70, 70), _COUNT)),
+        _LEFT,
+        c="shift_left",
+        strength=Strength.SHIFT,
+    ),
+    row(
+        "shr",
+        ">>",
+        integer,
+        _shr,
+        interval.shr,
+        Samples(ints=((-7000, 7000), _COUNT)),
+        _RIGHT,
+        c="shift_right",
+        strength=Strength.SHIFT,
+    ),
+    row(
+        "where",
+        "where",
+        selection,
+        _where,
+        interval.where,
+        _CHOICE,
+        _CHOSEN,
+        c="select",
+        strength=Strength.CONDITIONAL,
+        derivative=_D_WHERE,
+    ),
     row(
         "to_float",
         "float",
@@ -138,6 +296,7 @@ ROWS = (
         _to_float,
         interval_float.to_float,
         Samples(floats=((-9.0, 9.0),), ints=(_ANY_INT,)),
+        folding(float),
         derivative=partials(ONE),
     ),
     row(
@@ -147,7 +306,13 @@ ROWS = (
         _to_int,
         interval_float.to_int,
         Samples(floats=((-5e9, 5e9),), ints=(_ANY_INT,)),
+        Folding(ints=int, floats=_saturated),
     ),
-    row("popcount", "popcount", integer, _popcount, interval.popcount, Samples(ints=((-300, 300),))),
-    row("hash", "hash", integer, _hash, interval.hash_, Samples(ints=(_ANY_INT,) * 3), arity=-1),
+    row("popcount", "popcount", integer, _popcount, interval.popcount, Samples(ints=((-300, 300),)), Folding()),
+    row(
+        *("hash", "hash", integer, _hash, interval.hash_, Samples(ints=(_ANY_INT,) * 3), Folding()),
+        cost=Cost(0, 20),
+        arity=-1,
+        most=None,
+    ),
 )

@@ -15,15 +15,12 @@ from flashgen.ir.spec import (
     CapturedTensor,
     HeadDim,
     Layout,
-    Normalize,
     Param,
-    Pointwise,
     Schedule,
-    Softmax,
     Statement,
-    Weights,
 )
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.weights import FORMS, Weights
 
 Data = dict[str, Any]
 _PINS = ("Br", "Bc", "warps", "stages", "backward_Br", "backward_Bc", "backward_warps", "backward_stages")
@@ -64,8 +61,6 @@ def spec_to_data(spec: AttentionSpec) -> Data:
     """The spec as dictionaries, lists, strings and numbers."""
     nodes = _Nodes()
     number = nodes.number
-    kind = type(spec.weights).__name__.lower()
-    weight = spec.weights.sink if isinstance(spec.weights, Softmax) else spec.weights.weight
     return {
         "name": spec.name,
         "head_dims": [[each.qk, each.v] for each in spec.head_dims],
@@ -80,7 +75,7 @@ def spec_to_data(spec: AttentionSpec) -> Data:
         "score": number(spec.score),
         "mask": number(spec.mask),
         "layout": None if spec.layout is None else [spec.layout.block, number(spec.layout.keep)],
-        "weights": [kind, number(weight)],
+        "weights": [spec.weights.form.name, number(spec.weights.expression)],
         "dropout": number(spec.dropout),
         "schedule": {name: getattr(spec.schedule, name) for name in _PINS if getattr(spec.schedule, name) is not None},
         "statements": [[each.keyword, each.text, _span_to_data(each.span)] for each in spec.statements],
@@ -147,13 +142,10 @@ def _number(written: bool | str) -> bool | int | float:
 
 
 def _weights(kind: str, weight: Expr | None) -> Weights:
-    if kind == "softmax":
-        return Softmax(weight)
-    if weight is None:
-        raise ValueError(f"'{kind}' weights have no weight")
-    if kind not in ("pointwise", "normalize"):
-        raise ValueError(f"'{kind}' is no kind of weights")
-    return Pointwise(weight) if kind == "pointwise" else Normalize(weight)
+    if kind not in FORMS:
+        raise ValueError(f"'{kind}' is no form of weights")
+    form = FORMS[kind]
+    return Weights(form, sink=weight) if form.exponential else Weights(form, weight)
 
 
 def _span_to_data(span: Span) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from flashgen.diagnostics.span import Source, Span
 from flashgen.ir.expr import Expr
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -48,30 +49,6 @@ class Layout:
 
     block: int
     keep: Expr
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """P = exp(s) / (exp(sink) + Σ exp(s)); ``sink`` ranges over b, h, i, or is absent."""
-
-    sink: Expr | None = None
-
-
-@dataclass(frozen=True)
-class Pointwise:
-    """P = weight, an expression of ``s``; no row state."""
-
-    weight: Expr
-
-
-@dataclass(frozen=True)
-class Normalize:
-    """P = weight / Σ weight, weight ≥ 0."""
-
-    weight: Expr
-
-
-Weights = Softmax | Pointwise | Normalize
 
 
 @dataclass(frozen=True)
@@ -125,3 +102,7 @@ class AttentionSpec:
     statements: tuple[Statement, ...] = field(compare=False)
     sources: tuple[Source, ...] = field(compare=False)
     span: Span | None = field(default=None, compare=False)
+
+    def place(self, keyword: str) -> Span | None:
+        """Where the first statement with this keyword stands, the whole block where it has none."""
+        return next((each.span for each in self.statements if each.keyword == keyword), self.span)

@@ -5,33 +5,8 @@ In: an expression. Out: text that parses to the same expression (``let``s and ``
 
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol
 from flashgen.ir.operators import OPERATORS
+from flashgen.ir.operators_base import Strength
 from flashgen.ir.types import ScalarType
-
-# Binding strength as in Python, weakest first; the IR's operator names to their infix spelling.
-_INFIX = {
-    "or": ("or", 1),
-    "and": ("and", 2),
-    "lt": ("<", 4),
-    "le": ("<=", 4),
-    "gt": (">", 4),
-    "ge": (">=", 4),
-    "eq": ("==", 4),
-    "ne": ("!=", 4),
-    "bitor": ("|", 5),
-    "bitxor": ("^", 6),
-    "bitand": ("&", 7),
-    "shl": ("<<", 8),
-    "shr": (">>", 8),
-    "add": ("+", 9),
-    "sub": ("-", 9),
-    "mul": ("*", 10),
-    "div": ("/", 10),
-    "floordiv": ("//", 10),
-    "mod": ("%", 10),
-    "pow": ("**", 12),
-    "ipow": ("**", 12),
-}
-_CONDITIONAL, _NOT, _UNARY, _ATOM = 0, 3, 11, 13
 
 
 def text(expr: Expr) -> str:
@@ -42,33 +17,37 @@ def text(expr: Expr) -> str:
 def _text(expr: Expr) -> tuple[str, int]:
     match expr:
         case Literal(value=bool() as value):
-            return ("true" if value else "false"), _ATOM
+            return ("true" if value else "false"), Strength.CALL
         case Literal(value=value):
             shown = repr(value)
-            return shown, _UNARY if shown.startswith("-") else _ATOM
+            return shown, Strength.UNARY if shown.startswith("-") else Strength.CALL
         case Symbol(name=name):
-            return name, _ATOM
+            return name, Strength.CALL
         case Load(tensor=tensor, indices=indices):
-            return f"{tensor}[{', '.join(text(index) for index in indices)}]", _ATOM
+            return f"{tensor}[{', '.join(text(index) for index in indices)}]", Strength.CALL
         case Apply(op="to_float" | "to_int" as op, args=(argument,)):
-            return f"{'float' if op == 'to_float' else 'int'}({text(argument)})", _ATOM
-        case Apply(op="neg", args=(argument,)):
-            return f"-{_within(argument, _UNARY)}", _UNARY
-        case Apply(op="not", args=(argument,)):
-            return f"not {_within(argument, _NOT)}", _NOT
+            return f"{OPERATORS[op].spelling}({text(argument)})", Strength.CALL
         case Apply(op="where", args=(condition, yes, no)):
-            shown = f"{_within(yes, 1)} if {_within(condition, 1)} else {_within(no, _CONDITIONAL)}"
-            return shown, _CONDITIONAL
-        case Apply(op=op, args=args) if op in _INFIX:
-            symbol, strength = _INFIX[op]
-            left, right = _without_conversions(op, args)
-            # ** groups to the right and comparisons do not chain; everything else groups to the left.
-            left_strength = strength + (1 if symbol == "**" or strength == 4 else 0)
-            right_strength = strength + (0 if symbol == "**" else 1)
-            return f"{_within(left, left_strength)} {symbol} {_within(right, right_strength)}", strength
+            shown = f"{_within(yes, Strength.OR)} if {_within(condition, Strength.OR)}"
+            return f"{shown} else {_within(no, Strength.CONDITIONAL)}", Strength.CONDITIONAL
         case Apply(op=op, args=args):
-            return f"{op}({', '.join(text(argument) for argument in _without_conversions(op, args))})", _ATOM
+            return _operation(op, args)
     raise AssertionError(f"no text for {type(expr).__name__}")
+
+
+def _operation(op: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+    """A sign or word between or before its operands, or a call."""
+    row = OPERATORS[op]
+    sign, strength = row.spelling, row.strength
+    if strength is Strength.CALL:
+        return f"{op}({', '.join(text(argument) for argument in _without_conversions(op, args))})", strength
+    if row.arity == 1:
+        return f"{sign}{' ' if sign.isalpha() else ''}{_within(args[0], strength)}", strength
+    left, right = _without_conversions(op, args)
+    # ** groups to the right and comparisons do not chain; everything else groups to the left.
+    left_strength = strength + (1 if strength in (Strength.POWER, Strength.COMPARISON) else 0)
+    right_strength = strength + (0 if strength is Strength.POWER else 1)
+    return f"{_within(left, left_strength)} {sign} {_within(right, right_strength)}", strength
 
 
 def _without_conversions(op: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:

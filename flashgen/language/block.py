@@ -27,7 +27,7 @@ from flashgen.language.report import Report
 OP_ARGUMENTS = frozenset(
     {
         *("q", "k", "v", "o", "lse", "return_lse", "dropout_p", "seed", "deterministic", "dtype", "backend", "self"),
-        *("q_start", "kv_start", "b_start", "h_start", "q_total", "kv_total"),
+        *("q_start", "kv_start", "b_start", "h_start", "q_total", "kv_total", "b_total", "h_total"),
     }
 )
 
@@ -100,7 +100,7 @@ class Block:
             if text in OP_ARGUMENTS:
                 message = f"'{text}' is an argument of every op and cannot name a {statement.keyword}"
                 self.report.add("E111", message, name.span, hints=(f"choose another name, for example '{text}_'",))
-            elif keyword.iskeyword(text):
+            elif keyword.iskeyword(text) or text == "__debug__":
                 message = f"'{text}' is a word of Python, so that the op could not take it by name"
                 self.report.add("E111", message, name.span, hints=(f"choose another name, for example '{text}_'",))
 
@@ -109,6 +109,10 @@ class Block:
     def names(self) -> tuple[str, ...]:
         """All declared names."""
         return tuple(self.declarations)
+
+    def constant_names(self) -> tuple[str, ...]:
+        """The declared names that are constants."""
+        return tuple(name for name, each in self.declarations.items() if isinstance(each.statement, syntax.Const))
 
     def find(self, name: str, span: Span) -> Meaning | None:
         """What the name stands for at the current statement; None where the block does not declare it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, walk
-from flashgen.ir.spec import AttentionSpec, Normalize, Pointwise
+from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.block import Block
 
@@ -16,8 +16,7 @@ def warn(spec: AttentionSpec, block: Block, tree: syntax.Attention) -> None:
             message = f"the {what} '{declaration.name}' is never used"
             block.report.add("W502", message, declaration.span, hints=("leave it out",))
     stated = {statement.keyword: statement for statement in tree.statements}
-    weighed = [spec.weights.weight] if isinstance(spec.weights, Pointwise | Normalize) else []
-    score_counts = not weighed or _uses(weighed[0], "s")
+    score_counts = spec.weights.weight is None or _uses(spec.weights.weight, "s")
     if "score" in stated and not score_counts:
         _without_effect(block, stated["score"], "the weights do not use 's'")
     if "scale" in stated and not (score_counts and _uses(spec.score, "s")):

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from flashgen.diagnostics import Diagnostic, Span, nearest
-from flashgen.language import words
+from flashgen.language import foreign, words
 from flashgen.language.expected import description, expectation, statement_ended
 from flashgen.language.tree import Word
 
@@ -23,6 +23,7 @@ _CHARACTER_HINTS = {
     "~": "write 'not'",
     "?": "write 'a if condition else b'",
     "@": "products of matrices are not written out; 's' is τ · (q_i · k_j)",
+    ".": "write names alone: tanh(s), where(c, x, y), inf; there are no modules and no methods",
     "'": "only imports have text in quotes, and those are double",
     "`": "names stand without quotes",
     ";": "statements need no separator",
@@ -102,6 +103,8 @@ def _malformed_number(found: str, span: Span) -> Diagnostic:
     hints: tuple[str, ...] = ()
     if letter and not found.startswith(("0x", "0X", "0b", "0B", "0o", "0O")) and letter[1] not in ("e", "E"):
         hints = (f"write '{found[: letter.start(1)]} * {letter[1]}' for a product",)
+    elif re.fullmatch(r"[0-9]*\.[0-9]*[fFlL]", found):
+        hints = (f"write '{found[:-1]}': numbers have no suffix",)
     return Diagnostic("E005", f"'{shown}' is not a number", span, hints=hints)
 
 
@@ -167,7 +170,7 @@ def _no_statement(token: Word, last: Word | None, block: Word | None) -> Diagnos
     text = str(token)
     new_line = last is None or last.span.end_line < token.span.line or last.type in ("LBRACE", "RBRACE")
     known = words.STATEMENTS if block is not None else words.TOP_LEVEL
-    close = nearest(text, known)
+    close = (text,) if text in foreign.STATEMENTS and block is not None else nearest(text, known)
     if not new_line and not close:
         return None
     if block is None:
@@ -178,12 +181,16 @@ def _no_statement(token: Word, last: Word | None, block: Word | None) -> Diagnos
 
 def unknown_statement(text: str, span: Span, close: Sequence[str]) -> Diagnostic:
     """For a word that starts no statement; ``close`` are the words that it may stand for."""
+    if text in foreign.STATEMENTS:
+        return Diagnostic("E103", f"unknown statement '{text}'", span, hints=(foreign.STATEMENTS[text],))
     hints = tuple(f"did you mean '{word}'?" for word in close) or (f"the statements are {', '.join(words.STATEMENTS)}",)
     return Diagnostic("E103", f"unknown statement '{text}'", span, hints=hints)
 
 
 def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...]:
     """What the writer may have meant, judged by two neighbouring tokens."""
+    if found := _of_another_language(token, accepted, last):
+        return (found,)
     pair = (last.type if last is not None else "", token.type)
     adjacent = last is not None and last.span.end_line == token.span.line and last.span.end_column == token.span.column
     if adjacent and pair == ("AMPERSAND", "AMPERSAND"):
@@ -203,3 +210,24 @@ def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...
     if pair[1] == "COMMA" and (statement_ended(accepted) or {"RBRACE", "NAME"} <= accepted):
         return ("statements and schedule entries need no separator",)
     return ()
+
+
+def _of_another_language(token: Word, accepted: Set[str], last: Word | None) -> str:
+    """What stands here for something that Python, C or FlexAttention has; nothing where it is none of it."""
+    before, text = last.type if last is not None else "", str(token)
+    if token.type == "ASSIGN":
+        if before in words.STATEMENT_TERMINALS:
+            return f"a statement has no '=': write '{last} …'"
+        return "write '=='" if before == "EQ" else ""
+    if token.type == "COLON" and "ASSIGN" in accepted:
+        return "write '='"
+    if "NUMBER" not in accepted:
+        return ""
+    if token.type in words.STATEMENT_TERMINALS:
+        is_value = last is not None and last.span.end_line == token.span.line
+        return foreign.WORDS.get(text, "") if is_value else ""
+    if text in ('"inf"', '"-inf"'):
+        return "write 'inf', without quotes and without a function"
+    if token.type == "COLON" and before in ("LSQB", "COMMA"):
+        return "one element is read at a time, with every index; there are no slices"
+    return ""

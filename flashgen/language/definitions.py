@@ -14,7 +14,7 @@ from flashgen.language import names, syntax
 from flashgen.language.functions import FUNCTIONS, arity
 from flashgen.language.library import Macro, Scope
 from flashgen.language.report import Report
-from flashgen.language.suggest import arguments_given, suggestion
+from flashgen.language.suggest import arguments_given, suggestion, unknown_function
 
 
 def define(
@@ -115,7 +115,7 @@ def _call_is_sound(
     else:
         if not scope.excuses(name):
             known = (*FUNCTIONS, *scope.function_names())
-            report.add("E102", f"unknown function '{name}'", callee.span, hints=suggestion(name, known))
+            report.add("E102", f"unknown function '{name}'", callee.span, hints=unknown_function(name, known))
         return False
     if low <= len(call.arguments) <= max(low, high):
         return True

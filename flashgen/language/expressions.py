@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import reduce
 
-from flashgen.diagnostics import Span, nearest
+from flashgen.diagnostics import Span, quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
-from flashgen.language import names, syntax
+from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
 from flashgen.language.frames import BlockNames, Bound, Captured, Frame, Meaning
 from flashgen.language.functions import FUNCTIONS, INFIX, arity
@@ -21,7 +21,7 @@ from flashgen.language.library import Macro, Scope
 from flashgen.language.names import Place
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
-from flashgen.language.suggest import arguments_given, suggestion
+from flashgen.language.suggest import arguments_given, suggestion, unknown_function
 
 # Levels of syntax, definitions written out: what Python's stack must hold.
 _MAX_LEVELS = 160
@@ -165,7 +165,9 @@ class Expressions:
         if scope.excuses(name):
             return
         if name in names.WEIGHT_FORMS:
-            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", node.span)
+            self._error(
+                "E310", f"'{name}' is a form of weights and stands alone after 'weights'", node.span, (foreign.ROW,)
+            )
             return
         macro = scope.function(name)
         if macro is not None or name in FUNCTIONS:
@@ -173,13 +175,23 @@ class Expressions:
             message = f"'{name}' is a function and stands for a value only with its arguments"
             self._error("E204", message, node.span, (f"write {form}",))
             return
+        self._error("E101", f"unknown name '{name}'", node.span, self._instead_of(name))
+
+    def _instead_of(self, name: str) -> tuple[str, ...]:
+        """What the writer of an unknown name may have meant."""
+        scope = self.frame.scope
+        if self.where == names.SHAPE:
+            return suggestion(name, (*self.block.constant_names(), *names.SIZES)) or (names.OWN_SIZE,)
+        elsewhere = foreign.NAMES.get(name)
+        if elsewhere is not None and name.lower() not in (each.lower() for each in self.block.names()):
+            return (elsewhere,)
         known = (*self.frame.parameters, *self.block.names(), *names.BUILTINS, *scope.value_names(), "true", "false")
         if self.where == names.WEIGHTS:
             known = (*known, *names.WEIGHT_FORMS)
-        hints = suggestion(name, known)
-        if not hints and nearest(name, (*FUNCTIONS, *scope.function_names())):
-            hints = suggestion(name, (*FUNCTIONS, *scope.function_names()))
-        self._error("E101", f"unknown name '{name}'", node.span, hints or names.FOREIGN_NAMES.get(name, ()))
+        ways = [f"tensor {name}: f32[…]"] if self.where.tensors else []
+        ways += [f"param {name}: f32"] if self.where.params else []
+        declare = (f"declare it: {quoted_list((*ways, f'const {name} = …'))}",)
+        return suggestion(name, known) or suggestion(name, (*FUNCTIONS, *scope.function_names())) or declare
 
     # --- operators
 
@@ -372,7 +384,7 @@ class Expressions:
     def _unknown_function(self, name: str, node: syntax.Call) -> None:
         scope, span = self.frame.scope, node.callee.span
         if name in names.WEIGHT_FORMS:
-            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", span)
+            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", span, (foreign.ROW,))
             return
         meaning = self.block.find(name, span) if self.frame.macro is None else None
         value = self.frame.parameters.get(name, meaning.value if meaning is not None else None)
@@ -384,7 +396,7 @@ class Expressions:
             self._error("E202", f"'{name}' takes no arguments", node.span, (f"write '{name}' without parentheses",))
         elif not scope.excuses(name):
             known = (*FUNCTIONS, *scope.function_names())
-            self._error("E102", f"unknown function '{name}'", span, suggestion(name, known))
+            self._error("E102", f"unknown function '{name}'", span, unknown_function(name, known))
 
 
 def _divides(node: syntax.Expression) -> bool:

@@ -42,6 +42,9 @@ class BlockNames(Protocol):
     def names(self) -> tuple[str, ...]:
         """All names, for suggestions."""
 
+    def constant_names(self) -> tuple[str, ...]:
+        """Those of constants."""
+
 
 @dataclass(frozen=True, eq=False)
 class Frame:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.gallery import spec_file
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.constants import Value
@@ -30,9 +31,12 @@ class SpecFile:
 
 
 def parse_file(path: str | Path, constants: Mapping[str, Value] | None = None) -> SpecFile:
-    """Read a file from the disk; ``constants`` override the spec's. Raises ``SpecError`` with all errors."""
-    name = str(path)
-    return _specs(read_source(Path(path), name), Disk(), constants or {})
+    """Read a file, or a spec of the gallery by its name; ``constants`` override the spec's.
+
+    Raises ``SpecError`` with all errors.
+    """
+    path = Path(spec_file(path))
+    return _specs(read_source(path, str(path)), Disk(), constants or {})
 
 
 def parse_text(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal
 from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import FORMS
 
 INDICES = ("b", "h", "i", "j", "hkv")
 BLOCKS = ("I", "J")
 SIZES = ("B", "H", "Hkv", "Nq", "Nk", "D", "Dv")
 SCORES = ("s", "dot", "sqdist")
 CONSTANTS = {"inf": math.inf, "pi": math.pi}
-WEIGHT_FORMS = ("softmax", "normalize")
+WEIGHT_FORMS = tuple(form.word for form in FORMS.values() if form.word)
 
 _KINDS = {
     **dict.fromkeys(INDICES, SymbolKind.INDEX),
@@ -46,17 +46,6 @@ _HOME = {
     "s": "'score' and 'weights' only",
     "dot": "'score' only",
     "sqdist": "'score' only",
-}
-
-
-# Names from other notations, and what stands for them here.
-FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "q": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
-    "k": ("'s' is τ · (q_i · k_j), 'dot' the product without τ",),
-    "v": ("the values enter after the weights; no expression sees them",),
-    "N": ("the lengths are 'Nq' and 'Nk'",),
-    "None": ("leave the statement out",),
-    "tau": ("'scale' states τ; 's' has it already",),
 }
 
 
@@ -120,6 +109,9 @@ WEIGHTS = Place("'weights'", _PAIR | {"s"}, params=True, tensors=True)
 SINK = Place("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
 SCALE = Place("'scale'", _SIZES, params=True, tensors=False, instead="a factor that varies belongs into 'score'")
 DROPOUT = Place("'dropout'", frozenset(), params=True, tensors=False, instead="use a constant or a 'param'")
+OWN_SIZE = (
+    "shapes are made of B, H, Hkv, Nq, Nk, D, Dv and constants; for another length state 'const n = 8' (--set n=…)"
+)
 SHAPE = Place("a shape", _SIZES, params=False, tensors=False, instead="shapes are made of sizes and constants")
 DEFAULT = Place("the default of a param", _SIZES, params=True, tensors=False)
 LET = Place("'let'", _PAIR | frozenset(SCORES) | frozenset(BLOCKS), params=True, tensors=True)

@@ -19,11 +19,10 @@ from flashgen.ir.spec import (
     Layout,
     Param,
     Schedule,
-    Softmax,
     Statement,
-    Weights,
 )
 from flashgen.ir.types import ElementType
+from flashgen.ir.weights import Weights
 from flashgen.language import statements, syntax
 from flashgen.language.block import Block
 from flashgen.language.checks import warn
@@ -78,9 +77,13 @@ def resolve(
 
 
 def _check_name(tree: syntax.Attention, report: Report) -> None:
-    if keyword.iskeyword(tree.name.text):
-        message = f"'{tree.name.text}' is a word of Python and cannot name an attention, which becomes a module"
-        report.add("E111", message, tree.name.span, hints=(f"choose another name, for example '{tree.name.text}_'",))
+    name = tree.name.text
+    if keyword.iskeyword(name):
+        message = f"'{name}' is a word of Python and cannot name an attention, which becomes a module"
+        report.add("E111", message, tree.name.span, hints=(f"choose another name, for example '{name}_'",))
+    elif len(name) > 4 and name.startswith("__") and name.endswith("__"):
+        message = f"'{name}' is kept by Python for itself and cannot name an attention, which becomes a module"
+        report.add("E111", message, tree.name.span, hints=(f"choose another name, for example '{name.strip('_')}'",))
 
 
 def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
@@ -161,7 +164,7 @@ def _spec(
         score=parts.score or score_input("s"),
         mask=parts.mask or literal(True),
         layout=parts.layout,
-        weights=parts.weights or Softmax(),
+        weights=parts.weights or Weights(),
         dropout=parts.dropout,
         schedule=parts.schedule or Schedule(),
         statements=written,

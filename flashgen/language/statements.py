@@ -15,14 +15,11 @@ from flashgen.ir.spec import (
     CapturedTensor,
     HeadDim,
     Layout,
-    Normalize,
     Param,
-    Pointwise,
     Schedule,
-    Softmax,
-    Weights,
 )
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.names import Place
@@ -253,53 +250,61 @@ def _is_probability(block: Block, value: Literal, span: Span) -> bool:
 
 
 def weights(block: Block, statement: syntax.Single) -> Weights | None:
-    """``weights softmax``, ``weights softmax(sink = E)``, ``weights normalize(E)``, ``weights E``."""
+    """``weights E``, or a form by its word: ``weights softmax(sink = E)``, ``weights normalize(E)``."""
     node = statement.value
-    if isinstance(node, syntax.Reference) and node.name == "softmax":
-        return Softmax()
-    if isinstance(node, syntax.Reference) and node.name == "normalize":
-        message = "'normalize' needs the weight that it divides by its sum"
-        block.report.add("E310", message, node.span, hints=("write normalize(exp(s))",))
-        return None
-    if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
-        if node.callee.name == "softmax":
-            return _softmax(block, node)
-        if node.callee.name == "normalize":
-            return _normalize(block, node)
-    weight = typed(block, node, names.WEIGHTS, ScalarType.FLOAT, ("write float(…) for 0 and 1",))
-    return None if weight is None else Pointwise(weight)
+    called = node.callee if isinstance(node, syntax.Call) else node
+    form = _FORMS.get(called.name) if isinstance(called, syntax.Reference) else None
+    if form is None:
+        weight = typed(block, node, names.WEIGHTS, ScalarType.FLOAT, _WEIGHT_HINTS)
+        return None if weight is None else Weights(_ALONE, weight)
+    if isinstance(node, syntax.Call):
+        return _with_sink(block, form, node) if form.exponential else _of_weight(block, form, node)
+    if form.exponential:
+        return Weights(form)
+    block.report.add("E310", f"'{form.word}' needs {form.needs}", node.span, hints=_example(form))
+    return None
 
 
-def _softmax(block: Block, node: syntax.Call) -> Weights | None:
+_FORMS = {form.word: form for form in FORMS.values() if form.word}
+(_ALONE,) = (form for form in FORMS.values() if not form.word)
+_WEIGHT_HINTS = ("write float(…) for 0 and 1",)
+
+
+def _example(form: Form) -> tuple[str, ...]:
+    return (f"write {form.written[-1].format('exp(s)')}",)
+
+
+def _with_sink(block: Block, form: Form, node: syntax.Call) -> Weights | None:
     sinks = [argument for argument in node.arguments if isinstance(argument, syntax.Named)]
     for argument in node.arguments:
         if not isinstance(argument, syntax.Named):
-            message = "'softmax' takes nothing but a sink; the score is stated by 'score'"
-            block.report.add("E310", message, argument.span, hints=("write softmax(sink = …)",))
+            message = f"'{form.word}' takes nothing but a sink; the score is stated by 'score'"
+            block.report.add("E310", message, argument.span, hints=(f"write {form.word}(sink = …)",))
             return None
         if argument.name.text != "sink":
             hints = suggestion(argument.name.text, ("sink",))
-            message = f"'softmax' has no argument '{argument.name.text}', only 'sink'"
+            message = f"'{form.word}' has no argument '{argument.name.text}', only 'sink'"
             block.report.add("E310", message, argument.name.span, hints=hints)
             return None
     if not sinks:
-        block.report.add("E310", "'softmax' without a sink has no parentheses", node.span, hints=("write 'softmax'",))
+        message = f"'{form.word}' without a sink has no parentheses"
+        block.report.add("E310", message, node.span, hints=(f"write '{form.word}'",))
         return None
     if len(sinks) > 1:
         block.report.add("E310", "'sink' is given twice", sinks[1].span)
         return None
     sink = typed(block, sinks[0].value, names.SINK, ScalarType.FLOAT)
-    return None if sink is None else Softmax(sink)
+    return None if sink is None else Weights(form, sink=sink)
 
 
-def _normalize(block: Block, node: syntax.Call) -> Weights | None:
+def _of_weight(block: Block, form: Form, node: syntax.Call) -> Weights | None:
     if len(node.arguments) != 1 or isinstance(node.arguments[0], syntax.Named):
-        hints = ("write normalize(exp(s))",)
-        block.report.add("E310", "'normalize' takes one weight, by its place", node.span, hints=hints)
+        message = f"'{form.word}' takes one weight, by its place"
+        block.report.add("E310", message, node.span, hints=_example(form))
         return None
     place = replace(names.WEIGHTS, title="a weight")
-    weight = typed(block, node.arguments[0], place, ScalarType.FLOAT, ("write float(…) for 0 and 1",))
-    return None if weight is None else Normalize(weight)
+    weight = typed(block, node.arguments[0], place, ScalarType.FLOAT, _WEIGHT_HINTS)
+    return None if weight is None else Weights(form, weight)
 
 
 # --- schedule

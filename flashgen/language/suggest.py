@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashgen.diagnostics import nearest
+from flashgen.language import foreign
 from flashgen.language.library import Macro
 
 
 def suggestion(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """``did you mean …?`` as a tuple of hints; empty where nothing is close."""
     return tuple(f"did you mean '{candidate}'?" for candidate in nearest(name, known))
+
+
+def unknown_function(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What to write for a function that there is not."""
+    elsewhere = foreign.FUNCTIONS.get(name)
+    return suggestion(name, known) if elsewhere is None else (elsewhere,)
 
 
 def arguments_given(
@@ -23,4 +30,6 @@ def arguments_given(
         wanted = f"at least {low} argument{'s' if low > 1 else ''}"
     parameters = macro.parameters if macro is not None else None
     hints = (f"write {name}({', '.join(parameters)})",) if parameters else ()
+    if name in ("min", "max") and given == 1 and macro is None:
+        hints = (foreign.ROW,)
     return f"'{name}' takes {wanted}, {given or 'none'} given", hints

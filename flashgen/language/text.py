@@ -5,24 +5,32 @@ In: a path or bytes. Out: text with plain newlines and no byte order mark, or th
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashgen import gallery
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
 
 MAX_BYTES = 1 << 20
 
+_GIVEN = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
+_PIPE_HINT = "to read a pipe, name /dev/stdin: flashgen check /dev/stdin < PIPE"
+_HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")
 _COMMENT = re.compile(r"#[^\n]*")
 
 
 def read_source(path: Path, name: str) -> Source:
     """The text of a file under the given name; raises ``SpecError``."""
     try:
+        if not _is_read_to_an_end(path):
+            raise _refused("E001", name, "this is a pipe or a device, not a file", _PIPE_HINT)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _refused("E001", name, "the file does not exist") from None
+        raise _refused("E001", name, "the file does not exist", gallery.hint(path)) from None
     except IsADirectoryError:
         raise _refused("E001", name, "this is a directory, not a file", f"name a file: {name}/….attn") from None
     except PermissionError:
@@ -31,6 +39,17 @@ def read_source(path: Path, name: str) -> Source:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _refused("E001", name, f"the file cannot be read: {reason.lower()}") from None
     return decoded(data, name)
+
+
+def _is_read_to_an_end(path: Path) -> bool:
+    """Whether a path is a file, or something that this process was started with, such as ``/dev/stdin``.
+
+    A named pipe that nobody writes to, and most devices, would be waited for without an end.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return True
+    return _GIVEN.fullmatch(os.path.normpath(path.absolute())) is not None
 
 
 def decoded(data: bytes, name: str) -> Source:
@@ -56,6 +75,10 @@ def accepted(text: str, name: str) -> Source:
     zero = plain.find("\0")
     if zero >= 0:
         raise _refused("E003", name, "the text holds a zero byte, so it is no spec", "", plain[:zero])
+    half = _HALF_CHARACTER.search(plain)
+    if half is not None:
+        message = f"the text holds U+{ord(half[0]):04X}, half of a character, which no file can hold"
+        raise _refused("E003", name, message, "", plain[: half.start()])
     return Source(name, plain)
 
 

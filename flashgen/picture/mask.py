@@ -21,14 +21,14 @@ from flashgen.analysis.boxes import CODES, PARTIAL, Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.ir.expr import index_set
+from flashgen.ir.expr import Load, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.picture.captured import plausible_captured, tensors_of
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
+from flashgen.verification.captured import realistic_captured
 
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
 MOST_PIXELS = 512  # a side
@@ -106,11 +106,19 @@ def mask_picture(
     head: int = 0,
     seed: int = 0,
     pixels: int = MOST_PIXELS,
+    captured: Mapping[str, Tensor] | None = None,
+    params: Mapping[str, float] | None = None,
 ) -> MaskPicture:
-    """The picture at a shape with at least one query and key; ``pixels`` bounds those of a side."""
+    """The picture at a shape with at least one query and key; ``pixels`` bounds those of a side.
+
+    ``captured`` are tensors on the CPU, drawn at random where there are none; ``params`` values, defaults likewise.
+    """
     variant = analyse(spec, head_dim)
-    captured = plausible_captured(spec, variant.keep, shape, head_dim, seed=seed)
-    scene = _Scene(variant, shape, batch, head, captured)
+    read = frozenset(node.tensor for node in walk(variant.keep) if isinstance(node, Load))
+    drawn = () if captured is not None else tuple(each.name for each in spec.tensors if each.name in read)
+    if captured is None:
+        captured = realistic_captured(spec, shape, head_dim, seed=seed, names=read)
+    scene = _Scene(variant, shape, batch, head, captured, params or {})
     rows, columns = -(-shape.q_len // Br), -(-shape.kv_len // Bc)
     grouped = _grouping(rows), _grouping(columns)
     cell = Br * grouped[0], Bc * grouped[1]
@@ -130,7 +138,7 @@ def mask_picture(
         kept=kept,
         kept_share=share,
         exact=exact,
-        drawn=tuple(tensor.name for tensor in tensors_of(spec, variant.keep)),
+        drawn=drawn,
         seed=seed,
         varies=scene.varies(),
     )
@@ -184,6 +192,7 @@ class _Scene:
     batch: int
     head: int
     captured: Mapping[str, Tensor]
+    given: Mapping[str, float]
 
     def keep(self, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each pair of these query rows and keys is kept, by the reference's meaning of the condition."""
@@ -221,7 +230,7 @@ class _Scene:
             param.name: 1.0 if param.type is ScalarType.FLOAT else max(self.shape.kv_len // 4, 1)
             for param in declared
             if param.default is None
-        }
+        } | dict(self.given)
         values = param_values(self.variant.spec, given, self.sizes)
         return {
             param.name: bool(values[param.name]) if param.type is ScalarType.BOOL else values[param.name]

@@ -6,6 +6,8 @@ picture is small. Blue is kept, the darker the fewer comparisons it takes; sand 
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,21 @@ def save_small(picture: MaskPicture, path: Path, longest: int = 112) -> None:
     image = pillow().fromarray(paint(picture, *size_of(picture, longest)))
     image.putpalette(PALETTE.tobytes())
     image.save(path, format="PNG", optimize=True)
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """A PNG of palette entries, [height, width], as notebooks take it: without Pillow, which may be missing."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    height, width = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, which are entries of a palette
+    rows = np.pad(pixels, ((0, 0), (1, 0)))  # each begins with the number of its filter: none
+    image = zlib.compress(rows.tobytes(), 9)
+    chunks = ((b"IHDR", header), (b"PLTE", PALETTE.tobytes()), (b"IDAT", image), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
 
 
 def _scaled(length: int, pixels: int) -> NDArray[np.int64]:

@@ -37,6 +37,11 @@ class PlottingMissing(RuntimeError):  # noqa: N818 - reads as what it says
     """Matplotlib is not installed; the message says how to get it."""
 
 
+def require() -> None:
+    """Ask for what pictures need before anything takes long. Raises ``PlottingMissing``."""
+    _import("matplotlib")
+
+
 def pillow() -> Any:
     """``PIL.Image``. Raises ``PlottingMissing``."""
     return _import("PIL.Image")

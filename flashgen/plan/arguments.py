@@ -1,19 +1,21 @@
 """The argument struct of a kernel: one ordered list of fields that the emitter prints and the runtime fills.
 
 In: an ``AttentionSpec``. Out: the fields of ``struct Arguments``, the same for every pass, head dimension and
-element type of that spec. Pointers that a pass does not use are null. Names that come from the spec carry a prefix
-(``tensor_slope``, ``param_bias``, ``grad_slope``), so that a user's name never meets a field's or a C++ keyword;
-build them with the functions below. Fields in which calls of the same shapes differ come first: a repeated call packs
-these alone.
+element type of that spec. Pointers that a pass does not use are null. Names that come from the spec stand last,
+behind a prefix that says what of them is meant (``tensor_slope``, ``stride0_slope``, ``param_bias``, ``grad_slope``),
+so that none meets a field, a macro, a C++ keyword, or what is made of another name; build them with the functions
+below. Fields in which calls of the same shapes differ come first: a repeated call packs these alone.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
+from flashgen.plan.operands import OPERANDS, Operand
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
@@ -39,12 +41,12 @@ def tensor_field(name: str) -> str:
 
 def stride_field(name: str, axis: int) -> str:
     """A captured tensor's stride, in elements."""
-    return f"tensor_{name}_stride_{axis}"
+    return f"stride{axis}_{name}"
 
 
 def dimension_field(name: str, axis: int) -> str:
     """A captured tensor's dimension."""
-    return f"tensor_{name}_dim_{axis}"
+    return f"dim{axis}_{name}"
 
 
 def param_field(name: str) -> str:
@@ -54,7 +56,7 @@ def param_field(name: str) -> str:
 
 def param_place_field(name: str) -> str:
     """The pointer to a param that is not known on the host."""
-    return f"param_{name}_at"
+    return f"place_{name}"
 
 
 def gradient_field(name: str) -> str:
@@ -76,8 +78,7 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     ]
     fields = [dataclasses.replace(each, varies=True) for each in varying]
     fields += () if has_dropout else _dropout()
-    for name in ("q", "k", "v", "d_o"):
-        fields += [Field(f"{name}_stride_{axis}", "i64") for axis in ("b", "h", "n")]
+    fields += [Field(name, "i64") for each in OPERANDS.values() for name in each.stride_fields]
     fields += [
         Field("element", "i32", "of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16"),
         Field("threads", "i32"),
@@ -91,6 +92,41 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
     return tuple(fields)
+
+
+# Of ragged batches: where sequences begin among which rows, and as long as one may be.
+STARTS = {"q_starts": "q", "k_starts": "k and v"}
+_MOST = {"q_most": "queries", "kv_most": "keys"}
+_ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
+
+
+def ragged_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels for ragged batches, whose lengths are those of all rows, and batch that of sequences."""
+    fields = argument_fields(spec)
+    starts = [
+        Field(name, "const pointer", f"where sequences begin among the rows of {rows}, [batch + 1]", "int32_t", True)
+        for name, rows in STARTS.items()
+    ]
+    comment = "[batch], where it follows from a sequence's lengths; else null"
+    kinds = {each.name: each.kind for each in fields}
+    tables = [
+        Field(table, "const pointer", comment, _ELEMENTS[kinds[name]], True)
+        for name, table in fields_of_sequences(spec).items()
+    ]
+    most = [Field(name, "i64", f"{rows} that a sequence may have") for name, rows in _MOST.items()]
+    varying = sum(each.varies for each in fields)
+    return (*fields[:varying], *starts, *tables, *fields[varying:], *most)
+
+
+def fields_of_sequences(spec: AttentionSpec) -> Mapping[str, str]:
+    """The fields that may be other numbers for each sequence, dropout before params, and those of tables of these."""
+    names = ("dropout_threshold", "dropout_scale") if spec.dropout is not None else ()
+    return {name: table_field(name) for name in (*names, *(param_field(each.name) for each in spec.params))}
+
+
+def table_field(name: str) -> str:
+    """The pointer to what a field is for each sequence."""
+    return f"each_{name}"
 
 
 # The fields from which kernels compute an index's values, and a size.
@@ -118,19 +154,13 @@ def mask_params(keep: Expr) -> tuple[str, ...]:
 
 
 def _tensors_of_a_call() -> tuple[Field, ...]:
-    return (
-        Field("workspace", "pointer", "as many bytes as the _workspace function says"),
-        Field("q", "const pointer", "[B, H, Nq, D]"),
-        Field("k", "const pointer", "[B, Hkv, Nk, D]"),
-        Field("v", "const pointer", "[B, Hkv, Nk, Dv]"),
-        Field("o", "pointer", "[B, H, Nq, Dv], contiguous"),
-        Field("lse", "pointer", "[B, H, Nq], contiguous; null for pointwise weights", "float"),
-        Field("d_o", "const pointer", "[B, H, Nq, Dv]"),
-        Field("d_lse", "const pointer", "[B, H, Nq], contiguous; null where lse was not used", "float"),
-        Field("dq", "pointer", "contiguous, like q"),
-        Field("dk", "pointer", "contiguous, like k"),
-        Field("dv", "pointer", "contiguous, like v"),
-    )
+    workspace = Field("workspace", "pointer", "as many bytes as the _workspace function says")
+    return (workspace, *(_operand(each) for each in OPERANDS.values()))
+
+
+def _operand(each: Operand) -> Field:
+    comment = f"{each.shape}, {each.says}" if each.says else each.shape
+    return Field(each.name, "pointer" if each.is_written else "const pointer", comment, each.c_type)
 
 
 def _dropout() -> tuple[Field, ...]:

@@ -7,21 +7,28 @@ the workspace, clears the buffers that ask for it, and starts the launches one a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from flashgen.plan.operands import OPERANDS, Operand
 
 ALIGNMENT = 256  # of every buffer in the workspace
 
 
 @dataclass(frozen=True)
 class Factor:
-    """⌈size / tile⌉, where ``size`` is the name of an integer field of ``struct Arguments``."""
+    """⌈size / tile⌉, where ``size`` is the name of an integer field of ``struct Arguments``.
+
+    ``more`` is the name of another that is added: as many sequences one behind the other, ``size`` rows together, have
+    no more tiles.
+    """
 
     size: str
     tile: int = 1
+    more: str = ""
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The number at these sizes."""
-        return -(-sizes[self.size] // self.tile)
+        return -(-sizes[self.size] // self.tile) + (sizes[self.more] if self.more else 0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Turns:
+class TileCounter:
     """How many blocks of a kernel run at a time on a multiprocessor, and the buffer in which they count."""
 
     buffer: str
@@ -82,8 +89,8 @@ class Launch:
     """One kernel on a grid of blocks in one dimension. A grid of none is not started.
 
     A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``. Blocks of one with
-    ``turns`` do the work of many, so that no more of them are started than run at a time; what is left they count in
-    the buffer of that name. One that ``makes`` lists, those of this field, is started where they are made.
+    ``tile_counter`` are persistent: no more of them are started than run at a time, and what is left they count in the
+    buffer of that name. One that ``makes`` lists, those of this field, is started where they are made.
     """
 
     kernel: str
@@ -91,7 +98,7 @@ class Launch:
     threads: int
     shared_bytes: int
     boxes: tuple[Box, ...] = ()
-    turns: Turns | None = None
+    tile_counter: TileCounter | None = None
     makes: str = ""
 
 
@@ -147,11 +154,13 @@ class PassLaunches:
     """One pass: its workspace and its kernels, in order, and the lists that these read where there are some.
 
     Among the ``launches`` are those that make lists in the workspace, not those of lists that the host keeps.
+    ``operands`` say where the rows lie that they read and write.
     """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
     lists: tuple[VisitLists, ...] = ()
+    operands: Mapping[str, Operand] = field(default_factory=lambda: OPERANDS, repr=False, compare=False)
 
     @property
     def kernels(self) -> Mapping[str, Launch]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec, Schedule
+from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 
 PASSES = ("forward", "backward")
+_REACH = 2  # doublings of a size over which what was measured at one says something of another
 
 
 def _counted(number: int, what: str) -> str:
@@ -105,6 +106,12 @@ class ShapeClass:
         sizes = (shape.batch * shape.heads, shape.q_len, shape.kv_len)
         return cls(element, *(1 << max(size - 1, 0).bit_length() for size in sizes))
 
+    def distance(self, other: ShapeClass) -> int | None:
+        """Doublings between two classes, over all sizes; None where one size is more than a factor of four away."""
+        pairs = ((self.heads, other.heads), (self.q_len, other.q_len), (self.kv_len, other.kv_len))
+        each = [abs(one.bit_length() - two.bit_length()) for one, two in pairs]
+        return sum(each) if max(each) <= _REACH else None
+
     def __str__(self) -> str:
         return f"{self.element}, B·H ≤ {self.heads}, Nq ≤ {self.q_len}, Nk ≤ {self.kv_len}"
 
@@ -145,20 +152,55 @@ def _pass(data: Mapping[str, Any]) -> MeasuredPass:
     )
 
 
-def pinned(spec: AttentionSpec, forward: Tile, backward: Tile) -> AttentionSpec:
-    """The spec with these tiles in its schedule."""
-    schedule = Schedule(
-        Br=forward.Br,
-        Bc=forward.Bc,
-        warps=forward.warps,
-        stages=forward.stages,
-        backward_Br=backward.Br,
-        backward_Bc=backward.Bc,
-        backward_warps=backward.warps,
-        backward_stages=backward.stages,
-        span=spec.schedule.span,
-    )
-    return replace(spec, schedule=schedule)
+@dataclass(frozen=True)
+class Pins:
+    """Tiles that a call takes instead of the planner's own, for one element type; None leaves a pass to the planner.
+
+    ``element`` None: for every type, as a CPU's tiles are. ``reasons`` say where they come from; pins without are the
+    same.
+    """
+
+    forward: Tile | None = None
+    backward: Tile | None = None
+    element: ElementType | None = None
+    reasons: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, tuning: Tuning) -> Pins:
+        """What a tuning measured; nothing where no pass has a winner."""
+        if all(each.winner is None for each in tuning.passes.values()):
+            return cls()
+        tiles = {name: each.tile for name, each in tuning.passes.items()}
+        return cls(tiles.get("forward"), tiles.get("backward"), tuning.shape_class.element)
+
+    def of_pass(self, name: str) -> Pins:
+        """Those of one pass: kernels of the other are the planner's own."""
+        reasons = tuple(each for each in self.reasons if each.startswith(name) or not each.startswith(PASSES))
+        forward, backward = (self.forward, None) if name == "forward" else (None, self.backward)
+        empty = forward is None and backward is None
+        return Pins(forward, backward, None if empty else self.element, reasons)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether both passes are the planner's own."""
+        return self.forward is None and self.backward is None
+
+    def pinned(self, spec: AttentionSpec) -> AttentionSpec:
+        """The spec with these tiles in its schedule; a pass without one keeps what the spec says of it."""
+        schedule = spec.schedule
+        if self.forward is not None:
+            schedule = replace(schedule, **_schedule("", self.forward))
+        if self.backward is not None:
+            schedule = replace(schedule, **_schedule("backward_", self.backward))
+        return replace(spec, schedule=schedule)
+
+
+PLANNERS_OWN = Pins()
+
+
+def _schedule(prefix: str, tile: Tile) -> dict[str, Any]:
+    """A tile as fields of ``Schedule``."""
+    return {f"{prefix}{field.name}": getattr(tile, field.name) for field in dataclasses.fields(tile)}
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

@@ -2,12 +2,18 @@
 
 In: the SRAM size M, lengths and head dimensions, all in elements as the paper counts them. Out: elements. The closed
 forms are those of the algorithms as written (Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", NeurIPS 2022,
-arXiv 2205.14135); tests compare them with what ``flashgen.reference.algorithms`` counts.
+arXiv 2205.14135), and of the one that B.5 of that paper compares with (Rabe, Staats, "Self-attention does not need
+O(n²) memory", arXiv 2112.05682); tests compare them with what ``flashgen.reference.algorithms`` counts: HBM accesses,
+flops of the matrix products, and memory beside inputs and outputs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,25 @@ class Lengths:
     qk: int
     v: int
 
+    @classmethod
+    def of(cls, shape: Shape, head_dim: HeadDim) -> Lengths:
+        """Those of a call."""
+        heads, kv_heads = shape.batch * shape.heads, shape.batch * shape.kv_heads
+        return cls(heads, kv_heads, shape.q_len, shape.kv_len, head_dim.qk, head_dim.v)
+
+
+RABE_STAATS_QUERIES = 1024  # in a chunk, as their program has it
+
 
 def paper_blocks(sram: int, head_dim: int) -> BlockSizes:
     """Line 1 of Algorithm 1: B_c = ⌈M / 4d⌉, B_r = min(⌈M / 4d⌉, d), for M = ``sram`` elements."""
     Bc = -(-sram // (4 * head_dim))
     return BlockSizes(min(Bc, head_dim), Bc)
+
+
+def rabe_staats_blocks(q_len: int, kv_len: int) -> BlockSizes:
+    """The chunks of Rabe and Staats: ⌈√Nk⌉ keys, so that there are as many chunks, and a fixed number of queries."""
+    return BlockSizes(max(min(RABE_STAATS_QUERIES, q_len), 1), max(math.isqrt(max(kv_len, 1) - 1) + 1, 1))
 
 
 def forward_buffers(blocks: BlockSizes, qk: int, v: int) -> dict[str, int]:
@@ -104,6 +124,89 @@ def flash_backward(lengths: Lengths, blocks: BlockSizes) -> int:
     columns = -(-each.kv_len // blocks.Bc)
     keys = each.kv_heads * each.kv_len * (each.qk + each.v)
     return 3 * keys + rows * each.qk + columns * rows * (3 * each.qk + 2 * each.v + 2)
+
+
+def rabe_staats_forward(lengths: Lengths, blocks: BlockSizes) -> int:
+    """HBM accesses of chunks that are summarized: S and P̃ as in Algorithm 0, and O, m, ℓ of every chunk. Θ(Nd + N²)."""
+    each = lengths
+    rows = each.heads * each.q_len
+    combined = -(-each.kv_len // blocks.Bc) * rows * (each.v + 2) + rows * (each.v + 2)  # Õ, m̃, ℓ̃ → O, m, ℓ
+    return _summarized(lengths, blocks) + combined
+
+
+def rabe_staats_backward(lengths: Lengths, blocks: BlockSizes) -> int:
+    """HBM accesses of its derivative: every chunk is summarized again, and its sums are added to. Θ(Nd + N²)."""
+    each = lengths
+    pairs = each.heads * each.q_len * each.kv_len
+    rows, stored_keys = each.heads * each.q_len, each.kv_heads * each.kv_len
+    by_columns = -(-each.kv_len // blocks.Bc) * rows
+    by_rows = -(-each.q_len // blocks.Br) * each.heads * each.kv_len
+    starts = rows * each.qk + stored_keys * (each.qk + each.v)  # dQ, dK, dV = 0
+    sums = rows * (3 * each.v + 2)  # dO, O, ℓ → dA, dℓ
+    summary = by_columns * (2 * each.v + 5)  # dA, dℓ, m̃, m → dÕ, dℓ̃, and dℓ̃ again
+    values = pairs + by_columns * each.v + by_rows * 2 * each.v  # P̃, dÕ → dV
+    weights = by_columns * each.v + by_rows * each.v + pairs  # dÕ, V → dP̃
+    scores = 3 * pairs  # P̃, dP̃ → dS
+    queries = pairs + by_rows * each.qk + by_columns * 2 * each.qk  # dS, K → dQ
+    keys = pairs + by_columns * each.qk + by_rows * 2 * each.qk  # dS, Q → dK
+    return _summarized(lengths, blocks) + starts + sums + summary + values + weights + scores + queries + keys
+
+
+def _summarized(lengths: Lengths, blocks: BlockSizes) -> int:
+    """Every chunk of keys for every chunk of queries: Q, K → S → P̃, m̃, ℓ̃; P̃, V → Õ."""
+    each = lengths
+    pairs = each.heads * each.q_len * each.kv_len
+    by_columns = -(-each.kv_len // blocks.Bc) * each.heads * each.q_len
+    by_rows = -(-each.q_len // blocks.Br) * each.heads * each.kv_len
+    return 4 * pairs + by_columns * (each.qk + each.v + 2) + by_rows * (each.qk + each.v)
+
+
+def standard_memory(lengths: Lengths) -> int:
+    """Beside inputs and outputs: S and P forward; backward dP and dS beside those."""
+    return 2 * lengths.heads * lengths.q_len * lengths.kv_len
+
+
+def flash_memory(lengths: Lengths) -> int:
+    """Beside inputs and outputs: ℓ and m, Theorem 1's O(N); the backward pass takes nothing more."""
+    return 2 * lengths.heads * lengths.q_len
+
+
+def rabe_staats_memory(lengths: Lengths, blocks: BlockSizes, *, backward: bool = False) -> int:
+    """Beside inputs and outputs: ℓ and m, one chunk's matrices, the summaries of one chunk of queries.
+
+    A query's summaries are O(√N) with √N keys in a chunk. Backward one summary, its gradients, and those of the sums.
+    """
+    each = lengths
+    Br, Bc = min(blocks.Br, each.q_len), min(blocks.Bc, each.kv_len)
+    summary = Br * (each.v + 2)
+    if backward:
+        return 4 * Br * Bc + summary + 2 * Br * (each.v + 1)
+    return 2 * each.heads * each.q_len + 2 * Br * Bc + -(-each.kv_len // blocks.Bc) * summary
+
+
+def forward_flops(lengths: Lengths) -> int:
+    """Of the matrix products QKᵀ and PV of every exact algorithm, without a mask."""
+    return 2 * lengths.heads * lengths.q_len * lengths.kv_len * (lengths.qk + lengths.v)
+
+
+def standard_backward_flops(lengths: Lengths) -> int:
+    """dV, dP, dQ and dK."""
+    return 2 * forward_flops(lengths)
+
+
+def flash_backward_flops(lengths: Lengths) -> int:
+    """The same, and S again."""
+    return standard_backward_flops(lengths) + 2 * lengths.heads * lengths.q_len * lengths.kv_len * lengths.qk
+
+
+def kernel_flops(lengths: Lengths, name: str) -> int:
+    """Of our kernels, which form S again backward, as Algorithm 4 does."""
+    return forward_flops(lengths) if name == "forward" else flash_backward_flops(lengths)
+
+
+def rabe_staats_backward_flops(lengths: Lengths) -> int:
+    """The same, and S and every chunk's output again, which FlashAttention has no need of (B.5)."""
+    return standard_backward_flops(lengths) + forward_flops(lengths)
 
 
 def lower_bound(lengths: Lengths) -> int:

@@ -1,14 +1,14 @@
-"""Plan: how one variant runs on one device, and why."""
+"""What the plans of all targets are made of: tiles, and those that were passed over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Self
 
-from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.devices import Device
-from flashgen.plan.products import Products, products_of_call
+from flashgen.plan.plans import summary
+from flashgen.plan.recipe import Decision
 
 
 def kib(size: int) -> str:
@@ -26,6 +26,16 @@ class Tiles:
     Bc: int
     sram_bytes: int
 
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What a kernel with this tile is made of, in words, where kernels of one target differ in it."""
+        return ()
+
+    @property
+    def kind_of_one_pass(self) -> tuple[str, ...]:
+        """What comes to that where one kernel computes dQ, dK and dV."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -38,75 +48,90 @@ class Rejection:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The decisions for one head dimension on one device; ``reasons`` are sentences in the order of the decisions.
+class Spill:
+    """A tile whose kernel was compiled and spilled registers: a plan that knows of it passes the tile over."""
 
-    On CPUs that have matrix registers ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16,
-    ``split_forward`` and ``split_backward`` those of float32 and float16, which are multiplied in parts.
+    element: ElementType
+    pass_name: str
+    tile: object
+    bytes: int
+
+    def is_of(self, element: ElementType, pass_name: str, tile: object) -> bool:
+        """Whether it is this tile's."""
+        return (self.element, self.pass_name, self.tile) == (element, pass_name, tile)
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not."""
+
+    dropped: bool = False
+    repeatable: bool = False
+
+    @property
+    def words(self) -> str:
+        """``dropout, deterministic``; empty for the usual calls."""
+        return ", ".join(["dropout"] * self.dropped + ["deterministic"] * self.repeatable)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a source's kernels those of one element type, pass and kind of call; None stands for all."""
+
+    element: ElementType | None = None
+    pass_name: str | None = None
+    calls: CallKind | None = None
+
+    @property
+    def words(self) -> str:
+        """``forward, bf16``; empty where nothing is left out."""
+        said = (self.pass_name or "", str(self.element or ""), self.calls.words if self.calls else "")
+        return ", ".join(each for each in said if each)
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The numbers of one head dimension on one target, with the sentences that say where they come from.
+
+    Every target's plan has these and its own. ``sram_bytes``: the memory that a tile lives in (the paper's M);
+    ``decisions``: of the recipe that the numbers are of, empty in the plan of an opened package.
     """
 
     spec_name: str
     head_dim: str
-    device: str
     sram_bytes: int
-    forward: Tiles
-    backward: Tiles
-    matrix_forward: Tiles
-    matrix_backward: Tiles
-    split_forward: Tiles
-    split_backward: Tiles
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...]
+    decisions: tuple[Decision, ...] = field(default=(), kw_only=True)
 
-    def tiles(self, products: Products) -> Mapping[str, Tiles]:
-        """The tiles of both passes, by name, where numbers are multiplied in this way."""
-        forward, backward = {
-            Products.VECTORS: (self.forward, self.backward),
-            Products.BFLOAT16: (self.matrix_forward, self.matrix_backward),
-            Products.SPLIT: (self.split_forward, self.split_backward),
-        }[products]
-        return {"forward": forward, "backward": backward}
+    def __repr__(self) -> str:
+        return summary(self)
 
-    def of_call(self, device: Device, element: ElementType, shape: Shape) -> Mapping[str, tuple[Products, Tiles]]:
-        """How a call multiplies in either pass, and its tiles."""
-        products = {
-            name: products_of_call(device, element, shape, split.Br)
-            for name, split in self.tiles(Products.SPLIT).items()
-        }
-        return {name: (each, self.tiles(each)[name]) for name, each in products.items()}
+    def decided(self, about: str) -> tuple[Decision, ...]:
+        """The choices that are about this (``forward, bf16``); those that hold for all are about nothing."""
+        return tuple(each for each in self.decisions if each.about == about)
 
     @property
-    def defines(self) -> tuple[tuple[str, str], ...]:
-        """The macros that carry the decisions into the generated source."""
-        kinds = {Products.VECTORS: "", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
-        passes = {"forward": "", "backward": "BACKWARD_"}
-        return tuple(
-            (f"FLASHGEN_{kind}{passes[name]}{axis}", str(size))
-            for products, kind in kinds.items()
-            for name, tile in self.tiles(products).items()
-            for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
-        )
+    def passes(self) -> Mapping[str, Tiles]:
+        """Every tile, by the pass and what it is for."""
+        raise NotImplementedError
+
+    @property
+    def elements_apart(self) -> tuple[ElementType, ...]:
+        """The element types that have tiles of their own; one stands for all where they share them."""
+        raise NotImplementedError
+
+    def of_element(self, element: ElementType) -> Mapping[str, Tiles]:
+        """The tiles of an element type, by pass; nothing where no tile fits."""
+        raise NotImplementedError
+
+    def joined(self, plans: Mapping[ElementType, Self]) -> Self:
+        """The plan that has for each element type the tiles of another."""
+        raise NotImplementedError
 
     def to_json(self) -> dict[str, object]:
         """The plan as plain data, for ``--json`` and manifests."""
         return asdict(self)
-
-    def describe(self) -> str:
-        """The plan for people: the choice, its reasons, and the runners-up."""
-        lines = [f"{self.spec_name}, head dimension {self.head_dim}, on '{self.device}'"]
-        for name, tile in self.tiles(Products.VECTORS).items():
-            share = tile.sram_bytes / self.sram_bytes
-            lines.append(
-                f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
-            )
-        for products in (Products.BFLOAT16, Products.SPLIT):
-            for name, tile in self.tiles(products).items():
-                lines.append(f"  {products.of_pass(name)}: B_r {tile.Br}, B_c {tile.Bc}")
-        lines.append("why")
-        lines += [f"  {reason}" for reason in self.reasons]
-        for pass_name in ("forward", "backward"):
-            lost = [each for each in self.rejected if each.pass_name == pass_name]
-            if lost:
-                lines.append(f"rejected, {pass_name}")
-                lines += [f"  {each.Br:>4} × {each.Bc:<4} {each.reason}" for each in lost]
-        return "\n".join(lines)

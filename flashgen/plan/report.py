@@ -1,33 +1,25 @@
 """Everything that ``flashgen plan`` says of one head dimension: the choice, what it costs, and what it is measured by.
 
-In: a ``Variant``, a ``Device`` or ``Gpu``, a shape. Out: ``PlanReport``: for each pass the tile with the bytes of its
-buffers, predicted time, HBM bytes beside those of standard attention (Algorithms 0 and 3), of the paper's own algorithm
-(1 and 4) and the least that any algorithm moves, the paper's block sizes and whether they fit, and the runners-up.
+Stage 3, plan. In and out: data, which each family of targets fills in (its ``report.py``). Of each pass a
+``PlanReport`` has the tile with the bytes of its buffers, predicted time, HBM bytes beside those of standard attention
+(Algorithms 0 and 3), of the paper's own algorithm (1 and 4), of Rabe and Staats', and the least that any algorithm
+moves, the paper's block sizes and whether they fit, and the runners-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal as OneOf
 
 from flashgen.analysis.variant import Variant
-from flashgen.diagnostics import SpecError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan import cpu_model, cpu_time, cuda_model, gpu_time, paper
-from flashgen.plan.alternatives import RunnerUp, cpu_runners_up, gpu_runners_up
-from flashgen.plan.cuda_launches import passes
-from flashgen.plan.cuda_plan import BackwardTiles, CudaPlan, ElementPlan, ForwardTiles, QueryTiles
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.cuda_tables import BackwardChoice, ForwardChoice
-from flashgen.plan.device_table import Gpu
-from flashgen.plan.devices import Device
+from flashgen.plan import paper
+from flashgen.plan.alternatives import RunnerUp
 from flashgen.plan.paper import BlockSizes, Lengths
 from flashgen.plan.plan import Plan, Tiles
-from flashgen.plan.planner import plan
 from flashgen.plan.prediction import LIMITS, PassTime
-from flashgen.plan.products import Products
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 
 DEFAULT_SHAPE = Shape(4, 16, 16, 4096, 4096)
@@ -66,18 +58,25 @@ class PaperTile:
 
 @dataclass(frozen=True)
 class Moved:
-    """HBM bytes of a pass: the kernels', standard attention's, those of Algorithm 1 or 4, the least; N²d²/M beside."""
+    """HBM bytes of a pass: the kernels', standard attention's, those of Algorithm 1 or 4, the least; N²d²/M beside.
+
+    ``rabe_staats``: of attention in chunks of √Nk keys, which B.5 of the paper compares with.
+    """
 
     kernels: int
     standard: int
     paper: int
+    rabe_staats: int
     least: int
     bound: float
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass of one element type; ``buffers`` in bytes by kernel and name."""
+    """One pass of one element type; ``buffers`` in bytes by kernel and name.
+
+    ``reason`` is the sentence of the plan that decided the first tile, the pass left out.
+    """
 
     name: OneOf["forward", "backward"]
     element: ElementType
@@ -88,6 +87,7 @@ class PassReport:
     moved: Moved
     paper: PaperTile
     runners_up: tuple[RunnerUp, ...]
+    reason: str
 
     def to_json(self) -> dict[str, object]:
         """The report as plain data."""
@@ -140,7 +140,7 @@ class PassReport:
 class PlanReport:
     """A plan, and what is said of it for a shape. ``timed_on``: the product whose clocks were taken."""
 
-    plan: Plan | CudaPlan
+    plan: Plan
     device: str
     timed_on: str
     shape: Shape
@@ -158,172 +158,66 @@ class PlanReport:
         }
 
 
-def report(variant: Variant, device: Device | Gpu, shape: Shape) -> PlanReport:
-    """The report; ``SpecError`` where no plan fits, with how much is needed and for what."""
-    if isinstance(device, Gpu):
-        return _gpu_report(variant, device, shape)
-    return _cpu_report(variant, device, shape)
+def reason_of(reasons: Sequence[str], titles: tuple[str, ...], tile: Tiles) -> str:
+    """Of the sentences on a pass the last that speaks of its tile: those of measured ones, and of shapes, come last."""
+    size = f"B_r × B_c = {tile.Br} × {tile.Bc}"
+    for each in reversed(reasons):
+        for title in titles:
+            if each.startswith((f"{title}:", f"{title}, ")) and size in each:
+                return each[each.index(size) :]
+    return size
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
-
-
-def _gpu_report(variant: Variant, gpu: Gpu, shape: Shape) -> PlanReport:
-    try:
-        decisions = plan_cuda(variant, gpu.target)
-    except SpecError as error:
-        raise _with_shortage(error, variant, gpu) from None
-    reports = []
-    for tiles in decisions.elements:
-        element = tiles.element
-        for name, time in (("forward", gpu_time.forward_time), ("backward", gpu_time.backward_time)):
-            used = _used(variant, tiles, name)
-            reports.append(
-                PassReport(
-                    name=name,  # type: ignore[arg-type]  # one of the two
-                    element=element,
-                    tiles=used,
-                    buffers={_kernel_name(each): _buffers(variant, element, each) for each in used},
-                    counts=tile_counts(variant, shape, used[0].Br, used[0].Bc),
-                    time=(predicted := time(variant, tiles, gpu, shape)),
-                    moved=_moved(variant, shape, element, name, gpu.target.block_bytes, predicted.hbm_bytes),
-                    paper=_paper_tile_gpu(variant, element, name, gpu),
-                    runners_up=gpu_runners_up(variant, tiles, gpu, shape, name),
-                )
-            )
-    remarks = _remarks(reports)
-    if not gpu.is_generated_for:
-        remarks = (f"kernels are not generated for {gpu.target.name}: this is a plan for comparison only", *remarks)
-    return PlanReport(decisions, gpu.name, gpu.product, shape, tuple(reports), remarks)
-
-
-def _used(variant: Variant, tiles: ElementPlan, name: str) -> tuple[Tiles, ...]:
-    if name == "forward":
-        return (tiles.forward,)
-    return (tiles.backward,) if passes(variant).one_pass else (tiles.backward, tiles.queries)
-
-
-def _kernel_name(tiles: Tiles) -> str:
-    return {ForwardTiles: "forward", BackwardTiles: "backward", QueryTiles: "queries"}[type(tiles)]
-
-
-def _buffers(variant: Variant, element: ElementType, tiles: Tiles) -> Mapping[str, int]:
-    match tiles:
-        case ForwardTiles():
-            return cuda_model.forward_buffers(variant, element, tiles)
-        case BackwardTiles():
-            return cuda_model.backward_buffers(variant, element, tiles, with_dq=passes(variant).one_pass)
-        case QueryTiles():
-            return cuda_model.query_buffers(variant, element, tiles)
-    raise AssertionError(tiles)
-
-
-def _paper_tile_gpu(variant: Variant, element: ElementType, name: str, gpu: Gpu) -> PaperTile:
-    blocks, buffers, elements = _paper_buffers(variant, element, name, gpu.target.block_bytes)
-    rounded = _rounded(blocks)
-    if name == "forward":
-        needed = cuda_model.forward_bytes(variant, element, ForwardChoice(rounded.Br, rounded.Bc, 1))
-    else:
-        tiles = BackwardChoice(rounded.Br, rounded.Bc, rounded.Bc // 16)
-        needed = cuda_model.backward_bytes(variant, element, tiles, with_dq=True)
-    return PaperTile(blocks, elements, buffers, rounded, needed, gpu.target.block_bytes)
-
-
-def _with_shortage(error: SpecError, variant: Variant, gpu: Gpu) -> SpecError:
-    """The same error, with what the smallest tiles need and for what."""
-    wanted = variant.spec.dtypes or (ElementType.F16,)
-    hints = []
-    for element in wanted:
-        parts = {
-            "forward": cuda_model.forward_buffers(variant, element, ForwardChoice(16, 16, 1)),
-            "backward": cuda_model.backward_buffers(
-                variant, element, BackwardChoice(16, 16, 1), with_dq=passes(variant).one_pass
-            ),
-        }
-        hints += [f"{name}, {element}: {_shortage(sizes, gpu.target.block_bytes)}" for name, sizes in parts.items()]
-    changed = [
-        replace(each, notes=(*each.notes, *hints)) if each.code == "E406" else each for each in error.diagnostics
-    ]
-    return SpecError(changed, error.sources)
-
-
-def _shortage(buffers: Mapping[str, int], sram: int) -> str:
-    total = sum(buffers.values())
-    parts = "; ".join(f"{name} {size}" for name, size in buffers.items())
-    return f"even a tile of 16 × 16 needs {total} bytes ({parts}); {sram} are there"
-
-
-# -- CPUs --------------------------------------------------------------------------------------------------------------
-
-
-def _cpu_report(variant: Variant, device: Device, shape: Shape) -> PlanReport:
-    decisions = plan(variant, device)
-    # In vectors everything is float32 inside.
-    elements = (ElementType.F32, ElementType.BF16) if device.matrix_per_clock else (ElementType.F32,)
-    reports = []
-    for element in elements:
-        for name, (products, tile) in decisions.of_call(device, element, shape).items():
-            predicted = cpu_time.pass_time(variant, products, name, tile, device, shape)
-            reports.append(
-                PassReport(
-                    name="forward" if name == "forward" else "backward",
-                    element=element,
-                    tiles=(tile,),
-                    buffers={name: cpu_model.buffers(variant, products, name, tile.Br, tile.Bc, device.lanes)},
-                    counts=tile_counts(variant, shape, tile.Br, tile.Bc),
-                    time=predicted,
-                    moved=_moved(variant, shape, element, name, device.sram_bytes, predicted.hbm_bytes),
-                    paper=_paper_tile_cpu(variant, element, products, name, device),
-                    runners_up=cpu_runners_up(variant, products, name, tile, device, shape),
-                )
-            )
-    return PlanReport(decisions, device.name, device.name, shape, tuple(reports), _remarks(reports))
-
-
-def _paper_tile_cpu(variant: Variant, element: ElementType, products: Products, name: str, device: Device) -> PaperTile:
-    blocks, buffers, elements = _paper_buffers(variant, element, name, device.sram_bytes)
-    rounded = _rounded(blocks)
-    kernel_bytes = cpu_model.working_set(variant, products, name, rounded.Br, rounded.Bc, device.lanes)
-    return PaperTile(blocks, elements, buffers, rounded, kernel_bytes, device.sram_bytes)
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-def _paper_buffers(
-    variant: Variant, element: ElementType, name: str, sram: int
-) -> tuple[BlockSizes, Mapping[str, int], int]:
-    D, Dv = variant.head_dim.qk, variant.head_dim.v
-    elements = max(sram // element.bytes, 1)
-    blocks = paper.paper_blocks(elements, max(D, Dv))
-    buffers = (paper.forward_buffers if name == "forward" else paper.backward_buffers)(blocks, D, Dv)
-    return blocks, {each: element.bytes * count for each, count in buffers.items()}, elements
-
-
-def _rounded(blocks: BlockSizes) -> BlockSizes:
-    return BlockSizes(-(-blocks.Br // 16) * 16, -(-blocks.Bc // 16) * 16)
-
-
-def lengths_of(variant: Variant, shape: Shape) -> Lengths:
-    """The sizes that the paper's closed forms take."""
-    heads, kv_heads = shape.batch * shape.heads, shape.batch * shape.kv_heads
-    return Lengths(heads, kv_heads, shape.q_len, shape.kv_len, variant.head_dim.qk, variant.head_dim.v)
-
-
-def _moved(variant: Variant, shape: Shape, element: ElementType, name: str, sram: int, kernels: int) -> Moved:
-    lengths, size = lengths_of(variant, shape), element.bytes
-    blocks = paper.paper_blocks(max(sram // size, 1), max(lengths.qk, lengths.v))
-    forward = name == "forward"
-    return Moved(
-        kernels=kernels,
-        standard=size * (paper.standard_forward if forward else paper.standard_backward)(lengths),
-        paper=size * (paper.flash_forward if forward else paper.flash_backward)(lengths, blocks),
-        least=size * (paper.lower_bound if forward else paper.backward_lower_bound)(lengths),
-        bound=size * paper.io_bound(lengths, max(sram // size, 1)),
+def pass_report(
+    name: str,
+    element: ElementType,
+    variant: Variant,
+    shape: Shape,
+    *,
+    tiles: tuple[Tiles, ...],
+    buffers: Mapping[str, Mapping[str, int]],
+    time: PassTime,
+    sram: int,
+    kernel_bytes: Callable[[BlockSizes], int],
+    runners_up: tuple[RunnerUp, ...],
+    reason: str,
+) -> PassReport:
+    """A pass beside the paper's algorithms in as much memory; ``kernel_bytes``: what a tile of ours would keep."""
+    forward, size, (D, Dv) = name == "forward", element.bytes, (variant.head_dim.qk, variant.head_dim.v)
+    lengths, elements = Lengths.of(shape, variant.head_dim), max(sram // size, 1)
+    blocks, chunks = paper.paper_blocks(elements, max(D, Dv)), paper.rabe_staats_blocks(shape.q_len, shape.kv_len)
+    kept = (paper.forward_buffers if forward else paper.backward_buffers)(blocks, D, Dv)
+    rounded = BlockSizes(-(-blocks.Br // 16) * 16, -(-blocks.Bc // 16) * 16)  # as kernels have them
+    return PassReport(
+        name="forward" if forward else "backward",
+        element=element,
+        tiles=tiles,
+        buffers=buffers,
+        counts=tile_counts(variant, shape, tiles[0].Br, tiles[0].Bc),
+        time=time,
+        moved=Moved(
+            kernels=time.hbm_bytes,
+            standard=size * (paper.standard_forward if forward else paper.standard_backward)(lengths),
+            paper=size * (paper.flash_forward if forward else paper.flash_backward)(lengths, blocks),
+            rabe_staats=size * (paper.rabe_staats_forward if forward else paper.rabe_staats_backward)(lengths, chunks),
+            least=size * (paper.lower_bound if forward else paper.backward_lower_bound)(lengths),
+            bound=size * paper.io_bound(lengths, elements),
+        ),
+        paper=PaperTile(
+            blocks=blocks,
+            elements=elements,
+            buffers={each: size * count for each, count in kept.items()},
+            kernel_blocks=rounded,
+            kernel_bytes=kernel_bytes(rounded),
+            sram_bytes=sram,
+        ),
+        runners_up=runners_up,
+        reason=reason,
     )
 
 
-def _remarks(reports: list[PassReport]) -> tuple[str, ...]:
+def remarks_on(reports: Sequence[PassReport]) -> tuple[str, ...]:
+    """What limits the figures of these passes."""
     found: dict[str, None] = {}
     for each in reports:
         if each.counts.unknown:

@@ -1,15 +1,16 @@
 """How many tiles of each class a pass visits, without looking at pairs, and seldom at tiles one by one.
 
-In: a ``Variant``, a shape, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by intervals, many at a time
-(``analysis/boxes.py``), and halved only where that does not settle them, so that the work follows the border of the
-mask. Beyond ``MOST_CLASSIFIED`` boxes some rows of tiles stand for all. What a mask reads of captured tensors is not
-known before a call: tiles that depend on it count as PARTIAL, so that counts of visits are the most that a call makes.
+In: a ``Variant``, a shape or a ``Call``, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by intervals,
+many at a time (``analysis/boxes.py``), and halved only where that does not settle them, so that the work follows the
+border of the mask. Of a shape, beyond ``MOST_CLASSIFIED`` boxes, some rows of tiles stand for all; what its mask reads
+of captured tensors is not known: tiles that depend on it count as PARTIAL, so that counts of visits are the most that a
+call makes. Of a call everything is known, and every tile is counted.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from flashgen.analysis.boxes import FULL, PARTIAL, Boxes, classify_tiles
 from flashgen.analysis.pieces import is_cut
+from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.variant import Variant
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, literal, size, substitute, walk
@@ -80,23 +82,62 @@ def tile_counts(variant: Variant, shape: Shape, Br: int, Bc: int) -> TileCounts:
     return _counted(variant.keep, variant.spec.params, shape, Br, Bc)
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What the mask of one call is of: the lengths of its shard, where b, h, i and j start, the sizes of the whole.
+
+    ``params`` and ``loads`` say what it reads.
+    """
+
+    shape: Shape
+    starts: tuple[int, int, int, int]
+    sizes: Mapping[str, int]
+    params: Mapping[str, bool | int | float]
+    loads: LoadRange | None
+
+    @classmethod
+    def of_shape(cls, shape: Shape, params: tuple[Param, ...]) -> Call:
+        """One that is the whole, with the params that follow from its sizes."""
+        return cls(shape, (0, 0, 0, 0), _sizes(shape), known_params(params, shape), None)
+
+
+def counts_of_call(keep: Expr, call: Call, Br: int, Bc: int) -> TileCounts:
+    """The tiles of one pass over a call, each as kernels classify it."""
+    axes, shape = index_set(keep), call.shape
+    batches = range(shape.batch) if "b" in axes else range(min(shape.batch, 1))
+    heads = range(shape.heads) if {"h", "hkv"} & axes else range(min(shape.heads, 1))
+    looked_at = [(b, h) for b in batches for h in heads]
+    grid = _Grid(keep, call, Br, Bc)
+    found, _ = grid.count(looked_at, [(0, grid.rows)], None, None)
+    assert found is not None
+    return _scaled(grid, found, np.arange(grid.rows), looked_at, is_exact=True)
+
+
 @functools.lru_cache(maxsize=256)
 def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: int) -> TileCounts:
-    grid = _Grid(keep, params, shape, Br, Bc)
+    grid = _Grid(keep, Call.of_shape(shape, params), Br, Bc)
     heads, distinct = _heads(keep, shape)
-    rows, columns = grid.rows, grid.columns
+    rows = grid.rows
     sampled = np.arange(rows)
-    found, _ = grid.count(heads, [(0, rows)], MOST_CLASSIFIED)
+    found, _ = grid.count(heads, [(0, rows)], MOST_CLASSIFIED, None)
     if found is None:  # one row says how many rows can be afforded
-        _, asked = grid.count(heads[:1], [(rows // 2, rows // 2 + 1)], None)
+        _, asked = grid.count(heads[:1], [(rows // 2, rows // 2 + 1)], None, _MOST_CUT)
         affordable = max(3, MOST_CLASSIFIED // max(asked * len(heads), 1))
         sampled = np.unique((np.arange(affordable) + 0.5) * rows // affordable).astype(np.int64)
-        found, _ = grid.count(heads, [(int(row), int(row) + 1) for row in sampled], None)
+        found, _ = grid.count(heads, [(int(row), int(row) + 1) for row in sampled], None, _MOST_CUT)
         assert found is not None
+    is_exact = len(sampled) == rows and len(heads) == distinct
+    return replace(_scaled(grid, found, sampled, heads, is_exact=is_exact), unknown=_unknown(keep, params))
+
+
+def _scaled(
+    grid: _Grid, found: _Found, sampled: _Counts, heads: Sequence[tuple[int, int]], *, is_exact: bool
+) -> TileCounts:
+    """What was found in some rows of tiles of some heads, for all."""
+    rows, shape = grid.rows, grid.call.shape
     # A sampled row of tiles stands for those around it, a head for those that were not looked at.
     share = shape.batch * shape.heads / max(len(heads), 1)
-    nearest = np.abs(np.arange(rows)[:, None] - sampled[None, :]).argmin(1) if rows else np.zeros(0, dtype=np.int64)
-    stands_for = sampled[nearest] if rows else sampled
+    stands_for = _nearest(rows, sampled)
     weights = np.bincount(stands_for, minlength=rows) if rows else np.zeros(0, dtype=np.int64)
     by_rows = rows / max(len(sampled), 1)
 
@@ -106,14 +147,14 @@ def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: i
     return TileCounts(
         full=total(found.full),
         partial=total(found.partial),
-        total=shape.batch * shape.heads * rows * columns,
+        total=shape.batch * shape.heads * rows * grid.columns,
         row_tiles=(found.full + found.partial)[stands_for] / max(len(heads), 1),
         column_tiles=by_rows * found.by_column / max(len(heads), 1),
         keys=total(found.keys),
         rows=round(share * by_rows * float(found.rows_by_column.sum())),
         groups=round(share * by_rows * float(found.groups_by_column.sum())),
-        is_exact=len(sampled) == rows and len(heads) == distinct,
-        unknown=_unknown(keep, params),
+        is_exact=is_exact,
+        unknown=(),
     )
 
 
@@ -165,17 +206,19 @@ class _Settled:
 class _Grid:
     """The tiles of one head."""
 
-    def __init__(self, keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: int) -> None:
-        self.keep, self.shape, self.Br, self.Bc = keep, shape, Br, Bc
-        self.rows, self.columns = -(-shape.q_len // Br), -(-shape.kv_len // Bc)
-        self.row_lengths, self.column_lengths = _lengths(shape.q_len, Br), _lengths(shape.kv_len, Bc)
-        self.params = _known_params(params, shape)
-        self.sizes = {"B": shape.batch, "H": shape.heads, "Hkv": shape.kv_heads, "Nq": shape.q_len, "Nk": shape.kv_len}
+    def __init__(self, keep: Expr, call: Call, Br: int, Bc: int) -> None:
+        self.keep, self.call, self.Br, self.Bc = keep, call, Br, Bc
+        q_len, kv_len = call.shape.q_len, call.shape.kv_len
+        self.rows, self.columns = -(-q_len // Br), -(-kv_len // Bc)
+        self.row_lengths, self.column_lengths = _lengths(q_len, Br), _lengths(kv_len, Bc)
 
     def count(
-        self, heads: list[tuple[int, int]], spans: list[tuple[int, int]], most: int | None
+        self, heads: list[tuple[int, int]], spans: list[tuple[int, int]], most: int | None, most_cut: int | None
     ) -> tuple[_Found | None, int]:
-        """The rows of tiles in these spans, None where it takes more than ``most`` boxes; how many were classified."""
+        """The rows of tiles in these spans, None where it takes more than ``most`` boxes; how many were classified.
+
+        With ``most_cut`` it is an estimate: no more of the tiles that are left open are cut.
+        """
         places = [(b, h, first, last) for b, h in heads for first, last in spans if first < last and self.columns]
         b, h, r0, r1 = np.array(places, dtype=np.int64).reshape(-1, 4).T
         boxes = _TileBoxes(b, h, r0, r1, np.zeros_like(r0), np.full_like(r0, self.columns))
@@ -185,7 +228,7 @@ class _Grid:
             asked += len(boxes) + (_PIECES * int(single.sum()) if is_cut(self.keep) else 0)
             if most is not None and asked > most:
                 return None, asked
-            codes = self._classify(boxes, single, _MOST_CUT if most is None else None)
+            codes = self._classify(boxes, single, most_cut)
             settled.append(_Settled(FULL, boxes.take(codes == FULL)))
             settled.append(_Settled(PARTIAL, boxes.take((codes == PARTIAL) & single)))
             boxes = self._halves(boxes.take((codes == PARTIAL) & ~single))
@@ -194,20 +237,23 @@ class _Grid:
     def _classify(self, boxes: _TileBoxes, single: NDArray[np.bool_], most_cut: int | None) -> NDArray[np.int8]:
         if self.keep == literal(True):
             return np.full(len(boxes), FULL, dtype=np.int8)
+        call, (b, h, i, j) = self.call, self.call.starts
         return classify_tiles(
             self.keep,
             Boxes(
-                b=boxes.b,
-                h=boxes.h,
-                first_i=boxes.r0 * self.Br,
-                last_i=np.minimum(boxes.r1 * self.Br, self.shape.q_len) - 1,
-                first_j=boxes.c0 * self.Bc,
-                last_j=np.minimum(boxes.c1 * self.Bc, self.shape.kv_len) - 1,
-                sizes=self.sizes,
-                params=self.params,
+                b=b + boxes.b,
+                h=h + boxes.h,
+                first_i=i + boxes.r0 * self.Br,
+                last_i=i + np.minimum(boxes.r1 * self.Br, call.shape.q_len) - 1,
+                first_j=j + boxes.c0 * self.Bc,
+                last_j=j + np.minimum(boxes.c1 * self.Bc, call.shape.kv_len) - 1,
+                sizes=call.sizes,
+                params=call.params,
+                computed=call.loads is not None,
             ),
             single,
             most_cut,
+            call.loads,
         )
 
     def _halves(self, boxes: _TileBoxes) -> _TileBoxes:
@@ -243,7 +289,19 @@ def _spread(length: int, weights: _Counts, spans: Sequence[tuple[_Counts, _Count
 
 
 def _lengths(length: int, tile: int) -> _Counts:
-    return np.array([min(tile, length - first) for first in range(0, length, tile)], dtype=np.int64)
+    lengths: _Counts = np.minimum(tile, length - np.arange(0, length, tile, dtype=np.int64))
+    return lengths
+
+
+def _nearest(rows: int, sampled: _Counts) -> _Counts:
+    """For each row the nearest of those that were looked at, the lower one of two."""
+    every = np.arange(rows)
+    if len(sampled) == rows:
+        return every
+    above = np.searchsorted(sampled, every).clip(1, len(sampled) - 1)
+    below = above - 1
+    nearest: _Counts = np.where(every - sampled[below] <= sampled[above] - every, sampled[below], sampled[above])
+    return nearest
 
 
 def _heads(keep: Expr, shape: Shape) -> tuple[list[tuple[int, int]], int]:
@@ -256,8 +314,9 @@ def _heads(keep: Expr, shape: Shape) -> tuple[list[tuple[int, int]], int]:
     axes = _axes_outside_loads(keep)
     batches = range(shape.batch) if "b" in axes else range(1)
     heads = range(shape.heads) if {"h", "hkv"} & axes else range(1)
-    every = [(b, h) for b in batches for h in heads]
-    return (every if len(every) <= _MOST_HEADS else every[:: -(-len(every) // _MOST_HEADS)]), len(every)
+    count = len(batches) * len(heads)
+    chosen = range(0, count, max(1, -(-count // _MOST_HEADS)))
+    return [divmod(number, len(heads)) for number in chosen], count
 
 
 def _axes_outside_loads(expr: Expr) -> frozenset[str]:
@@ -268,10 +327,13 @@ def _axes_outside_loads(expr: Expr) -> frozenset[str]:
     return frozenset[str]().union(*(_axes_outside_loads(child) for child in expr.children))
 
 
-def _known_params(params: tuple[Param, ...], shape: Shape) -> dict[str, bool | int | float]:
+def _sizes(shape: Shape) -> Mapping[str, int]:
+    return {"B": shape.batch, "H": shape.heads, "Hkv": shape.kv_heads, "Nq": shape.q_len, "Nk": shape.kv_len}
+
+
+def known_params(params: tuple[Param, ...], shape: Shape) -> dict[str, bool | int | float]:
     """The params whose defaults follow from the sizes."""
-    sizes = {"B": shape.batch, "H": shape.heads, "Hkv": shape.kv_heads, "Nq": shape.q_len, "Nk": shape.kv_len}
-    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in _sizes(shape).items()}
     known: dict[str, bool | int | float] = {}
     for param in params:
         value = None if param.default is None else constant_value(substitute(param.default, values))

@@ -11,42 +11,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal as OneOf
 
-from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.levels import Level, kept_level, level_of
 from flashgen.analysis.variant import Variant, constant_factor
 from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, walk
-from flashgen.ir.spec import Softmax
+from flashgen.ir.operators import OPERATORS
 
 PassName = OneOf["forward", "keys", "queries"]
 
-# (special functions, other instructions) of the operators that are more than one instruction.
+# (special functions, other instructions) of each operator.
 Costs = Mapping[str, tuple[int, int]]
-COSTS: Costs = MappingProxyType(
-    {
-        "exp": (1, 1),
-        "exp2": (1, 0),
-        "log": (1, 1),
-        "log2": (1, 0),
-        "log1p": (1, 6),
-        "sqrt": (1, 2),
-        "rsqrt": (1, 0),
-        "tanh": (2, 4),
-        "sigmoid": (2, 2),
-        "silu": (2, 3),
-        "softplus": (2, 6),
-        "gelu": (1, 14),
-        "erf": (1, 14),
-        "sin": (1, 3),
-        "cos": (1, 3),
-        "div": (1, 2),
-        "pow": (2, 3),
-        "ipow": (0, 2),
-        "floordiv": (0, 12),
-        "mod": (0, 14),
-        "hash": (0, 20),
-        "to_float": (0, 1),
-    }
-)
-CPU_COSTS: Costs = MappingProxyType({**COSTS, "tanh": (0, 9)})  # a polynomial, where arguments are small
+COSTS: Costs = MappingProxyType({name: (row.cost.specials, row.cost.others) for name, row in OPERATORS.items()})
+CPU_COSTS: Costs = MappingProxyType({name: row.cost.on_cpus or COSTS[name] for name, row in OPERATORS.items()})
 # Beside the formula: per pair the maximum, the product with the factor and the sum of a softmax, rounding to 16 bits.
 _SOFTMAX_PLAIN, _ROUNDING = 3, 1
 _A_READ = 8  # instructions that a read from the L1 cache is worth
@@ -104,7 +79,7 @@ _PRODUCTS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = MappingProxyTyp
 
 def _weight_cost(variant: Variant, costs: Costs) -> tuple[float, float]:
     """Special functions and other instructions from the product to the weight."""
-    if isinstance(variant.weights, Softmax):
+    if variant.weights.weight is None:
         if constant_factor(variant.score) is not None:
             return 1, _SOFTMAX_PLAIN
         special, other = _cost([variant.score], {}, costs)
@@ -126,7 +101,7 @@ def _cost(roots: Iterable[Expr], known: Mapping[Expr, None], costs: Costs) -> tu
         if isinstance(node, Load):
             other += 2  # the address, and the load
         elif isinstance(node, Apply):
-            more_special, more = costs.get(node.op, (0, 1))
+            more_special, more = costs[node.op]
             special, other = special + more_special, other + more
     return special, other
 
@@ -136,13 +111,13 @@ def takes_longer_than_a_read(expr: Expr) -> bool:
     for node in walk(expr):
         if level_of(node) is not Level.DIAGONAL:
             continue
-        special, other = COSTS.get(node.op, (0, 1)) if isinstance(node, Apply) else (0, 0)
+        special, other = COSTS[node.op] if isinstance(node, Apply) else (0, 0)
         if isinstance(node, Load) or special or other > _A_READ:
             return True
     return False
 
 
 def _is_of_pairs(node: Expr) -> bool:
-    return level_of(node) is Level.PAIR or any(
+    return kept_level(node) is Level.PAIR or any(
         isinstance(each, Symbol) and each.kind is SymbolKind.SCORE for each in walk(node)
     )

@@ -8,7 +8,7 @@ rescaled online.
     P = weights(S)         P' = dropout(P)              O = P' V
 
 A pair that is not kept has weight exactly 0, and no gradient passes through it. A row with nothing kept
-gives o = 0, lse = -inf and zero gradients; so does a row of ``normalize`` whose weights are all 0.
+gives o = 0, lse = -inf and zero gradients; so does a row whose denominator is 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec, Normalize, Pointwise, Softmax
+from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.philox import drop_threshold, kept_pairs
 from flashgen.reference.shard import Shard
+from flashgen.reference.weights import denominator, term
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def attention(
     the call in a larger problem. ``dropout`` None: no dropout, whatever the spec says (see
     ``drop_probability``).
 
-    Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse`` is None for pointwise
-    weights, log Σ E for ``normalize``. Raises ``KeyError`` for a tensor or required param that is missing.
+    Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse``, the logarithm of the denominator,
+    is None where the weights have none. Raises ``KeyError`` for a tensor or required param that is missing.
     """
     dtype = dtype or q.dtype
     shard = shard or Shard.whole(q.shape, k.shape)
@@ -184,15 +185,15 @@ def _weights(spec: AttentionSpec, evaluate: Evaluator, score: Tensor) -> tuple[T
     """P [B, H, Nq, Nk] and the logarithm of the row's denominator, None where there is none."""
     keep = evaluate.guard.keep
     assert keep is not None, "the score has been masked"
-    if isinstance(spec.weights, Softmax):
+    form = spec.weights.form
+    if spec.weights.weight is None:
         return _softmax(spec.weights.sink, evaluate, score, keep)
     weight = torch.where(keep, evaluate.given(s=score).real(spec.weights.weight), 0.0)
-    if isinstance(spec.weights, Pointwise):
+    if not form.normalised:
         return weight, None
-    assert isinstance(spec.weights, Normalize)
-    total = weight.sum(-1, keepdim=True)
+    total = term(form, weight).sum(-1, keepdim=True)
     some = total != 0  # true for NaN, which passes through
-    safe = torch.where(some, total, 1.0)
+    safe = denominator(form, torch.where(some, total, 1.0))
     lse = torch.where(some, safe.log(), -torch.inf)
     return torch.where(some, weight / safe, 0.0), lse.squeeze(-1)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashgen.ir.operators import Library
+
 Value = Tensor | bool | int | float
 
 
@@ -68,41 +70,9 @@ class TorchNamespace:
     def round(self, x: Tensor) -> Tensor:
         return torch.round(x)
 
-    def exp(self, x: Tensor) -> Tensor:
-        return torch.exp(x)
-
-    def exp2(self, x: Tensor) -> Tensor:
-        return torch.exp2(x)
-
-    def log(self, x: Tensor) -> Tensor:
-        return torch.log(x)
-
-    def log2(self, x: Tensor) -> Tensor:
-        return torch.log2(x)
-
-    def log1p(self, x: Tensor) -> Tensor:
-        return torch.log1p(x)
-
-    def sqrt(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x)
-
-    def rsqrt(self, x: Tensor) -> Tensor:
-        return torch.rsqrt(x)
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return torch.tanh(x)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x)
-
-    def erf(self, x: Tensor) -> Tensor:
-        return torch.erf(x)
-
-    def sin(self, x: Tensor) -> Tensor:
-        return torch.sin(x)
-
-    def cos(self, x: Tensor) -> Tensor:
-        return torch.cos(x)
+    def call(self, function: Library, x: Tensor) -> Tensor:
+        computed: Tensor = getattr(torch, function.torch[0])(x)
+        return computed
 
 
 def _tensor(x: Value, like: Value) -> Tensor:

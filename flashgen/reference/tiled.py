@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import AttentionSpec, Pointwise
+from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.dense import Dropout, attention
 from flashgen.reference.shard import Shard
 
@@ -48,12 +48,12 @@ class Problem:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """``o`` [B, H, Nq, Dv] in the type of q, ``lse`` [B, H, Nq] in ``compute`` (pointwise weights: None)."""
+    """``o`` [B, H, Nq, Dv] in the type of q, ``lse`` [B, H, Nq] in ``compute`` (None: weights have none)."""
     shard = problem.shard
     shape = (shard.batch, shard.heads, shard.q_len)
     o = problem.q.new_empty(*shape, problem.v.shape[-1])
-    pointwise = isinstance(problem.spec.weights, Pointwise)
-    lse = None if pointwise else problem.q.new_empty(shape, dtype=problem.compute)
+    normalised = problem.spec.weights.form.normalised
+    lse = None if not normalised else problem.q.new_empty(shape, dtype=problem.compute)
     with torch.no_grad():
         for part in _slices(problem):
             o_part, lse_part = _attend(problem, part, [part.cut(n, x) for n, x in enumerate(problem.inputs)])

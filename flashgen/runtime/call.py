@@ -21,14 +21,15 @@ from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
-from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference.dense import constant_number, drop_probability, param_values
 from flashgen.reference.shard import Shard
+from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
-from flashgen.runtime.signature import TORCH_DTYPES, kind
+from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 
-Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
 # The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
 Rest = tuple[Offsets, bool]
 
@@ -49,9 +50,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o`` and ``lse`` are shapes and strides of the results; ``o_is_like_q``: the former are those of q, which is
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides; ``o_is_like_q``: the former are those of q, which is
     contiguous. ``settled`` are the values of ``struct Arguments`` behind those that vary; empty where no kernel runs.
     ``needs_copy``: the kernel cannot read q, k or v where they are; ``may_copy``: or perhaps not from where they start.
+    ``reads_nothing``: a captured tensor has no elements: its strides are 0, and a zero stands for any that is read.
     ``forward`` remembers passes with and without dropout, ``backward`` by all that they depend on, ``params`` the
     defaults.
     """
@@ -64,12 +66,14 @@ class Call:
     o: Layout
     o_is_like_q: bool
     lse: Layout
+    lse_parts: Layout
     device: torch.device
     is_on_cpu: bool
     kernel: Kernel | None
     settled: tuple[float, ...]
     needs_copy: bool
     may_copy: bool
+    reads_nothing: bool
     threads: int
     forward: dict[bool, Prepared] = field(default_factory=dict)
     backward: dict[object, Prepared] = field(default_factory=dict)
@@ -138,13 +142,12 @@ class CallChecker:
         values: list[float | None] = []
         for param, value in zip(self.spec.params, given, strict=True):
             if value is not None:
-                wanted = torch.int32 if param.type is ScalarType.INT else torch.float32
+                wanted = dtype_of(param)
                 if value.dtype is not wanted:
                     raise TypeError(
                         f"param '{param.name}' is {value.dtype}; the spec declares {kind(param)} ({wanted})"
                     )
-                if value.dim() != 0:
-                    raise ValueError(f"param '{param.name}' has shape {list(value.shape)}; a 0-dim tensor is expected")
+                check_scalar(value, f"param '{param.name}'", call.device)
             fetched = not self._host_params and self.is_fetched(call, value)
             values.append(None if value is None else 0 if fetched else value.item())
         if None not in values:
@@ -163,19 +166,30 @@ class CallChecker:
     def drop_probability(self, call: Call, given: Tensor | None, params: Sequence[float]) -> float:
         """The drop probability in force. Raises ``ValueError`` outside [0, 1)."""
         if given is not None:
+            check_scalar(given, "'dropout_p'", call.device)
             probability = float(given.item())
         else:
             names = (param.name for param in self.spec.params)
             probability = drop_probability(self.spec, dict(zip(names, params, strict=True)), call.sizes)
-        if not 0.0 <= probability < 1.0:
-            name = "dropout_p" if given is not None else "dropout"
-            raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
+        check_probability("dropout_p" if given is not None else "dropout", probability)
         return probability
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
-        offsets, deterministic = rest
-        shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
-        head_dim = HeadDim(q.shape[3], v.shape[3])
+        shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[0])
+        head_dim, kernel = self.check_what_runs(q, k, v, tensors)
+        self.check_indices(head_dim, sizes)
+        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+
+    def check_what_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[HeadDim, Kernel | None]:
+        """The head dimension and the kernel of a call; None where the reference runs.
+
+        Raises ``ValueError`` and ``TypeError`` for a head dimension, types and devices that the op is not built for.
+        """
+        if q.is_meta:
+            raise NoMemoryError("tensors on 'meta' hold no numbers")
+        head_dim = HeadDim(q.shape[-1], v.shape[-1])
         if head_dim not in self.spec.head_dims:
             dims = ", ".join(str(each) for each in self.spec.head_dims)
             raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {dims}")
@@ -186,37 +200,56 @@ class CallChecker:
                 raise TypeError(
                     f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})"
                 )
-        for proof in self._proofs_of(head_dim):
-            refusal = check_index(proof, sizes)
-            if refusal is not None:
-                raise ValueError(f"'{self.spec.name}': {refusal}")
         provider = self._kernels.get(q.device.type)
-        kernel = None if provider is None else provider(head_dim, q.device.index or 0)
+        return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
+
+    def _made(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Sequence[Tensor],
+        shard: Shard,
+        sizes: Mapping[str, int],
+        kernel: Kernel | None,
+        deterministic: bool,
+        threads: int,
+    ) -> Call:
         settled: Sequence[float] = ()
         if kernel is not None:
-            known = _settled(self.spec, shard, q, k, v, tensors) | {"deterministic": deterministic, "threads": threads}
+            known = settled_values(self.spec, shard, q, k, v, tensors)
+            known |= {"deterministic": deterministic, "threads": threads}
             settled = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
-        rows = (shard.batch, shard.heads, shard.q_len)
+        rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
         return Call(
             shard,
-            head_dim,
+            HeadDim(q.shape[-1], v.shape[-1]),
             sizes,
             shard.is_empty,
             deterministic,
-            _packed(*rows, head_dim.v),
-            q.is_contiguous() and head_dim.qk == head_dim.v,
+            _packed(*q.shape[:-1], v.shape[-1]),
+            q.is_contiguous() and q.shape[-1] == v.shape[-1],
             _packed(*rows),
+            _packed(*rows, 2),
             q.device,
             q.is_cpu,
             kernel,
             tuple(settled),
             needs_copy,
             needs_copy or (kernel is not None and kernel.row_alignment > 1),
+            any(x.numel() == 0 for x in tensors),
             threads,
         )
+
+    def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
+        """Raise ``ValueError`` where an index leaves its tensor at these sizes."""
+        for proof in self._proofs_of(head_dim):
+            refusal = check_index(proof, sizes)
+            if refusal is not None:
+                raise ValueError(f"'{self.spec.name}': {refusal}")
 
     def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
         """The indices that are proved for the sizes of each call."""
@@ -242,6 +275,12 @@ class CallChecker:
             )
 
 
+def check_probability(name: str, probability: float) -> None:
+    """Raise ``ValueError`` where this is no drop probability."""
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
+
+
 def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     if x.data_ptr() % kernel.row_alignment:
@@ -253,6 +292,13 @@ def is_readable(kernel: Kernel, x: Tensor) -> bool:
 def _packed(*shape: int) -> Layout:
     """A shape and the strides of a contiguous tensor."""
     return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def row_strides(name: str, x: Tensor) -> dict[str, int]:
+    """The strides of an operand: of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences."""
+    strides = _strides(x)
+    b, h, n = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
+    return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_n": n}
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -274,11 +320,11 @@ def check_shapes(
             raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
     batch, heads, q_len, qk = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    _match("k", k, 0, batch, "the batch size of q")
-    _match("k", k, 3, qk, "the head dimension of q")
-    _match("v", v, 0, batch, "the batch size of q")
-    _match("v", v, 1, kv_heads, "the number of heads of k")
-    _match("v", v, 2, kv_len, "the length of k")
+    match("k", k, 0, batch, "the batch size of q")
+    match("k", k, 3, qk, "the head dimension of q")
+    match("v", v, 0, batch, "the batch size of q")
+    match("v", v, 1, kv_heads, "the number of heads of k")
+    match("v", v, 2, kv_len, "the length of k")
     if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
         raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
     shard = Shard(
@@ -289,16 +335,18 @@ def check_shapes(
     shard.check()
     sizes = shard.sizes(qk, v.shape[3])
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
-        _check_captured(declared, tensor, sizes, q.device)
+        check_captured(declared, tensor, sizes, q.device)
     return shard, sizes
 
 
-def _match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
+def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
+    """Raise ``ValueError`` where a dimension is not what something else says."""
     if tensor.shape[axis] != wanted:
         raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
 
 
-def _check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
+def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
     name = declared.name
     if tensor.device != device:
         raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
@@ -309,7 +357,7 @@ def _check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str
         raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
 
 
-def _settled(
+def settled_values(
     spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
 ) -> dict[str, Any]:
     """The values of ``struct Arguments`` that shapes, strides and types determine."""
@@ -322,10 +370,10 @@ def _settled(
         "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
     }  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        for letter, stride in zip("bhn", _strides(tensor), strict=False):
-            known[f"{name}_stride_{letter}"] = stride
+        known |= row_strides(name, tensor)
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
-        for axis, (length, stride) in enumerate(zip(tensor.shape, _strides(tensor), strict=True)):
+        strides = _strides(tensor) if tensor.numel() else (0,) * tensor.dim()  # whatever the index: one zero
+        for axis, (length, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
             known[stride_field(declared.name, axis)] = stride
             known[dimension_field(declared.name, axis)] = length
     return known

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,8 @@ import torch
 
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime import driver_maps
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
-from flashgen.runtime.lists import SharedLists, Shelf
+from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
+from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
 
@@ -91,20 +91,21 @@ _Parameters = ctypes.c_char_p * 2
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One head dimension on one device. ``compiled`` gives the cubin of an element type, by its code."""
+    """One head dimension on one device. ``compiled`` gives the cubin of a pass, for values of fields by name."""
 
     layout: ArgumentLayout
     head_dim: HeadDim
     driver: Driver
-    compiled: Callable[[int], Compiled[Path]]
-    shelf: Shelf[Written] = field(default_factory=Shelf)
+    compiled: Callable[[PassName, Mapping[str, float]], Compiled[Path]]
+    list_cache: ListCache[Written] = field(default_factory=ListCache)
     row_alignment: int = ROW_ALIGNMENT
+    varlen: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        kernels = self.compiled(int(values[self.layout.slots["element"]]))
+        kernels = self.compiled(name, self.layout.named(values))
         launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values, self.driver.size, eager=self.shelf.eager)
+        found = schedule(launches, self.layout, self.head_dim, values, self.driver.size, eager=self.list_cache.eager)
         function = functools.partial(self.driver.function, kernels.binary)
 
         def launch(step: Step) -> _Launch:
@@ -169,7 +170,7 @@ class CudaKernel:
     ) -> list[tuple[int, Written]]:
         """The lists of a call that are kept, by the slots of their pointers."""
         found = [
-            (each.slot, self.shelf.find(each, values, functools.partial(self._make, each, launches, values)))
+            (each.slot, self.list_cache.find(each, values, functools.partial(self._make, each, launches, values)))
             for each, launches in lists
         ]
         return [(slot, written) for slot, written in found if written is not None]
@@ -289,6 +290,17 @@ def import_cupy() -> Any:
 def is_there() -> bool:
     """Whether PyTorch sees a GPU of NVIDIA's."""
     return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def is_usable() -> bool:
+    """Whether this process can launch kernels."""
+    if not is_there():
+        return False
+    try:
+        check()
+    except CudaMissing:
+        return False
+    return True
 
 
 def check() -> None:

@@ -15,22 +15,25 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import tensor_field
+from flashgen.plan.arguments import STARTS, gradient_field, table_field, tensor_field
+from flashgen.plan.launches import PassLaunches
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Prepared, Step, Values
-from flashgen.runtime.lists import SharedLists, Shelf
+from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
+from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
 
-# Small, so that blocks that stay take turns, and few heads make a group.
+# Small, so that persistent blocks take turns, and few heads make a group.
 SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
 _LINE = 128  # bytes: what alignment a kernel can depend on, and more
+_WORDS: Mapping[str, Any] = {"uint32_t": ctypes.c_uint32, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
 _NAN = b"\xff"  # in every float format
 # What each pass writes whole; it adds to the gradients of captured values, and reads everything else.
-_WRITTEN: Mapping[PassName, tuple[str, ...]] = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
+_WRITTEN: Mapping[PassName, tuple[str, ...]] = {"forward": ("o", "lse", "lse_parts"), "backward": ("dq", "dk", "dv")}
 
 _RECORDS: contextvars.ContextVar[list[Counted] | None] = contextvars.ContextVar("flashgen_counted", default=None)
 
@@ -40,13 +43,16 @@ class Counted:
     """What the emulator counted in one pass; the report is the sum over its launches.
 
     ``lists`` is what it took to make lists of visits that are kept, where this pass was the first to ask for them.
-    ``values`` are those of the call, with where the lists were that it read.
+    ``values`` are those of the call, with where the lists were that it read; ``launches`` what it was told to start.
+    ``sequences`` are the values that are others for each sequence of a ragged batch.
     """
 
     name: PassName
     values: Mapping[str, float]
     report: Report
     lists: Report
+    launches: PassLaunches
+    sequences: tuple[Mapping[str, float], ...] = ()
 
 
 @contextlib.contextmanager
@@ -62,52 +68,72 @@ def recording() -> Iterator[list[Counted]]:
 
 @dataclass(frozen=True)
 class EmulatedKernel:
-    """One head dimension under the emulator. ``compiled`` gives the kernels of an element type, by its code.
+    """One head dimension under the emulator. ``compiled`` gives the kernels of a pass, for values by name.
 
     ``most`` bounds the elements that a launch indexes.
     """
 
     layout: ArgumentLayout
     head_dim: HeadDim
-    compiled: Callable[[int], Compiled[Program]]
+    compiled: Callable[[PassName, Mapping[str, float]], Compiled[Program]]
     seed: int = 0
     most: int = MOST_ELEMENTS
     size: DeviceSize = SIZE
     row_alignment: int = ROW_ALIGNMENT
-    shelf: Shelf[bytes] = dataclasses.field(default_factory=partial(Shelf, eager=True))
+    list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
+    varlen: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        kernels = self.compiled(int(values[self.layout.slots["element"]]))
+        kernels = self.compiled(name, self.layout.named(values))
         launches = kernels.launches(name, self.layout.named(values))
-        eager = self.shelf.eager
+        eager = self.list_cache.eager
         found = schedule(launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)
         settled = tuple(values[self.layout.varying :])
-        return Prepared(0, lambda varying: self._run(name, kernels.binary, found.parts, (*varying, *settled)))
+        return Prepared(0, lambda varying: self._run(name, kernels.binary, launches, found.parts, (*varying, *settled)))
 
-    def _run(self, name: PassName, program: Program, parts: tuple[Part, ...], values: Values) -> None:
-        found = [self._run_part(name, program, part, part.values(values)) for part in parts]
+    def _run(
+        self, name: PassName, program: Program, launches: PassLaunches, parts: tuple[Part, ...], values: Values
+    ) -> None:
+        found = [self._run_part(name, program, launches, part, part.values(values)) for part in parts]
         records = _RECORDS.get()
         if records is not None:
             reports, made, places = zip(*found, strict=True)
             known = self.layout.named(values) | places[0]
-            records.append(Counted(name, known, Report.total(reports), Report.total(made)))
+            sequences = tuple(self._sequences(known))
+            records.append(Counted(name, known, Report.total(reports), Report.total(made), launches, sequences))
+
+    def _sequences(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
+        """What a ragged call is for each of its sequences, as its kernels find it."""
+        if any(name not in known for name in STARTS):
+            return
+        tables = {
+            each.name.removeprefix(table_field("")): (_WORDS[each.element] * known["batch"]).from_address(at)
+            for each in self.layout.fields
+            if each.name.startswith(table_field("")) and (at := known[each.name])
+        }
+        starts = [(ctypes.c_int32 * (known["batch"] + 1)).from_address(known[name]) for name in STARTS]
+        for number in range(known["batch"]):
+            q_len, kv_len = (each[number + 1] - each[number] for each in starts)
+            own = {"batch": 1, "b_start": known["b_start"] + number}
+            own |= {"q_len": q_len, "q_total": q_len, "kv_len": kv_len, "kv_total": kv_len}
+            yield own | {name: table[number] for name, table in tables.items()}
 
     def _run_part(
-        self, name: PassName, program: Program, part: Part, values: Values
+        self, name: PassName, program: Program, launches: PassLaunches, part: Part, values: Values
     ) -> tuple[Report, Report, dict[str, float]]:
         """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()
         own, written = list(values), []
         allocations: dict[str, tuple[int, int]] = {}
-        for field, (address, size) in extents(self.layout, self.head_dim, values).items():
+        for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
             shift = address % _LINE
             is_output = field in _WRITTEN[name]
             content = _NAN * size if is_output else ctypes.string_at(address, size)
             place = memory.put(field, bytes(shift) + content) + shift
             own[self.layout.slots[field]] = place
             allocations[field] = (place, size)
-            if is_output or field.startswith("grad_"):
+            if is_output or field.startswith(gradient_field("")):
                 written.append((address, place, size))
         workspace = memory.allocate("workspace", part.workspace_bytes)
         own[self.layout.slots["workspace"]] = workspace
@@ -118,7 +144,7 @@ class EmulatedKernel:
         made: list[Report] = []
         places: dict[str, float] = {}
         for lists in part.lists:
-            held = self.shelf.find(lists, values, partial(self._make, lists, program, own, allocations, made))
+            held = self.list_cache.find(lists, values, partial(self._make, lists, program, own, allocations, made))
             if held is not None:
                 of_lists = self.layout.names[lists.slot]
                 own[lists.slot] = places[of_lists] = place = memory.put(of_lists, held)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, contiguous_format, empty_like
@@ -20,8 +20,10 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
 from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
+from flashgen.runtime.conversion import check_scalar
 from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel, Prepared, Values
-from flashgen.runtime.signature import Signature
+from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.signature import DENSE, Form, Signature
 
 # Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
 _SPARE_BYTES = 1 << 22
@@ -29,14 +31,21 @@ _MOST_SPARE = 4
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p.
 Tensors = tuple[Any, ...]
-# d_lse, o and lse.
-Rows = tuple[Tensor | None, Tensor | None, Tensor | None]
+# d_lse, o, lse and its parts.
+Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
+# logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
+Attended = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class _Captured(NamedTuple):
-    """What a call is given beside q, k and v, checked: ``given`` are the params that were passed, ``params`` all."""
+class Captured(NamedTuple):
+    """What a call is given beside q, k and v, checked: ``given`` are the params that were passed, ``params`` all.
+
+    ``read`` is what kernels read in the place of ``tensors``: a zero for those without elements.
+    """
 
     tensors: Sequence[Tensor]
+    read: Sequence[Tensor]
     given: Sequence[Tensor | None]
     params: Sequence[float]
     dropout: Dropout | None
@@ -58,33 +67,38 @@ class Engine:
     in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device.
     """
 
+    form: ClassVar[Form] = DENSE
+
     def __init__(
         self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], pairs: int | None = tiled.SLICE_PAIRS
     ) -> None:
-        self.spec = spec
-        self.signature = Signature.of(spec)
+        self.spec, self.kernels = spec, kernels
+        self.signature = Signature.of(spec, self.form)
         self._pairs = pairs
         self._spare: list[_Workspace] = []  # those that no call is using; popping and appending are atomic
-        self.checker = CallChecker(spec, kernels, is_reference=pairs is None)
+        self.checker = self._make_checker()
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
         self._no_gradients = [0] * sum(self._learned)
 
+    def _make_checker(self) -> CallChecker:
+        return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+
     def forward(self, *args: Any) -> Any:
-        """The operator: ``o``, or ``(o, lse)`` where the spec has one."""
+        """The operator: ``o``, or ``(o, lse, lse_parts)`` where the spec has one."""
         count = self.signature.tensor_arguments
-        o, lse = self.attend(args[:count], (args[count:-1], args[-1]))
-        return (o, lse) if self.signature.has_lse else o
+        found = self.attend(args[:count], (args[count:-1], args[-1]))
+        return found if self.signature.has_lse else found[0]
 
     def backward(self, d_o: Tensor, *args: Any) -> list[Tensor]:
         """The operator: the gradients that ``needs``, the last argument, asks for, in the order of the inputs."""
-        first = 3 if self.signature.has_lse else 0
+        first = 4 if self.signature.has_lse else 0
         end = first + self.signature.tensor_arguments
-        rows: Any = args[:first] or (None, None, None)
+        rows: Any = args[:first] or (None,) * 4
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
-    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-        """``o`` and ``lse``; the latter is None for pointwise weights, and may be where it is not to be kept."""
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
+        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
@@ -94,10 +108,16 @@ class Engine:
         q, k, v = tensors[0], tensors[1], tensors[2]
         # To ask for what is like a tensor takes half as long.
         o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
-        lse = None
+        lse = parts = None
         if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-        values = [0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), _at(lse), 0, 0, 0, 0, 0]
+            if keeps_lse:
+                parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not (q_at and k_at and v_at):
+            raise NoMemoryError("q, k or v is zero in name alone")
+        lse_at, parts_at = (0, 0) if lse is None else (lse.data_ptr(), address(parts))
+        values = [0, q_at, k_at, v_at, o.data_ptr(), lse_at, parts_at, 0, 0, 0, 0, 0]
         drops = False
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
@@ -106,15 +126,16 @@ class Engine:
         if prepared is None:
             prepared = call.forward[drops] = kernel.prepare("forward", (*values, *call.settled))
         self._run(call, prepared, values)
-        return o, lse
+        return o, lse, parts
 
-    def _attend_without_kernel(self, call: Call, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    def _attend_without_kernel(self, call: Call, tensors: Tensors) -> Attended:
         q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
         if call.is_empty:
-            return q.new_zeros(call.o[0]), q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
+            return q.new_zeros(call.o[0]), q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None, parts
         o, lse = tiled.forward(self._problem(call, tensors, captured))
-        return o, None if lse is None else lse.to(dtype)
+        return o, None if lse is None else lse.to(dtype), parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
@@ -127,25 +148,28 @@ class Engine:
         q, k, v = tensors[0], tensors[1], tensors[2]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
-        d_lse, o, lse = _packed(rows[0]), _packed(rows[1]), _packed(rows[2])
+        d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
         # Kernels write all three, asked for or not.
         dq = empty_like(q, memory_format=contiguous_format)
         dk = empty_like(k, memory_format=contiguous_format)
         dv = empty_like(v, memory_format=contiguous_format)
+        d_o_at = d_o.data_ptr()
+        if not d_o_at:
+            raise NoMemoryError("d_o is zero in name alone")
         values = [
-            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), _at(o), _at(lse), d_o.data_ptr(), _at(d_lse),
-            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o_at,
+            address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
         drops, sums = False, []
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             sums = self._sums(call, captured, needs[3:])
-            drops = self._add(values, call, captured, [_at(x) for x, _ in sums])
+            drops = self._add(values, call, captured, [address(x) for x, _ in sums])
         strides = d_o.stride()
         key = (drops, strides, *needs[3:])
         prepared = call.backward.get(key)
         if prepared is None:
-            settled = _with_strides(kernel, call.settled, strides)
+            settled = with_strides(kernel, call.settled, strides)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
         self._run(call, prepared, values)
         found = [dq, dk, dv]
@@ -169,7 +193,7 @@ class Engine:
         if call.is_empty:
             wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
             return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-        with _deterministic(call.deterministic), _autograd_inside():
+        with deterministic_algorithms(call.deterministic), autograd_inside():
             gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs)
         return [
             gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
@@ -177,7 +201,7 @@ class Engine:
             if gradient is not None
         ]
 
-    def _sums(self, call: Call, captured: _Captured, needs: Sequence[bool]) -> list[tuple[Tensor | None, Any]]:
+    def _sums(self, call: Call, captured: Captured, needs: Sequence[bool]) -> list[tuple[Tensor | None, Any]]:
         """What kernels add to in float32, and what it is the gradient of, for all that may have one."""
         return [
             (torch.zeros(x.shape, dtype=torch.float32, device=call.device) if x is not None and need else None, x)
@@ -213,7 +237,7 @@ class Engine:
         tensors = (*own, *tensors[3:])
         return self.checker.find(tensors, rest), tensors
 
-    def _captured(self, call: Call, tensors: Tensors) -> _Captured:
+    def _captured(self, call: Call, tensors: Tensors) -> Captured:
         end = self.signature.inputs
         given = tensors[self._tensors_end : end]
         params = self.checker.params(call, given) if given else ()
@@ -224,28 +248,37 @@ class Engine:
             if probability > 0.0:
                 if seed is None:
                     raise ValueError("dropout needs a seed")
-                if seed.dtype is torch.int64 and seed.dim() == 0 and self.checker.is_fetched(call, seed):
-                    fetched = seed
+                if seed.dtype is not torch.int64:
+                    raise TypeError(f"'seed' is {seed.dtype}; the operator takes torch.int64")
+                check_scalar(seed, "'seed'", call.device)
+                fetched = seed if self.checker.is_fetched(call, seed) else None
                 number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
                 dropout = Dropout(probability, number)
-        return _Captured(tensors[3 : self._tensors_end], given, params, dropout, fetched)
+        captured: Sequence[Tensor] = tensors[3 : self._tensors_end]
+        read = captured
+        if call.reads_nothing:
+            read = tuple(x if x.numel() else x.new_zeros(1) for x in captured)
+        return Captured(captured, read, given, params, dropout, fetched)
 
-    def _add(self, values: list[float], call: Call, captured: _Captured, gradients: Sequence[int]) -> bool:
+    def _add(self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]) -> bool:
         """Add the values that vary behind those of q, k, v and what belongs to them. Whether pairs are dropped."""
         threshold = 0
         if captured.dropout is not None:
             probability, seed = captured.dropout.probability, captured.dropout.seed
             threshold = drop_threshold(probability)
-            values += (threshold, 1.0 / (1.0 - probability), int(seed), _at(captured.seed))
+            values += (threshold, 1.0 / (1.0 - probability), int(seed), address(captured.seed))
         elif self.signature.has_dropout:
             values += (0, 1.0, 0, 0)
-        values += [tensor.data_ptr() for tensor in captured.tensors]
+        addresses = [x.data_ptr() for x in captured.read]
+        if 0 in addresses and not all(at or x.numel() == 0 for at, x in zip(addresses, captured.read, strict=True)):
+            raise NoMemoryError("a captured tensor is zero in name alone")
+        values += addresses
         values += captured.params
         values += [x.data_ptr() if x is not None and self.checker.is_fetched(call, x) else 0 for x in captured.given]
         values += gradients
         return threshold > 0
 
-    def _problem(self, call: Call, tensors: Tensors, captured: _Captured) -> tiled.Problem:
+    def _problem(self, call: Call, tensors: Tensors, captured: Captured) -> tiled.Problem:
         if call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
         params = zip(self.spec.params, captured.params, captured.given, strict=True)
@@ -262,16 +295,17 @@ class Engine:
         )
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
+def packed(x: Tensor | None) -> Tensor | None:
+    """A tensor without gaps."""
     return None if x is None else x.contiguous()
 
 
-def _at(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
     """Where a tensor lies; a null pointer for none."""
     return 0 if x is None else x.data_ptr()
 
 
-def _with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Values:
+def with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Values:
     """The settled values of a backward pass: those of a call, and the strides of d_o."""
     layout, values = kernel.layout, list(settled)
     for axis, stride in zip("bhn", strides, strict=False):
@@ -279,7 +313,7 @@ def _with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Va
     return values
 
 
-def _autograd_inside() -> contextlib.AbstractContextManager[None]:
+def autograd_inside() -> contextlib.AbstractContextManager[None]:
     """Lets the reference use autograd inside an operator, where the dispatcher has left autograd behind."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
@@ -290,7 +324,7 @@ def _autograd_inside() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """PyTorch's deterministic algorithms for the reference, which gathers and scatters by its operators."""
     before = torch.are_deterministic_algorithms_enabled()
     if before or not wanted:

@@ -1,7 +1,7 @@
 """Names operators by what they compute, so that the same spec loaded twice is one operator of ``torch.library``.
 
-In: a spec, the kind of its implementation, its generated sources. Out: eight hexadecimal digits, the same in every
-process and on every machine.
+In: a spec, the kind of its implementation, its generated sources. Out: hexadecimal digits, the same in every process
+and on every machine where these three are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Protocol
 from flashgen.ir.expr import Expr
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.text import text
+
+DIGITS = 16
 
 
 class KernelText(Protocol):
@@ -45,7 +47,12 @@ def fingerprint(spec: AttentionSpec, kind: str, sources: Sequence[KernelText]) -
     digest = hashlib.sha256(f"{kind} {canonical(spec)}".encode())
     for source in sources:
         digest.update(f"{source.name} {source.defines} {source.text}".encode())
-    return digest.hexdigest()[:8]
+    return digest.hexdigest()[:DIGITS]
+
+
+def operator_name(spec: AttentionSpec, backend: str | None, label: str = "", edited: Sequence[KernelText] = ()) -> str:
+    """The name of a spec's torch operator, without the namespace, the same on every machine."""
+    return f"{spec.name}_{fingerprint(spec, f'{backend} {label}', edited)}"
 
 
 def canonical(value: object) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import Field
 from flashgen.plan.launches import Box
+from flashgen.runtime.compiler import load_library
 
 PassName = OneOf["forward", "backward"]
 Values = Sequence[float]
@@ -82,6 +83,10 @@ class Kernel(Protocol):
     def row_alignment(self) -> int:
         """Where q, k, v and d_o may start: at multiples of this many bytes."""
 
+    @property
+    def varlen(self) -> Callable[[], Kernel] | None:
+        """What gives the kernel for ragged batches, which is another one with more fields; None: there is none such."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -92,30 +97,54 @@ class Kernel(Protocol):
         """
 
 
-# The kernel of a head dimension on the device with this index; there is one such function for each type of device.
-KernelProvider = Callable[[HeadDim, int], Kernel]
+# The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
+# where the reference stands in.
+KernelProvider = Callable[[HeadDim, int], Kernel | None]
+
+
+@dataclass(frozen=True)
+class RaggedPasses:
+    """The functions of a library for ragged batches: each takes the packed arguments and ``struct Ragged``."""
+
+    forward: Callable[..., object]
+    backward: Callable[..., object]
+    forward_workspace: Callable[..., int]
+    backward_workspace: Callable[..., int]
 
 
 @dataclass(frozen=True)
 class LibraryKernel:
-    """The functions of a shared library. Each takes the packed arguments."""
+    """The functions of a shared library. Each takes the packed arguments.
+
+    ``ragged`` are those of ragged batches; None: the library was made by a version that had none.
+
+    ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
+    """
 
     layout: ArgumentLayout
     forward: Callable[[bytes], object]
     backward: Callable[[bytes], object]
     forward_workspace: Callable[[bytes], int]
     backward_workspace: Callable[[bytes], int]
+    choose: Callable[[Mapping[str, float]], LibraryKernel] | None = None
     row_alignment: int = 1
+    ragged: RaggedPasses | None = None
+    varlen: Callable[[], Kernel] | None = None
 
     @classmethod
-    def load(cls, path: Path, symbol: str, fields: Sequence[Field]) -> LibraryKernel:
+    def load(
+        cls,
+        path: Path,
+        symbol: str,
+        fields: Sequence[Field],
+    ) -> LibraryKernel:
         """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions.
 
-        Raises ``OSError`` where the library cannot be loaded or lacks one of them.
+        Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
         """
-        library = ctypes.CDLL(str(path))
+        library = load_library(path)
 
-        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[[bytes], int]:
+        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
             try:
                 found = library[f"{symbol}_{name}"]
             except AttributeError:
@@ -129,12 +158,34 @@ class LibraryKernel:
             function("backward", None),
             function("forward_workspace", ctypes.c_int64),
             function("backward_workspace", ctypes.c_int64),
+            ragged=RaggedPasses(
+                function("ragged_forward", None),
+                function("ragged_backward", None),
+                function("ragged_forward_workspace", ctypes.c_int64),
+                function("ragged_backward_workspace", ctypes.c_int64),
+            )
+            if hasattr(library, f"{symbol}_ragged_forward")
+            else None,
         )
 
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002
-        return shape[3] < 2 or strides[3] == 1
+        return shape[-1] < 2 or strides[-1] == 1
+
+    def prepare_ragged(self, name: PassName, values: Values, ragged: bytes) -> Prepared | None:
+        """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
+        if self.choose is not None:
+            return self.choose(self.layout.named(values)).prepare_ragged(name, values, ragged)
+        if self.ragged is None:
+            return None
+        is_forward = name == "forward"
+        workspace = self.ragged.forward_workspace if is_forward else self.ragged.backward_workspace
+        call, pack = self.ragged.forward if is_forward else self.ragged.backward, self.layout.pack
+        settled = tuple(values[self.layout.varying :])
+        return Prepared(workspace(pack(*values), ragged), lambda varying: call(pack(*varying, *settled), ragged))
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
+        if self.choose is not None:
+            return self.choose(self.layout.named(values)).prepare(name, values)
         is_forward = name == "forward"
         workspace = self.forward_workspace if is_forward else self.backward_workspace
         call, pack = self.forward if is_forward else self.backward, self.layout.pack_varying

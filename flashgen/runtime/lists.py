@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from flashgen.plan.launches import VisitLists
 from flashgen.runtime.kernel import Step, Values
 
-LIST_BYTES = 32 << 20  # of one shelf, or of one order in a call's workspace
+LIST_BYTES = 32 << 20  # of one cache, or of one order in a call's workspace
 MOST_LISTS = 256  # small ones cost more than their bytes
 LEAST_TILES = 1024  # of queries and keys: of fewer a block finds its own in a moment
 MOST_ORDERED = 1 << 14  # lists of a call: each is compared with all of its mask
@@ -61,7 +61,7 @@ def makes_lists(lists: VisitLists, sizes: Mapping[str, int], *, eager: bool) -> 
     return eager or lists.readers.value(sizes) >= LEAST_BLOCKS
 
 
-class Shelf(Generic[Held]):
+class ListCache(Generic[Held]):
     """The lists of one library on one device. Calls hold on to what they use, whoever drops it here.
 
     ``eager``: lists are made when they are first asked for, however few tiles they tell of.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.cache import Cache, key_of
+from flashgen.compiling import compiling
 from flashgen.runtime.compiler import CompileFailed, CompilerMissing, Source
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
@@ -60,22 +61,36 @@ class NvrtcMissing(CompilerMissing):
     """NVRTC cannot be used; the message says what to install."""
 
 
-def compile_cuda(source: Source, target: str, *, cache: Cache | None = None) -> CudaBinary:
-    """Compile a source, or take it from the cache.
+def is_compiled(source: Source, target: str) -> bool:
+    """Whether the cache has it. Raises ``NvrtcMissing``."""
+    return Cache.default().find(_key(source, _options(source, target)), _CUBIN, _LOG) is not None
+
+
+def _options(source: Source, target: str) -> tuple[str, ...]:
+    newer = _OPTIONS_SINCE_13 if int(find_nvrtc()[1].partition(".")[0]) >= 13 else ()
+    return (f"-arch={target}", *OPTIONS, *newer, *(f"-D{name}={value}" for name, value in source.defines))
+
+
+def _key(source: Source, options: tuple[str, ...]) -> str:
+    return key_of(source.text, *options, find_nvrtc()[1])
+
+
+def compile_cuda(source: Source, target: str, *, cache: Cache | None = None, part: str = "") -> CudaBinary:
+    """Compile a source, or take it from the cache. ``part`` tells people which of its kernels are left in.
 
     Raises ``NvrtcMissing``, and ``CompileFailed`` where NVRTC refuses the source or the target.
     """
     start = time.perf_counter()
     cache = cache or Cache.default()
-    nvrtc, version = find_nvrtc()
-    newer = _OPTIONS_SINCE_13 if int(version.partition(".")[0]) >= 13 else ()
-    options = (f"-arch={target}", *OPTIONS, *newer, *(f"-D{name}={value}" for name, value in source.defines))
-    key = key_of(source.text, *options, version)
-    path = cache.find(key, _CUBIN)
-    cached = path is not None and (path.parent / _LOG).is_file()
-    if path is None or not cached:
+    nvrtc, _ = find_nvrtc()
+    options = _options(source, target)
+    key = _key(source, options)
+    shown = f"{source.name}, {part}" if part else source.name
+    path = cache.find(key, _CUBIN, _LOG)
+    cached = path is not None
+    if path is None:
         try:
-            path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options))
+            path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options, shown), _LOG, what=shown)
         except CompileFailed as failure:
             folder = cache.keep(key, {f"{source.name}.cu": source.text.encode(), _LOG: failure.log.encode()})
             kept = "" if folder is None else f"\nsource and log: {folder}"
@@ -117,9 +132,9 @@ def compiler_name() -> str:
     return f"NVRTC {find_nvrtc()[1]}"
 
 
-def _build(nvrtc: Any, source: Source, options: tuple[str, ...]) -> dict[str, bytes]:
+def _build(nvrtc: Any, source: Source, options: tuple[str, ...], shown: str) -> dict[str, bytes]:
     """The files of an entry."""
-    with _LOCK:
+    with _LOCK, compiling(shown, "NVRTC"):
         program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
         try:
             nvrtc.compileProgram(program, options)

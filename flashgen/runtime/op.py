@@ -7,21 +7,40 @@ call binds names to positions and goes to the operator; everything that is check
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
-from flashgen.ir.spec import AttentionSpec
-from flashgen.reference import dense
-from flashgen.runtime.call import Offsets, check_shapes
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec_text import declared
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.plans import Plans
+from flashgen.runtime import cuda
+from flashgen.runtime.asked import Asked, ask, placed
+from flashgen.runtime.cached import CachedEngine, append, cache_of
+from flashgen.runtime.conversion import (
+    as_number,
+    check_switch,
+    offset_arguments,
+    param_argument,
+    probability_argument,
+    seed_argument,
+    tensor_argument,
+)
 from flashgen.runtime.engine import Engine, Tensors
-from flashgen.runtime.fingerprint import KernelText, fingerprint
+from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.runtime.kernel import KernelProvider
-from flashgen.runtime.registration import NAMESPACE, call, check_tensors, register
-from flashgen.runtime.signature import as_scalar
+from flashgen.runtime.lengths import check_starts
+from flashgen.runtime.nested import is_nested, sequences
+from flashgen.runtime.ragged import RaggedEngine
+from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
+from flashgen.runtime.registration import NAMESPACE, call, register
+from flashgen.runtime.signature import CACHED, RAGGED, Form
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
 # Their kernels do not go by the type of device.
@@ -33,31 +52,57 @@ class OpParts:
     """What an op is made of.
 
     ``kernels`` holds what gives the kernels for each type of device; None where the tiled reference stands in, as no
-    compiler was found. ``plan`` is kept for the user. ``backend`` is what was asked for. ``reopen`` makes the op again
-    in another process, for pickling.
+    compiler was found. Where it is a ``Shows``, it says what the op shows of itself. ``sources`` and ``identity`` tell
+    ops of one operator apart, as far as others run. ``backend`` is what was asked for. ``reopen`` makes the op again in
+    another process, for pickling. ``label`` and ``edited``, sources that a user changed, are what the operator's name
+    covers beside spec and backend. ``remember`` is told this name when a program with the op is exported.
     """
 
     spec: AttentionSpec
     kernels: Mapping[str, KernelProvider | None]
-    plan: object = None
     sources: tuple[KernelText, ...] = ()
+    identity: str = ""
     backend: str | None = None
     reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    label: str = ""
+    edited: tuple[KernelText, ...] = ()
+    remember: Callable[[str], None] | None = None
+
+    @property
+    def operator(self) -> str:
+        """The name of the torch operator, without the namespace: the same on every machine."""
+        return operator_name(self.spec, self.backend, self.label, self.edited)
+
+    @property
+    def identity_of_engine(self) -> str:
+        """What runs, among ops of one operator."""
+        kinds = (f"{name}" if provider else f"{name}-tiled" for name, provider in self.kernels.items())
+        return fingerprint(self.spec, " ".join((self.backend or "", self.identity, *kinds)), self.sources)
+
+
+@runtime_checkable
+class Shows(Protocol):
+    """A provider of kernels that says what they are."""
+
+    def plans(self) -> Mapping[HeadDim, Any]:
+        """The plans by head dimension, as calls take them whose shape chooses no other."""
+
+    def sources(self) -> tuple[KernelText, ...]:
+        """The texts of these plans' kernels."""
+
+    def explain(self, name: str, asked: Asked) -> Explanation:
+        """What a call runs, of an op of this name."""
 
 
 def make_op(
     spec: AttentionSpec,
     kernels: Mapping[str, KernelProvider | None] | None,
     *,
-    plan: object = None,
-    sources: Sequence[KernelText] = (),
     backend: str | None = None,
     reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
 ) -> AttentionOp:
     """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
-    return AttentionOp(
-        OpParts(spec, {"cpu": None} if kernels is None else kernels, plan, tuple(sources), backend, reopen)
-    )
+    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, backend=backend, reopen=reopen))
 
 
 def check_backend(backend: str | None) -> None:
@@ -78,12 +123,24 @@ class BaseOp:
                 return Engine(parts.spec, {}, pairs=None)
             return Engine(parts.spec, parts.kernels)
 
-        # Ops of one spec are one operator where all that they run is the same.
-        kind = parts.backend if parts.backend in _HOST_BACKENDS else "kernels"
-        kind += "".join(f" {name}" if provider else f" {name}-tiled" for name, provider in parts.kernels.items())
-        registered = register(f"{parts.spec.name}_{fingerprint(parts.spec, kind, parts.sources)}", engine)
-        self._registered = registered
-        self._signature = registered.signature
+        name = parts.operator
+        remember = None if parts.remember is None else functools.partial(parts.remember, name)
+        self._registered = register(name, parts.identity_of_engine, engine, remember)
+        self._signature = self._registered.signature
+
+        def ragged_engine() -> Engine:
+            if parts.backend == "reference":
+                return RaggedEngine(parts.spec, {}, pairs=None)
+            return RaggedEngine(parts.spec, parts.kernels)
+
+        self._ragged = register(f"{name}{RAGGED.suffix}", parts.identity_of_engine, ragged_engine, remember)
+
+        def cached_engine() -> Engine:
+            if parts.backend == "reference":
+                return CachedEngine(parts.spec, {}, pairs=None)
+            return CachedEngine(parts.spec, parts.kernels)
+
+        self._cached = register(f"{name}{CACHED.suffix}", parts.identity_of_engine, cached_engine, remember)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -91,14 +148,84 @@ class BaseOp:
         return self._parts.spec
 
     @property
-    def plan(self) -> Any:
-        """How it is computed: the planner's decisions."""
-        return self._parts.plan
+    def plan(self) -> Plans:
+        """The tiles that run, by head dimension: on the current GPU where the op can use one, else on the CPU.
+
+        It is what calls take whose shape chooses no other (``explain`` says what one takes), tuned tiles and all; on a
+        GPU the kernels are compiled to know. Empty where no generated kernel runs.
+        """
+        shows = self._shows(self._device().type)
+        return Plans(self.spec, {} if shows is None else shows.plans())
 
     @property
     def sources(self) -> tuple[KernelText, ...]:
-        """The generated sources."""
-        return self._parts.sources
+        """The generated sources that run, for the same device as ``plan``; none where none does."""
+        shows = self._shows(self._device().type)
+        return () if shows is None else shows.sources()
+
+    def explain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,  # noqa: ARG002 - the arguments are those of the op
+        q_start: int = 0,
+        kv_start: int = 0,
+        b_start: int = 0,
+        h_start: int = 0,
+        q_total: int | None = None,
+        kv_total: int | None = None,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        deterministic: bool | None = None,
+        **captured: Any,
+    ) -> Explanation:
+        """What a call with these arguments runs, and why, without running it: tiles, kernels, bytes, predicted time.
+
+        Takes what the op takes, also fake tensors; those on ``meta`` are taken to be on the GPU where the op can use
+        one, else on the CPU. Kernels of a GPU are compiled if they were not before. Raises what the op raises.
+        """
+        device = self._device()
+        tensors = self._positional(
+            (placed(q, device), placed(k, device), placed(v, device)), self._signature.bind(captured)
+        )
+        if return_lse and not self._signature.has_lse:
+            refuse_lse(self.spec)
+        if dropout_p is not None and not self._signature.has_dropout:
+            refuse_dropout(self.spec, dropout_p)
+        offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))
+        repeatable = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        engine = self._registered.engine
+        asked = ask(engine, tensors, (offsets, repeatable), dropout_p, device)
+        shows = self._shows(asked.call.device.type)
+        if asked.call.kernel is not None and shows is not None and not asked.call.is_empty:
+            return shows.explain(self.spec.name, asked)
+        return Explanation(
+            name=self.spec.name,
+            backend="none" if asked.call.is_empty else "reference",
+            device=str(asked.call.device),
+            target="none",
+            head_dim=str(asked.call.head_dim),
+            element=str(asked.element),
+            shape=asked.shape,
+            passes=(),
+            reasons=(_why_no_kernel(asked, self._parts.backend),),
+        )
+
+    def _device(self) -> torch.device:
+        """Where a call runs unless its tensors say otherwise."""
+        kernels = self._registered.engine.kernels
+        if "cuda" not in kernels or ("cpu" in kernels and not cuda.is_usable()):
+            return torch.device("cpu")
+        return torch.device("cuda", cuda.current_device())
+
+    def _shows(self, device: str) -> Shows | None:
+        """What says of itself what it runs; None where nothing does."""
+        found: object = self._registered.engine.kernels.get(device)
+        return found if isinstance(found, Shows) else None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -111,11 +238,23 @@ class BaseOp:
 
     @property
     def name(self) -> str:
-        """The qualified name of the torch operator."""
+        """The qualified name of the torch operator, which exported programs call.
+
+        It follows from the spec, its constants and the backend alone, however the op was made. Compiled and exported
+        programs run what the first op of a name in the process runs, in case tiles were tuned since.
+        """
         return f"{NAMESPACE}::{self._registered.name}"
 
     def __repr__(self) -> str:
-        return f"<{self.name} on {' or '.join(self.backends)}>"
+        spec = self.spec
+        takes = ", ".join([*map(declared, spec.tensors), *map(declared, spec.params)])
+        head_dims = " or ".join(str(each) for each in spec.head_dims)
+        return f"<{self.name}: head_dim {head_dims}{f'; {takes}' if takes else ''}; on {' or '.join(self.backends)}>"
+
+    def _repr_html_(self) -> str:
+        # By name: pictures are made with what ops are made of, and stand above them.
+        found: str = importlib.import_module("flashgen.picture.html").of_op(self)
+        return found
 
     def __copy__(self) -> BaseOp:
         return self
@@ -134,13 +273,27 @@ class BaseOp:
         k: Tensor,
         v: Tensor,
         captured: Sequence[object],
-        offsets: Offsets,
+        offsets: tuple[object, ...],
         deterministic: bool | None,
         return_lse: bool,
         dropout_p: float | Tensor | None = None,
         seed: int | Tensor | None = None,
     ) -> Any:
         """Call the operator; ``captured`` are tensors, then params, in the order of the spec."""
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        return call(self._registered, tensors, offsets, _repeatable(deterministic), return_lse)
+
+    def _tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Sequence[object],
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
+    ) -> Tensors:
+        """The tensors of the operator."""
         signature = self._signature
         tensors: Tensors = (q, k, v)
         if signature.takes_more:
@@ -148,95 +301,72 @@ class BaseOp:
             if signature.has_dropout:
                 # Nothing is drawn from the generator for a call that is told not to drop.
                 silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
-                tensors += (None if silent else _seed(seed, q.device), _probability(dropout_p))
+                tensors += (
+                    None if silent else seed_argument(seed, q.device),
+                    probability_argument(dropout_p, q.device),
+                )
         if dropout_p is not None and not signature.has_dropout:
-            self._refuse_dropout(dropout_p)
+            refuse_dropout(self.spec, dropout_p)
         if return_lse and not signature.has_lse:
-            self._refuse_lse()
-        if deterministic is None:
-            deterministic = are_deterministic_algorithms_enabled()
-        return call(self._registered, tensors, (offsets, deterministic), return_lse)
+            refuse_lse(self.spec)
+        return tensors
 
-    def reference(
+    def _check_names(self, method: str, form: Form) -> None:
+        for name in (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale"):
+            if name in self._signature.names:
+                raise ValueError(
+                    f"'{self.spec.name}' captures '{name}', an argument of {method}: the spec has to call it otherwise"
+                )
+
+    def _call_ragged(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        dtype: torch.dtype | None = torch.float64,
-        return_lse: bool = False,
-        dropout_p: float | Tensor | None = None,
-        seed: int | Tensor | None = None,
-        q_start: int = 0,
-        kv_start: int = 0,
-        b_start: int = 0,
-        h_start: int = 0,
-        q_total: int | None = None,
-        kv_total: int | None = None,
-        b_total: int | None = None,
-        h_total: int | None = None,
-        deterministic: bool | None = None,  # noqa: ARG002 - the arguments are those of the op
-        **captured: Any,
+        starts: tuple[Tensor, Tensor],
+        numbers: tuple[object, ...],
+        captured: Sequence[object],
+        deterministic: bool | None,
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
     ) -> Any:
-        """The dense formula in ``dtype``, on any device, differentiable any number of times by autograd.
+        """Call the operator of ragged batches."""
+        self._check_names("varlen", RAGGED)
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        cu_seqlens = tuple(map(check_starts, RAGGED.tensors, starts))
+        return call(self._ragged, (*tensors, *cu_seqlens), numbers, _repeatable(deterministic), return_lse)
 
-        Takes what the op takes, in any floating type and head dimension. ``dtype=torch.float64`` is the
-        judge of the op; ``dtype=None`` composes the formula in the type of ``q``, as a person would in
-        PyTorch.
+    @property
+    def reference(self) -> Reference:
+        """The dense formula: called like the op, ``op.reference(q, k, v, dtype=torch.float64)``; see ``Reference``."""
+        return Reference(self.spec, self._signature, self._positional, self._registered.engine.checker)
 
-        Returns ``o``, or ``(o, lse)``, in ``dtype``. Raises what the op raises.
+    def _positional(self, tensors: Tensors, captured: Sequence[object], *, is_exact: bool = False) -> Tensors:
+        """q, k and v, checked to be tensors, and what is captured, in the order and the types of the operator.
+
+        ``is_exact``: real numbers keep their precision.
         """
-        bound = self._positional((q, k, v), self._signature.bind(captured))[3:]
-        tensors, params = bound[: len(self.spec.tensors)], bound[len(self.spec.tensors) :]
-        if return_lse and not self._signature.has_lse:
-            self._refuse_lse()
-        offsets = (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total)
-        shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
-        given = {param.name: x for param, x in zip(self.spec.params, params, strict=True) if x is not None}
-        plain = {name: x.item() for name, x in given.items()}
-        probability = 0.0
-        if self._signature.has_dropout:
-            values = dense.param_values(self.spec, plain, sizes)
-            chosen = dense.drop_probability(self.spec, values, sizes) if dropout_p is None else dropout_p
-            probability = float(chosen)
-            if not 0.0 <= probability < 1.0:
-                raise ValueError(f"'dropout_p' is {probability}; a drop probability lies in [0, 1)")
-        elif dropout_p is not None:
-            self._refuse_dropout(dropout_p)
-        o, lse = dense.attention(
-            self.spec,
-            q,
-            k,
-            v,
-            tensors={tensor.name: x for tensor, x in zip(self.spec.tensors, tensors, strict=True)},
-            params=given,
-            shard=shard,
-            dropout=dense.Dropout(probability, _seed(seed, q.device)) if probability else None,
-            dtype=dtype,
-        )
-        return (o, lse) if return_lse else o
-
-    def _positional(self, tensors: Tensors, captured: Sequence[object]) -> Tensors:
-        """q, k and v, checked to be tensors, and what is captured, in the order of the operator."""
-        check_tensors(tensors)
+        q, k, v = tensors
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            name, x = next((name, x) for name, x in zip("qkv", tensors, strict=True) if not isinstance(x, Tensor))
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         signature = self._signature
-        count = len(signature.tensors)
-        return (
-            *tensors,
-            *map(signature.tensor_argument, signature.tensors, captured[:count]),
-            *map(signature.param_argument, signature.params, captured[count:]),
-        )
-
-    def _refuse_lse(self) -> None:
-        raise ValueError(
-            f"return_lse: '{self.spec.name}' has pointwise weights, which have no denominator and so no lse"
-        )
-
-    def _refuse_dropout(self, probability: float | Tensor) -> None:
-        if isinstance(probability, Tensor) or probability != 0:
-            raise ValueError(
-                f"dropout_p: '{self.spec.name}' has no dropout; add the statement `dropout 0.0` to the spec"
-            )
+        dtypes, count = signature.dtypes, len(signature.tensors)
+        given: list[object] = list(captured)
+        for n, value in enumerate(captured):
+            # As declared: a tensor of the type; of a param, a number on the CPU.
+            if (
+                isinstance(value, Tensor)
+                and value.dtype is dtypes[n]
+                and (n < count or (value.is_cpu and not value.dim()))
+            ):
+                continue
+            if n < count:
+                given[n] = tensor_argument(signature.tensors[n], value, is_exact=is_exact)
+            else:
+                given[n] = param_argument(signature.params[n - count], value, q.device, is_exact=is_exact)
+        return (*tensors, *given)
 
 
 class AttentionOp(BaseOp):
@@ -275,35 +405,136 @@ class AttentionOp(BaseOp):
         """Attention: ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
 
         ``captured`` holds the spec's tensors and params by name; params are numbers or 0-dim tensors
-        (float32 or int32). ``return_lse`` adds ``lse`` [B, H, Nq], float32. ``dropout_p`` overrides the
+        (float32 or int32). q, k and v may be jagged NestedTensors [B, H, j, D], as is the result then: sequences are
+        computed as ``varlen`` says. ``return_lse`` adds ``lse`` [B, H, Nq], float32. ``dropout_p`` overrides the
         spec's; ``seed`` None draws one from torch's generator. ``*_start`` and ``*_total`` place a shard in
-        the whole. ``deterministic`` None follows ``torch.use_deterministic_algorithms``.
+        the whole. ``deterministic``: gradients are the same bit by bit again and again, on CPUs on any number of
+        threads; None follows ``torch.use_deterministic_algorithms``.
 
         Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
         shape, device, offset or probability), naming the argument, what was expected and what came.
         """
+        if is_nested(q, k, v):
+            given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
+            found = self.varlen(
+                given.q, given.k, given.v, given.q_offsets, given.k_offsets, return_lse=return_lse, dropout_p=dropout_p,
+                seed=seed, b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+                deterministic=deterministic, **captured,
+            )  # fmt: skip
+            return given.nested(found)
         return self._call(
             q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
             deterministic, return_lse, dropout_p, seed,
         )  # fmt: skip
 
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        deterministic: bool | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention within each sequence of a ragged batch: ``q`` [Tq, H, D], ``k`` [Tk, Hkv, D], ``v`` [Tk, Hkv, Dv]
+        → ``o`` [Tq, H, Dv].
 
-def _seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as a 0-dim int64 tensor; None draws it, so that the state of torch's generator governs it.
+        Sequence b is the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and those of ``cu_seqlens_k`` of k
+        and v; both are int32 [B + 1], begin with 0 and end with Tq and Tk. Any length may be 0. A spec means what it
+        means for a dense call of that sequence alone: b is its number, i and j count inside of it, Nq and Nk are its
+        own lengths. In shapes of captured tensors they are ``max_seqlen_q`` and ``max_seqlen_k``, by default the
+        longest; clamped indices are clamped to these. ``return_lse`` adds ``lse`` [H, Tq]. All else is as for the op.
 
-    On a GPU it is drawn there: nothing waits for it, and a captured graph draws another one at each replay.
-    """
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
-    if isinstance(seed, Tensor):
-        return seed
-    if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
-        raise TypeError(f"'seed' must be an int or a 0-dim tensor, not {type(seed).__name__}")
-    return as_scalar((seed + 2**63) % 2**64 - 2**63, torch.int64)
+        Raises what the op raises, and ``ValueError`` for lengths that fall, do not end at T, or pass the maximum.
+        """
+        return self._call_ragged(
+            q, k, v, (cu_seqlens_q, cu_seqlens_k), (b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k),
+            self._signature.bind(captured) if captured or self._signature.names else (),
+            deterministic, return_lse, dropout_p, seed,
+        )  # fmt: skip
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor | int,
+        *,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        leftpad: Tensor | None = None,
+        num_splits: Any = 0,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        return_lse: bool = False,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention of the last queries of each sequence over a cache: ``q`` [B, H, Nq, D] → ``o`` [B, H, Nq, Dv].
+
+        ``k_cache`` is [B, Hkv, Nmax, D], ``v_cache`` [B, Hkv, Nmax, Dv]; with ``block_table`` int32 [B, P] they are
+        pages [pages, Hkv, page, D], of which the table names those of each sequence. ``cache_seqlens`` int32 [B], or
+        one number, are the rows that are filled. ``k`` and ``v`` [B, Hkv, new, D] are written behind them first.
+        ``cache_batch_idx`` int32 [B] says which entries of the cache are meant; rows before ``leftpad`` int32 [B] are
+        not seen. Nq and Nk both mean ``cache_seqlens[b] + new``, j counts the rows of the cache, and i those of the
+        queries, of which the last is the last row. In shapes of captured tensors Nq and Nk are the rows that the cache
+        has room for. The keys of a head are computed in ``num_splits`` parts, which threads share and which are merged;
+        0: as many as the lengths ask for. Nothing is dropped. There are no gradients.
+
+        Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache.
+        """
+        self._check_names("decode", CACHED)
+        if k_descale is not None or v_descale is not None:
+            raise ValueError("k_descale and v_descale go with caches of 8 bits, which this version does not have")
+        splits = as_number(num_splits, whole=True)
+        if splits is None or splits < 0:
+            raise ValueError(
+                f"'num_splits' is {num_splits!r}; 0 or the number of parts that keys are split into is expected"
+            )
+        if (k is None) != (v is None):
+            raise ValueError("k and v are written to the cache together: pass both, or neither")
+        cache = cache_of(
+            q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
+            cache_batch_idx=cache_batch_idx, leftpad=leftpad,
+        )  # fmt: skip
+        bound = self._signature.bind(captured) if captured or self._signature.names else ()
+        nothing = 0.0 if self._signature.has_dropout else None
+        tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
+        if k is not None and v is not None:
+            append(cache, k_cache, v_cache, k, v)
+        places = (cache.lengths, cache.padding, cache.entries, cache.blocks)
+        return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
 
 
-def _probability(dropout_p: float | Tensor | None) -> Tensor | None:
-    if dropout_p is None or isinstance(dropout_p, Tensor):
-        return dropout_p
-    return as_scalar(dropout_p, torch.float64)
+def _repeatable(deterministic: bool | None) -> bool:
+    if deterministic is None:
+        return are_deterministic_algorithms_enabled()
+    check_switch("deterministic", deterministic)
+    return deterministic
+
+
+def _why_no_kernel(asked: Asked, backend: str | None) -> str:
+    if asked.call.is_empty:
+        return "there is no pair of a query and a key: the result is zeros"
+    if backend == "reference":
+        return "backend='reference' evaluates the dense formula by PyTorch's operators"
+    if asked.call.kernel is not None:
+        return "the kernels of this op say nothing of themselves"
+    return "no compiler was found: the tiled reference stands in, made of PyTorch's operators"

@@ -1,7 +1,9 @@
 """Registers an op with ``torch.library``: forward and backward operators, autograd, fake tensors, autocast.
 
-In: a name, a ``Signature`` and an ``Engine``. Out: the forward operator. The name carries a hash of
-everything that the op computes, so that registering the same op again finds the operator that is there.
+In: a name, a ``Signature`` and an ``Engine``. Out: the forward operator. The name carries a hash of what the op
+computes and nothing of how this machine does, so that exported programs find it in other processes. Ops of one name
+may have engines of their own (tiles that were tuned since, a package's sources): plain calls take the op's own, what
+goes by the dispatcher that of the first.
 
     AutocastCPU, AutocastCUDA   casts q, k, v to the type of the region, captured tensors to their declared ones
     Autograd                    saves for backward; backward calls the backward operator
@@ -14,50 +16,56 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _any_requires_grad,
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.library import Library
 
 from flashgen.runtime.call import Rest
-from flashgen.runtime.engine import Engine, Tensors
+from flashgen.runtime.conversion import WHOLE, offset_arguments
+from flashgen.runtime.engine import Attended, Engine, Tensors
+from flashgen.runtime.flops import count_flops
+from flashgen.runtime.plain import check_tensors, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
 
 NAMESPACE = "flashgen"
 
+
+def _any_of_them_requires_grad(*args: object) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in args)
+
+
+# Before 2.7 PyTorch does not tell an export from other compilations, and has no such loop in C++.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_compiling)
+_any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_of_them_requires_grad)
+
 _LOCK = threading.Lock()
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """A registered op: its two operators and what they were made of."""
+    """A registered op: its two operators, and the engine of its plain calls.
+
+    ``first`` is the op whose engine the operators run, where that is another one.
+    """
 
     name: str
     signature: Signature
     engine: Engine
     forward: OpOverload[..., Any]
     backward: OpOverload[..., Any]
+    first: Registered | None = None
 
-    def attend_below_autograd(self, tensors: Tensors, rest: Rest) -> tuple[Tensor, Tensor | None]:
+    def attend_below_autograd(self, tensors: Tensors, rest: Rest) -> Attended:
         """The forward operator without its autograd; arguments and results are those of ``Engine.attend``."""
         with torch._C._AutoDispatchBelowAutograd():
             found = self.forward(*tensors, *rest[0], rest[1])
-        return found if self.signature.has_lse else (found, None)
+        return found if self.signature.has_lse else (found, None, None)
 
     def backward_below_autograd(self, *args: Any) -> list[Tensor]:
         """The backward operator without its autograd."""
@@ -66,13 +74,27 @@ class Registered:
         return found
 
 
-def register(name: str, make_engine: Callable[[], Engine]) -> Registered:
-    """The op of this name, registered on its first use in the process."""
+def register(
+    name: str, identity: str, make_engine: Callable[[], Engine], remember: Callable[[], None] | None = None
+) -> Registered:
+    """The op of this name, registered on its first use in the process, with the engine of this identity.
+
+    ``remember`` is called when a program with the op is exported.
+    """
     with _LOCK:
-        known = _registry()
-        if name not in known:
-            known[name] = _register(name, make_engine())
-        return known[name]
+        engines = _registry().setdefault(name, {})
+        if identity not in engines:
+            first = next(iter(engines.values()), None)
+            engine = make_engine()
+            engines[identity] = (
+                replace(first, engine=engine, first=first) if first is not None else _register(name, engine, remember)
+            )
+        return engines[identity]
+
+
+def registered_names() -> tuple[str, ...]:
+    """The names of the operators that are there, and of one that is about to be."""
+    return tuple(_registry())
 
 
 @functools.cache
@@ -81,12 +103,12 @@ def _library() -> Library:
 
 
 @functools.cache
-def _registry() -> dict[str, Registered]:
-    """What is registered, as torch.library needs it: for the life of the process."""
+def _registry() -> dict[str, dict[str, Registered]]:
+    """What is registered, by name and identity, as torch.library needs it: for the life of the process."""
     return {}
 
 
-def _register(name: str, engine: Engine) -> Registered:
+def _register(name: str, engine: Engine, remember: Callable[[], None] | None) -> Registered:
     library: Any = _library()
     signature = engine.signature
     tags = (torch.Tag.pt2_compliant_tag,)
@@ -107,8 +129,10 @@ def _register(name: str, engine: Engine) -> Registered:
     for device in ("CPU", "CUDA"):
         library.impl(name, functools.partial(_autocast, op, device), f"Autocast{device}")
     qualified = f"{NAMESPACE}::{name}"
-    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature), lib=library)
+    exported = None if remember is None else functools.cache(remember)
+    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature, exported), lib=library)
     torch.library.register_fake(f"{qualified}_backward", functools.partial(_fake_backward, signature), lib=library)
+    count_flops(signature, getattr(namespace, name), getattr(namespace, f"{name}_backward"))
     return op
 
 
@@ -116,11 +140,11 @@ def _register(name: str, engine: Engine) -> Registered:
 
 
 # The op, what runs its forward pass (operator or engine), and the operator's arguments that are no tensors.
-How = tuple[Registered, Callable[[Tensors, Rest], tuple[Tensor, Tensor | None]], Rest]
+How = tuple[Registered, Callable[[Tensors, Rest], Attended], Rest]
 
 
 class Attention(torch.autograd.Function):
-    """Saves the inputs, o and lse; backward is one call of the backward operator.
+    """Saves the inputs, o, lse and its parts; backward is one call of the backward operator.
 
     Arguments: what is no tensor, as one (PyTorch looks at each several times), and the operator's tensors.
     """
@@ -128,12 +152,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: How, *tensors: Any) -> Any:
         op, run, rest = how
-        o, lse = run(tensors, rest)
-        _save(ctx, op, rest, tensors, o, lse)
-        return o, lse
+        found = run(tensors, rest)
+        _save(ctx, op, rest, tensors, *found)
+        ctx.mark_non_differentiable(found[2])
+        return found
 
     @staticmethod
-    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None, _: Tensor | None = None) -> Any:
         op, rest = ctx.op, ctx.rest
         signature = op.signature
         count = signature.tensor_arguments
@@ -144,12 +169,20 @@ class Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[1 : 1 + signature.inputs]
         if d_o is None:
             q, v = tensors[0], tensors[2]
-            d_o = q.new_zeros((*q.shape[:3], v.shape[3]))
+            d_o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         found = _gradients(op, (d_o, d_lse), kept, tensors, rest, needs)
         if len(found) < len(needs):
             each = iter(found)
             return (None, *(next(each) if need else None for need in needs), *signature.without_gradient)
         return (None, *found, *signature.without_gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise _no_tangents(ctx.op)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, how: How, *_: Any) -> Any:  # noqa: ARG004
+        raise _no_mapping(how[0])
 
 
 class OutputAlone(Attention):
@@ -158,9 +191,9 @@ class OutputAlone(Attention):
     @staticmethod
     def forward(ctx: Any, how: How, *tensors: Any) -> Any:
         op, run, rest = how
-        o, lse = run(tensors, rest)
-        _save(ctx, op, rest, tensors, o, lse)
-        return o
+        found = run(tensors, rest)
+        _save(ctx, op, rest, tensors, *found)
+        return found[0]
 
 
 class TransformedAttention(Attention):
@@ -169,13 +202,15 @@ class TransformedAttention(Attention):
     @staticmethod
     def forward(how: How, *tensors: Any) -> Any:  # type: ignore[override]
         op, run, rest = how
-        o, lse = run(tensors, rest)
-        return (o, lse) if op.signature.has_lse else o
+        found = run(tensors, rest)
+        return found if op.signature.has_lse else found[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         (op, _, rest), *tensors = inputs
-        _save(ctx, op, rest, tensors, *(output if op.signature.has_lse else (output, None)))
+        _save(ctx, op, rest, tensors, *(output if op.signature.has_lse else (output, None, None)))
+        if op.signature.has_lse:
+            ctx.mark_non_differentiable(output[2])
 
 
 def _gradients(
@@ -186,13 +221,13 @@ def _gradients(
     rest: Rest,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients that are needed. ``arriving`` are d_o and d_lse, ``kept`` o and lse, where there is an lse."""
+    """The gradients that are needed. ``arriving`` are d_o and d_lse, ``kept`` o, lse and its parts, if there are."""
     d_o, d_lse = arriving
     if not is_grad_enabled() and is_plain(arriving):
         try:
-            return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None, None, None), tensors, rest, needs)
+            return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None,) * 4, tensors, rest, needs)
         except RuntimeError:  # as in `call`
-            if not has_wrapper((*arriving, *tensors)):
+            if is_what_it_seems((*arriving, *tensors)):
                 raise
     backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
     found: list[Tensor] = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *rest[0], rest[1], needs)
@@ -208,17 +243,39 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.name = inputs[0].name
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise _no_tangents(ctx.op)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Registered, *_: Any) -> Any:  # noqa: ARG004
+        raise _no_mapping(op)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"the gradient of '{ctx.name}' cannot be differentiated again: flashgen generates first derivatives. "
+            f"the gradient of '{ctx.op.name}' cannot be differentiated again: flashgen generates first derivatives. "
             "For second ones use op.reference(...), which autograd differentiates any number of times."
         )
 
 
-def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], o: Tensor, lse: Tensor | None) -> None:
+def _no_tangents(op: Registered) -> RuntimeError:
+    return RuntimeError(
+        f"'{op.name}' has no forward-mode derivative (forward_ad, torch.func.jvp, jacfwd, hessian): flashgen generates "
+        "backward passes. op.reference(...) has derivatives of both modes and any order."
+    )
+
+
+def _no_mapping(op: Registered) -> RuntimeError:
+    return RuntimeError(
+        f"'{op.name}' cannot be mapped by torch.vmap: make the mapped dimension a part of the batch (B) of q, k and v, "
+        "or call the op once for each of its entries"
+    )
+
+
+def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], *found: Tensor | None) -> None:
     """Keep what backward needs. Raises ``ValueError`` where a gradient is wanted that the spec does not declare."""
     for position, declaration in op.signature.fixed:
         if ctx.needs_input_grad[1 + position]:
@@ -226,39 +283,40 @@ def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], o: Tenso
                 f"argument '{op.signature.names[position - 3]}' requires a gradient, which the spec does not give it; "
                 f"declare it `{declaration} grad`, or pass it detached"
             )
-    ctx.save_for_backward(*tensors, *(() if lse is None else (o, lse)))
+    ctx.save_for_backward(*tensors, *(found if op.signature.has_lse else ()))
     ctx.set_materialize_grads(False)
     ctx.op, ctx.rest = op, rest
 
 
-def call(op: Registered, tensors: Tensors, rest: Rest, return_lse: bool) -> Any:
-    """Call the op: ``o``, or ``(o, lse)``. ``rest`` are the operator's arguments behind those that are tensors.
+def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], deterministic: bool, return_lse: bool) -> Any:
+    """Call the op: ``o``, or ``(o, lse)``. Raises ``TypeError`` where an offset is no int.
 
     Plain eager tensors skip the dispatcher, whose hops through Python cost more than a small kernel.
     """
-    if is_plain(tensors):
+    plain = is_plain(tensors)
+    # Most calls are the whole, and tuples of the same objects are compared in no time. What equals 0 is taken for it,
+    # but for a compiler's symbols, which a comparison would settle.
+    rest: Rest = (WHOLE if plain and offsets == WHOLE else offset_arguments(offsets, op.signature.form), deterministic)
+    if plain:
         try:
             if is_grad_enabled() and _any_requires_grad(*tensors):
-                return (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
-            o, lse = op.engine.attend(tensors, rest, return_lse)
-        except RuntimeError:  # the memory of a wrapper was asked for, which has none
-            if not has_wrapper(tensors):
+                result = (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
+                return result[:2] if return_lse else result
+            o, lse, _ = op.engine.attend(tensors, rest, return_lse)
+        except (RuntimeError, AttributeError):  # the memory of what has none was asked for, or None for the type of q
+            if is_what_it_seems(tensors) and None not in tensors[:3]:
                 raise
         else:
             return (o, lse) if return_lse else o
-    check_tensors(tensors)
+    op = op.first or op  # so that both passes are its engine's
+    check_tensors(op.signature.inputs_by_name, tensors)
+    if not is_compiling():
+        tensors = with_memory(tensors)
     if transforming():
         result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:
         result = op.forward(*tensors, *rest[0], rest[1])
-    return result if return_lse or not op.signature.has_lse else result[0]
-
-
-def check_tensors(tensors: Tensors) -> None:
-    """Raise ``TypeError`` where q, k or v is no tensor."""
-    for name, x in zip("qkv", tensors, strict=False):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+    return result[:2] if return_lse else result[0] if op.signature.has_lse else result
 
 
 # ``apply`` without its search for wrappers of torch.func, where there are none.
@@ -266,48 +324,21 @@ _attention: Callable[..., Any] = super(torch.autograd.Function, Attention).apply
 _output_alone: Callable[..., Any] = super(torch.autograd.Function, OutputAlone).apply
 
 
-def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nothing watches, traces, casts or transforms what happens to these tensors, all on the CPU or a GPU.
-
-    A tensor that torch.func has left behind looks plain, too; who asks for its memory gets a ``RuntimeError``.
-    """
-    if (
-        is_dynamo_compiling()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _are_functorch_transforms_active()
-        or _is_any_autocast_enabled()
-        or _profiler_enabled()
-        or _is_tracing()
-    ):
-        return False
-    for x in tensors:  # noqa: SIM110 - a generator would take half of the time
-        if not (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)) and x is not None:
-            return False
-    return True
-
-
-def has_wrapper(tensors: Sequence[Any]) -> bool:
-    """Whether torch.func has made one of them. To ask before each call would take a twentieth of a small one."""
-    return any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in tensors)
-
-
-def transforming() -> bool:
-    """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
-    return not is_compiling() and _are_functorch_transforms_active()
-
-
 def _autograd(op: Registered, *args: Any) -> Any:
-    if torch.is_grad_enabled() and _any_requires_grad(*args):
+    # Autograd's own function finds tangents, too, which nothing here computes.
+    if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
         count = op.signature.tensor_arguments
         kind = Attention if op.signature.has_lse else OutputAlone
-        return kind.apply((op, op.attend_below_autograd, (args[count:-1], args[-1])), *args[:count])  # type: ignore[no-untyped-call]
+        tensors = (
+            args[:count] if is_compiling() else with_memory(args[:count])
+        )  # what backward finds saved is read at once
+        return kind.apply((op, op.attend_below_autograd, (args[count:-1], args[-1])), *tensors)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return op.forward(*args)
 
 
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
-    if torch.is_grad_enabled() and _any_requires_grad(*args):
+    if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
         return list(_Once.apply(op, *args))  # type: ignore[no-untyped-call]
     return op.backward_below_autograd(*args)
 
@@ -315,22 +346,32 @@ def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
 # Fake tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _fake_forward(signature: Signature, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError("q, k and v have four dimensions")
+def _fake_forward(
+    signature: Signature, exported: Callable[[], None] | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> Any:
+    if exported is not None and _is_exporting():
+        exported()
+    form = signature.form
+    if not q.dim() == k.dim() == v.dim() == form.dims:
+        raise ValueError(f"q, k and v have {form.dims} dimensions")
     # One tensor on meta among real ones comes here, too.
     captured = [(f"tensor '{declared.name}'", x) for declared, x in zip(signature.tensors, others, strict=False)]
     for name, tensor in (("'k'", k), ("'v'", v), *captured):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
-    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    for number in others[len(signature.tensors) : signature.tensor_arguments - 3 - len(form.tensors)]:
+        if number is not None and number.is_meta and not q.is_meta:
+            raise ValueError(f"a param, 'seed' or 'dropout_p' is on meta, but 'q' is on {q.device}")
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if not signature.has_lse:
         return o
-    return o, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    rows = form.rows(q)
+    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+    return o, lse, q.new_empty((*rows, 2), dtype=torch.float32)
 
 
 def _fake_backward(signature: Signature, *args: Any) -> list[Tensor]:
-    start = 4 if signature.has_lse else 1
+    start = 5 if signature.has_lse else 1
     inputs: Sequence[Any] = args[start : start + signature.inputs]
     return [x.new_empty(x.shape) for x, need in zip(inputs, args[-1], strict=True) if need]
 

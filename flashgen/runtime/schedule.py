@@ -2,7 +2,8 @@
 
 In: the launches of a pass (``plan/launches.py``) and the values of ``struct Arguments``. Out: a ``Schedule`` of one
 ``Part`` or several: kernels index q, k, v and dO by 32 bits from the pointers that they get, so that a call on larger
-tensors becomes several, over batches and then heads, each a shard of the call. Nothing here imports torch.
+tensors becomes several, over batches and then heads, each a shard of the call. In ragged batches they do so from where
+a sequence begins, and no call is divided. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
+from flashgen.plan.operands import Operand, span
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Step, Values
 from flashgen.runtime.lists import SharedLists, makes_lists
 
@@ -24,7 +26,7 @@ ELEMENT_BYTES = (4, 2, 2)  # by the codes of ``element``: float32, bfloat16, flo
 
 @dataclass(frozen=True)
 class Compiled(Generic[Binary]):
-    """The kernels of one element type: what holds them, and the launches of a pass for values by their names."""
+    """Kernels of an element type: what holds them, and the launches of a pass for values by their names."""
 
     binary: Binary
     launches: Callable[[PassName, Mapping[str, float]], PassLaunches]
@@ -107,7 +109,7 @@ def schedule(
     Raises ``ValueError`` where a single key/value head is too large for one.
     """
     known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
-    shards = tuple(_shards(known, head_dim, most))
+    shards = tuple(_shards(known, head_dim, most, launches.operands))
     is_whole = len(shards) == 1
     parts = tuple(
         _part(launches, layout, head_dim, known, each, device, is_whole=is_whole, eager=eager) for each in shards
@@ -116,7 +118,14 @@ def schedule(
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, apart, and a head's not too far."""
+    """Whether rows lie as kernels read them: contiguous, at multiples of 16 bytes, apart, and a head's not too far.
+
+    Of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences.
+    """
+    if len(shape) == 3:
+        # How far a sequence reaches is checked where its length is known.
+        own = (1, shape[1], min(shape[0], 2), shape[2])
+        return is_readable(own, (0, strides[1], strides[0], strides[2]), element_bytes)
     if shape[3] > 1 and strides[3] != 1:
         return False
     if shape[2] > 1 and strides[2] < shape[3]:  # tensor copies know no rows that overlap
@@ -129,26 +138,21 @@ def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int
     return all(size < 2 or stride * element_bytes % ROW_ALIGNMENT == 0 for size, stride in rows)
 
 
-def span(counts: Sequence[int], strides: Sequence[int], width: int) -> int:
-    """Elements from the first to behind the last of rows of ``width`` elements."""
-    if min(counts) < 1:
-        return 0
-    return sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True)) + width
-
-
-def _shards(known: Mapping[str, int], head_dim: HeadDim, most: int) -> Iterator[_Shard]:
+def _shards(
+    known: Mapping[str, int], head_dim: HeadDim, most: int, operands: Mapping[str, Operand]
+) -> Iterator[_Shard]:
     batch, kv_heads = known["batch"], known["kv_heads"]
     group = known["heads"] // kv_heads
 
+    strided = [each for each in operands.values() if each.rows.has_strides]
+    if strided[0].rows.is_packed:
+        _check_sequences(known, head_dim, most, strided)
+        yield _Shard(0, batch, 0, kv_heads)
+        return
+
     def fits(batch: int, kv_heads: int) -> bool:
-        queries, keys = (batch, kv_heads * group, known["q_len"]), (batch, kv_heads, known["kv_len"])
-        rows = (
-            ("q", queries, head_dim.qk),
-            ("d_o", queries, head_dim.v),
-            ("k", keys, head_dim.qk),
-            ("v", keys, head_dim.v),
-        )
-        return all(span(counts, _strides(known, name), width) <= most for name, counts, width in rows)
+        part = {**known, "batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads}
+        return all(each.reach(head_dim, part) <= most for each in strided)
 
     batches = next((n for n in _halves(batch) if fits(n, kv_heads)), 1)
     heads = next((n for n in _halves(kv_heads) if fits(batches, n)), 0)
@@ -162,15 +166,23 @@ def _shards(known: Mapping[str, int], head_dim: HeadDim, most: int) -> Iterator[
             yield _Shard(b, min(batches, batch - b), head, min(heads, kv_heads - head))
 
 
+def _check_sequences(known: Mapping[str, int], head_dim: HeadDim, most: int, strided: Sequence[Operand]) -> None:
+    longest = {**known, "q_len": known["q_most"], "kv_len": known["kv_most"]}
+    if any(each.reach(head_dim, longest) > most for each in strided):
+        raise ValueError(
+            f"q, k or v of the longest sequence, of up to {known['q_most']} queries and {known['kv_most']} keys, "
+            f"reaches over more than {most} elements; kernels take shorter ones: pass max_seqlen_q and max_seqlen_k "
+            "where they are"
+        )
+    if max(known["heads"] * known["q_len"], known["kv_heads"] * known["kv_len"]) > most:
+        raise ValueError(f"all sequences together have more than {most} rows of heads; kernels take fewer")
+
+
 def _halves(count: int) -> Iterator[int]:
     while count > 1:
         yield count
         count = -(-count // 2)
     yield count
-
-
-def _strides(known: Mapping[str, int], name: str) -> tuple[int, int, int]:
-    return known[f"{name}_stride_b"], known[f"{name}_stride_h"], known[f"{name}_stride_n"]
 
 
 def _changes(known: Mapping[str, int], shard: _Shard) -> dict[str, int]:
@@ -184,24 +196,16 @@ def _changes(known: Mapping[str, int], shard: _Shard) -> dict[str, int]:
     }
 
 
-def _moves(known: Mapping[str, int], shard: _Shard, head_dim: HeadDim) -> dict[str, int]:
+def _moves(
+    known: Mapping[str, int], shard: _Shard, head_dim: HeadDim, operands: Mapping[str, Operand]
+) -> dict[str, int]:
     """Bytes from the pointers of the call to those of a shard; heads are divided within one batch alone."""
-    size = ELEMENT_BYTES[known["element"]]
-    heads, kv_heads = known["heads"], known["kv_heads"]
-    head = shard.head * (heads // kv_heads)
-    rows = (shard.b * heads + head) * known["q_len"]
-    keys = (shard.b * kv_heads + shard.head) * known["kv_len"]
-    moves = {
-        "o": rows * head_dim.v * size,
-        "dq": rows * head_dim.qk * size,
-        "lse": rows * 4,
-        "d_lse": rows * 4,
-        "dk": keys * head_dim.qk * size,
-        "dv": keys * head_dim.v * size,
-    }
-    for name, first in (("q", head), ("d_o", head), ("k", shard.head), ("v", shard.head)):
-        by_batch, by_head, _ = _strides(known, name)
-        moves[name] = (shard.b * by_batch + first * by_head) * size
+    size, group = ELEMENT_BYTES[known["element"]], known["heads"] // known["kv_heads"]
+    moves = {}
+    for each in operands.values():
+        by_batch, by_head, _ = each.strides(head_dim, known)
+        head = shard.head * (group if each.of_queries else 1)
+        moves[each.name] = (shard.b * by_batch + head * by_head) * each.element_bytes(size)
     return moves
 
 
@@ -223,10 +227,12 @@ def _part(
     buffers = launches.offsets(sizes, made)
     steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
     # Where every block starts, none counts, and a small call needs no workspace, nor to have it cleared.
-    idle = {each.turns.buffer for each, step in steps if each.turns and step.grid == each.grid.value(sizes)}
+    idle = {
+        each.tile_counter.buffer for each, step in steps if each.tile_counter and step.grid == each.grid.value(sizes)
+    }
     idle &= {each.name for each in launches.buffers if each.clear}
     buffers = {name: place for name, place in buffers.items() if name not in idle}
-    moves = {} if is_whole else _moves(known, shard, head_dim)
+    moves = {} if is_whole else _moves(known, shard, head_dim, launches.operands)
     orders = [each.order for each in launches.lists if each.order]
     groups = {each.group: each.heads_of_a_group(sizes, device.cache_bytes // 2) for each in orders}
     changed = groups if is_whole else changes | groups
@@ -247,8 +253,8 @@ def _part(
 
 def _step(launch: Launch, sizes: Mapping[str, int], device: DeviceSize) -> Step:
     grid = launch.grid.value(sizes)
-    if launch.turns:
-        grid = min(grid, launch.turns.blocks * device.multiprocessors)
+    if launch.tile_counter:
+        grid = min(grid, launch.tile_counter.blocks * device.multiprocessors)
     return Step(launch.kernel, grid, launch.threads, launch.shared_bytes, launch.boxes)
 
 

@@ -1,18 +1,20 @@
 """How the op of a spec is called: its operator schema, and keyword arguments to positions.
 
-In: an ``AttentionSpec``. Out: a ``Signature``. Positions are q, k, v, the captured tensors, the params,
-then seed and dropout_p where the spec has dropout, the offsets, and deterministic.
+In: an ``AttentionSpec`` and the form of a call. Out: a ``Signature``. Positions are q, k, v, the captured tensors, the
+params, then seed and dropout_p where the spec has dropout, the tensors and the numbers of the form (offsets), and
+deterministic.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Pointwise
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 
@@ -28,9 +30,43 @@ TORCH_DTYPES = {
     ElementType.I64: torch.int64,
     ElementType.BOOL: torch.bool,
 }
-_OFFSETS = (
-    "SymInt q_start, SymInt kv_start, SymInt b_start, SymInt h_start, "
-    "SymInt? q_total, SymInt? kv_total, SymInt? b_total, SymInt? h_total"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of call: what its operator takes beside what a spec declares, and how its rows lie.
+
+    ``suffix`` is what its operator's name ends in. ``tensors`` and ``numbers`` are names; numbers that ``may_be_none``
+    may be left out, others are ints. ``dims``: of q, k and v, the last of which is the head dimension.
+    """
+
+    suffix: str
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    may_be_none: tuple[str, ...]
+    dims: int
+
+    @property
+    def schema(self) -> str:
+        """The schema of its own arguments, but for the tensors."""
+        return ", ".join(f"SymInt{'?' if name in self.may_be_none else ''} {name}" for name in self.numbers)
+
+    def rows(self, q: Any) -> Sequence[Any]:
+        """The shape of lse."""
+        return q.shape[:-1] if self.dims == 4 else (q.shape[1], q.shape[0])
+
+
+_TOTALS = ("q_total", "kv_total", "b_total", "h_total")
+DENSE = Form("", (), ("q_start", "kv_start", "b_start", "h_start", *_TOTALS), _TOTALS, 4)
+_MOST = ("b_total", "h_total", "max_seqlen_q", "max_seqlen_k")
+RAGGED = Form("_varlen", ("cu_seqlens_q", "cu_seqlens_k"), ("b_start", "h_start", *_MOST), _MOST, 3)
+_WHOLE = ("b_total", "h_total")
+CACHED = Form(
+    "_decode",
+    ("cache_seqlens", "leftpad", "cache_batch_idx", "block_table"),
+    ("b_start", "h_start", *_WHOLE, "num_splits"),
+    _WHOLE,
+    4,
 )
 
 
@@ -38,10 +74,12 @@ _OFFSETS = (
 class Signature:
     """What a call may pass, and where it goes.
 
-    ``names``: the captured names, tensors, then params. ``takes_more``: than q, k and v. ``inputs``: the number of
-    arguments that may receive a gradient (q, k, v, tensors, params). ``fixed``: positions and declarations of the
+    ``names``: the captured names, tensors, then params; ``dtypes``: the types that they are declared in.
+    ``takes_more``: than q, k and v. ``inputs``: the number of arguments that may receive a gradient (q, k, v, tensors,
+    params), ``inputs_by_name`` what these are called. ``fixed``: positions and declarations of the
     captured values that receive none. ``tensor_arguments``: the number of leading arguments that are tensors or None
-    (the inputs, then seed and dropout_p). ``without_gradient``: the gradients of these two, where there are any.
+    (the inputs, then seed and dropout_p, then those of the form). ``without_gradient``: the gradients of all behind the
+    inputs.
 
     All is computed here and at once: torch.compile traces what a call reads, and cannot trace a property that fills
     itself under a lock.
@@ -52,42 +90,49 @@ class Signature:
     has_dropout: bool
     has_lse: bool
     names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     takes_more: bool
     inputs: int
+    inputs_by_name: tuple[str, ...]
     fixed: tuple[tuple[int, str], ...]
     tensor_arguments: int
     without_gradient: tuple[None, ...]
+    form: Form
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> Signature:
+    def of(cls, spec: AttentionSpec, form: Form = DENSE) -> Signature:
         """The signature of a spec. Raises ``ValueError`` where a captured name is one of the op's own arguments."""
         captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
         for each in captured:
             if each.name in (*OPTIONS, "q", "k", "v", "self"):
                 raise ValueError(f"'{each.name}' is an argument of every op; the spec has to call it otherwise")
         drawn = 0 if spec.dropout is None else 2
+        names = tuple(each.name for each in captured)
         return cls(
             tensors=spec.tensors,
             params=spec.params,
             has_dropout=spec.dropout is not None,
-            has_lse=not isinstance(spec.weights, Pointwise),
-            names=tuple(each.name for each in captured),
+            has_lse=spec.weights.form.normalised,
+            names=names,
+            dtypes=(*(TORCH_DTYPES[each.element] for each in spec.tensors), *(dtype_of(each) for each in spec.params)),
             takes_more=bool(captured) or drawn > 0,
             inputs=3 + len(captured),
+            inputs_by_name=("q", "k", "v", *names),
             fixed=tuple((n, _declaration(each)) for n, each in enumerate(captured, start=3) if not each.grad),
-            tensor_arguments=3 + len(captured) + drawn,
-            without_gradient=(None,) * drawn,
+            tensor_arguments=3 + len(captured) + drawn + len(form.tensors),
+            without_gradient=(None,) * (drawn + len(form.tensors)),
+            form=form,
         )
 
     @property
     def forward_schema(self) -> str:
         """The schema of the forward operator, without its name."""
-        return f"({self._arguments}) -> {'(Tensor, Tensor)' if self.has_lse else 'Tensor'}"
+        return f"({self._arguments}) -> {'(Tensor, Tensor, Tensor)' if self.has_lse else 'Tensor'}"
 
     @property
     def backward_schema(self) -> str:
         """The schema of the backward operator: it returns the gradients that ``needs`` asks for, in order."""
-        lse = ", Tensor? d_lse, Tensor o, Tensor lse" if self.has_lse else ""
+        lse = ", Tensor? d_lse, Tensor o, Tensor lse, Tensor lse_parts" if self.has_lse else ""
         return f"(Tensor d_o{lse}, {self._arguments}, bool[] needs) -> Tensor[]"
 
     @property
@@ -97,7 +142,8 @@ class Signature:
         parts += [f"Tensor? param_{param.name}" for param in self.params]
         if self.has_dropout:
             parts.append("Tensor? seed, Tensor? dropout_p")
-        return ", ".join([*parts, _OFFSETS, "bool deterministic"])
+        parts += [f"Tensor {name}" for name in self.form.tensors]
+        return ", ".join([*parts, self.form.schema, "bool deterministic"])
 
     def bind(self, given: dict[str, object]) -> list[object]:
         """Captured values by name, in order; None where a param takes its default. Empties ``given``.
@@ -109,33 +155,6 @@ class Signature:
             raise self._unknown(next(iter(given)))
         return values
 
-    def tensor_argument(self, tensor: CapturedTensor, value: object) -> Tensor:
-        """A captured tensor, or the ``TypeError`` that says what is missing."""
-        if isinstance(value, Tensor):
-            return value
-        declared = describe_tensor(tensor)
-        if value is None:
-            raise TypeError(f"missing argument '{tensor.name}': the spec declares tensor {tensor.name}: {declared}")
-        raise TypeError(
-            f"argument '{tensor.name}' must be a tensor ({declared} in the spec), not {type(value).__name__}"
-        )
-
-    def param_argument(self, param: Param, value: object) -> Tensor | None:
-        """A param as a 0-dim tensor, so that another value compiles nothing anew; None for its default."""
-        if value is None:
-            if param.default is None:
-                raise TypeError(f"missing argument '{param.name}': the spec declares param {param.name}: {kind(param)}")
-            return None
-        if isinstance(value, Tensor):
-            return value
-        is_float = param.type is ScalarType.FLOAT and isinstance(value, (float, torch.SymFloat))
-        if isinstance(value, bool) or not (is_float or isinstance(value, (int, torch.SymInt))):
-            raise TypeError(
-                f"argument '{param.name}' must be a number or a 0-dim tensor ({kind(param)} in the spec), "
-                f"not {type(value).__name__}"
-            )
-        return as_scalar(value, torch.int32 if param.type is ScalarType.INT else torch.float32)
-
     def _unknown(self, name: str) -> TypeError:
         near = difflib.get_close_matches(name, [*self.names, *OPTIONS], n=2)
         hint = f"; did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
@@ -143,13 +162,9 @@ class Signature:
         return TypeError(f"unknown argument '{name}'{hint}{takes}")
 
 
-def as_scalar(value: object, dtype: torch.dtype) -> Tensor:
-    """A Python number as a 0-dim tensor."""
-    if torch.compiler.is_compiling():
-        # The compiler keeps a number symbolic that meets a tensor in arithmetic, and specialises on any
-        # other.
-        return torch.zeros((), dtype=dtype) + value  # type: ignore[operator]
-    return torch.scalar_tensor(value, dtype=dtype)  # type: ignore[arg-type]
+def dtype_of(param: Param) -> torch.dtype:
+    """The type of the 0-dim tensor that a param is."""
+    return torch.int32 if param.type is ScalarType.INT else torch.float32
 
 
 def kind(param: Param) -> str:

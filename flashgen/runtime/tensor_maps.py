@@ -19,6 +19,7 @@ from operator import itemgetter
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.launches import Box
+from flashgen.plan.operands import OPERANDS
 from flashgen.runtime.kernel import Values
 
 ELEMENT_BYTES = 2  # of what warpgroups multiply
@@ -81,14 +82,13 @@ class LaunchMaps:
 
 def tensor_map(box: Box, head_dim: HeadDim, known: Mapping[str, float]) -> TensorMap:
     """The map of a box for values of ``struct Arguments`` by name, whose strides are multiples of 16 bytes."""
-    of_queries = box.tensor in ("q", "d_o")
-    width = head_dim.qk if box.tensor in ("q", "k") else head_dim.v
-    batch, heads = int(known["batch"]), int(known["heads" if of_queries else "kv_heads"])
-    rows = int(known["q_len" if of_queries else "kv_len"])
+    operand = OPERANDS[box.tensor]
+    width = operand.columns(head_dim)
+    batch, heads, rows = (int(known[name]) for name in operand.counts)
     # The stride of an axis of one element says nothing.
     by_batch, by_head, by_row = (
-        int(known[f"{box.tensor}_stride_{axis}"]) * ELEMENT_BYTES if size > 1 else 0
-        for axis, size in zip("bhn", (batch, heads, rows), strict=True)
+        int(known[name]) * ELEMENT_BYTES if size > 1 else 0
+        for name, size in zip(operand.stride_fields, (batch, heads, rows), strict=True)
     )
     row_bytes = by_row or width * ELEMENT_BYTES
     slab_bytes = math.gcd(by_batch, by_head) or row_bytes

@@ -23,14 +23,14 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.pipeline import load_spec
-from flashgen.plan.device_table import product_of
-from flashgen.plan.devices import local_cpu
-from flashgen.plan.machine import cpu_identity
-from flashgen.plan.measured import PASSES, Measured, MeasuredPass, ShapeClass, Tile, Tuning, pinned
+from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning
 from flashgen.runtime import cuda
 from flashgen.runtime.compiler import CompileFailed
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.machine import cpu_identity
+from flashgen.targets.device_table import product_of
 from flashgen.tuned import TunedStore
 from flashgen.tuning.candidates import Candidate, candidates
 from flashgen.verification.inputs import Inputs, random_inputs
@@ -69,6 +69,11 @@ class Job:
     def identity(self) -> str:
         """The device by the name that tunings are stored under."""
         return cuda.describe_device(torch.cuda.current_device())[0] if self.device == "cuda" else cpu_identity()
+
+    def inputs(self) -> Inputs:
+        """The arguments that every candidate is measured with, captured tensors such as users have."""
+        dtype = TORCH_DTYPES[self.element]
+        return random_inputs(self.spec, self.shape, self.head_dim, dtype, realistic=True).to(self.device)
 
     def ranked(self) -> dict[str, tuple[Candidate, ...]]:
         """The candidates of each pass, the planner's choice first. ``ValueError``: a GPU that nothing is made for."""
@@ -157,12 +162,11 @@ class _Session:
         """One head dimension and element type with its tiles pinned: what is stored plays no part in it."""
         spec = replace(self.job.spec, head_dims=(self.job.head_dim,), dtypes=(self.job.element,))
         backend = "cuda" if self.job.device == "cuda" else "cpu"
-        return load_spec(pinned(spec, tiles["forward"], tiles["backward"]), backend)
+        return load_spec(Pins(tiles["forward"], tiles["backward"]).pinned(spec), backend)
 
     def _run(self, name: str, op: AttentionOp) -> _Run:
         if self._inputs is None:
-            dtype = TORCH_DTYPES[self.job.element]
-            self._inputs = random_inputs(self.job.spec, self.job.shape, self.job.head_dim, dtype).to(self.job.device)
+            self._inputs = self.job.inputs()
         return _forward(op, self._inputs) if name == "forward" else _backward(op, self._inputs)
 
 

@@ -1,20 +1,21 @@
 """Bytes between the kernels and a GPU's memory: what the emulator counted, beside what the plan predicts.
 
 In: an op on the emulator, the arguments of a call, what was counted. Out: ``HbmBytes`` by pass. Both leave out what is
-read of captured tensors, element by element and mostly from caches.
+read of captured tensors, element by element and mostly from caches, and ``lse_parts``: what is read of them depends on
+the scores.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.analysis.variant import analyse
-from flashgen.backends import ELEMENTS, launches_of
+from flashgen.backends import ELEMENTS, kernel_variant, launches_of, ragged_kernel
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.cuda_traffic import COUNTED, traffic
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
+from flashgen.targets.gpu.bytes import COUNTED, bytes_of_call, bytes_of_sequences
 from flashgen.verification.inputs import Inputs
 
 
@@ -28,19 +29,24 @@ class HbmBytes:
 
 def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Sequence[Counted]) -> Mapping[str, HbmBytes]:
     """The first call of each pass; nothing where nothing was counted, or no plan is known."""
-    if not counted or op.plan is None:
+    plans = op.plan if counted else {}
+    if head_dim not in plans:
         return {}
-    variant, plan = analyse(op.spec, head_dim), op.plan[head_dim]
-    symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
+    variant, plan = kernel_variant(op.spec, head_dim), plans[head_dim]
+    source = next(source for source in op.sources if source.head_dim == head_dim)
     captured = {
         name: (value.float() if value.is_floating_point() else value).numpy() for name, value in inputs.captured.items()
     }
     found: dict[str, HbmBytes] = {}
     for each in counted:
         if each.name not in found:
-            element = ELEMENTS[int(each.values["element"])]
+            element, symbol = ELEMENTS[int(each.values["element"])], source.symbol
+            if each.sequences:
+                kernel = ragged_kernel(op.spec, head_dim, plan.target)
+                variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
-            predicted = traffic(variant, plan.by_element[element], symbol, launches, each.values, captured)
+            predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
+            predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
             moved = (each.report.traffic[name].total for name in COUNTED if name in each.report.traffic)
             found[each.name] = HbmBytes(sum(predicted.values()), sum(moved))
     return found

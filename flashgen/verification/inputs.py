@@ -1,16 +1,15 @@
 """Random arguments for any spec: queries, keys, values, captured tensors, params and the gradients that arrive.
 
-In: an ``AttentionSpec`` and the sizes of a call. Out: ``Inputs``, in the declared element types, with values that mean
-something: ids that are used as an index lie inside the dimension that they index, ids along a sequence come in runs as
-documents do, slopes of heads are small and positive, everything else is normally distributed, q and k in a size that
-gives scores of size 1.
+In: an ``AttentionSpec`` and the sizes of a call. Out: ``Inputs``, in the declared element types; captured tensors as
+``captured.py`` draws them, as noise or such as users have, everything else normally distributed, q and k in a size
+that gives scores of size 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import (
     Expr,
     Literal,
-    Load,
     Symbol,
     SymbolKind,
     literal,
@@ -32,11 +30,12 @@ from flashgen.ir.expr import (
     walk,
 )
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Normalize, Pointwise, Softmax
-from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import constant_number, param_values
-from flashgen.reference.shard import Shard
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.verification.captured import random_captured, realistic_captured, sizes_of, tensor_shape
+
+__all__ = ["Inputs", "accepts", "fitting", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
 
 _LARGEST_BATCH = 4096
 
@@ -85,10 +84,21 @@ class Inputs:
         return found
 
 
-def random_inputs(spec: AttentionSpec, shape: Shape, head_dim: HeadDim, dtype: torch.dtype, *, seed: int = 0) -> Inputs:
-    """Arguments for one call at these sizes; the same for the same seed."""
+def random_inputs(
+    spec: AttentionSpec,
+    shape: Shape,
+    head_dim: HeadDim,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    realistic: bool = False,
+) -> Inputs:
+    """Arguments for one call at these sizes; the same for the same seed.
+
+    ``realistic``: captured tensors such as users have, for times; noise meets more of what can be wrong.
+    """
     generator = torch.Generator().manual_seed(seed)
-    params = _params(spec, _sizes(shape, head_dim))
+    params = _params(spec, sizes_of(shape, head_dim))
     unit = _size_of_elements(spec, shape, head_dim, params)
 
     def normal(*sizes: int) -> Tensor:
@@ -99,7 +109,9 @@ def random_inputs(spec: AttentionSpec, shape: Shape, head_dim: HeadDim, dtype: t
         q=(unit * normal(B, H, Nq, head_dim.qk)).to(dtype),
         k=(unit * normal(B, Hkv, Nk, head_dim.qk)).to(dtype),
         v=normal(B, Hkv, Nk, head_dim.v).to(dtype),
-        captured={tensor.name: random_captured(spec, tensor, shape, head_dim, generator) for tensor in spec.tensors},
+        captured=realistic_captured(spec, shape, head_dim, seed=seed)
+        if realistic
+        else {tensor.name: random_captured(spec, tensor, shape, head_dim, generator) for tensor in spec.tensors},
         params=params,
         d_o=normal(B, H, Nq, head_dim.v).to(dtype),
         d_lse=normal(B, H, Nq),
@@ -114,7 +126,7 @@ def _size_of_elements(
     Far larger scores make a softmax that picks one key, and gradients in which everything cancels.
     """
     given = {name: float(value) for name, value in params.items()}
-    scale = abs(scale_factor(spec, given, _sizes(shape, head_dim)))
+    scale = abs(scale_factor(spec, given, sizes_of(shape, head_dim)))
     if any(node == score_input("sqdist") for node in walk(spec.score)):
         scale = 1.0
     return (scale * math.sqrt(head_dim.qk)) ** -0.5 if math.isfinite(scale) and scale > 0 else 1.0
@@ -131,12 +143,6 @@ def scale_factor(spec: AttentionSpec, params: Mapping[str, float], sizes: Mappin
     return float(constant_number(substitute(spec.scale, known)))
 
 
-def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
-    """The declared shape of a captured tensor at these sizes."""
-    sizes: dict[Expr, Expr] = {size(name): literal(value) for name, value in _sizes(shape, head_dim).items()}
-    return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
-
-
 def refusal(spec: AttentionSpec, shape: Shape) -> str | None:
     """Why the operator would refuse a call at these sizes; None if it would not."""
     head_dim = spec.head_dims[0]
@@ -144,7 +150,7 @@ def refusal(spec: AttentionSpec, shape: Shape) -> str | None:
         extents = tensor_shape(tensor, shape, head_dim)
         if min(extents, default=0) < 0:
             return f"tensor '{tensor.name}' would have the shape {list(extents)}"
-    sizes = _sizes(shape, head_dim)
+    sizes = sizes_of(shape, head_dim)
     return next(filter(None, (check_index(proof, sizes) for proof in prove_indices(spec, head_dim))), None)
 
 
@@ -171,10 +177,6 @@ def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:
         tried = dataclasses.replace(tried, q_len=-(-tried.q_len // 2), kv_len=-(-tried.kv_len // 2))
 
 
-def _sizes(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
-    return Shard(*dataclasses.astuple(shape)).sizes(head_dim.qk, head_dim.v)
-
-
 def _params(spec: AttentionSpec, sizes: Mapping[str, int]) -> dict[str, Tensor | float | int]:
     """Required params: 1, or half the keys. Those that take a gradient: a tensor. For the others the default holds."""
     given: dict[str, float] = {
@@ -191,50 +193,3 @@ def _params(spec: AttentionSpec, sizes: Mapping[str, int]) -> dict[str, Tensor |
         for param in spec.params
         if param.grad or param.default is None
     }
-
-
-def random_captured(
-    spec: AttentionSpec, tensor: CapturedTensor, shape: Shape, head_dim: HeadDim, generator: torch.Generator
-) -> Tensor:
-    """One captured tensor at these sizes."""
-    extents = tensor_shape(tensor, shape, head_dim)
-    dtype = TORCH_DTYPES[tensor.element]
-    if tensor.element is ElementType.BOOL:
-        return torch.rand(extents, generator=generator) < 0.75
-    if tensor.element.is_floating:
-        per_head = len(extents) == 1 and tensor.shape == (size("H"),)
-        values = torch.rand(extents, generator=generator) / 2 if per_head else torch.randn(extents, generator=generator)
-        return values.to(dtype)
-    limit = _index_limit(spec, tensor.name, shape, head_dim)
-    if limit is not None:
-        return torch.randint(0, max(limit, 1), extents, generator=generator).to(dtype)
-    along_sequence = bool(extents) and bool({size("Nq"), size("Nk")} & set(walk(tensor.shape[-1])))
-    if along_sequence:
-        documents = max(1, math.isqrt(extents[-1]) // 2)
-        return torch.randint(0, documents + 1, extents, generator=generator).sort(dim=-1).values.to(dtype)
-    return torch.randint(0, max(shape.kv_len, 1) + 1, extents, generator=generator).to(dtype)
-
-
-def _index_limit(spec: AttentionSpec, name: str, shape: Shape, head_dim: HeadDim) -> int | None:
-    """The smallest dimension that elements of this tensor index, None where they index nothing."""
-    limits = []
-    extents = {tensor.name: tensor_shape(tensor, shape, head_dim) for tensor in spec.tensors}
-    for node in walk(*_expressions(spec)):
-        if isinstance(node, Load):
-            for position, index in enumerate(node.indices):
-                if any(isinstance(inner, Load) and inner.tensor == name for inner in walk(index)):
-                    limits.append(extents[node.tensor][position])
-    return min(limits, default=None)
-
-
-def _expressions(spec: AttentionSpec) -> Iterator[Expr]:
-    yield spec.score
-    yield spec.mask
-    if spec.layout is not None:
-        yield spec.layout.keep
-    match spec.weights:
-        case Softmax(sink):
-            if sink is not None:
-                yield sink
-        case Pointwise(weight) | Normalize(weight):
-            yield weight

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flashgen.analysis.boxes import CODES, Boxes, classify_boxes, classify_tiles
-from flashgen.analysis.pieces import classify_in_pieces
+from flashgen.analysis.boxes import CODES, Boxes, classify, classify_boxes, classify_tiles
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, classify, loads_of
+from flashgen.analysis.tiles import Tile, loads_of
 from flashgen.analysis.variant import analyse
 from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import IntRange
 from flashgen.ir.text import text
 from flashgen.language import parse_file, parse_text
+from tests.analysis.pieces import class_in_pieces
 from tests.ir.expressions import expr
 from tests.ir.strategies import conditions_on_positions
 from tests.masks.catalogue import MASKS, Mask
@@ -46,7 +46,7 @@ def assert_alike(keep: Expr, boxes: Boxes, loads: LoadRange | None = None) -> No
         tile = Tile(IntRange(b, b), IntRange(h, h), i, j, boxes.sizes, boxes.params)
         assert CODES[found[number]] is classify(keep, tile, loads=loads), (text(keep), tile)
         if not any(isinstance(node, Load) for node in walk(keep)):
-            assert CODES[of_tiles[number]] is classify_in_pieces(keep, tile), (text(keep), tile)
+            assert CODES[of_tiles[number]] is class_in_pieces(keep, tile), (text(keep), tile)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=[mask.name for mask in MASKS])

@@ -85,3 +85,11 @@ def test_nothing_else_is_changed() -> None:
     spec = parse_text("attention plain { head_dim 64 mask causal }").specs[0]
     variant = analyse(spec, spec.head_dims[0])
     assert over_diagonals(variant) == variant
+
+
+def test_equal_specs_keep_their_own_texts() -> None:
+    plain = "attention same { head_dim 16  score s - abs(i - j) }"
+    written = [plain, f"# With a comment\n{plain}"]
+    variants = [analyse(spec, spec.head_dims[0]) for each in written for spec in parse_text(each).specs]
+    assert variants[0] == variants[1]
+    assert [over_diagonals(variant).spec.sources[0].text for variant in variants] == written

@@ -11,8 +11,9 @@ from flashgen.analysis.bounds import IndexProof, IndexStatus, clamped_dimensions
 from flashgen.analysis.index_checks import check_index, index_diagnostics
 from flashgen.diagnostics.render import render
 from flashgen.ir.expr import Load, index, size
-from flashgen.ir.spec import AttentionSpec, HeadDim, Pointwise, Softmax
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import POINTWISE, Weights
 from flashgen.language.front import parse_text
 from tests.ir.expressions import expr, spec
 from tests.ir.values import evaluate
@@ -62,7 +63,12 @@ SPECS: dict[str, tuple[AttentionSpec, list[IndexStatus]]] = {
         [BARE, BARE, CALL_TIME, BARE, BARE, BARE],
     ),
     "gpt_oss": (
-        spec("s", "j <= i", tensors={"sink": (F32, ("H",))}, weights=Softmax(expr("sink[h]", {"sink": (F32, ("H",))}))),
+        spec(
+            "s",
+            "j <= i",
+            tensors={"sink": (F32, ("H",))},
+            weights=Weights(sink=expr("sink[h]", {"sink": (F32, ("H",))})),
+        ),
         [BARE],
     ),
     "block layout": (
@@ -115,7 +121,9 @@ def test_status(name: str) -> None:
 
 def test_weights_are_read_too() -> None:
     tensors = {"t": (F32, ("Nk",))}
-    proofs = prove_indices(spec("s", tensors=tensors, weights=Pointwise(expr("s * t[j]", tensors))), HeadDim(64, 64))
+    proofs = prove_indices(
+        spec("s", tensors=tensors, weights=Weights(POINTWISE, expr("s * t[j]", tensors))), HeadDim(64, 64)
+    )
     assert [proof.status for proof in proofs] == [BARE]
 
 

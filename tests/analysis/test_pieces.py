@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flashgen.analysis.boxes import classify
 from flashgen.analysis.constraints import COLUMN, ROW
-from flashgen.analysis.pieces import block_sizes, classify_in_pieces, is_cut, stays_open
+from flashgen.analysis.pieces import block_sizes, is_cut, stays_open
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, TileClass, classify
+from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.ir.expr import Expr, index
 from flashgen.ir.interval import IntRange
+from tests.analysis.pieces import class_in_pieces
 from tests.ir.expressions import expr
 from tests.ir.values import evaluate
 
@@ -58,7 +60,7 @@ def test_random_masks() -> None:
         keep = random_mask(rng)
         for _ in range(TILES):
             tile = random_tile(rng)
-            truth, found, pieces = exact(keep, tile), classify(keep, tile), classify_in_pieces(keep, tile)
+            truth, found, pieces = exact(keep, tile), classify(keep, tile), class_in_pieces(keep, tile)
             assert pieces in (truth, TileClass.PARTIAL), (keep, tile)
             if is_cut(keep):
                 open_by_ranges += found is not truth

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.simplify import canonical_weights, simplify, split_masked_score
+from flashgen.analysis.simplify import canonical_weights, simplify
 from flashgen.ir.expr import Expr, literal, walk
-from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.ir.text import text
+from flashgen.ir.weights import NORMALIZE, POINTWISE, Weights
 from tests.ir.expressions import expr
 from tests.ir.strategies import NK, ROW, J, P, S, bools, floats, ints
 from tests.ir.values import evaluate
@@ -83,6 +83,8 @@ def test_nothing_grows_and_a_second_time_changes_nothing(e: Expr) -> None:
         ("(i // 4) // 8", "i // 32"),
         ("i * 0 + j * 1", "j"),
         ("min(min(i, 31), 40)", "min(i, 31)"),
+        ("min(s, inf) + max(-inf, p)", "s + p"),
+        ("min(s, -inf)", "min(s, -inf)"),
         ("not not i < j", "i < j"),
         ("not i < j", "i >= j"),
         ("not s < p", "not s < p"),
@@ -114,42 +116,7 @@ def test_a_chain_as_deep_as_the_language_allows() -> None:
     assert simplify(e).depth <= e.depth
 
 
-# Masks and weights ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("score", "found", "keep"),
-    [
-        ("s", "s", "true"),
-        ("s if i < j else -inf", "s", "i < j"),
-        ("-inf if i < j else s", "s", "i >= j"),
-        ("s + (0 if i < j else -inf)", "s", "i < j"),
-        ("s + p + (0.0 if i < j else -inf)", "s + p", "i < j"),
-        ("(s if i < j else -inf) if j < 4 else -inf", "s", "j < 4 and i < j"),
-        ("(s if i < j else -inf) if j < 4 else p", "s if j < 4 else p", "i < j if j < 4 else true"),
-        ("-inf + s", "s", "false"),
-        ("tanh(s if i < j else -inf)", "tanh(s if i < j else -inf)", "true"),
-        ("(s if i < j else -inf) - p", "s - p", "i < j"),
-    ],
-)
-def test_split_masked_score(score: str, found: str, keep: str) -> None:
-    new, kept = split_masked_score(expr(score, p=P))
-    expected = expr(keep)
-    assert simplify(new) == simplify(expr(found, p=P))
-    assert kept == simplify(expected)
-
-
-@settings(max_examples=200)
-@given(floats(3))
-def test_split_keeps_the_score_where_it_is_kept(e: Expr) -> None:
-    masked = expr("where(c, x, -inf) if d else x + (-inf if c else 0.0)", c=expr("i < j"), d=expr("i % 3 == 0"), x=e)
-    score, keep = split_masked_score(masked)
-    before, kept = value(masked), value(keep)
-    after = np.where(kept, value(score), -np.inf)
-    finite = np.isfinite(before)
-    assert kept[finite].all()
-    np.testing.assert_allclose(after[finite], before[finite], rtol=1e-9, atol=1e-12)
-    assert (after[before == -np.inf] == -np.inf).all()
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,14 +131,30 @@ def test_split_keeps_the_score_where_it_is_kept(e: Expr) -> None:
     ],
 )
 def test_normalised_exponentials_are_softmax(weight: str, score: str) -> None:
-    weights, found = canonical_weights(Normalize(expr(weight)), expr("7.0 * tanh(dot)"))
-    assert weights == Softmax()
+    weights, found = canonical_weights(Weights(NORMALIZE, expr(weight)), expr("7.0 * tanh(dot)"))
+    assert weights == Weights()
     assert text(found) == score
+
+
+@pytest.mark.parametrize(
+    "weight",
+    ["exp(s) / 2.0", "3.0 * exp(s)", "exp2(s)", "0.5 * exp(s) * exp(p)", "exp(s * p) / exp(s)", "2.0 / exp(s)"],
+)
+def test_what_becomes_a_softmax_keeps_its_denominator(weight: str) -> None:
+    """A constant factor cancels in the weights, but lse holds it."""
+    weights, found = canonical_weights(Weights(NORMALIZE, expr(weight, p=P)), S)
+    assert weights == Weights()
+    np.testing.assert_allclose(np.exp(value(found)), value(expr(weight, p=P)), rtol=1e-12)
 
 
 def test_other_weights_stay() -> None:
     s = expr("s")
-    for weights in (Softmax(), Pointwise(expr("exp(s)")), Normalize(expr("relu(s)")), Normalize(expr("exp(s) + 1"))):
+    for weights in (
+        Weights(),
+        Weights(POINTWISE, expr("exp(s)")),
+        Weights(NORMALIZE, expr("relu(s)")),
+        Weights(NORMALIZE, expr("exp(s) + 1")),
+    ):
         assert canonical_weights(weights, s) == (weights, s)
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.analysis.boxes import classify
+from flashgen.analysis.tiles import Tile, TileClass, loads_of
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size
 from flashgen.ir.interval import IntRange

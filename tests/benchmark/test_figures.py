@@ -37,6 +37,10 @@ def test_the_page_shows_what_was_measured(measured: Path) -> None:
         assert f"({name})" in page
         assert 1000 < (measured / name).stat().st_size < figures.MOST_BYTES
     assert sweep.device.split(";")[0] in page
+    assert sweep.of_code in page
+    assert sweep.of_code.startswith("20")  # the day
+    unmeasured = f"## CPU: {figures.FIGURES['totals'].title}\n\nUnmeasured."
+    assert unmeasured in page
     (row,) = (line for line in page.splitlines() if line.startswith("| 128 |"))
     for point in sweep.points:
         assert f"| {1e3 * point.seconds.median:.3g} |" in row
@@ -58,6 +62,17 @@ def test_data_without_pictures_is_kept_and_drawn_later(measured: Path, monkeypat
     assert picture.read_bytes() == before
 
 
+def test_totals_are_a_table_of_those_that_were_measured(measured: Path) -> None:
+    sweep = Sweep.from_json(json.loads((measured / "cpu" / "length.json").read_text(encoding="utf-8")))
+    own = sweep.points[-1]
+    other = dataclasses.replace(own, who="standard", flops=2.5e9, hbm_bytes=3 * 10**9)
+    lines = figures.totals_table(dataclasses.replace(sweep, kind="totals", points=(*sweep.points, other)))
+    assert lines[0] == "| forward + backward | flashgen | standard |"
+    assert lines[2].endswith("| 2.5 |")
+    assert lines[3].endswith("| 3 |")
+    assert f"{1e3 * own.seconds.median:.3g}" in lines[4]
+
+
 def test_what_was_left_out_is_said_once(measured: Path) -> None:
     sweep = Sweep.from_json(json.loads((measured / "cpu" / "length.json").read_text(encoding="utf-8")))
     absent = tuple(
@@ -72,4 +87,4 @@ def test_what_was_left_out_is_said_once(measured: Path) -> None:
 def test_an_unknown_figure_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         figures.main(["--only", "lenght", "--out", str(tmp_path)])
-    assert "there is no figure lenght; known: length, flex, blocks, sparsity" in capsys.readouterr().err
+    assert "there is no figure lenght; known: length, chunks, flex, blocks, sparsity, totals" in capsys.readouterr().err

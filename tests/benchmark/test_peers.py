@@ -25,7 +25,15 @@ def arguments(name: str, shape: Shape) -> Inputs:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "alibi", "softcap", "packed_documents", "t5", "cosine", "gaussian_regression", "sparse_fixed"]
+    "name",
+    [
+        "packed_documents",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("causal", "t5", "alibi", "softcap", "cosine", "gaussian_regression")
+        ),
+        pytest.param("sparse_fixed", marks=pytest.mark.slow),
+    ],
 )
 def test_flex_computes_what_the_spec_says(name: str) -> None:
     (spec,) = check_file(SPECS / f"{name}.attn").specs

@@ -11,7 +11,7 @@ import torch
 
 from flashgen.benchmark import timing
 from flashgen.benchmark.memory import available_bytes, peak_bytes
-from flashgen.benchmark.peers import kept_share, sdpa_peer, standard_peer
+from flashgen.benchmark.peers import kept_share, rabe_staats_peer, sdpa_peer, standard_peer
 from flashgen.benchmark.sweep import Absent, Point
 from flashgen.benchmark.sweeps import (
     PADDING,
@@ -21,6 +21,7 @@ from flashgen.benchmark.sweeps import (
     proportional,
     sparsity_sweep,
     task_for,
+    totals_sweep,
     with_dropout,
     with_padding,
 )
@@ -30,6 +31,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.pipeline import load_spec
+from flashgen.plan import paper
 from flashgen.runtime.emulated import recording
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification import random_inputs
@@ -68,6 +70,7 @@ def test_length_sweep_measures_time_memory_and_bytes() -> None:
         assert (point.hbm_bytes is None) == (point.who == "sdpa")
 
 
+@pytest.mark.slow
 def test_dropout_and_padding_are_part_of_what_runs() -> None:
     task = task_for(
         spec_of(""), Shape(2, 2, 2, 1, 1), peers=("standard", "flex"), budget=600, dropout=0.25, padding=True
@@ -95,20 +98,62 @@ def test_padding_masks_what_lies_behind() -> None:
     "statements",
     ["", "mask causal", "mask window(9)", "score s - alibi_slope(h) * abs(i - j)", "score s + h * 0.1 mask causal"],
 )
-def test_standard_attention_computes_what_the_spec_says(statements: str) -> None:
+def test_standard_attention_computes_what_the_spec_says(statements: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper, "RABE_STAATS_QUERIES", 16)
     spec = spec_of(statements)
     given = random_inputs(spec, Shape(2, 4, 2, 40, 40), spec.head_dims[0], torch.float32)
     expected, _ = dense(spec, given.q, given.k, given.v, given.named, torch.float64)
-    for make in (standard_peer, sdpa_peer):
+    for make in (standard_peer, sdpa_peer, rabe_staats_peer):
         o = make(spec, given).run(given.q, given.k, given.v, given.named)
         torch.testing.assert_close(o.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_under_checkpoints_have_the_same_gradients() -> None:
+    spec = spec_of("mask causal score s - 0.1 * (i - j)")
+    given = random_inputs(spec, Shape(1, 4, 2, 40, 40), spec.head_dims[0], torch.float32)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        q, k, v = (each.detach().to(dtype).requires_grad_() for each in (given.q, given.k, given.v))
+        if dtype is torch.float64:
+            o, _ = dense(spec, q, k, v, {}, dtype)
+        else:
+            o = rabe_staats_peer(spec, given).run(q, k, v, {})
+        gradients.append(torch.autograd.grad(o, (q, k, v), given.d_o.to(dtype)))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_totals_are_those_of_the_paper() -> None:
+    """Flops and HBM bytes: what the algorithms count, and half of the flops of flashgen where half is kept."""
+    spec = spec_of("mask causal")
+    task = task_for(spec, Shape(1, 2, 2, 64, 64), peers=("standard", "rabe_staats"), budget=20)
+    points = {(point.who, point.backward): point for point in points_of(list(totals_sweep(task)))}
+    lengths = paper.Lengths(2, 2, 64, 64, 16, 16)
+    chunks = paper.rabe_staats_blocks(64, 64)
+    assert points["standard", False].flops == paper.forward_flops(lengths)
+    assert points["flashgen", False].flops == pytest.approx(65 / 128 * paper.forward_flops(lengths))
+    both = paper.forward_flops(lengths) + paper.rabe_staats_backward_flops(lengths)
+    assert points["rabe_staats", True].flops == both
+    moved = 4 * (paper.rabe_staats_forward(lengths, chunks) + paper.rabe_staats_backward(lengths, chunks))
+    assert points["rabe_staats", True].hbm_bytes == moved
+
+
+@pytest.mark.slow
+def test_the_length_sweep_has_a_block_sparse_line() -> None:
+    task = task_for(spec_of(""), Shape(1, 1, 1, 1, 1), peers=("block_sparse",), budget=60)
+    points = [point for point in points_of(list(length_sweep(task, (512,)))) if point.who == "block_sparse"]
+    assert [point.backward for point in points] == [False, True]
+    assert all(point.kept_share == pytest.approx((3 + 1) / 8) for point in points)  # (log2 n + 1) / n of 8 blocks
+    own = task_for(spec_of("layout block 64: I == J"), Shape(1, 1, 1, 1, 1), peers=("block_sparse",), budget=60)
+    reasons = [each.reason for each in length_sweep(own, (64,)) if isinstance(each, Absent)]
+    assert reasons == ["the spec has a layout of its own"]
 
 
 def test_a_peer_drops_what_it_is_told_to() -> None:
     spec = spec_of("dropout 0.5")
     given = random_inputs(spec, Shape(1, 1, 1, 64, 64), spec.head_dims[0], torch.float32)
     v = torch.eye(64).expand(1, 1, 64, 64)[..., :16].contiguous()
-    for make in (standard_peer, sdpa_peer):
+    for make in (standard_peer, sdpa_peer, rabe_staats_peer):
         weights = make(spec, given, 0.5).run(given.q, given.k, v, {})
         assert 0.35 < float((weights == 0).double().mean()) < 0.65
 
@@ -154,6 +199,7 @@ def test_block_sweep_pins_what_it_says() -> None:
     assert small > large  # smaller blocks of queries read K and V more often
 
 
+@pytest.mark.slow
 def test_sparsity_sweep_keeps_what_it_says() -> None:
     task = task_for(spec_of("mask causal"), Shape(1, 2, 2, 512, 512), budget=60)
     points = [point for point in points_of(list(sparsity_sweep(task, (1.0, 0.3)))) if not point.backward]

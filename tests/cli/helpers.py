@@ -23,14 +23,17 @@ class Outcome:
 
 def flashgen(*arguments: str | int | Path) -> Outcome:
     """Run a command in this process; an exception that reaches the top fails the test."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="flashgen")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Outcome(result.exit_code, result.stdout, result.stderr)
 
 
 def flashgen_process(
-    *arguments: str | int | Path, folder: Path | None = None, environment: dict[str, str] | None = None
+    *arguments: str | int | Path,
+    folder: Path | None = None,
+    environment: dict[str, str] | None = None,
+    seconds: float = 120,
 ) -> Outcome:
     """Run a command in a process of its own."""
     done = subprocess.run(
@@ -39,7 +42,7 @@ def flashgen_process(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

@@ -63,7 +63,11 @@ def test_length_as_json_and_plot(spec: Path, tmp_path: Path) -> None:
             ("16 × 16", "(planner)", "× planner"),
             ("run time (ms)", "standard attention, forward"),
         ),
-        ("sparsity", (), ("butterfly, ", "random blocks, ", "× proportional"), ("pairs kept (%)", "proportional")),
+        ("totals", (), ("GFLOP", "rabe_staats", "× flashgen"), ("matrix products (GFLOP)", "HBM bytes (GB)")),
+        pytest.param(
+            *("sparsity", (), ("butterfly, ", "random blocks, ", "× proportional"), ("pairs kept (%)", "proportional")),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_tables_and_plots(
@@ -102,11 +106,12 @@ def test_an_interruption_keeps_what_was_measured(spec: Path, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--plot", "a.png"), "'--plot' belongs to a sweep: add --sweep length, blocks, sparsity"),
+        (("--plot", "a.png"), "'--plot' belongs to a sweep: add --sweep length, blocks, sparsity, totals"),
         (("--padding",), "'--padding' belongs to a sweep"),
         (("--sweep", "length", "--lengths", "64,x"), "'64,x' is no list of lengths such as 128,256,512"),
         (("--sweep", "length", "--lengths", "0,64"), "a length is at least 1"),
         (("--sweep", "length", "--plot", "a.txt"), "its name has to end in .png, .svg, .pdf"),
+        (("--vs", "block_sparse"), "'block_sparse' computes other pairs than the spec"),
         (("--sweep", "width"), "'width' is not one of"),
         (("--sweep", "length", "--vs", "standart"), "Did you mean 'standard'?"),
         (("--sweep", "length", "--dropout", "1"), "1.0 is not in the range"),
@@ -127,3 +132,25 @@ def test_a_gpu_that_is_not_there(spec: Path) -> None:
     outcome = flashgen("bench", spec, "--device", "cuda")
     assert outcome.code == 2
     assert "PyTorch finds no GPU here" in outcome.stderr
+
+
+def test_a_missing_matplotlib_is_noticed_before_anything_is_measured(
+    specs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import flashgen.benchmark.sweeps as sweeps_module
+    from flashgen.picture import plotting
+
+    def missing(name: str) -> None:
+        raise plotting.PlottingMissing("pictures need matplotlib")
+
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr(plotting, "_import", missing)
+    for name in [each for each in vars(sweeps_module) if each.endswith("_sweep")]:
+        monkeypatch.setattr(sweeps_module, name, measured)
+    options = ("--sweep", "length", "--lengths", "16", "--plot", tmp_path / "a.png")
+    outcome = flashgen("bench", specs / "causal.attn", *options)
+    assert outcome.code == 2
+    assert "need matplotlib" in outcome.stderr
+    assert not outcome.stdout

@@ -65,15 +65,19 @@ def test_check_names_what_differs(spec: Path, tmp_path: Path) -> None:
     assert flashgen("build", spec, "-o", out).code == 0
     touched = out / "first" / "__init__.py"
     touched.write_text("changed by hand\n")
-    (out / "second" / "old.cpp").write_text("// of an earlier build\n")
     before = contents(out)
     outcome = flashgen("build", spec, "-o", out, "--check")
     assert outcome.code == 1
     assert str(touched) in outcome.stdout
-    assert "old.cpp" in outcome.stdout
     assert contents(out) == before
-    assert flashgen("build", spec, "-o", out).code == 0
+    assert flashgen("build", spec, "-o", out).code == 2, "it was edited"
+    assert contents(out) == before
+    assert flashgen("build", spec, "-o", out, "--force").code == 0
     assert flashgen("build", spec, "-o", out, "--check").code == 0
+    spec.write_text(TEXT.replace("32, 16", "32"))
+    outcome = flashgen("build", spec, "-o", out, "--check")
+    assert outcome.code == 1
+    assert "second_d16_cpu.cpp" in outcome.stdout
 
 
 def test_json(spec: Path, tmp_path: Path) -> None:

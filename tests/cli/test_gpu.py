@@ -32,6 +32,17 @@ def test_verify_on_the_emulator(file: Path) -> None:
     assert f"{case['hbm_bytes']['forward']['counted']:,}" in table
 
 
+def test_verify_for_a_target_of_the_emulator(file: Path) -> None:
+    done = flashgen("verify", file, "--backend", "emulator", "--target", "sm_90a", "--shape", "1,1,1,20,20", "--json")
+    assert done.code == 0, done.stderr
+    on_its_own = flashgen("verify", file, "--target", "sm_90a")
+    assert on_its_own.code == 2
+    assert "target 'sm_90a' is for backend='emulator'" in on_its_own.stderr
+    unknown = flashgen("verify", file, "--backend", "emulator", "--target", "sm_91a")
+    assert unknown.code == 2
+    assert "'sm_90a'" in unknown.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_verify_without_a_gpu(file: Path) -> None:
     done = flashgen("verify", file, "--backend", "cuda")
@@ -40,7 +51,7 @@ def test_verify_without_a_gpu(file: Path) -> None:
 
 
 def test_plan_for_a_gpu(file: Path) -> None:
-    done = flashgen("plan", file, "--device", "h100")
+    done = flashgen("plan", file, "--device", "h100", "--verbose")
     assert done.code == 0
     assert "forward, bf16" in done.stdout
     assert "KiB of shared memory a block on sm_90a" in done.stdout

@@ -25,13 +25,46 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_tables(file: Path) -> None:
+def test_ten_lines_say_what_is_read(file: Path) -> None:
+    """The recipe; of each pass its tile with the one reason, its recipe, kernels with their times, bytes."""
     done = flashgen("plan", file, "--device", "a100", "--shape", "1,8,8,1024,2048")
+    assert done.code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 10
+    assert lines[1].startswith("recipe: tiles to visit: ")
+    assert lines[0].startswith("tiny, head_dim 64, on 'a100' (NVIDIA A100 SXM4 80 GB); B,H,Hkv,Nq,Nk = 1,8,8,1024,2048")
+    (found,) = json.loads(flashgen("plan", file, "--device", "a100", "--shape", "1,8,8,1024,2048", "--json").stdout)
+    for number, each in enumerate(found["passes"]):
+        tile, recipe, kernels, moved = lines[2 + 4 * number : 6 + 4 * number]
+        sizes = each["tiles"][0]
+        assert tile.startswith(f"{each['pass']}, bf16: B_r × B_c = {sizes['Br']} × {sizes['Bc']} by ")
+        assert recipe.startswith("  products: of one warp (mma.sync); ")
+        for kernel in each["kernels"]:
+            assert f"{kernel['name']} {1e3 * kernel['seconds']:.3g}" in kernels
+        assert f"{1e3 * each['predicted_seconds']:.3g} ms, predicted" in kernels
+        assert f"{each['hbm_bytes']['kernels'] / 1e6:,.1f} MB between SRAM and HBM" in moved
+        assert f"standard attention {each['hbm_bytes']['standard'] / 1e6:,.1f}" in moved
+    assert "by the model 17% faster there" in lines[2]  # the last reason of several that speak of this tile
+    assert "--verbose" in done.stderr
+
+
+def test_each_pass_of_a_spec_has_its_reason(file: Path) -> None:
+    file.write_text("attention tiny { head_dim 64 mask causal }")
+    for device in ("a100", "zen3", "sapphire-rapids"):
+        done = flashgen("plan", file, "--device", device)
+        titles = [line for line in done.stdout.splitlines() if line.startswith(("forward, ", "backward, "))]
+        assert len(titles) == (4 if device != "zen3" else 2)
+        assert all("fit" in title for title in titles), titles  # how many blocks fit, or the least of those that do
+
+
+def test_tables(file: Path) -> None:
+    done = flashgen("plan", file, "--device", "a100", "--shape", "1,8,8,1024,2048", "--verbose")
     assert done.code == 0, done.stderr
     for words in (
         "tiny, head_dim 64, on 'a100' (NVIDIA A100 SXM4 80 GB); B,H,Hkv,Nq,Nk = 1,8,8,1024,2048",
-        "forward, bf16: KiB of Q 16.0, K ",
+        "forward, bf16: KiB of Q 8.0, K 16.0, V 16.0",  # 64 × 128: 128 rows would leave processors without a block
         "MB between SRAM and HBM",
+        "Rabe and Staats",
         "the paper's B_c = ⌈M / 4d⌉",
         "1.70 × too much",
         "runners-up",

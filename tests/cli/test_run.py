@@ -130,6 +130,7 @@ def test_bench_says_why_a_peer_is_missing(spec: Path) -> None:
 
 # PyTorch's compiler warns of its own affairs.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_bench_compiles_flex_once_and_forward_only(spec: Path) -> None:
     outcome = flashgen("bench", spec, *SMALL, "--name", "first", "--vs", "flex", "--json")
     forward, both = json.loads(outcome.stdout)["first"]
@@ -139,6 +140,7 @@ def test_bench_compiles_flex_once_and_forward_only(spec: Path) -> None:
     assert both["absent"] == {"flex": "it has no backward on a CPU"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_bench_shows_the_share_of_a_matrix_product(spec: Path) -> None:
     outcome = flashgen("bench", spec, *SMALL, "--name", "first", "--vs", "sdpa,flex")
@@ -171,3 +173,13 @@ def test_cache_lists_and_clears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "one_d16_cpu" in flashgen("cache").stdout
     assert flashgen("cache", "clear").code == 0
     assert json.loads(flashgen("cache", "--json").stdout)["entries"] == []
+
+
+def test_a_cache_that_others_can_write_is_said_not_to_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    assert "nothing of this is used" not in flashgen("cache").stderr
+    tmp_path.chmod(0o1777)
+    outcome = flashgen("cache", "--json")
+    assert outcome.code == 0
+    assert "nothing of this is used" in outcome.stderr
+    assert str(tmp_path) in outcome.stderr

@@ -22,7 +22,7 @@ SMALL = ("--shape", "1,1,1,64,64", "--candidates", "2", "--seconds", "0.01")
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = TunedStore(tmp_path / "tuned")
-    monkeypatch.setattr(TunedStore, "default", lambda: own)
+    monkeypatch.setattr(TunedStore, "beside", lambda _cache: own)
     file = tmp_path / "small.attn"
     file.write_text("attention small { head_dim 16 dtype f32 }")
     return file
@@ -42,14 +42,15 @@ def test_tune_shows_keeps_and_clears(spec: Path) -> None:
     (listed,) = json.loads(flashgen("cache", "--json").stdout)["tuned"]
     assert (listed["spec"], listed["head_dim"]) == ("small", "16")
     assert "tuned tiles of 1 kernels" in flashgen("cache").stdout
-    assert "tuned on" in flashgen("plan", spec).stdout
+    assert "tuned on" in flashgen("plan", spec, *SMALL[:2]).stdout
+    assert "tuned on" not in flashgen("plan", spec).stdout  # of 4096 keys: too far from what was measured
     libraries = {each["key"] for each in json.loads(flashgen("cache", "--json").stdout)["entries"]}
     assert flashgen("cache", "clear", "--only", "tuned").code == 0
     left = json.loads(flashgen("cache", "--json").stdout)
     assert left["tuned"] == []
     assert libraries
     assert libraries <= {each["key"] for each in left["entries"]}  # other tests may add to them meanwhile
-    assert "tuned on" not in flashgen("plan", spec).stdout
+    assert "tuned on" not in flashgen("plan", spec, *SMALL[:2]).stdout
 
 
 def test_an_interruption_keeps_what_was_measured(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,18 @@ def test_ranks_of_tiles_that_take_as_long_say_little(others: tuple[float, ...], 
     )
     said = _verdict(MeasuredPass(Tile(16, 16), 1.0, candidates))
     assert ("which says little: 2 of 3 take as long" in said) is says_little
+
+
+def test_tiles_in_a_folder_that_is_not_used_are_listed_and_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "tuned").mkdir(mode=0o755)
+    content = {"flashgen": "0.0.9", "spec": "small", "head_dim": "16", "device": "x", "tunings": []}
+    (tmp_path / "tuned" / "small-0-0.0.9.json").write_text(json.dumps(content))
+    tmp_path.chmod(0o1777)
+    listed = flashgen("cache")
+    assert "nothing of this is used" in listed.stderr
+    assert "by flashgen 0.0.9: kept, not used by this version" in listed.stdout
+    assert "removed the tuned tiles of 1 kernels" in flashgen("cache", "clear", "--only", "tuned").stderr
+    assert not (tmp_path / "tuned").exists()

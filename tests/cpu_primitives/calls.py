@@ -11,9 +11,17 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def pointer(x: Array) -> ctypes.c_void_p:
+class Pointer(ctypes.c_void_p):
+    """Where an array lies, and the array: a library of another process needs its numbers."""
+
+    array: Array
+
+
+def pointer(x: Array) -> Pointer:
     assert x.flags.c_contiguous
-    return ctypes.c_void_p(x.ctypes.data)
+    found = Pointer(x.ctypes.data)
+    found.array = x
+    return found
 
 
 def long(x: int) -> ctypes.c_int64:

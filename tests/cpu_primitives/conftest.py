@@ -1,6 +1,7 @@
-"""The primitives, compiled once per session and instruction set, as a ctypes library.
+"""The primitives, compiled once per session and instruction set, as ctypes libraries.
 
 The narrower sets prove the widths that other machines choose; a set that this machine cannot run is skipped.
+That of arm64 runs in an emulated process.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ import platform
 import shlex
 import subprocess
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+from tests.cpu_kinds import remote
+from tests.cpu_kinds.kinds import CROSS_COMPILER, EMULATOR, cross_tools_missing
 
 HERE = Path(__file__).parent
 PRIMITIVES = HERE.parents[1] / "templates" / "cpu" / "primitives"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fwrapv", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fno-math-errno", "-fno-trapping-math"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 X86 = platform.machine() in ("x86_64", "AMD64")
-SETS = {"native": ["-march=native"] + (["-mprefer-vector-width=512"] if X86 else [])}
+NATIVE = ["-march=native"] + (["-mprefer-vector-width=512"] if X86 else [])
+SETS = {"native": NATIVE}
 if X86:
     SETS["avx2"] = ["-mavx2", "-mfma", "-mno-avx512f"]
     SETS["sse"] = ["-msse4.2"]
+    SETS["arm64"] = ["-march=armv8-a"]
+ARRAYS = "-DFLASHGEN_MATRIX_PRODUCTS=2"
 
 
 def cpu_flags() -> str:
@@ -31,14 +39,44 @@ def cpu_flags() -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.fixture(scope="session", params=list(SETS))
-def primitives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if request.param == "avx2" and not ("avx2" in cpu_flags() and "fma" in cpu_flags()):
+def skip_what_cannot_run(name: str) -> None:
+    """Skips, with the reason, where this machine does not run such code."""
+    if name == "avx2" and not ("avx2" in cpu_flags() and "fma" in cpu_flags()):
         pytest.skip("this machine has no AVX2")
-    library = tmp_path_factory.mktemp("primitives") / f"primitives_{request.param}.so"
-    source = HERE / "primitives_under_test.cpp"
-    options = [*FLAGS, *WARNINGS, *SETS[request.param], "-shared", "-fPIC", f"-I{PRIMITIVES}"]
-    command = [*COMPILER, *options, str(source), "-o", str(library)]
+    if name == "registers" and "amx_bf16" not in cpu_flags():
+        pytest.skip("this machine has no matrix registers")
+    if name == "arm64" and cross_tools_missing():
+        pytest.skip(cross_tools_missing())
+
+
+def compiled(source: str, name: str, flags: list[str], folder: Path) -> ctypes.CDLL:
+    """One of the sources beside this file, for a set."""
+    library = folder / "library.so"
+    options = [*FLAGS, *WARNINGS, *flags, "-shared", "-fPIC", f"-I{PRIMITIVES}"]
+    is_arm64 = name == "arm64"
+    command = [*([CROSS_COMPILER] if is_arm64 else COMPILER), *options, str(HERE / source), "-o", str(library)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
+    if is_arm64:
+        process = remote.RemoteProcess(EMULATOR, remote.build_main([CROSS_COMPILER], folder), library)
+        return cast("ctypes.CDLL", remote.RemoteLibrary(process))
     return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="session", params=list(SETS))
+def primitives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    name = request.param
+    skip_what_cannot_run(name)
+    return compiled("primitives_under_test.cpp", name, SETS[name], tmp_path_factory.mktemp("primitives"))
+
+
+@pytest.fixture(scope="session", params=["registers", *SETS])
+def matrices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Matrix products in the machine's registers, and in those of arrays by each set."""
+    name = request.param
+    skip_what_cannot_run(name)
+    flags = NATIVE if name == "registers" else [*SETS[name], ARRAYS]
+    library = compiled("matrices_under_test.cpp", name, flags, tmp_path_factory.mktemp("matrices"))
+    if not library.matrices():
+        pytest.skip("the system does not grant matrix registers")
+    return library

@@ -14,13 +14,6 @@ from tests.cpu_primitives.calls import Array, all_floats, long, pointer
 ZERO, ACCUMULATE = range(2)
 
 
-@pytest.fixture
-def matrices(primitives: ctypes.CDLL) -> ctypes.CDLL:
-    if not primitives.matrices():
-        pytest.skip("there are no vectors of 16 lanes, or the system does not grant the registers")
-    return primitives
-
-
 def floats(x: Array) -> Array:
     return (x.astype(np.uint32) << 16).view(np.float32)
 

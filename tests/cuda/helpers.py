@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.emit.cuda import cuda_symbol, emit_cuda
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_launches import backward_launches, forward_launches
-from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.launches import Launch
+from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS
 
 ELEMENTS = (ElementType.F16, ElementType.BF16, ElementType.F32)
 
@@ -24,10 +23,10 @@ def variant_of(text: str) -> Variant:
     return analyse(spec, spec.head_dims[0])
 
 
-def planned(text: str, target: str = "sm_80") -> tuple[Variant, CudaPlan]:
+def planned(text: str, target: str = "sm_80") -> tuple[Variant, GpuPlan]:
     """The plan for a target."""
     variant = variant_of(text)
-    return variant, plan_cuda(variant, TARGETS[target])
+    return variant, GPUS[target].plan(variant)
 
 
 @functools.cache
@@ -36,7 +35,7 @@ def emitted(text: str, target: str = "sm_80") -> KernelSource:
     return emit_cuda(*planned(text, target))
 
 
-def launched(variant: Variant, plan: CudaPlan) -> dict[str, Launch]:
+def launched(variant: Variant, plan: GpuPlan) -> dict[str, Launch]:
     """Every launch that a host may be told to start, by its kernel."""
     symbol = cuda_symbol(variant)
     found: dict[str, Launch] = {}

@@ -11,27 +11,27 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.backends import emulator_provider, launches_of
+from flashgen.backends import EmulatorProvider, launches_of
+from flashgen.compiled import compiled
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.types import ElementType
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_lists import cuda_fields
-from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.runtime.emulated import EmulatedKernel
 from flashgen.runtime.emulator import compile_program
 from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
-from flashgen.targets import source_for
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS
 
-TARGET = TARGETS["sm_90a"]
+TARGET = GPUS["sm_90a"]
 
 
 @functools.cache
 def hopper(text: str, dtype: str = "bf16") -> AttentionOp:
     """The op of a spec's text."""
     spec = flashgen.loads(f"attention copied {{ dtype {dtype}  {text} }}", backend="reference").spec
-    return AttentionOp(OpParts(spec, {"cpu": emulator_provider(spec, TARGET)}, backend="emulator"))
+    return AttentionOp(OpParts(spec, {"cpu": EmulatorProvider(spec, TARGET)}, backend="emulator"))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -39,9 +39,11 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 @functools.cache
-def emitted_for(text: str) -> tuple[CudaPlan, KernelSource]:
+def emitted_for(text: str) -> tuple[GpuPlan, KernelSource]:
     spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
-    return source_for(analyse(spec, spec.head_dims[0]), TARGET, ElementType.BF16)
+    kernel = compiled(analyse(spec, spec.head_dims[0]), TARGET)
+    assert isinstance(kernel.plan, GpuPlan)
+    return kernel.plan, kernel.source
 
 
 def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: int = 1) -> AttentionOp:
@@ -58,6 +60,6 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     assert found == count
     program = compile_program(part if pass_name == "forward" else forward + mark + part, name=source.name)
     compiled = Compiled(program, launches_of(variant, plan, source.symbol, ElementType.BF16))
-    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda _: compiled)
+    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda *_: compiled)
     # An op is known by what it computes, so that each of these has to be called by another name.
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))

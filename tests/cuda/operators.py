@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.emit.cuda_primitives import primitives
 from flashgen.runtime.emulator import DeviceMemory, Program, compile_program
+from flashgen.targets.gpu.primitives import primitives
 from tests.ir.cases import CASES, Case
 
 _RANGE = {"bool": "Bool", "int": "Int", "float": "Float"}

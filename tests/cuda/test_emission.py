@@ -7,11 +7,11 @@ import re
 import pytest
 
 from flashgen.analysis.variant import Variant
-from flashgen.emit.cuda import emit_cuda
 from flashgen.ir.types import ElementType
-from flashgen.plan.cuda_launches import atomic_buffers, backward_launches, exact_buffers, forward_launches
-from flashgen.plan.cuda_plan import CudaPlan
 from flashgen.plan.launches import ALIGNMENT
+from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.gpu.launches import atomic_buffers, backward_launches, exact_buffers, forward_launches
+from flashgen.targets.gpu.tiles import GpuPlan
 from tests.cuda.helpers import emitted, launched, planned, variant_of
 
 CAUSAL = "attention causal { head_dim 64 mask causal }"
@@ -56,7 +56,7 @@ def test_the_same_bytes_every_time(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str) -> None:
     variant, plan = planned(SPECS[name])
-    kernels = re.findall(r"__global__ void [^{]*?\b(\w+)\(const __grid_constant__", emitted(SPECS[name]).text)
+    kernels = re.findall(r"__global__ void [^{]*?\b(\w+)\(\s*const __grid_constant__", emitted(SPECS[name]).text)
     assert set(launched(variant, plan)) == set(kernels)
 
 
@@ -77,17 +77,17 @@ def test_only_the_first_layer_speaks_assembly_and_shared_memory() -> None:
 
 def test_values_are_placed_at_their_level() -> None:
     text = emitted(EVERYTHING).text
-    assert "float slope;  // 1.4426950408889634 * slope[h]" in section(text, "struct Head {")
-    assert "float gate;  // 1.4426950408889634 * gate[b, h, j]" in section(text, "struct Column {")
-    assert "float rows;  // 1.4426950408889634 * rows[b, i]" in section(text, "struct Row {")
+    assert "float of_slope;  // slope[h]" in section(text, "struct Head {")
+    assert "float of_gate;  // gate[b, h, j]" in section(text, "struct Column {")
+    assert "float of_rows;  // rows[b, i]" in section(text, "struct Row {")
     assert "fg::element(a.tensor_table" in section(text, "FG_DEVICE Diagonals make_diagonals(")
-    assert "d.table" in section(text, "FG_DEVICE float score(")
+    assert "d.of_table" in section(text, "FG_DEVICE float score(")
 
 
 def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
     text = emitted(CAUSAL).text
     assert "exp2_approximate(value * 0.18033688f - shift[2 * m + e / 2])" in text
-    assert "exp2_approximate(value - shift[2 * m + e / 2])" in emitted(EVERYTHING).text
+    assert "exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2])" in emitted(EVERYTHING).text
 
 
 def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
@@ -116,7 +116,7 @@ def test_the_header_shows_the_spec_and_the_plan() -> None:
 def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None:
     causal, everything = planned(CAUSAL), planned(EVERYTHING)
 
-    def kernels(which: tuple[Variant, CudaPlan], *, deterministic: bool) -> list[str]:
+    def kernels(which: tuple[Variant, GpuPlan], *, deterministic: bool) -> list[str]:
         variant, plan = which
         launches = backward_launches(
             "k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic
@@ -134,7 +134,7 @@ def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None
 def test_buffers_follow_one_another_aligned() -> None:
     variant, plan = planned(EVERYTHING)
     sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 77, "kv_len": 101}
-    sizes |= {f"tensor_{name}_dim_{axis}": 5 for name in CAPTURED for axis in range(3)}
+    sizes |= {f"dim{axis}_{name}": 5 for name in CAPTURED for axis in range(3)}
     for deterministic in (False, True):
         launches = backward_launches("k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic)
         end = 0
@@ -149,8 +149,8 @@ def test_buffers_follow_one_another_aligned() -> None:
 def test_memory_grows_with_lengths_not_with_pairs() -> None:
     variant = variant_of(EVERYTHING)
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1024, "kv_len": 1024}
-    sizes |= {f"tensor_{name}_dim_{axis}": 1 for name in CAPTURED for axis in range(3)}
-    for buffers in (atomic_buffers(variant, stays=True), exact_buffers(variant)):
+    sizes |= {f"dim{axis}_{name}": 1 for name in CAPTURED for axis in range(3)}
+    for buffers in (atomic_buffers(variant, persistent=True), exact_buffers(variant)):
         small = sum(each.bytes.value(sizes) for each in buffers)
         large = sum(each.bytes.value(sizes | {"q_len": 2048, "kv_len": 2048}) for each in buffers)
         assert large <= 2 * small

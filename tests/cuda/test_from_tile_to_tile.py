@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.lists import Shelf
+from flashgen.runtime.lists import ListCache
 from tests.cuda.hopper import changed, hopper, random
 
 BLOCKS = "layout block 64: I == J or hash(I, J, 3) % 4 == 0"
@@ -28,9 +28,12 @@ PASSING: dict[str, tuple[str, tuple[int, ...]]] = {  # batch, heads, heads of ke
 }
 
 
+EACH = [*((name, "64", "bf16") for name in PASSING), ("blocks", "64/32", "bf16"), ("normalize", "128", "f16")]
+
+
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype"),
-    [*((name, "64", "bf16") for name in PASSING), ("blocks", "64/32", "bf16"), ("normalize", "128", "f16")],
+    [pytest.param(*each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(EACH)],
 )
 def test_from_tile_to_tile(name: str, head_dim: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile's first products beside the last ones of another; bit by bit what comes of tiles one after another."""
@@ -53,10 +56,11 @@ def test_from_tile_to_tile(name: str, head_dim: str, dtype: str, monkeypatch: py
     own = outputs()
     exact = op.reference(q, k, v, **arguments, dtype=torch.float64)
     assert (own[0].double() - exact).abs().max() < 0.02
-    monkeypatch.setattr(Shelf, "find", lambda *_: None)
+    monkeypatch.setattr(ListCache, "find", lambda *_: None)
     assert all(torch.equal(x, y) for x, y in zip(own, outputs(), strict=True))
 
 
+@pytest.mark.slow
 def test_tiles_of_several_windows_do_not_pass_on() -> None:
     op = hopper("head_dim 16  mask hash(i // 64, j // 64, 3) % 150 == 0")
     q, k, v = random(1, 1, 640, 16, seed=0), random(1, 1, 66000, 16, seed=1), random(1, 1, 66000, 16, seed=2)
@@ -82,7 +86,7 @@ PASSING_MISTAKES = {
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "no wait for Q of the next tile": (
-        "    q_signals().await(turn);\n",
+        "    q_signals().await(ordinal);\n",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),

@@ -5,19 +5,16 @@ from __future__ import annotations
 import pytest
 
 import flashgen
-from flashgen.backends import emulator_provider
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import compile_spec
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_model import COPYING_REGISTERS, FINDING_REGISTERS, dq_column_groups, registers
-from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.pipeline import load_spec
+from flashgen.targets.gpu.model import COPYING_REGISTERS, FINDING_REGISTERS, dq_column_groups, registers
+from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, planned
 from tests.numeric.helpers import failures
 
-TARGET = TARGETS["sm_90a"]
+TARGET = GPUS["sm_90a"]
 
 # One warpgroup that copies for itself; two and three with warps that copy; weights before dP and not; grouped heads
 # with empty tiles; parts of dQ; a head dimension of two; gradients of each level; weights that are no softmax; more
@@ -49,17 +46,8 @@ SPECS = {
 def test_the_emulator_agrees_with_the_reference(name: str) -> None:
     text, shape = SPECS[name]
     spec = flashgen.loads(f"attention hopper_{name} {{ dtype bf16  {text} }}", backend="reference").spec
-    kernels = compile_spec(spec, TARGET)
-    assert all(isinstance(each.plan, CudaPlan) and each.plan.elements[0].forward.warpgroups for each in kernels)
-    op = AttentionOp(
-        OpParts(
-            spec,
-            {"cpu": emulator_provider(spec, TARGET)},
-            plan={each.source.head_dim: each.plan for each in kernels},
-            sources=tuple(each.source for each in kernels),
-            backend="emulator",
-        )
-    )
+    op = load_spec(spec, "emulator", "sm_90a")
+    assert all(each.elements[0].forward.warpgroups for each in op.plan.values())
     case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(*shape))
     assert case.ok, failures(case)
     assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
@@ -90,10 +78,10 @@ def test_what_multiplies_and_what_copies_share_the_registers() -> None:
         _, plan = planned(text, "sm_90a")
         tiles = plan.by_element[ElementType.BF16].forward
         assert tiles.warpgroups
-        assert tiles.loaders
+        assert tiles.producers
         for least in (COPYING_REGISTERS, FINDING_REGISTERS):
-            multiplying, others = registers(tiles.warps, tiles.loaders, least)
-            assert 32 * (multiplying * tiles.warps + others * tiles.loaders) <= 64 * 1024
+            multiplying, others = registers(tiles.warps, tiles.producers, least)
+            assert 32 * (multiplying * tiles.warps + others * tiles.producers) <= 64 * 1024
             assert multiplying % 8 == others % 8 == 0
             assert others >= least
             assert 150 <= multiplying <= 240
@@ -117,7 +105,7 @@ def test_short_rows_take_small_blocks() -> None:
         plans = [planned(f"attention a {{ head_dim {head_dim}  {mask} }}", "sm_90a")[1] for mask in (few_keys, long)]
         few, many = (plan.by_element[ElementType.BF16].forward for plan in plans)
         assert few.Br * few.Bc < many.Br * many.Bc
-        assert (few.warps, few.loaders) == (4, 0)
+        assert (few.warps, few.producers) == (4, 0)
         assert few.blocks * (few.sram_bytes + 1024) <= TARGET.sm_bytes
         assert few.blocks * 128 * (few.Br * (few.Bc + head_dim) // 128 + few.Br * few.Bc // 256 + 24) <= 64 * 1024
 

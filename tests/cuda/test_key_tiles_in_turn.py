@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.lists import Shelf
+from flashgen.runtime.lists import ListCache
 from flashgen.runtime.op import AttentionOp
 from tests.cuda.hopper import changed, hopper, random
 
@@ -61,8 +61,11 @@ def require_alike(found: list[Tensor], exact: list[Tensor]) -> None:
         assert (x - y).abs().max() <= 0.02 * y.abs().max()
 
 
+EACH = [*((name, "64") for name in IN_TURN), ("blocks", "64/32"), ("blocks", "128")]
+
+
 @pytest.mark.parametrize(
-    ("name", "head_dim"), [*((name, "64") for name in IN_TURN), ("blocks", "64/32"), ("blocks", "128")]
+    ("name", "head_dim"), [pytest.param(*each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(EACH)]
 )
 def test_key_tiles_in_turn(name: str, head_dim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than blocks; with lists, where there are some, and without."""
@@ -70,10 +73,11 @@ def test_key_tiles_in_turn(name: str, head_dim: str, monkeypatch: pytest.MonkeyP
     op = hopper(f"head_dim {head_dim}  {text}")
     exact = gradients(op, shape, text, exact=True)
     require_alike(gradients(op, shape, text), exact)
-    monkeypatch.setattr(Shelf, "find", lambda *_: None)
+    monkeypatch.setattr(ListCache, "find", lambda *_: None)
     require_alike(gradients(op, shape, text), exact)
 
 
+@pytest.mark.slow
 def test_several_windows_in_turn() -> None:
     text, shape = "mask hash(i // 64, j // 64, 3) % 400 == 0", (1, 2, 1, 66000, 448)
     op = hopper(f"head_dim 16  {text}")

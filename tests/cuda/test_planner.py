@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashgen.diagnostics import SpecError
 from flashgen.ir.types import ElementType
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_model import padded
-from flashgen.plan.cuda_planner import Spill, plan_cuda
-from flashgen.plan.cuda_tables import ForwardChoice
+from flashgen.plan.plan import Spill
+from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipes import candidates
+from flashgen.targets.gpu.registers import accumulators, still_spilled
+from flashgen.targets.gpu.tables import ForwardChoice
+from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import ELEMENTS, planned, variant_of
 
 HEAD_DIMS = (1, 16, 17, 32, 40, 64, 80, 96, 112, 128, 129, 160, 192, 200, 224, 255, 256)
-EVERY_SM_80 = tuple(name for name, target in TARGETS.items() if target.capability >= 80)
+EVERY_SM_80 = tuple(name for name, target in GPUS.items() if target.capability >= 80)
 RICH = """
 attention rich {{
     head_dim {head_dim}
@@ -34,13 +38,13 @@ def test_no_head_dimension_is_out_of_resources(target: str) -> None:
             assert tuple(plan.by_element) == ELEMENTS
             for each in plan.elements:
                 for tiles in (each.forward, each.backward, each.queries):
-                    assert 0 < tiles.sram_bytes <= TARGETS[target].block_bytes
+                    assert 0 < tiles.sram_bytes <= GPUS[target].block_bytes
                 assert each.backward.keys_sram_bytes <= each.backward.sram_bytes
 
 
 def test_values_may_be_narrower_than_keys() -> None:
     _, plan = planned("attention mla { head_dim 192/128 }", "sm_86")
-    assert all(each.forward.sram_bytes <= TARGETS["sm_86"].block_bytes for each in plan.elements)
+    assert all(each.forward.sram_bytes <= GPUS["sm_86"].block_bytes for each in plan.elements)
 
 
 def test_64_kib_hold_every_head_dimension_in_16_bits() -> None:
@@ -68,9 +72,29 @@ def test_what_spilled_is_passed_over() -> None:
     variant, plan = planned("attention t { head_dim 64 dtype f16 }")
     first = plan.elements[0].forward
     tile = ForwardChoice(first.Br, first.Bc, first.warps, first.stages, first.q_in_registers)
-    again = plan_cuda(variant, TARGETS["sm_80"], [Spill(ElementType.F16, "forward", tile, 512)])
+    again = GPUS["sm_80"].plan(variant, spills=[Spill(ElementType.F16, "forward", tile, 512)])
     assert again.elements[0].forward != first
     assert any("spills 512 bytes" in each.reason for each in again.rejected)
+
+
+def test_what_will_spill_as_well_is_passed_over_without_a_compilation() -> None:
+    """64 × 128 keeps 64 numbers a thread less than 128 × 128; tiles without warpgroups may have other registers."""
+    variant = variant_of("attention t { head_dim 64 dtype bf16 }")
+    target = GPUS["sm_90a"]
+    rows = [each.row for each in candidates("backward", variant, ElementType.BF16, target, target.recipes)]
+    larger, smaller = rows[:2]
+    assert (larger.Br, smaller) == (128, replace(larger, Br=64))
+    assert accumulators(variant, ElementType.BF16, larger) == 192
+    assert accumulators(variant, ElementType.BF16, smaller) == 128
+    spill = Spill(ElementType.BF16, "backward", larger, 1276)
+    assert still_spilled(variant, spill, larger) == 1276
+    assert still_spilled(variant, spill, smaller) == 1276 - 8 * 64
+    assert still_spilled(variant, spill, replace(smaller, warpgroups=False, producers=0)) == 0
+    assert still_spilled(variant, replace(spill, bytes=400), smaller) == 0
+    plan = target.plan(variant, spills=[spill])
+    (would,) = (each.reason for each in plan.rejected if "would spill about 764 bytes" in each.reason)
+    assert "64 × 128" in would
+    assert not plan.by_element[ElementType.BF16].backward.warpgroups
 
 
 def test_hooks_leave_no_registers_for_wide_tiles() -> None:
@@ -92,18 +116,18 @@ def test_one_warpgroup_copies_for_itself() -> None:
     """Warps that copied for it would be left more registers than a thread may have."""
     pins = "Br = 64 Bc = 64 warps = 4 backward_Br = 64 backward_Bc = 64 backward_warps = 4"
     text = f"attention t {{ head_dim 128 dtype bf16 mask causal schedule {{ {pins} }} }}"
-    tiles = plan_cuda(variant_of(text), TARGETS["sm_90a"]).by_element[ElementType.BF16]
+    tiles = GPUS["sm_90a"].plan(variant_of(text)).by_element[ElementType.BF16]
     for each in (tiles.forward, tiles.backward):
         assert (each.Br, each.Bc, each.warps) == (64, 64, 4)
         assert each.warpgroups
-        assert (each.loaders, each.blocks) == (0, 2)
+        assert (each.producers, each.blocks) == (0, 2)
 
 
 @pytest.mark.parametrize("pins", ["Br = 40", "Br = 64 warps = 3", "backward_Bc = 24", "backward_warps = 5"])
 def test_pins_that_cannot_work_are_refused(pins: str) -> None:
     variant = variant_of(f"attention t {{ head_dim 64 dtype f16 schedule {{ {pins} }} }}")
     with pytest.raises(SpecError) as refused:
-        plan_cuda(variant, TARGETS["sm_80"])
+        GPUS["sm_80"].plan(variant)
     assert {each.code for each in refused.value.diagnostics} == {"E403"}
 
 
@@ -118,7 +142,7 @@ def test_warps_that_share_keys_have_parts_of_one_length(target: str) -> None:
 @pytest.mark.parametrize("head_dim", ["16/256", "192/80", "144/8"])
 def test_a_large_head_dimension_beside_one_that_cannot_be_divided(head_dim: str) -> None:
     with pytest.raises(SpecError) as refused:
-        plan_cuda(variant_of(f"attention uneven {{ head_dim {head_dim} }}"), TARGETS["sm_80"])
+        GPUS["sm_80"].plan(variant_of(f"attention uneven {{ head_dim {head_dim} }}"))
     (said,) = refused.value.diagnostics
     assert said.code == "E406"
     assert head_dim in said.message

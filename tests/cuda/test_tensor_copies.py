@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.emit.cuda import cuda_symbol
 from flashgen.ir.types import ElementType
-from flashgen.plan.cuda_launches import forward_launches
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.op import AttentionOp
+from flashgen.targets.gpu.emit import cuda_symbol
+from flashgen.targets.gpu.launches import forward_launches
 from tests.cuda.helpers import launched, planned
 from tests.cuda.hopper import changed, emitted_for, hopper, random
 
 # Blocks that copy for themselves, and blocks with warps that copy for the others.
+NOBODY_COPIES = "if constexpr (!has_producers) Team::barrier();  "
 ALONE = "schedule { Br = 64  Bc = 64  warps = 4 }"
 SERVED = "schedule { Br = 128  Bc = 64  warps = 8 }"
 ALL = "i - j < 70000"  # every pair of few queries: masks that relate no queries to keys have other blocks
@@ -96,8 +97,11 @@ def assert_close_to_exact(found: tuple[Tensor, ...], op: AttentionOp, *tensors: 
         assert (ours.double() - truth).abs().max() < 0.01 * truth.abs().max()
 
 
+STRIDED = [*((name, SHORT) for name in QUERIES), ("expanded", LONG), ("one number", LONG)]
+
+
 @pytest.mark.parametrize(
-    ("name", "mask"), [*((name, SHORT) for name in QUERIES), ("expanded", LONG), ("one number", LONG)]
+    ("name", "mask"), [pytest.param(*each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(STRIDED)]
 )
 def test_any_strides_backward(name: str, mask: str) -> None:
     op = hopper(f"head_dim 64  {mask}")
@@ -162,14 +166,14 @@ def run(name: str, text: str, old: str, new: str) -> None:
     """The forward pass over several tiles with one change in its source."""
     text = f"head_dim 64  mask {ALL}  {text}"
     op = changed(name, text, "forward", re.escape(old), new)
-    assert bool(emitted_for(text)[0].elements[0].forward.loaders) is (SERVED in text)
+    assert bool(emitted_for(text)[0].elements[0].forward.producers) is (SERVED in text)
     op(random(1, 1, 900, 64, seed=0), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2))
 
 
 def run_backward(name: str, text: str, old: str, new: str) -> None:
     """The same for the backward pass."""
     op = changed(name, f"head_dim 64  {text}", "backward", re.escape(old), new)
-    assert bool(emitted_for(f"head_dim 64  {text}")[0].elements[0].backward.loaders) is (text == LONG)
+    assert bool(emitted_for(f"head_dim 64  {text}")[0].elements[0].backward.producers) is (text == LONG)
     q, k, v, d_o = (random(1, 1, rows, 64, seed=rows) for rows in (500, 130, 131, 501))
     gradients(op, q, k, v[:, :, 1:], d_o[:, :, 1:])
 
@@ -178,7 +182,7 @@ def run_backward(name: str, text: str, old: str, new: str) -> None:
 MISTAKES = {
     "alone, no barrier before the next part": (
         ALONE,
-        "if constexpr (!served) Team::barrier();  // everyone is done with the places of part n + 1\n      signals()",
+        f"{NOBODY_COPIES}// everyone is done with the places of part n + 1\n      signals()",
         "signals()",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
@@ -190,20 +194,20 @@ MISTAKES = {
     ),
     "alone, no wait for Q": (
         ALONE,
-        "if constexpr (P::tensor_copies) q_signals().await(visits.offset(TURN));",
+        "if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));",
         "",
         {FaultKind.NOT_AWAITED},
     ),
     "alone, the next tile before everyone is done with this one": (
         ALONE,
-        "offsets[NEXT], next_number);\n    Team::barrier();",
-        "offsets[NEXT], next_number);",
+        "notes()->next, next_work_tile);\n    Team::barrier();",
+        "notes()->next, next_work_tile);",
         {FaultKind.RACE},
     ),
     "alone, old signals": (
         ALONE,
-        "if (threadIdx.x == 0) signals().make(turn > 0 || !another, threads, 1);",
-        "if (threadIdx.x == 0 && turn == 0) signals().make(false, threads, 1);",
+        "if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);",
+        "if (threadIdx.x == 0 && ordinal == 0) signals().make(false, threads, 1);",
         {FaultKind.NOT_AWAITED},
     ),
     "alone, bytes of K alone": (
@@ -232,13 +236,13 @@ MISTAKES = {
     ),
     "served, no wait for Q": (
         SERVED,
-        "if constexpr (P::tensor_copies) q_signals().await(visits.offset(TURN));",
+        "if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "served, no wait for the room of Q": (
         SERVED,
-        "q_signals().await_room(turn);",
+        "q_signals().await_room(ordinal);",
         "",
         {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
@@ -256,8 +260,8 @@ MISTAKES = {
     ),
     "served, no wait for the room of a list": (
         SERVED,
-        "      list_signals().await_room(n);\n      turn_to(n);\n      if (turn > 0)",
-        "      turn_to(n);\n      if (turn > 0)",
+        "      list_signals().await_room(n);\n      switch_to(n);\n      if (ordinal > 0)",
+        "      switch_to(n);\n      if (ordinal > 0)",
         {FaultKind.RACE, FaultKind.MBARRIER},
     ),
     "served, a list that is given back before it is read": (
@@ -279,7 +283,7 @@ MISTAKES = {
 BACKWARD_MISTAKES = {
     "alone, no barrier before the next tile": (
         SHORT,
-        "if constexpr (!served) Team::barrier();  // everyone is done with the place of tile n + 1\n      signals()",
+        f"{NOBODY_COPIES}// everyone is done with the place of tile n + 1\n      signals()",
         "signals()",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
@@ -324,7 +328,10 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     check(caught.value, kinds)
 
 
-@pytest.mark.parametrize("name", BACKWARD_MISTAKES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(BACKWARD_MISTAKES)],
+)
 def test_mistakes_in_a_backward_kernel_that_was_right(name: str) -> None:
     mask, old, new, kinds = BACKWARD_MISTAKES[name]
     with pytest.raises(EmulatorError) as caught:
@@ -335,7 +342,9 @@ def test_mistakes_in_a_backward_kernel_that_was_right(name: str) -> None:
 def check(error: EmulatorError, kinds: set[FaultKind]) -> None:
     assert error.kind in kinds, str(error)
     assert error.line > 0
-    assert any(word in str(error) for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows", "list"))
+    assert any(
+        word in str(error) for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows", "list", "noted")
+    )
 
 
 def test_without_a_mistake_it_is_right() -> None:

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "flashgen"
 
 def test_codes_have_their_form_and_an_explanation() -> None:
     for code, words in CODES.items():
-        assert re.fullmatch(r"E[0-4]\d\d|W5\d\d", code)
+        assert re.fullmatch(r"E[0-46]\d\d|W5\d\d", code)
         assert words
         assert not words.endswith(".")
         assert explanation(code) == words

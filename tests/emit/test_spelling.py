@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flashgen.emit.spelling import c_identifier, c_literal, c_operator
+from flashgen.emit.spelling import c_literal, c_operator, user_name
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,8 @@ def test_nine_digits_tell_neighbouring_floats_apart() -> None:
     assert float(c_literal(one).rstrip("f")) == pytest.approx(one, rel=2**-25)
 
 
-def test_names_of_cpp_and_of_the_templates_get_an_underscore() -> None:
-    assert c_identifier("slope") == "slope"
-    assert c_identifier("double") == "double_"
-    assert c_identifier("Nk") == "Nk_"
+def test_names_of_users_carry_a_prefix() -> None:
+    assert user_name("double") == "of_double"
 
 
 def test_operands_are_parenthesised_where_they_have_operators() -> None:
@@ -46,3 +44,6 @@ def test_operands_are_parenthesised_where_they_have_operators() -> None:
     assert c_operator("sub", ("z", "f(x) * g(y)")) == "z - f(x) * g(y)"
     assert c_operator("sub", ("z", "a - b")) == "z - (a - b)"
     assert c_operator("tanh", ("a + b",)) == "fg::tanh(a + b)"
+    assert c_operator("neg", ("(r.ahead() - c.ahead())",)) == "-(r.ahead() - c.ahead())"
+    assert c_operator("neg", ("(a + f(b)) * (c)",)) == "-((a + f(b)) * (c))"
+    assert c_operator("mul", ("fg::exp(f(x))", "y")) == "fg::exp(f(x)) * y"

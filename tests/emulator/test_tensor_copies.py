@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from flashgen.emit.cuda_primitives import WarpgroupProducts, primitives
 from flashgen.ir.types import ElementType
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.tensor_maps import TensorMap
+from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 
 SHARED_BYTES = 64 * 1024 + 8

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashgen.emit.cuda_primitives import WarpgroupProducts, primitives
 from flashgen.ir.types import ElementType
+from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 
 WIDTHS = (16, 64, 80, 128, 256)  # n

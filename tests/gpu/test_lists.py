@@ -14,7 +14,7 @@ import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.runtime import lists
 from flashgen.runtime.cuda import CupyDriver
-from flashgen.runtime.lists import LIST_BYTES, MOST_LISTS, SharedLists, Shelf
+from flashgen.runtime.lists import LIST_BYTES, MOST_LISTS, ListCache, SharedLists
 from flashgen.runtime.op import AttentionOp
 from tests.gpu.helpers import arguments, operator, results
 
@@ -36,25 +36,25 @@ def salted() -> AttentionOp:
 
 
 class Watch:
-    """Lets lists be found, at once, or not; keeps the shelves that were asked."""
+    """Lets lists be found, at once, or not; keeps the caches that were asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shelves: dict[int, Shelf[Any]] = {}
+        self.list_caches: dict[int, ListCache[Any]] = {}
         self.asked, self.made, self.found = 0, 0, True
-        own = Shelf.find
+        own = ListCache.find
 
-        def find(shelf: Shelf[Any], lists: SharedLists, values: Any, make: Callable[[], Any]) -> Any:
-            self.shelves[id(shelf)] = shelf
-            shelf.eager = True
+        def find(list_cache: ListCache[Any], lists: SharedLists, values: Any, make: Callable[[], Any]) -> Any:
+            self.list_caches[id(list_cache)] = list_cache
+            list_cache.eager = True
             self.asked += 1
 
             def count() -> Any:
                 self.made += 1
                 return make()
 
-            return own(shelf, lists, values, count) if self.found else None
+            return own(list_cache, lists, values, count) if self.found else None
 
-        monkeypatch.setattr(Shelf, "find", find)
+        monkeypatch.setattr(ListCache, "find", find)
 
     def without(self, op: AttentionOp, inputs: Any, **options: Any) -> list[torch.Tensor]:
         """Results of blocks that find what they visit."""
@@ -69,8 +69,8 @@ class Watch:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watching = Watch(monkeypatch)
     yield watching
-    for shelf in watching.shelves.values():
-        shelf.most_bytes, shelf.eager = LIST_BYTES, False
+    for list_cache in watching.list_caches.values():
+        list_cache.most_bytes, list_cache.eager = LIST_BYTES, False
 
 
 def same(own: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -137,8 +137,8 @@ def test_lists_go_while_kernels_wait_to_read_them(watch: Watch) -> None:
     """Their memory is not used for other lists before that."""
     op = salted()
     results(op, arguments(op, Shape(1, 4, 4, next(LENGTHS), 3000)))
-    for shelf in watch.shelves.values():
-        shelf.most_bytes = 20_000  # three lists or so
+    for list_cache in watch.list_caches.values():
+        list_cache.most_bytes = 20_000  # three lists or so
     cases = [arguments(op, Shape(1, 4, 4, next(LENGTHS), 3000), seed=n) for n in range(24)]
     streams = [cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def test_lists_go_while_kernels_wait_to_read_them(watch: Watch) -> None:
             found.append(results(op, inputs, deterministic=True))
     torch.cuda.synchronize()
     assert watch.made > 24
-    assert all(shelf.bytes <= shelf.most_bytes for shelf in watch.shelves.values())
+    assert all(list_cache.bytes <= list_cache.most_bytes for list_cache in watch.list_caches.values())
     assert all(same(own, watch.without(op, inputs)) for own, inputs in zip(found, cases, strict=True))
 
 
@@ -168,8 +168,8 @@ def test_a_graph_outlives_lists(watch: Watch) -> None:
         captured = results(op, inputs, deterministic=True)
     assert watch.asked == asked
     expected = watch.without(op, inputs)
-    for shelf in watch.shelves.values():
-        shelf.most_bytes = shelf.bytes
+    for list_cache in watch.list_caches.values():
+        list_cache.most_bytes = list_cache.bytes
     for _ in range(4):
         results(op, arguments(op, Shape(1, 4, 2, next(LENGTHS), 900)))
     garbage = [torch.full((1 << 20,), -1, device="cuda") for _ in range(16)]
@@ -204,9 +204,9 @@ def test_lengths_that_change_do_not_fill_memory(watch: Watch) -> None:
         op(inputs.q[:, :, : 2048 - n], inputs.k, inputs.v)
         if n == MOST_LISTS:
             before = cuda.memory_reserved()
-    (shelf,) = watch.shelves.values()
+    (list_cache,) = watch.list_caches.values()
     assert watch.made == 2 * MOST_LISTS
-    assert len(shelf) <= MOST_LISTS
+    assert len(list_cache) <= MOST_LISTS
     assert cuda.memory_reserved() <= before
 
 

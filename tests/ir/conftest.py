@@ -20,7 +20,8 @@ from tests.ir.cases import BOOL, CASES, INT, Case
 
 _SUPPORT = """
 #include "vector_math.h"
-#include "ranges.h"
+#include "standard.h"
+#include "../../primitives/ranges.h"
 using namespace fg::ranges;
 template <class T> T range_from(const double* p);
 template <> Bool range_from<Bool>(const double* p) { return {p[0] != 0, p[1] != 0}; }
@@ -100,7 +101,8 @@ def compiled(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
     """The shared library, kept between runs under a name that its sources determine."""
     headers = repository / "templates" / "cpu" / "primitives"
     source = _SUPPORT + "".join(map(_code, CASES))
-    text = source + "".join(path.read_text() for path in sorted(headers.glob("*.h")))
+    quoted = [*headers.glob("*.h"), *(repository / "templates" / "primitives").glob("*.h")]
+    text = source + "".join(path.read_text() for path in sorted(quoted))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = repository / ".pytest_cache" / "operators"
     library = folder / f"{digest}.so"

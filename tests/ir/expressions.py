@@ -15,11 +15,10 @@ from flashgen.ir.spec import (
     HeadDim,
     Layout,
     Schedule,
-    Softmax,
     Statement,
-    Weights,
 )
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.weights import Weights
 
 _BINARY: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
@@ -166,7 +165,7 @@ def spec(
         score=_read(score, tensors, names, source),
         mask=_read(mask, tensors, names, source),
         layout=None if layout is None else Layout(layout[0], _read(layout[1], tensors, names, source)),
-        weights=weights or Softmax(),
+        weights=weights or Weights(),
         dropout=None,
         schedule=Schedule(),
         statements=tuple(statements),

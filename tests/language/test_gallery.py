@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashgen.ir.expr import Expr, Load, index_set, walk
-from flashgen.ir.spec import AttentionSpec, Normalize, Pointwise, Softmax
+from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
+from flashgen.ir.weights import NORMALIZE, POINTWISE
 from flashgen.language import parse_file
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -76,14 +77,14 @@ def test_facts(name: str) -> None:
 
 
 def test_weights_of_the_gallery() -> None:
-    kinds = {path.stem: type(load(path.stem).weights) for path in FILES}
-    assert {name for name, kind in kinds.items() if kind is Pointwise} == {
+    kinds = {path.stem: load(path.stem).weights.form for path in FILES}
+    assert {name for name, kind in kinds.items() if kind is POINTWISE} == {
         "hstu",
         "relu_attention",
         "sigmoid_attention",
     }
-    assert {name for name, kind in kinds.items() if kind is Normalize} == {"exp_kernel", "relu2_normalized"}
-    sinks = [path.stem for path in FILES if isinstance(w := load(path.stem).weights, Softmax) and w.sink is not None]
+    assert {name for name, kind in kinds.items() if kind is NORMALIZE} == {"exp_kernel", "relu2_normalized"}
+    sinks = [path.stem for path in FILES if load(path.stem).weights.sink is not None]
     assert sinks == ["gpt_oss"]
 
 

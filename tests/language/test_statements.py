@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flashgen.ir.expr import Literal, Symbol, SymbolKind, index_set, literal, score_input, size, walk
-from flashgen.ir.spec import HeadDim, Normalize, Pointwise, Schedule, Softmax
+from flashgen.ir.spec import HeadDim, Schedule
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.ir.weights import NORMALIZE, POINTWISE, SOFTMAX, Weights
 from flashgen.language import parse_text
 from tests.language.helpers import codes, codes_of, mask, score, spec
 
@@ -19,7 +20,7 @@ def test_what_is_left_out() -> None:
     assert found.score == score_input("s")
     assert found.mask == literal(True)
     assert (found.layout, found.dropout) == (None, None)
-    assert found.weights == Softmax()
+    assert found.weights == Weights()
     assert found.schedule == Schedule()
     assert (found.constants, found.params, found.tensors) == ((), (), ())
 
@@ -86,18 +87,18 @@ def test_an_int_stands_for_a_float() -> None:
     assert found.scale == literal(1.0)
     assert found.score.type is ScalarType.FLOAT
     assert found.dropout == literal(0.0)
-    assert isinstance(found.weights, Softmax)
+    assert found.weights.form == SOFTMAX
     assert found.weights.sink is not None
     assert found.weights.sink.type is ScalarType.FLOAT
 
 
 def test_weights() -> None:
-    assert spec("weights softmax").weights == Softmax()
-    assert isinstance(spec("weights sigmoid(s)").weights, Pointwise)
-    assert isinstance(spec("weights normalize(exp(s))").weights, Normalize)
-    assert isinstance(spec("weights silu(s) / (i + 1)").weights, Pointwise)
+    assert spec("weights softmax").weights == Weights()
+    assert spec("weights sigmoid(s)").weights.form == POINTWISE
+    assert spec("weights normalize(exp(s))").weights.form == NORMALIZE
+    assert spec("weights silu(s) / (i + 1)").weights.form == POINTWISE
     sink = spec("tensor t: f32[H, Nq] grad weights softmax(sink = t[h, i])").weights
-    assert isinstance(sink, Softmax)
+    assert sink.form == SOFTMAX
     assert sink.sink is not None
     assert index_set(sink.sink) == {"h", "i"}
 
@@ -172,8 +173,8 @@ def test_tensors_pass_through_definitions() -> None:
 
 def test_a_let_with_the_score_means_the_score_of_its_place() -> None:
     found = spec("let x = s * 2 score x weights sigmoid(x)")
-    assert isinstance(found.weights, Pointwise)
-    assert found.weights.weight == spec("weights sigmoid(s * 2)").weights.weight  # type: ignore[union-attr]
+    assert found.weights.form == POINTWISE
+    assert found.weights.weight == spec("weights sigmoid(s * 2)").weights.weight
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ DECLARATIONS = {
     "valid": "bool[B, Nk]",
     "blocks": "bool[H, 16, 16]",
     "time": "f32[B, Nk]",
+    "wide": "i64[B, Nk]",
+    "coarse": "i64[Nk // 512, H]",
 }
 
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.variant import Variant
-from flashgen.emit.cuda import emit_cuda
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.runtime.emulator.source import kernel_source
+from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.registry import GPUS
 from tests.masks.measure import Masks, Problem, compiled, pointer
 
 TILES = ((16, 16), (64, 64), (96, 32), (32, 128))  # rows by columns: multiples of 16, as GPUs have them
@@ -96,7 +95,7 @@ class DeviceMasks:
 
 def _text(variants: Sequence[Variant]) -> str:
     """One C++ file: the primitives once, what belongs to each mask in a namespace of its own."""
-    sources = [kernel_source(emit_cuda(each, plan_cuda(each, TARGETS["sm_80"])).text, "mask").text for each in variants]
+    sources = [kernel_source(emit_cuda(each, GPUS["sm_80"].plan(each)).text, "mask").text for each in variants]
     fullest = next(text for text, each in zip(sources, variants, strict=True) if is_cut(each.keep))
     parts = [fullest[: fullest.index("// ---- What a caller passes")], _MACHINE]
     for n, text in enumerate(sources):

@@ -20,16 +20,16 @@ import numpy as np
 
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.emit.cpu import emit_cpu
 from flashgen.ir.expr import Expr, index, size
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields, dimension_field, stride_field, tensor_field
-from flashgen.plan.devices import GENERIC_CPU
-from flashgen.plan.planner import plan
 from flashgen.runtime.compiler import find_compiler
 from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.emit import emit_cpu
+from flashgen.targets.cpu.plan import plan_cpu
 from tests.ir.values import evaluate
 from tests.masks.catalogue import BATCH, HEADS, Mask, captured
 
@@ -259,7 +259,7 @@ def _text(variants: Sequence[Variant]) -> str:
     """One C++ file: the primitives once, what belongs to each mask in a namespace of its own."""
     parts: list[str] = []
     for n, variant in enumerate(variants):
-        text = emit_cpu(variant, plan(variant, GENERIC_CPU)).text
+        text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
         start, end = text.index("namespace {\n\n// ---- What a caller passes"), text.index("// ---- Forward -")
         if not parts:
             parts.append(text[:start] + _INCLUDES)

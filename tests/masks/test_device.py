@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.analysis.pieces import classify_in_pieces, is_cut
+from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.tiles import TileClass
-from flashgen.emit.cuda import emit_cuda
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_planner import plan_cuda
+from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
+from tests.analysis.pieces import class_in_pieces
 from tests.masks.catalogue import MASKS
 from tests.masks.device import TILES, DeviceMasks
 from tests.masks.measure import Masks, exact, problems_of, tensors_of, variant_of
@@ -64,7 +64,7 @@ def test_the_analysis_finds_the_same_classes(number: int, masks: Masks, device: 
     for rows, columns in ((64, 64), (32, 128)):
         found = device.classes(number, problem, rows, columns, tensors)
         for place, tile in masks.tiles(problem, rows, columns):
-            assert classify_in_pieces(keep, tile) is CLASSES[found[place]], (NAMES[number], tile)
+            assert class_in_pieces(keep, tile) is CLASSES[found[place]], (NAMES[number], tile)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_kernels_move_the_bytes_of_those_tiles(statements: str) -> None:
 def test_kernels_whose_tiles_ranges_decide_cut_none(repository: Path, name: str) -> None:
     """Their registers are what they were."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    assert "by_pieces" not in emit_cuda(variant, plan_cuda(variant, TARGETS["sm_90a"])).text
+    assert "by_pieces" not in emit_cuda(variant, GPUS["sm_90a"].plan(variant)).text

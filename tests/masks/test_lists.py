@@ -15,12 +15,12 @@ import torch
 import flashgen
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.simplify import simplify
-from flashgen.emit.cpu import emit_cpu
 from flashgen.language import parse_file
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.devices import GENERIC_CPU
-from flashgen.plan.planner import plan
 from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.emit import emit_cpu
+from flashgen.targets.cpu.plan import plan_cpu
 from tests.ir.expressions import expr
 from tests.masks.catalogue import Mask
 from tests.masks.measure import compiled, variant_of
@@ -63,7 +63,7 @@ class Library:
 
     def __init__(self, mask: Mask, folder: Path) -> None:
         variant = variant_of(mask)
-        text = emit_cpu(variant, plan(variant, GENERIC_CPU)).text
+        text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
         text = text[: text.index("// ---- Forward -")].replace("int64_t(8) << 20", str(BYTES))
         assert f"LIST_BYTES = {BYTES};" in text
         self._layout = ArgumentLayout(argument_fields(variant.spec))
@@ -179,5 +179,5 @@ def test_masks_over_captured_tensors_have_none() -> None:
 def test_other_specs_do_not_pay(repository: Path, name: str) -> None:
     """Not even for what they would include."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    text = emit_cpu(variant, plan(variant, GENERIC_CPU)).text
-    assert not any(word in text for word in ("Lists", "<mutex>", "<memory>"))
+    text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+    assert not any(word in text for word in ("Lists", "shared_ptr"))

@@ -14,19 +14,19 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.backends import emulator_provider
+from flashgen.backends import EMULATED, EmulatorProvider
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import compile_spec
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES
-from flashgen.plan.cuda_planner import plan_cuda
+from flashgen.pipeline import load_spec
 from flashgen.plan.launches import Count, PassLaunches
 from flashgen.runtime.emulated import Counted, EmulatedKernel, recording
-from flashgen.runtime.lists import Shelf
+from flashgen.runtime.lists import ListCache
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
+from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.registry import GPUS
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import verify_case
@@ -58,7 +58,7 @@ def listed(masks: str) -> AttentionOp:
 
 @functools.cache
 def kernel_of(spec: AttentionSpec) -> EmulatedKernel:
-    kernel = emulator_provider(spec)(spec.head_dims[0], 0)
+    kernel = EmulatorProvider(spec, EMULATED)(spec.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     return kernel
 
@@ -66,7 +66,18 @@ def kernel_of(spec: AttentionSpec) -> EmulatedKernel:
 def op_of(op: AttentionOp, kernel: EmulatedKernel, name: str) -> AttentionOp:
     """The op of a kernel that was changed, under a name of its own."""
     spec = replace(op.spec, name=f"{op.spec.name}_{name}")
-    return AttentionOp(OpParts(spec, {"cpu": lambda *_: kernel}, op.plan, op.sources, "emulator"))
+    return AttentionOp(OpParts(spec, {"cpu": Changed(op.spec, EMULATED, kernel)}, op.sources, backend="emulator"))
+
+
+class Changed(EmulatorProvider):
+    """Another kernel under the plan and the sources of a spec."""
+
+    def __init__(self, spec: AttentionSpec, target: GpuTarget, kernel: EmulatedKernel) -> None:
+        super().__init__(spec, target)
+        self.changed = kernel
+
+    def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:
+        return self.changed
 
 
 def documents(lengths: Sequence[int], size: int, rest: int, first: int = 0) -> Tensor:
@@ -155,7 +166,7 @@ def test_results_and_bytes(masks: str) -> None:
     """With lists as without, bit by bit; both as the float64 reference says; no byte that is not foreseen."""
     op = listed(masks)
     call, kernel = call_of(masks), kernel_of(op.spec)
-    bare = op_of(op, replace(kernel, shelf=Shelf()), "bare")
+    bare = op_of(op, replace(kernel, list_cache=ListCache()), "bare")
     with recording() as counted:
         own = results(op, call, deterministic=True)
     with recording() as without:
@@ -182,9 +193,7 @@ def test_results_and_bytes(masks: str) -> None:
 def test_other_kernels(target: str, mask: str) -> None:
     """Warpgroups, with warps that copy and without; dQ by a kernel of its own, gradients that are measured first."""
     own = flashgen.loads(text_of(f"other_{target}", mask, head_dim=64), backend="reference").spec
-    (kernel,) = compile_spec(own, TARGETS[target])
-    providers = {"cpu": emulator_provider(own, TARGETS[target])}
-    op = AttentionOp(OpParts(own, providers, {kernel.source.head_dim: kernel.plan}, (kernel.source,), "emulator"))
+    op = load_spec(own, "emulator", target)
     case = verify_case(op, own.head_dims[0], ElementType.BF16, Shape(2, 2, 1, 149, 149))
     assert case.ok, failures(case)
     assert case.hbm_bytes
@@ -224,8 +233,8 @@ def test_lists_of_several_windows() -> None:
 def started(kernel: EmulatedKernel, name: str, blocks: int) -> EmulatedKernel:
     """Only the first blocks of the kernels whose names begin so."""
 
-    def compiled(element: int) -> Compiled[Any]:
-        found = kernel.compiled(element)
+    def compiled(of_pass: Any, values: Any) -> Compiled[Any]:
+        found = kernel.compiled(of_pass, values)
 
         def launches(of_pass: Any, values: Any) -> PassLaunches:
             own = found.launches(of_pass, values)
@@ -253,7 +262,7 @@ def test_blocks_take_the_longest_lists_first(masks: str, group: int) -> None:
     call, kernel = call_of(masks), kernel_of(op.spec)
     for numbers, first in ((call.row, row), (call.column, 1 - column)):
         numbers.reshape(-1, len(first))[0] = first
-    plan = plan_cuda(analyse(op.spec, op.spec.head_dims[0]), TARGETS["sm_80"]).by_element[ElementType.BF16]
+    plan = GPUS["sm_80"].plan(analyse(op.spec, op.spec.head_dims[0])).by_element[ElementType.BF16]
     rows, columns = call.row.reshape(-1, 150), call.column.reshape(-1, 171)
     keys_and_values, queries = 171 * (16 + 16) * 2, 150 * ((16 + 16) * 2 + 16 * 4)
     sides = (

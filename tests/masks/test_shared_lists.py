@@ -16,29 +16,30 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.analysis.boxes import classify
 from flashgen.analysis.levels import observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
-from flashgen.analysis.tiles import Tile, TileClass, classify
+from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.backends import emulator_provider, launches_of
-from flashgen.emit.cuda import cuda_symbol, emit_cuda
+from flashgen.backends import EMULATED, EmulatorProvider, launches_of
 from flashgen.ir.expr import Expr, Symbol, index, size, walk
 from flashgen.ir.interval import IntRange
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
-from flashgen.pipeline import compile_spec
+from flashgen.pipeline import load_spec
 from flashgen.plan.arguments import param_field
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_lists import OF_KEYS, OF_QUERIES, cuda_fields
-from flashgen.plan.cuda_planner import plan_cuda
 from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.runtime.call import CallChecker
 from flashgen.runtime.emulated import Counted, EmulatedKernel, recording
 from flashgen.runtime.emulator import DeviceMemory, compile_program
 from flashgen.runtime.kernel import ArgumentLayout, Step
-from flashgen.runtime.lists import LEAST_TILES, MOST_LISTS, SharedLists, Shelf
+from flashgen.runtime.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
 from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
+from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES, cuda_fields
+from flashgen.targets.gpu.model import VISIT_LIST
+from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
 from tests.ir.values import evaluate
@@ -46,6 +47,7 @@ from tests.masks.measure import exact
 from tests.numeric.helpers import assert_close, failures, normal
 
 WINDOW = 32  # tiles of a window of the lists under test, in place of 1024
+BYTES_OF_LIST = VISIT_LIST - (2 * 1024 // 8 + 2 * 1024) + (2 * WINDOW // 8 + 2 * WINDOW)
 BY_HEAD = "param salt: i32 = 5  mask hash(h, i // 24, j // 8, salt) % 6 == 0 or (b == 1 and i == j)"
 MASKS = {
     "dilated": "mask causal and dilated(60, 4)",
@@ -149,8 +151,9 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
     variant = variant_of(spec(MASKS[name]))
     source = emitted(spec(MASKS[name])).text
     text = source[: source.index("// ---- Forward -")].replace("WINDOW = 1024", f"WINDOW = {WINDOW}")
+    text = text.replace(f"sizeof(VisitList) == {VISIT_LIST}", f"sizeof(VisitList) == {BYTES_OF_LIST}")
     program = compile_program(text, name="lists")
-    plan = plan_cuda(variant, TARGETS["sm_80"])
+    plan = GPUS["sm_80"].plan(variant)
     layout = ArgumentLayout(cuda_fields(variant))
     is_by_head, listed = "hash(h" in MASKS[name], 0
     for shard in SHARDS:
@@ -237,7 +240,7 @@ def test_with_lists_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
         with recording() as second:
             again = results(asking(), qkv, **options)
         with monkeypatch.context() as patched, recording() as bare:
-            patched.setattr(Shelf, "find", lambda *_: None)
+            patched.setattr(ListCache, "find", lambda *_: None)
             without = results(asking(), qkv, **options)
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(own, again, without, strict=True))
         assert made(first)[:2] == [OF_QUERIES, OF_KEYS]
@@ -252,10 +255,7 @@ def test_bytes_and_numbers(target: str, mask: str) -> None:
     """Both passes of grouped queries against the float64 reference; counted bytes are those that are predicted."""
     text = spec(MASKS[mask]).replace("listed", f"listed_{target}").replace("head_dim 16", "head_dim 64")
     own = flashgen.loads(text, backend="reference").spec
-    (kernel,) = compile_spec(own, TARGETS[target])
-    plan = {kernel.source.head_dim: kernel.plan}
-    providers = {"cpu": emulator_provider(own, TARGETS[target])}
-    op = AttentionOp(OpParts(own, providers, plan=plan, sources=(kernel.source,), backend="emulator"))
+    op = load_spec(own, "emulator", target)
     case = verify_case(op, own.head_dims[0], ElementType.BF16, Shape(2, 2, 1, 103, 150))
     assert case.ok, failures(case)
     assert case.hbm_bytes
@@ -277,17 +277,17 @@ def test_a_call_that_is_divided() -> None:
     """Each launch over some heads has the lists of its own, where the mask tells heads apart."""
     text = spec(BY_HEAD).replace("listed", "divided").replace("head_dim 16", "head_dim 64")
     own = flashgen.loads(text, backend="reference").spec
-    kernel = emulator_provider(own)(own.head_dims[0], 0)
+    kernel = EmulatorProvider(own, EMULATED)(own.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     q, k, v = (normal(2, 2, 70, 64, seed=n).bfloat16() for n in range(3))
     found = []
     for most, parts in ((2**20, 1), (2 * 70 * 64, 2), (70 * 64, 4)):
-        limited = replace(kernel, most=most, shelf=Shelf(eager=True))
+        limited = replace(kernel, most=most, list_cache=ListCache(eager=True))
         renamed = replace(own, name=f"divided_{most}")
         op = AttentionOp(OpParts(renamed, {"cpu": lambda *_, limited=limited: limited}, backend="emulator"))
         with recording() as counted:
             found.append(op(q, k, v))
-        assert len(limited.shelf) == parts
+        assert len(limited.list_cache) == parts
         assert counted[0].values["batch"] == 2
         assert counted[0].values[OF_QUERIES] > 0
     assert torch.equal(found[0], found[1])
@@ -301,7 +301,7 @@ def test_lists_of_several_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         o = asking()(q, k, v, share=0.002)
     assert made(counted) == [OF_QUERIES]
     assert_close(o.float(), asking().reference(q, k, v, share=0.002, dtype=torch.float64), 4e-2)
-    monkeypatch.setattr(Shelf, "find", lambda *_: None)
+    monkeypatch.setattr(ListCache, "find", lambda *_: None)
     assert torch.equal(o, asking()(q, k, v, share=0.002))
 
 
@@ -340,7 +340,7 @@ def test_who_has_lists(specs: Path) -> None:
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
         variant = analyse(own, own.head_dims[0])
-        source = emit_cuda(variant, plan_cuda(variant, TARGETS["sm_90a"])).text
+        source = emit_cuda(variant, GPUS["sm_90a"].plan(variant)).text
         if is_irregular(variant.keep):
             kept.add(path.stem)
         elif any(observed_loads(variant.keep)):
@@ -365,22 +365,22 @@ def asked(name: object, size: int = 10, tiles: int = 9) -> SharedLists:
     return SharedLists(0, size, tiles, (Step("k", 1, 128, 0),), (name,), (), ())
 
 
-def test_a_shelf_is_bounded() -> None:
+def test_a_list_cache_is_bounded() -> None:
     """What was not asked for longest goes first; what alone would be too large is not made."""
-    shelf, calls = Shelf[str](100, eager=True), []
+    list_cache, calls = ListCache[str](100, eager=True), []
 
     def find(name: str, size: int = 10) -> str | None:
         def make() -> str:
             calls.append(name)
             return name
 
-        return shelf.find(asked(name, size), [], make)
+        return list_cache.find(asked(name, size), [], make)
 
     assert [find(str(n)) for n in range(10)] == [str(n) for n in range(10)]
     assert find("0") == "0"
     assert len(calls) == 10
     assert find("large", 25) == "large"
-    assert shelf.bytes == 95
+    assert list_cache.bytes == 95
     calls.clear()
     assert [find(name) for name in ("0", "4", "large")] == ["0", "4", "large"]
     assert not calls
@@ -389,47 +389,47 @@ def test_a_shelf_is_bounded() -> None:
     assert find("huge", 101) is None
     assert "huge" not in calls
     assert find("whole", 100) == "whole"
-    assert (len(shelf), shelf.bytes) == (1, 100)
+    assert (len(list_cache), list_cache.bytes) == (1, 100)
     for n in range(2 * MOST_LISTS):
         find(str(n), 0)
-        assert len(shelf) <= MOST_LISTS
-    shelf.most_bytes = 0
+        assert len(list_cache) <= MOST_LISTS
+    list_cache.most_bytes = 0
     assert find("0") is None
 
 
 def test_lists_are_made_when_they_are_asked_for_again() -> None:
     """A length that comes once has none, nor has a call of few tiles; many such do not fill memory."""
-    shelf = Shelf[str]()
+    list_cache = ListCache[str]()
     few, enough = LEAST_TILES - 1, LEAST_TILES
-    assert [shelf.find(asked("x", tiles=enough), [], lambda: "x") for _ in range(3)] == [None, "x", "x"]
-    assert [shelf.find(asked("y", tiles=few), [], lambda: "y") for _ in range(3)] == [None] * 3
+    assert [list_cache.find(asked("x", tiles=enough), [], lambda: "x") for _ in range(3)] == [None, "x", "x"]
+    assert [list_cache.find(asked("y", tiles=few), [], lambda: "y") for _ in range(3)] == [None] * 3
     for n in range(3 * MOST_LISTS):
-        assert shelf.find(asked(n, tiles=enough), [], lambda: "never") is None
-    assert (len(shelf), shelf.bytes) == (1, 10)
-    assert shelf.find(asked(0, tiles=enough), [], lambda: "never") is None, "forgotten"
-    assert shelf.find(asked(0, tiles=enough), [], lambda: "now") == "now"
-    assert len(shelf._asked) <= MOST_LISTS
+        assert list_cache.find(asked(n, tiles=enough), [], lambda: "never") is None
+    assert (len(list_cache), list_cache.bytes) == (1, 10)
+    assert list_cache.find(asked(0, tiles=enough), [], lambda: "never") is None, "forgotten"
+    assert list_cache.find(asked(0, tiles=enough), [], lambda: "now") == "now"
+    assert len(list_cache._asked) <= MOST_LISTS
 
 
 def test_what_fails_is_not_kept() -> None:
     def fail() -> str:
         raise RuntimeError("no memory")
 
-    shelf = Shelf[str](eager=True)
+    list_cache = ListCache[str](eager=True)
     with pytest.raises(RuntimeError, match="no memory"):
-        shelf.find(asked("x"), [], fail)
-    assert shelf.find(asked("x"), [], lambda: "made") == "made"
+        list_cache.find(asked("x"), [], fail)
+    assert list_cache.find(asked("x"), [], lambda: "made") == "made"
 
 
 def test_params_are_part_of_the_question() -> None:
     lists = SharedLists(0, 10, 9, (Step("k", 1, 128, 0),), ("shape",), params=(1, 3), places=(2, 4))
     assert lists.question([0, 7, 0, 0.5, 0]) == ("shape", 7, 0.5)
     assert lists.question([0, 7, 1 << 40, 0.5, 0]) is None
-    assert Shelf[str](eager=True).find(lists, [0, 7, 1 << 40, 0.5, 0], lambda: "made") is None
+    assert ListCache[str](eager=True).find(lists, [0, 7, 1 << 40, 0.5, 0], lambda: "made") is None
 
 
 def test_many_threads_make_one_list() -> None:
-    shelf, calls = Shelf[int](eager=True), []
+    list_cache, calls = ListCache[int](eager=True), []
     gate = threading.Barrier(8)
 
     def ask(n: int) -> int | None:
@@ -438,7 +438,7 @@ def test_many_threads_make_one_list() -> None:
             return n % 2
 
         gate.wait()
-        return shelf.find(asked(n % 2), [], make)
+        return list_cache.find(asked(n % 2), [], make)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == [n % 2 for n in range(8)]

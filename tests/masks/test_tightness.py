@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashgen.analysis.tiles import TileClass, as_kernels_know, classify, loads_of
+from flashgen.analysis.boxes import classify
+from flashgen.analysis.tiles import TileClass, loads_of_kernels
 from tests.masks.catalogue import MASKS
 from tests.masks.measure import PROBLEMS, TILES, Masks, intervals, problems_of, tensors_of
 
@@ -46,7 +47,7 @@ def test_tiles(number: int, masks: Masks) -> None:
 def test_the_analysis_finds_the_same_classes(number: int, masks: Masks) -> None:
     mask, problem = MASKS[number], problems_of(MASKS[number])[-1]
     tensors = tensors_of(problem, np.random.default_rng())
-    keep, loads = masks.variants[number].keep, as_kernels_know(loads_of(tensors))
+    keep, loads = masks.variants[number].keep, loads_of_kernels(tensors)
     for rows, columns in ((48, 64), (33, 20)):
         found = masks.count(number, problem, rows, columns, tensors).ranges
         for place, tile in masks.tiles(problem, rows, columns):

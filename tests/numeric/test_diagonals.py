@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import flashgen
-from tests.numeric.helpers import normal
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.verification.verify import verify_case
+from tests.numeric.helpers import failures, normal
 
 H, D = 2, 64
 
@@ -45,3 +48,17 @@ def test_a_table_is_read_once_a_distance_and_not_beyond() -> None:
     torch.testing.assert_close(o, truth[:, :, :20], rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(o.sum(), table)
     assert not gradient[:, 20:].any()
+
+
+@pytest.mark.parametrize("backend", [None, "emulator"])
+def test_conditions_on_what_a_diagonal_keeps(backend: str | None) -> None:
+    """Pairs compare numbers of diagonals, choose by them, and take indices from them."""
+    op = flashgen.loads(
+        "attention compared { head_dim 16 tensor slope: f32[H] grad tensor g: f32[Nk] grad "
+        "tensor rel: f32[Nq + Nk] grad tensor p: f32[Nq, 4 * Nk] grad "
+        "score where(rel[i - j + Nk] > 0, s, s + p[i, int(3 * log(1 + abs(i - j))) + j]) "
+        "* (1 if log(1 + abs(i - j)) < 2.0 else tanh(s)) - g[j] * clamp(slope[h] * (i - j), 0, 4) }",
+        backend=backend,
+    )
+    case = verify_case(op, op.spec.head_dims[0], ElementType.F32, Shape(1, 2, 1, 37, 50))
+    assert not failures(case), failures(case)

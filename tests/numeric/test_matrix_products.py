@@ -33,6 +33,7 @@ SPECS = {
     "guarded": "head_dim 64  tensor table: f32[Nk, Hkv] grad  weights sigmoid(s) * exp(-0.02 * abs(i - j)) "
     " score s + table[i - j, hkv]  mask causal",
 }
+IN_SLICE = ("odd", "captured", "distances")  # of `make test`
 SHAPES = (Shape(1, 2, 2, 1, 1), Shape(2, 4, 2, 45, 77), Shape(1, 2, 1, 203, 203), Shape(1, 1, 1, 300, 270))
 HAS_REGISTERS = "amx_bf16" in cpu_identity()
 # As compilers are told: with matrix registers, or what stands for them in vectors, for calls of any size; and without
@@ -50,7 +51,9 @@ def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return lambda name, body: flashgen.loads(f"attention {name}_in_{kind} {{ {body} }}")
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in IN_SLICE else pytest.mark.slow) for each in SPECS]
+)
 def test_every_element_type(name: str, load: Callable[[str, str], AttentionOp]) -> None:
     op = load(name, SPECS[name])
     for element in (ElementType.F32, ElementType.BF16, ElementType.F16):

@@ -57,6 +57,9 @@ def test_it_holds_what_the_compiler_reads(wheel: Path, repository: Path) -> None
     }
     assert templates
     assert templates <= names
+    specs = {f"flashgen/specs/{file.name}" for file in (repository / "specs").glob("*.attn")}
+    assert len(specs) > 30
+    assert specs <= names
 
 
 def test_it_holds_nothing_else(wheel: Path) -> None:
@@ -73,6 +76,12 @@ def test_it_works_outside_the_source_tree(site: Path, tmp_path: Path) -> None:
     run(site, tmp_path, "-m", "flashgen", "build", "installed.attn")
     use = "import torch; from generated.installed import installed; x = torch.ones(1, 1, 5, 32)"
     assert float(run(site, tmp_path, "-c", f"{use}; print(installed(x, x, x).sum().item())")) == pytest.approx(160.0)
+
+
+def test_it_brings_the_gallery(site: Path, tmp_path: Path) -> None:
+    code = "import flashgen; print(flashgen.load('alibi', backend='reference').spec.name)"
+    assert run(site, tmp_path, "-c", code).strip() == "alibi"
+    assert "alibi" in run(site, tmp_path, "-m", "flashgen", "show", "alibi", "--shape", "1,1,1,64,64")
 
 
 def test_the_command_is_installed(site: Path, tmp_path: Path) -> None:

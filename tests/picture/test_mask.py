@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ import torch
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
-from flashgen.picture.captured import plausible_captured
 from flashgen.picture.mask import CellClass, MaskPicture, coarser, mask_picture
 from flashgen.picture.paint import PALETTE, paint
 from flashgen.pipeline import check_file
+from flashgen.verification.captured import realistic_captured
 
 MASKS: dict[str, Callable[[int, int, int], bool]] = {
     "true": lambda i, j, n: True,
@@ -34,7 +35,7 @@ def spec_of(statements: str) -> AttentionSpec:
     return spec
 
 
-def drawn(statements: str, shape: Shape, Br: int = 32, Bc: int = 16, **more: int) -> MaskPicture:
+def drawn(statements: str, shape: Shape, Br: int = 32, Bc: int = 16, **more: Any) -> MaskPicture:
     spec = spec_of(statements)
     return mask_picture(spec, spec.head_dims[0], shape, Br, Bc, **more)
 
@@ -104,7 +105,7 @@ def test_a_tensor_that_the_mask_does_not_read_is_not_made() -> None:
 def test_booleans_are_padding_and_trees() -> None:
     spec = spec_of("tensor valid: bool[B, Nk] tensor tree: bool[Nq, Nq] mask valid[b, j] and tree[i, min(j, Nq - 1)]")
     shape = Shape(3, 1, 1, 20, 50)
-    found = plausible_captured(spec, spec.mask, shape, spec.head_dims[0])
+    found = realistic_captured(spec, shape, spec.head_dims[0])
     valid, tree = found["valid"], found["tree"]
     assert (valid[:, 1:] <= valid[:, :-1]).all()
     assert valid[:, :25].all()
@@ -112,7 +113,7 @@ def test_booleans_are_padding_and_trees() -> None:
     assert not tree.triu(1).any()
     # An ancestor's ancestors are one's own.
     assert ((tree.float() @ tree.float() > 0) == tree).all()
-    assert torch.equal(found["valid"], plausible_captured(spec, spec.mask, shape, spec.head_dims[0])["valid"])
+    assert torch.equal(found["valid"], realistic_captured(spec, shape, spec.head_dims[0])["valid"])
 
 
 def test_pixels_have_the_colours_of_their_classes() -> None:

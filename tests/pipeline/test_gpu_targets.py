@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,38 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import targets
+from flashgen import gpu_backend
 from flashgen.analysis.variant import analyse
-from flashgen.backends import cuda_provider
+from flashgen.backends import ELEMENTS, CudaProvider, launches_of
 from flashgen.cache import Cache
+from flashgen.compiled import assembled, compiled
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.pipeline import TARGETS, build_file, plan_file
-from flashgen.plan.cuda_devices import TARGETS as GPU_TARGETS
-from flashgen.plan.cuda_plan import CudaPlan
-from flashgen.plan.manifest import Manifest
-from flashgen.plan.plan import Rejection
-from flashgen.runtime import cuda, nvrtc
+from flashgen.package import gpu as packages
+from flashgen.package.gpu import Packaged, packaged
+from flashgen.package.manifest import Manifest
+from flashgen.pipeline import build_file, plan_file, target_names
+from flashgen.plan.measured import Tile
+from flashgen.plan.plan import CallKind, Part, Rejection
+from flashgen.runtime import cuda, nvrtc, nvrtc_processes
+from flashgen.runtime.compiler import CompileFailed
 from flashgen.runtime.cuda import CudaMissing
 from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, Resources
 from flashgen.runtime.schedule import DeviceSize
-from flashgen.targets import UnsupportedGpu, compile_variant, packaged_kernel, target_of
+from flashgen.targets.gpu import compile as gpu_compile
+from flashgen.targets.gpu.alternatives import tile_of
+from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS as GPU_TARGETS
+from flashgen.targets.registry import target_of
 
 SPEC = "attention tiny { head_dim 16  dtype bf16  mask causal  weights relu(s) }"
 SM_80 = GPU_TARGETS["sm_80"]
+CUBINS = {"tiny_d16_sm_80_forward_bf16.cubin", "tiny_d16_sm_80_backward_bf16.cubin"}
 
 
 def has_nvrtc() -> bool:
@@ -76,7 +88,7 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (built,) = build_file(file, output=output, targets=("cpu", "sm_80"))
     assert {each.name for each in built.files} == {
         "__init__.py", "tiny.attn", "spec.json", "manifest.json",
-        "tiny_d16_cpu.cpp", "tiny_d16_sm_80.cu", "tiny_d16_sm_80.cubin",
+        "tiny_d16_cpu.cpp", "tiny_d16_cpu.so", "tiny_d16_sm_80.cu", *CUBINS,
     }  # fmt: skip
     content = json.loads((output / "tiny" / "manifest.json").read_text())
     kernels = [entry for entry in content["kernels"] if entry["target"] == "sm_80"]
@@ -87,8 +99,10 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert entry["shared_bytes"] <= SM_80.block_bytes
     manifest = Manifest.read(output / "tiny")
     assert manifest.to_json() == (output / "tiny" / "manifest.json").read_text()
-    (binary,) = manifest.binaries
-    assert binary.compiler.startswith("NVRTC ")
+    library, *binaries = manifest.binaries
+    assert library.file == "tiny_d16_cpu.so"
+    assert {each.file for each in binaries} == CUBINS
+    assert all(each.compiler.startswith("NVRTC ") for each in binaries)
     assert not build_file(file, output=output, targets=("cpu", "sm_80"), check=True)[0].changed
 
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "another cache"))
@@ -96,9 +110,54 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = {each.name: each.read_bytes() for each in other.files if each.suffix in (".cu", ".cubin")}
     assert again == {name: (output / "tiny" / name).read_bytes() for name in again}
 
-    (cpu,) = build_file(file, output=output)
-    assert {each.name for each in cpu.changed} == {"manifest.json", "tiny_d16_sm_80.cu", "tiny_d16_sm_80.cubin"}
+    (cpu,) = build_file(file, output=output, targets=("cpu",))
+    assert {each.name for each in cpu.changed} == {"manifest.json", "tiny_d16_sm_80.cu", *CUBINS}
     assert not list((output / "tiny").glob("*.cu*"))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, KernelSource]:
+    """What two processes compile into an empty cache."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc_processes, "available_cores", lambda: 2)
+    texts = {name: f'extern "C" __global__ void {name}(float* x) {{ *x = 1; }}' for name in ("one", "two", "three")}
+    head_dim = HeadDim(16, 16)
+    return {name: KernelSource(f"{name}.cu", "sm_80", name, head_dim, text, ()) for name, text in texts.items()}
+
+
+@needs_nvrtc
+def test_parts_are_compiled_side_by_side(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper fills the cache: here all of it, as this process takes nothing."""
+    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
+    made = nvrtc_processes.compile_cuda_parts(parts, "sm_80")
+    assert [each.kernels[0].name for each in made] == ["one", "two", "three"]
+    assert all(each.cached for each in made)
+
+
+@needs_nvrtc
+def test_parts_are_compiled_without_helpers(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no process can be started, or helpers would store in folders of their own, this one does it."""
+
+    def popen(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("flashgen.runtime.nvrtc_processes.subprocess.Popen", popen)
+    assert len(nvrtc_processes.compile_cuda_parts(dict(list(parts.items())[:2]), "sm_80")) == 2
+    monkeypatch.setattr(nvrtc_processes, "_fill_cache", popen)
+    monkeypatch.setattr(Cache, "hindrance", lambda _: "read-only file system")
+    assert len(nvrtc_processes.compile_cuda_parts(parts, "sm_80")) == 3
+
+
+@needs_nvrtc
+def test_a_part_that_does_not_compile(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, by this process, whoever met it; what has not begun does not begin."""
+    broken = {"two": dataclasses.replace(parts["two"], text="void"), "one": parts["one"], "three": parts["three"]}
+    with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
+        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
+    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
+    with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
+        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
+    assert not nvrtc.is_compiled(parts["three"], "sm_80")
 
 
 @needs_nvrtc
@@ -107,57 +166,101 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
 
-    def brought(target: str) -> targets.GpuKernel | None:
-        return packaged_kernel(folder, manifest, spec, spec.head_dims[0], GPU_TARGETS[target])
+    def brought(target: str) -> Packaged | None:
+        return packaged(folder, manifest, spec, spec.head_dims[0], GPU_TARGETS[target])
 
-    cubin = folder / "tiny_d16_sm_80.cubin"
+    part = Part(ElementType.BF16, "forward")
+    cubin = folder / "tiny_d16_sm_80_forward_bf16.cubin"
     found = brought("sm_80")
     assert found is not None
-    assert found.binary.path.read_bytes() == cubin.read_bytes()
-    assert found.plan.by_element == compile_variant(analyse(spec, spec.head_dims[0]), SM_80).plan.by_element
+    assert len(found.images) == len(CUBINS)
+    assert found.images[part].read_bytes() == cubin.read_bytes()
+    assert found.plan.by_element == compiled_plan(spec).by_element
+    assert {each.name for each in found.resources} >= {"tiny_d16_forward_bf16"}
     assert brought("sm_87") is not None, "a later architecture of the same generation"
     assert brought("sm_86") is None, "which has less shared memory than the tiles were planned for"
     assert brought("sm_90") is None
 
     image = cubin.read_bytes()
     cubin.write_bytes(image[:1000])
-    repaired = brought("sm_80")
-    assert repaired is not None
-    assert repaired.binary.path.read_bytes() == image, "compiled again"
+    damaged = brought("sm_80")
+    assert damaged is not None
+    assert set(found.images) - set(damaged.images) == {part}, "that part of the source is compiled again"
+    assert not damaged.is_edited
+    cubin.write_bytes(image)
     source = folder / "tiny_d16_sm_80.cu"
     source.write_text(source.read_text() + "// edited\n")
     edited = brought("sm_80")
     assert edited is not None
+    assert edited.is_edited
+    assert not edited.images, "the binaries are of another source"
     assert edited.source.text.endswith("// edited\n")
+
+
+def compiled_plan(spec: AttentionSpec) -> GpuPlan:
+    plan = compiled(analyse(spec, spec.head_dims[0]), SM_80).plan
+    assert isinstance(plan, GpuPlan)
+    return plan
 
 
 def test_unknown_targets(file: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         build_file(file, output=tmp_path, targets=("sm_8",))
     assert "sm_80" in caught.value.diagnostics[0].hints[0]
-    assert {"cpu", "sm_80", "sm_86", "sm_90a", "sm_120"} <= set(TARGETS)
+    assert {"cpu", "sm_80", "sm_86", "sm_90a", "sm_120"} <= set(target_names())
 
 
 @pytest.mark.usefixtures("no_cupy")
 def test_build_without_nvrtc(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(NvrtcMissing, match=r"compiled by NVRTC through CuPy, .* pip install 'flashgen\[cuda13\]'"):
-        build_file(file, output=tmp_path, targets=("cpu", "sm_80"))
-    assert build_file(file, output=tmp_path)[0].changed, "the CPU's needs none of it"
+    """Texts all the same, and what was left out."""
+    (built,) = build_file(file, output=tmp_path, targets=("cpu", "sm_80"))
+    assert {each.suffix for each in built.files} >= {".cpp", ".cu"}
+    assert not [each for each in built.files if each.suffix == ".cubin"]
+    (left,) = built.left
+    assert "compiled by NVRTC through CuPy" in left
+    assert "pip install 'flashgen[cuda13]'" in left
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_both_sources_by_default(file: Path, tmp_path: Path) -> None:
+    """C++ and CUDA for two architectures, without NVRTC; and checking asks for none."""
+    (built,) = build_file(file, output=tmp_path)
+    sources = {each.name for each in built.files if each.suffix in (".cpp", ".cu", ".cubin")}
+    assert sources == {"tiny_d16_cpu.cpp", "tiny_d16_sm_80.cu", "tiny_d16_sm_90a.cu"}
+    (left,) = built.left
+    assert "`flashgen build --target cpu,sm_80,sm_90a` makes them now" in left
+    manifest = Manifest.read(tmp_path / "tiny")
+    assert [each.target for each in manifest.gpu_sources] == ["sm_80", "sm_90a"]
+    assert manifest.binaries == ()
+    assert not build_file(file, output=tmp_path, check=True)[0].changed
+    text = tmp_path / "tiny" / "tiny_d16_sm_90a.cu"
+    text.write_text(text.read_text().replace("causal", "none"))
+    assert [each.name for each in build_file(file, output=tmp_path, check=True)[0].changed] == [text.name]
+
+
+def test_a_target_that_nobody_named_is_left_out_where_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "uneven.attn"
+    path.write_text("attention uneven { head_dim 160/72  mask causal }")
+    (built,) = build_file(path, output=tmp_path)
+    assert not [each for each in built.files if each.suffix == ".cu"]
+    assert any("'uneven' for sm_90a" in left and "72" in left for left in built.left)
+    with pytest.raises(SpecError, match="cannot divide head dimension 160/72"):
+        build_file(path, output=tmp_path, targets=("sm_90a",))
 
 
 def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that spills sends its tile back, with the reason; harmless spills and other kernels do not."""
     texts: list[str] = []
 
-    def compile_cuda(source: KernelSource, target: str) -> CudaBinary:
-        texts.append(source.text)
+    def compile_cuda_parts(parts: Mapping[str, KernelSource], target: str) -> tuple[CudaBinary, ...]:
+        texts.append(next(iter(parts.values())).text)
         spills = {"forward_bf16": 200 if len(texts) == 1 else 0, "backward_bf16": 40, "convert_bf16": 999}
         kernels = tuple(Resources(f"tiny_d16_{name}", 255, 0, spill, 0) for name, spill in spills.items())
-        return CudaBinary(source.name, target, Path("none"), kernels, 0.0, cached=False)
+        return tuple(CudaBinary(each.name, target, Path("none"), kernels, 0.0, cached=False) for each in parts.values())
 
-    monkeypatch.setattr(targets, "compile_cuda", compile_cuda)
+    monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
     spec = parse_text(SPEC).specs[0]
-    kernel = compile_variant(analyse(spec, spec.head_dims[0]), SM_80)
+    kernel = assembled(analyse(spec, spec.head_dims[0]), SM_80).kernel
     assert len(texts) == 2
     (lost,) = kernel.plan.rejected
     assert isinstance(lost, Rejection)
@@ -172,12 +275,13 @@ def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_plans_for_gpus(file: Path) -> None:
     (h100,), (a10,) = plan_file(file, device="h100"), plan_file(file, device="sm_86")
-    assert isinstance(a10, CudaPlan)
+    assert isinstance(h100, GpuPlan)
+    assert isinstance(a10, GpuPlan)
     assert (h100.device, a10.device) == ("sm_90a", "sm_86")
     assert h100.sram_bytes == 227 * 1024
     assert all(tiles.sram_bytes <= a10.sram_bytes for tiles in a10.passes.values())
     (small,) = plan_file(file, device="a100", sram=16 * 1024)
-    assert isinstance(small, CudaPlan)
+    assert isinstance(small, GpuPlan)
     assert all(tiles.sram_bytes <= 16 * 1024 for tiles in small.passes.values())
     assert json.dumps(h100.to_json())
     with pytest.raises(SpecError) as caught:
@@ -227,7 +331,7 @@ def test_a_gpu_compiles_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CupyDriver", FakeDriver)
     monkeypatch.setattr(cuda, "describe_device", lambda index: ("fake", 86 if index else 80, 99 * 1024))
     spec = parse_text(SPEC).specs[0]
-    provider = cuda_provider(spec)
+    provider = CudaProvider(spec)
     kernel = provider(spec.head_dims[0], 0)
     assert kernel is provider(spec.head_dims[0], 0)
     assert kernel is not provider(spec.head_dims[0], 1)
@@ -247,7 +351,7 @@ def test_a_gpu_of_an_old_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "describe_device", lambda _: ("Tesla V100", 70, 96 * 1024))
     spec = parse_text(SPEC).specs[0]
     with pytest.raises(UnsupportedGpu, match="backend='reference' runs on any GPU"):
-        cuda_provider(spec)(spec.head_dims[0], 0)
+        CudaProvider(spec)(spec.head_dims[0], 0)
     monkeypatch.setattr(cuda, "check", lambda: None)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"backend 'cuda': 'Tesla V100' has compute capability 7.0; the oldest"):
@@ -259,7 +363,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA tensors say what to install; CPU tensors do not notice."""
     spec: AttentionSpec = parse_text(SPEC).specs[0]
     with pytest.raises(CudaMissing, match=r"CuPy, which cannot be imported .*pip install 'flashgen\[cuda1[23]\]'"):
-        cuda_provider(spec)(spec.head_dims[0], 0)
+        CudaProvider(spec)(spec.head_dims[0], 0)
     monkeypatch.setattr(cuda, "is_there", lambda: True)
     op = flashgen.loads(SPEC)
     q = torch.randn(1, 1, 5, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -296,7 +400,200 @@ def test_without_a_gpu() -> None:
 
 def test_the_cache_holds_packaged_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
-    path = targets._stored(b"binary")
+    path = packages._stored(b"binary")
     assert path.read_bytes() == b"binary"
-    assert path == targets._stored(b"binary") != targets._stored(b"another")
+    assert path == packages._stored(b"binary") != packages._stored(b"another")
     assert len(Cache.default().entries()) == 2
+
+
+# -- what is shown is what runs ----------------------------------------------------------------------------------------
+
+LONG = "attention shown { head_dim 64  dtype bf16  mask causal }"
+
+
+@pytest.fixture
+def a100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, as far as up to the launch of a kernel."""
+    monkeypatch.setattr(cuda, "CupyDriver", FakeDriver)
+    monkeypatch.setattr(cuda, "describe_device", lambda _: ("NVIDIA A100", 80, 163 * 1024))
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "check", lambda: None)
+    monkeypatch.setattr(cuda, "is_there", lambda: True)
+
+
+@pytest.fixture
+def assembler(monkeypatch: pytest.MonkeyPatch) -> list[KernelSource]:
+    """NVRTC that compiles nothing: what it was asked for. Every forward kernel of 128 × 128 spills."""
+    asked: list[KernelSource] = []
+
+    def compile_cuda_parts(parts: Mapping[str, KernelSource], target: str) -> tuple[CudaBinary, ...]:
+        (source,) = parts.values()
+        asked.append(source)
+        left_out = {name.removeprefix("FLASHGEN_").lower() for name, _ in source.defines}
+        name = "forward" if "backward" in left_out else "backward"
+        tiles = source.text.partition("ForwardPlan<fg::bfloat_t> {")[2].partition("}")[0]
+        spill = 300 if name == "forward" and "BR = 128, BC = 128" in tiles else 0
+        kernel = Resources(f"{source.symbol}_{name}_bf16", 200, 0, spill, 0)
+        return (CudaBinary(source.name, target, Path("none"), (kernel,), 0.0, cached=False),)
+
+    monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
+    return asked
+
+
+def shape(length: int) -> Shape:
+    """Few heads where it is short, many where it is long."""
+    heads = 8 if length < 1024 else 64
+    return Shape(1, heads, heads, length, length)
+
+
+def values(length: int) -> dict[str, float]:
+    """The call's in bfloat16, without dropout, as ``struct Arguments`` has them."""
+    sizes = shape(length)
+    return {
+        "batch": sizes.batch,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "q_len": sizes.q_len,
+        "kv_len": sizes.kv_len,
+        "element": ELEMENTS.index(ElementType.BF16),
+        "dropout_threshold": 0,
+        "deterministic": 0,
+    }
+
+
+def meta(length: int) -> torch.Tensor:
+    return torch.empty(1, shape(length).heads, length, 64, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.usefixtures("a100")
+def test_a_call_compiles_the_plan_of_its_length(assembler: list[KernelSource]) -> None:
+    """Each pass by itself, what is needed alone, and the same again for the same call."""
+    spec = parse_text(LONG).specs[0]
+    provider = CudaProvider(spec)
+    (head_dim,) = spec.head_dims
+    bf16 = ElementType.BF16
+
+    def tile(length: int) -> Tile:
+        ready, _ = provider.of_call(head_dim, 0, "forward", values(length))
+        return tile_of(ready.plan.by_element[bf16], "forward")
+
+    short = tile(512)
+    assert len(assembler) == 1
+    assert "FLASHGEN_BACKWARD" in dict(assembler[0].defines)
+    long = tile(16_384)
+    assert short != long
+    assert tile(512) == short
+    assert tile(400) == short
+    count = len(assembler)
+    assert tile(15_000) == long
+    assert len(assembler) == count, "classes of one plan share its binary"
+    pins = provider.choices(head_dim, 0).of_call(bf16, shape(512))
+    assert pins.forward == short
+    assert "by the model" in pins.reasons[0]
+
+
+@pytest.mark.usefixtures("a100", "assembler")
+def test_an_op_shows_what_its_gpu_runs() -> None:
+    """Registers and all, for the current GPU; explain for a call, whose length may choose another plan."""
+    op = flashgen.loads(LONG)
+    (head_dim,) = op.spec.head_dims
+    plan = op.plan[head_dim]
+    assert isinstance(plan, GpuPlan)
+    assert plan.target == "sm_80"
+    forward = plan.by_element[ElementType.BF16].forward
+    own = compiled(analyse(op.spec, head_dim), SM_80).plan
+    assert isinstance(own, GpuPlan)
+    spilling = own.by_element[ElementType.BF16].forward
+    assert (spilling.Br, spilling.Bc) == (128, 128)
+    assert forward != spilling
+    assert any("spills 300 bytes" in lost.reason for lost in plan.rejected)
+    assert all("__global__" in source.text for source in op.sources)
+    assert any(f"{forward.Br}" in source.text for source in op.sources)
+
+    long, short = (op.explain(meta(n), meta(n), meta(n)) for n in (16_384, 512))
+    assert (long.backend, long.device, long.target) == ("cuda", "NVIDIA A100", "sm_80")
+    assert (long.forward.Br, long.forward.Bc) == (forward.Br, forward.Bc)
+    assert (short.forward.Br, short.forward.Bc) != (forward.Br, forward.Bc)
+    assert short.forward.kernels[0].registers == 200
+    assert short.forward.kernels[0].blocks == 8 * -(-512 // short.forward.Br)
+    assert any("by the model" in reason for reason in short.reasons)
+    assert any("spills 300 bytes" in lost.reason for lost in long.rejected)
+    on_cpu = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    assert op.explain(on_cpu, on_cpu, on_cpu).backend == "cpu"
+
+
+@pytest.mark.usefixtures("a100")
+def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path) -> None:
+    """Its text where a call takes the tiles that it has; other tiles from the spec; an edited text for every call."""
+    file = tmp_path / "shown.attn"
+    file.write_text(LONG)
+    build_file(file, output=tmp_path)
+    folder = tmp_path / "shown"
+    spec = parse_text(LONG).specs[0]
+    (head_dim,) = spec.head_dims
+    text = (folder / "shown_d64_sm_80.cu").read_text()
+
+    def run(length: int) -> str:
+        provider = CudaProvider(spec, (folder, Manifest.read(folder)))
+        ready, _ = provider.of_call(head_dim, 0, "backward", values(length))
+        return ready.source.text
+
+    assert run(16_384) == text
+    assert assembler[-1].text == text
+    assert dict(assembler[-1].defines) == {
+        "FLASHGEN_FORWARD": "0",
+        "FLASHGEN_WITH_DROPOUT": "0",
+        "FLASHGEN_REPEATABLE": "0",
+    }
+    provider = CudaProvider(spec, (folder, Manifest.read(folder)))
+    ready, _ = provider.of_call(head_dim, 0, "forward", values(512))
+    assert ready.source.text != text
+    (folder / "shown_d64_sm_80.cu").write_text(text + "// edited\n")
+    for length in (512, 16_384):
+        assert run(length).endswith("// edited\n")
+    edited, reasons = CudaProvider(spec, (folder, Manifest.read(folder))).of_call(head_dim, 0, "forward", values(512))
+    assert edited.source.text.endswith("// edited\n")
+    assert "was edited, and runs as it stands" in reasons[0]
+
+
+@needs_nvrtc
+def test_parts_hold_the_kernels_of_their_pass() -> None:
+    """Every launch of a pass is found in what is compiled of it alone."""
+    text = (
+        "attention parts { head_dim 16  dtype bf16  param w: f32 grad  score s * w  mask dilated(8, 2)  dropout 0.1 }"
+    )
+    spec = parse_text(text).specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    for name in gpu_backend.BOTH:
+        for dropout, deterministic in itertools.product((0, 1), (0, 1)):
+            values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
+            for calls in (None, gpu_backend.kind_of(name, values)):
+                part = Part(ElementType.BF16, name, calls)
+                made = assembled(variant, SM_80, part=part)
+                content = made.binary.parts[part].path.read_bytes()
+                plan = made.kernel.plan
+                assert isinstance(plan, GpuPlan)
+                launches = launches_of(variant, plan, made.kernel.source.symbol, ElementType.BF16)
+                for kernel in launches(name, values).kernels:
+                    assert kernel.encode() in content
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("body", "kernels"),
+    [
+        ("", {"backward_bf16"}),
+        ("dropout 0.1", {"backward_bf16"}),
+        ("score s - 0.01 * sqdist", {"keys_bf16", "queries_bf16"}),
+        ("param w: f32 grad  score s * w", {"backward_bf16"}),
+        ("tensor t: f32[Nq] grad  score s + t[i]", {"keys_bf16", "queries_bf16"}),
+    ],
+)
+def test_the_usual_calls_compile_no_other_kernels(body: str, kernels: set[str]) -> None:
+    """A first call waits for what it starts: not for kernels with dropout, nor for those that repeat."""
+    spec = parse_text(f"attention usual {{ head_dim 16  dtype bf16  {body} }}").specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    made = assembled(variant, SM_80, part=Part(ElementType.BF16, "backward", CallKind()))
+    prefix = f"{made.kernel.source.symbol}_"
+    found = {each.name.removeprefix(prefix) for each in made.binary.kernels}
+    assert {each for each in found if each.startswith(("backward", "keys", "queries"))} == kernels

@@ -13,7 +13,7 @@ import torch
 import flashgen
 from flashgen.diagnostics import SpecError
 from flashgen.pipeline import build_file, check_file, compile_spec, load, loads, plan_file
-from flashgen.plan.device_table import known_devices
+from flashgen.targets.device_table import known_devices
 
 SPEC = """
 attention tiny {
@@ -41,7 +41,8 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Path) -> None:
     output = tmp_path / "generated"
     (first,) = build_file(spec, output=output)
-    names = {"__init__.py", "tiny.attn", "spec.json", "manifest.json", "tiny_d16_cpu.cpp", "tiny_d32_cpu.cpp"}
+    names = {"__init__.py", "tiny.attn", "spec.json", "manifest.json"}
+    names |= {f"tiny_d{d}_{target}" for d in (16, 32) for target in ("cpu.cpp", "sm_80.cu", "sm_90a.cu")}
     assert {file.name for file in first.files} == names == {file.name for file in first.changed}
     assert not build_file(spec, output=output)[0].changed
     assert not build_file(spec, output=output, check=True)[0].changed
@@ -49,7 +50,7 @@ def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Pa
 
 def test_check_writes_nothing_and_names_what_differs(spec: Path, tmp_path: Path) -> None:
     output = tmp_path / "generated"
-    assert len(build_file(spec, output=output, check=True)[0].changed) == 6
+    assert len(build_file(spec, output=output, check=True)[0].changed) == 10
     assert not output.exists()
     build_file(spec, output=output)
     (output / "tiny" / "tiny_d16_cpu.cpp").write_text("// edited\n")
@@ -71,7 +72,7 @@ def test_the_text_does_not_depend_on_the_device(tmp_path: Path, monkeypatch: pyt
     texts = []
     for name in ("zen2", "sapphire-rapids"):
         monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / name))  # each emits for itself
-        texts.append([kernel.source.text for kernel in compile_spec(spec, known_devices().cpus[name])])
+        texts.append([kernel.source.text for kernel in compile_spec(spec, known_devices().cpus[name].target)])
     assert texts[0] == texts[1]
 
 

@@ -14,14 +14,14 @@ from flashgen import recall
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.cache import Cache
 from flashgen.diagnostics import SpecError
-from flashgen.emit.cpu import emit_cpu
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_file, parse_text
 from flashgen.pipeline import load
-from flashgen.plan.devices import GENERIC_CPU
-from flashgen.plan.planner import plan
 from flashgen.recall import code_digest, cpu_source, specs_of_file, specs_of_text
+from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.emit import emit_cpu
+from flashgen.targets.cpu.plan import plan_cpu
 
 SPEC = 'import "slope.attn"\nattention tiny { head_dim 16  const w = 8  score s * rise(1)  mask window_left(w) }\n'
 SLOPE = "def rise(x) = x / 2\n"
@@ -143,14 +143,14 @@ def test_sources_are_emitted_once() -> None:
 
     def emit(chosen: Variant) -> KernelSource:
         emitted.append(chosen)
-        return emit_cpu(chosen, plan(chosen, GENERIC_CPU))
+        return emit_cpu(chosen, plan_cpu(chosen, GENERIC_CPU))
 
     causal, full = "attention a { head_dim 16 mask causal }", "attention a { head_dim 16 }"
     sources = [cpu_source(each, lambda each=each: emit(each)) for each in map(variant, (causal, causal, full))]  # type: ignore[misc]
     assert len(emitted) == 2
     assert sources[0] == sources[1] != sources[2]
     first = variant(causal)
-    assert sources[0] == emit_cpu(first, plan(first, GENERIC_CPU))
+    assert sources[0] == emit_cpu(first, plan_cpu(first, GENERIC_CPU))
 
 
 def test_a_second_process_neither_parses_nor_fills_templates(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

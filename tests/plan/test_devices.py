@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.device_table import DeviceFileError, Gpu, known_devices, product_of, read_devices, user_file
-from flashgen.plan.gpu_architecture import PLANNED_ONLY, multiprocessor_of
-from flashgen.plan.planner import plan
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.device_table import DeviceFileError, known_devices, product_of, read_devices, user_file
+from flashgen.targets.gpu.multiprocessor import multiprocessor_of
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.registry import ARCHITECTURES, GPUS
 from tests.plan.test_planner import variant
 
 SHIPPED = known_devices(Path("/nowhere/devices.toml"))
@@ -67,15 +68,15 @@ def test_the_table_holds_what_people_have() -> None:
     assert set(wanted.split()) <= set(SHIPPED.gpus)
     for name in ("rtx3090", "rtx4090", "rtx5090", "l4"):
         assert SHIPPED.gpus[name].target.block_bytes == 99 * 1024
-    assert {gpu.target.name for gpu in SHIPPED.gpus.values()} <= set(TARGETS) | set(PLANNED_ONLY)
+    assert {gpu.target.name for gpu in SHIPPED.gpus.values()} <= set(ARCHITECTURES)
     assert not SHIPPED.gpus["v100"].is_generated_for
 
 
 def test_every_architecture_is_timed_on_a_product() -> None:
-    for target in TARGETS.values():
+    for target in GPUS.values():
         found = product_of(target)
         assert (found.name, found.target) == (target.name, target)
-    assert product_of(TARGETS["sm_80"]).product == SHIPPED.gpus["a100"].product
+    assert product_of(GPUS["sm_80"]).product == SHIPPED.gpus["a100"].product
 
 
 def test_users_add_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ def test_users_add_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert mine.sources["clock_mhz"] == "measured"
     assert known.cpus["laptop"].sram_bytes == 1280 * 1024
     assert set(SHIPPED.gpus) <= set(known.gpus)
-    assert plan(variant("head_dim 64"), known.cpus["laptop"]).device == "laptop"
+    assert plan_cpu(variant("head_dim 64"), known.cpus["laptop"]).device == "laptop"
 
 
 @pytest.mark.parametrize(

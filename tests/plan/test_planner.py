@@ -11,12 +11,16 @@ import pytest
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import SpecError
 from flashgen.language import parse_text
-from flashgen.plan import devices
-from flashgen.plan.device_table import known_devices
-from flashgen.plan.devices import GENERIC_CPU, local_cpu
-from flashgen.plan.plan import Plan, Tiles
-from flashgen.plan.planner import USABLE_SRAM, plan, schedule_warnings
-from flashgen.plan.products import Products
+from flashgen.plan.plan import Tiles
+from flashgen.targets.cpu import device as devices
+from flashgen.targets.cpu.device import GENERIC_CPU, local_cpu
+from flashgen.targets.cpu.limits import unused_pins
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.products import Products
+from flashgen.targets.cpu.recipes import USABLE_SRAM
+from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.device_table import known_devices
+from flashgen.targets.registry import GPUS
 
 
 def variant(body: str) -> Variant:
@@ -25,15 +29,15 @@ def variant(body: str) -> Variant:
     return analyse(spec, spec.head_dims[0])
 
 
-def kinds_of(chosen: Plan) -> list[Mapping[str, Tiles]]:
+def kinds_of(chosen: CpuPlan) -> list[Mapping[str, Tiles]]:
     """The passes in vectors, then those in matrix registers."""
     return [chosen.tiles(products) for products in Products]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("device", known_devices().cpus.values(), ids=lambda device: device.name)
-def test_tiles_fit_wherever_some_tile_does(head_dim: int, device: devices.Device) -> None:
-    chosen = plan(variant(f"head_dim {head_dim}"), device)
+def test_tiles_fit_wherever_some_tile_does(head_dim: int, device: devices.Cpu) -> None:
+    chosen = plan_cpu(variant(f"head_dim {head_dim}"), device)
     for tile in (tile for passes in kinds_of(chosen) for tile in passes.values()):
         spilt = any("spills least" in reason for reason in chosen.reasons)
         assert tile.sram_bytes <= USABLE_SRAM * device.sram_bytes or spilt
@@ -43,14 +47,14 @@ def test_more_memory_never_makes_tiles_smaller() -> None:
     a = variant("head_dim 64")
     areas = []
     for kib in (64, 128, 256, 512, 1024, 4096):
-        chosen = plan(a, replace(GENERIC_CPU, sram_bytes=kib * 1024))
+        chosen = plan_cpu(a, replace(GENERIC_CPU, sram_bytes=kib * 1024))
         areas.append(chosen.forward.Br * chosen.forward.Bc)
     assert areas == sorted(areas)
 
 
 @pytest.mark.parametrize("block", [16, 48, 64, 100, 256])
 def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
-    chosen = plan(variant(f"head_dim 64 layout block {block}: I == J"), GENERIC_CPU)
+    chosen = plan_cpu(variant(f"head_dim 64 layout block {block}: I == J"), GENERIC_CPU)
     for tile in (tile for passes in kinds_of(chosen) for tile in passes.values()):
         assert block % tile.Bc == 0 or tile.Bc % block == 0
         assert tile.Br % 16 == 0
@@ -60,7 +64,9 @@ def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
 
 def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
     device = replace(GENERIC_CPU, sram_bytes=2 * 1024 * 1024)
-    by_width = [plan(variant(f"head_dim 64 mask causal and window_left({width})"), device) for width in (32, 256, 4096)]
+    by_width = [
+        plan_cpu(variant(f"head_dim 64 mask causal and window_left({width})"), device) for width in (32, 256, 4096)
+    ]
     for of_each in zip(*map(kinds_of, by_width), strict=True):
         for name in ("forward", "backward"):
             columns = [passes[name].Bc for passes in of_each]
@@ -69,7 +75,9 @@ def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
 
 
 def test_pins_are_obeyed() -> None:
-    chosen = plan(variant("head_dim 64 schedule { Br = 32 Bc = 48 backward_Br = 16 backward_Bc = 40 }"), GENERIC_CPU)
+    chosen = plan_cpu(
+        variant("head_dim 64 schedule { Br = 32 Bc = 48 backward_Br = 16 backward_Bc = 40 }"), GENERIC_CPU
+    )
     assert (chosen.forward.Br, chosen.forward.Bc) == (32, 48)
     assert (chosen.backward.Br, chosen.backward.Bc) == (16, 40)
     assert any("B_r pinned by the schedule" in reason for reason in chosen.reasons)
@@ -78,18 +86,20 @@ def test_pins_are_obeyed() -> None:
 @pytest.mark.parametrize("pin", ["Br = 24", "Br = 2048", "backward_Br = 8", "Bc = 4096"])
 def test_pins_that_cannot_work_are_refused(pin: str) -> None:
     with pytest.raises(SpecError) as refused:
-        plan(variant(f"head_dim 64 schedule {{ {pin} }}"), GENERIC_CPU)
+        plan_cpu(variant(f"head_dim 64 schedule {{ {pin} }}"), GENERIC_CPU)
     assert [diagnostic.code for diagnostic in refused.value.diagnostics] == ["E403"]
     assert pin in str(refused.value)
 
 
-def test_pins_without_a_meaning_on_a_cpu_are_warned_of() -> None:
-    found = schedule_warnings(variant("head_dim 64 schedule { warps = 4 stages = 2 }"))
-    assert [diagnostic.code for diagnostic in found] == ["W503", "W503"]
+def test_pins_without_a_meaning_on_a_cpu_are_named() -> None:
+    pinned = variant("head_dim 64 schedule { warps = 4 stages = 2 }")
+    assert [pin.split()[0] for pin in unused_pins(pinned)] == ["'warps'", "'stages'"]
+    assert [reason for reason in plan_cpu(pinned, GENERIC_CPU).reasons if "'warps' of the schedule" in reason]
+    assert unused_pins(variant("head_dim 64 schedule { Br = 64 }")) == ()
 
 
 def test_a_plan_names_its_runners_up() -> None:
-    chosen = plan(variant("head_dim 64"), GENERIC_CPU)
+    chosen = plan_cpu(variant("head_dim 64"), GENERIC_CPU)
     assert any("KiB are usable" in each.reason for each in chosen.rejected)
     assert any("of work beside the products" in each.reason for each in chosen.rejected)
     assert chosen.describe().count("rejected") == 2
@@ -124,3 +134,10 @@ def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:
             (folder / name).write_text(content + "\n")
     assert devices._cache_bytes(1, tmp_path) == 48 * 1024
     assert devices._cache_bytes(2, tmp_path) == 2 * 1024 * 1024
+
+
+@pytest.mark.parametrize("target", sorted(GPUS))
+def test_a_head_dimension_beyond_the_tables_is_refused_by_name(target: str) -> None:
+    (spec,) = parse_text("attention big { head_dim 512 mask causal }").specs
+    with pytest.raises(SpecError, match="reach head dimension 256; 'big' has 512"):
+        GPUS[target].plan(analyse(spec, spec.head_dims[0]))

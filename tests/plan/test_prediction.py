@@ -10,18 +10,19 @@ import pytest
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan import cpu_time, gpu_time
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_plan import ElementPlan
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.cuda_registers import MOST, accumulators, registers
-from flashgen.plan.device_table import Gpu, known_devices
 from flashgen.plan.measured import spearman
 from flashgen.plan.plan import Tiles
-from flashgen.plan.planner import plan
 from flashgen.plan.prediction import PassTime
-from flashgen.plan.products import Products
 from flashgen.plan.work import pair_work
+from flashgen.targets.cpu import cost as cpu_cost
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.products import Products
+from flashgen.targets.device_table import known_devices
+from flashgen.targets.gpu import cost as gpu_cost
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.registers import MOST, accumulators, registers
+from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.registry import GPUS as TARGETS
 from tests.cuda.helpers import planned
 from tests.cuda.test_compile import PLAIN, REASON, compiled
 from tests.plan.test_planner import variant
@@ -33,8 +34,9 @@ SHAPE = Shape(4, 16, 16, 2048, 2048)
 
 def predicted(body: str, gpu: Gpu = A100, shape: Shape = SHAPE) -> tuple[PassTime, PassTime, ElementPlan]:
     each = variant(f"{body} dtype f16")
-    tiles = plan_cuda(each, gpu.target).elements[0]
-    return gpu_time.forward_time(each, tiles, gpu, shape), gpu_time.backward_time(each, tiles, gpu, shape), tiles
+    tiles = gpu.target.plan(each).elements[0]
+    forward, backward = (gpu_cost.pass_time(each, tiles, gpu, shape, name) for name in ("forward", "backward"))
+    return forward, backward, tiles
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -113,7 +115,7 @@ def test_gradients_of_captured_values_cost_where_they_are_summed() -> None:
 
 def test_a_spill_is_expected_beyond_the_last_register() -> None:
     each = variant("head_dim 256 dtype f16")
-    tiles = plan_cuda(each, TARGETS["sm_80"]).elements[0].forward
+    tiles = TARGETS["sm_80"].plan(each).elements[0].forward
     wide = replace(tiles, Br=128, Bc=128, warps=4)
     assert registers(each, ElementType.F16, wide) > MOST
     assert accumulators(each, ElementType.F16, wide) == 128 * (256 + 128) // 128
@@ -140,7 +142,7 @@ def test_registers_are_near_the_compilers(head_dim: int, element: ElementType) -
 def test_a_cpu_with_more_cores_or_a_faster_clock_is_faster() -> None:
     zen3, tile = known_devices().cpus["zen3"], Tiles(64, 64, 0)
     for name in ("forward", "backward"):
-        time = partial(cpu_time.pass_time, variant("head_dim 64"), Products.VECTORS, name)
+        time = partial(cpu_cost.pass_time, variant("head_dim 64"), Products.VECTORS, name)
         base = time(tile, zen3, SHAPE)
         assert time(tile, replace(zen3, cores=128), SHAPE).seconds < base.seconds
         assert time(tile, replace(zen3, clock_hz=5e9), SHAPE).seconds < base.seconds
@@ -158,9 +160,9 @@ def test_matrix_registers_are_faster_than_vectors_and_slower_than_their_peak() -
         times, windows = [], []
         for products in Products:
             found = [variant("head_dim 64"), variant("head_dim 64 mask causal and window_left(256)")]
-            tiles = [plan(each, xeon).tiles(products)[name] for each in found]
+            tiles = [plan_cpu(each, xeon).tiles(products)[name] for each in found]
             whole, window = (
-                cpu_time.pass_time(each, products, name, tile, xeon, shape)
+                cpu_cost.pass_time(each, products, name, tile, xeon, shape)
                 for each, tile in zip(found, tiles, strict=True)
             )
             times.append(whole.seconds)

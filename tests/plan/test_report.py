@@ -9,12 +9,13 @@ import pytest
 from flashgen.diagnostics import SpecError
 from flashgen.ir.shape import Shape
 from flashgen.plan import paper
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.device_table import known_devices
-from flashgen.plan.paper import BlockSizes
-from flashgen.plan.planner import plan
-from flashgen.plan.products import Products
-from flashgen.plan.report import PassReport, lengths_of, report
+from flashgen.plan.paper import BlockSizes, Lengths
+from flashgen.plan.report import PassReport
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.products import Products
+from flashgen.targets.device_table import known_devices
+from flashgen.targets.protocol import AnyDevice
+from flashgen.targets.report import report
 from tests.plan.test_planner import variant
 
 KNOWN = known_devices()
@@ -22,7 +23,7 @@ SHAPE = Shape(2, 8, 2, 1000, 1500)
 
 
 def passes(body: str, device: str = "a100", shape: Shape = SHAPE) -> dict[str, PassReport]:
-    found = KNOWN.gpus.get(device) or KNOWN.cpus[device]
+    found: AnyDevice = KNOWN.gpus[device] if device in KNOWN.gpus else KNOWN.cpus[device]
     return {f"{each.name} {each.element}": each for each in report(variant(body), found, shape).passes}
 
 
@@ -47,11 +48,14 @@ def test_buffers_add_up_to_what_is_kept(body: str, device: str) -> None:
 def test_bytes_beside_standard_attention_and_the_least() -> None:
     each = variant("head_dim 64 dtype f16 mask causal")
     for name, found in passes("head_dim 64 dtype f16 mask causal").items():
-        moved, lengths = found.moved, lengths_of(each, SHAPE)
+        moved, lengths = found.moved, Lengths.of(SHAPE, each.head_dim)
         forward = name.startswith("forward")
         assert moved.kernels == found.time.hbm_bytes
         assert moved.standard == 2 * (paper.standard_forward if forward else paper.standard_backward)(lengths)
         assert moved.standard > moved.kernels > moved.least
+        chunks = paper.rabe_staats_blocks(1000, 1500)
+        closed_form = paper.rabe_staats_forward if forward else paper.rabe_staats_backward
+        assert moved.rabe_staats == 2 * closed_form(lengths, chunks) > moved.standard  # it saves memory alone
 
 
 def test_the_papers_tile() -> None:
@@ -87,7 +91,7 @@ def test_a_cpu_with_matrix_registers_is_reported_by_what_calls_take() -> None:
         ("head_dim 64", Shape(2, 8, 2, 100, 1500), False),
         ("head_dim 64 layout block 64: I >= J", SHAPE, False),
     ):
-        chosen = plan(variant(body), xeon)
+        chosen = plan_cpu(variant(body), xeon)
         found = passes(body, "sapphire-rapids", shape)
         assert list(found) == ["forward f32", "backward f32", "forward bf16", "backward bf16"]
         for name, products in (("f32", Products.SPLIT if split else Products.VECTORS), ("bf16", Products.BFLOAT16)):
@@ -135,4 +139,4 @@ def test_everything_is_plain_data() -> None:
     found = report(variant("head_dim 64 mask causal"), KNOWN.gpus["h200"], SHAPE).to_json()
     text = json.loads(json.dumps(found, default=str))
     assert text["passes"][0]["hbm_bytes"]["by_buffer"]["q"] == 2 * 2 * 8 * 1000 * 64
-    assert plan_cuda(variant("head_dim 64 mask causal"), KNOWN.gpus["h200"].target).target == text["target"]
+    assert KNOWN.gpus["h200"].target.plan(variant("head_dim 64 mask causal")).target == text["target"]

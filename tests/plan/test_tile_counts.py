@@ -1,14 +1,16 @@
-"""Counts of tiles: equal to looking at every tile, and to the bytes that are predicted tile by tile."""
+"""Counts of tiles: equal to looking at every tile; bytes of a shape: equal to those of a call."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashgen.analysis.pieces import classify_in_pieces
-from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.boxes import classify
+from flashgen.analysis.pieces import is_cut
+from flashgen.analysis.tiles import Tile, TileClass, loads_of_kernels
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.interval import IntRange
@@ -16,12 +18,11 @@ from flashgen.ir.shape import Shape
 from flashgen.language import parse_file
 from flashgen.plan import tile_counts as module
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.cuda_bytes import backward_traffic, forward_traffic
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_launches import backward_launches, forward_launches
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.cuda_traffic import COUNTED, traffic
-from flashgen.plan.tile_counts import tile_counts
+from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
+from flashgen.targets.gpu.bytes import COUNTED, bytes_of_call, bytes_of_shape
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.registry import GPUS
+from tests.analysis.pieces import class_in_pieces
 from tests.numeric.helpers import GALLERY, SMALL_CONSTANTS, SPECS
 from tests.plan.test_planner import variant
 
@@ -59,7 +60,7 @@ def classes(keep: Variant, shape: Shape, Br: int, Bc: int) -> np.ndarray:
             sizes,
         )
         order = (TileClass.EMPTY, TileClass.PARTIAL, TileClass.FULL)
-        found[b, h, row, column] = order.index(classify_in_pieces(keep.keep, tile))
+        found[b, h, row, column] = order.index(class_in_pieces(keep.keep, tile))
     return found
 
 
@@ -91,26 +92,56 @@ def test_halving_finds_what_looking_finds(body: str, Br: int, Bc: int) -> None:
     np.testing.assert_allclose(counts.column_tiles, visited.sum(2).mean((0, 1)))
 
 
+CALL_MASKS = {
+    "documents": "tensor doc: i32[B, Nk] mask causal and doc[b, i] == doc[b, j]",
+    "lengths": "tensor until: i32[B, H] param w: i32 mask j < until[b, h] or i - j == w",
+    "tables": "tensor blocks: bool[H, 8, 8] layout block 32: blocks[h, I, J]",
+    "bits": "layout block 32: I == J or popcount(I ^ J) == 1",
+    "heads": "mask j <= i + 40 * h - 30 * b",
+}
+
+
+@pytest.mark.parametrize("body", CALL_MASKS.values(), ids=CALL_MASKS)
+def test_a_call_finds_what_looking_finds(body: str) -> None:
+    """A shard of something longer, with all that its mask reads: every tile of every head, one by one."""
+    keep, rng, shape = variant(f"head_dim 16 {body}").keep, np.random.default_rng(), Shape(2, 2, 1, 150, 205)
+    sizes = {"B": 3, "H": 4, "Hkv": 2, "Nq": 190, "Nk": 221}
+    doc = np.sort(rng.integers(0, 5, (3, 221)), axis=1)
+    captured = {"doc": doc, "until": rng.integers(0, 221, (3, 4)), "blocks": rng.random((4, 8, 8)) < 0.2}
+    call = Call(shape, (1, 2, 40, 16), sizes, {"w": -30}, loads_of_kernels(captured))
+    for Br, Bc in ((32, 48), (64, 16)):
+        counts, found = counts_of_call(keep, call, Br, Bc), np.zeros((2, 2, -(-150 // Br), -(-205 // Bc)), dtype=bool)
+        for b, h, row, column in np.ndindex(*found.shape):
+            i = IntRange(40 + row * Br, 40 + min(row * Br + Br, 150) - 1)
+            j = IntRange(16 + column * Bc, 16 + min(column * Bc + Bc, 205) - 1)
+            tile = Tile(IntRange(b + 1, b + 1), IntRange(h + 2, h + 2), i, j, sizes, call.params)
+            looked = class_in_pieces(keep, tile) if is_cut(keep) else classify(keep, tile, loads=call.loads)
+            found[b, h, row, column] = looked is not TileClass.EMPTY
+        rows = np.minimum(Br, 150 - np.arange(0, 150, Br))[:, None]
+        assert counts.is_exact
+        assert (counts.visited, counts.unknown) == (found.sum(), ())
+        assert counts.keys == (found * np.minimum(Bc, 205 - np.arange(0, 205, Bc))).sum()
+        assert (counts.rows, counts.groups) == ((found * rows).sum(), (found * -(-rows // 16)).sum())
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", BY_POSITIONS)
-def test_bytes_are_those_of_every_tile(name: str, target: str) -> None:
+def test_bytes_of_a_shape_are_those_of_a_call(name: str, target: str) -> None:
     """Of each spec of the gallery whose mask follows from positions, forward and backward."""
     each, shape = gallery_variant(name), Shape(2, 2, 1, 150, 205)
-    plan = plan_cuda(each, TARGETS[target])
+    plan = GPUS[target].plan(each)
     tiles = plan.elements[0]
     values: dict[str, float] = {field.name: 0 for field in argument_fields(each.spec)}
     values |= {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 150, "kv_len": 205}
     values |= {"b_total": 2, "h_total": 2, "q_total": 150, "kv_total": 205}
-    values |= {f"param_{key}": value for key, value in module._known_params(each.spec.params, shape).items()}
+    values |= {f"param_{key}": value for key, value in module.known_params(each.spec.params, shape).items()}
     forward = forward_launches("s", each, plan, tiles.element, dropped=False)
     backward = backward_launches("s", each, plan, tiles.element, dropped=False, deterministic=False)
-    for launches, quick in ((forward, forward_traffic), (backward, backward_traffic)):
-        expected = traffic(each, tiles, "s", launches, values, {})
-        total: dict[str, int] = {}
-        for by_buffer in quick(each, tiles, shape).values():
-            for buffer, size in by_buffer.items():
-                total[buffer] = total.get(buffer, 0) + size
-        assert total == expected
+    for pass_name, launches in (("forward", forward), ("backward", backward)):
+        total: Counter[str] = Counter()
+        for by_buffer in bytes_of_shape(each, tiles, shape, pass_name).values():
+            total.update(by_buffer)
+        assert total == bytes_of_call(each, tiles, "s", launches, values, {})
         assert set(total) <= set(COUNTED)
 
 

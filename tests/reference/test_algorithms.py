@@ -30,6 +30,9 @@ from flashgen.reference.algorithms import (
     flash2_backward,
     flash2_forward,
     kept_blocks,
+    rabe_staats_backward,
+    rabe_staats_blocks,
+    rabe_staats_forward,
 )
 from flashgen.reference.algorithms.pairs import captured_names, given_tensor
 from flashgen.reference.dense import Dropout, attention
@@ -156,6 +159,17 @@ def test_flash_attention_2(name: str) -> None:
     same_backward(algorithm_4(forward, expected.d_o, expected.d_lse, BLOCKS), expected)
 
 
+@pytest.mark.parametrize("name", GALLERY)
+def test_rabe_and_staats(name: str) -> None:
+    expected = gallery_truth(name)
+    for blocks in (BLOCKS, rabe_staats_blocks(expected.problem.shard.q_len, expected.problem.shard.kv_len)):
+        forward = rabe_staats_forward(expected.problem, blocks)
+        same_forward(forward.o, forward.lse, expected)
+        same_backward(rabe_staats_backward(forward, expected.d_o, expected.d_lse, blocks), expected)
+    # FlashAttention's backward pass goes on from there.
+    same_backward(algorithm_4(forward, expected.d_o, expected.d_lse, BLOCKS), expected)
+
+
 def _rows_visited(kept: Tensor, problem: Problem) -> int:
     lengths = [min(BLOCKS.Br, problem.shard.q_len - first) for first in range(0, problem.shard.q_len, BLOCKS.Br)]
     return int((kept.sum(-1) * torch.tensor(lengths)).sum())
@@ -171,6 +185,9 @@ def test_any_block_sizes(blocks: tuple[int, int]) -> None:
     same_forward(second.o, second.lse, expected)
     standard = algorithm_0(expected.problem, sizes)
     same_backward(algorithm_3(standard, expected.d_o, expected.d_lse, sizes), expected)
+    chunks = rabe_staats_forward(expected.problem, sizes)
+    same_forward(chunks.o, chunks.lse, expected)
+    same_backward(rabe_staats_backward(chunks, expected.d_o, expected.d_lse, sizes), expected)
 
 
 def test_algorithm_1_is_algorithm_2_without_dropout() -> None:
@@ -187,6 +204,7 @@ RUNS: tuple[Callable[[Problem, BlockSizes], Tensor], ...] = (
     lambda problem, blocks: algorithm_2(problem, blocks).o,
     lambda problem, blocks: algorithm_5(problem, blocks).o,
     lambda problem, blocks: flash2_forward(problem, blocks).o,
+    lambda problem, blocks: rabe_staats_forward(problem, blocks).o,
 )
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan import paper
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_launches import forward_launches
-from flashgen.plan.cuda_traffic import traffic
 from flashgen.plan.paper import BlockSizes, Lengths, paper_blocks
 from flashgen.reference.algorithms import (
     Backward,
     Forward,
     Problem,
+    Standard,
     algorithm_0,
     algorithm_1,
     algorithm_3,
@@ -28,8 +28,14 @@ from flashgen.reference.algorithms import (
     flash2_backward,
     flash2_forward,
     kept_blocks,
+    rabe_staats_backward,
+    rabe_staats_blocks,
+    rabe_staats_forward,
 )
 from flashgen.reference.shard import Shard
+from flashgen.targets.gpu.bytes import bytes_of_call
+from flashgen.targets.gpu.launches import forward_launches
+from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned
 
 
@@ -168,6 +174,70 @@ def test_closed_forms_of_odd_sizes(Nq: int, Nk: int, d: int, dv: int, heads: int
         assert flash.hbm.accesses == paper.flash_forward(lengths, blocks)
         assert algorithm_4(flash, d_o, None, blocks).hbm.accesses == paper.flash_backward(lengths, blocks)
         assert flash.hbm.accesses >= paper.lower_bound(lengths)
+        assert flash.hbm.extra == paper.flash_memory(lengths)
+        chunks = rabe_staats_forward(problem, blocks)
+        assert chunks.hbm.accesses == paper.rabe_staats_forward(lengths, blocks)
+        assert chunks.hbm.extra == paper.rabe_staats_memory(lengths, blocks)
+        back = rabe_staats_backward(chunks, d_o, None, blocks)
+        assert back.hbm.accesses == paper.rabe_staats_backward(lengths, blocks)
+        assert back.hbm.extra == paper.rabe_staats_memory(lengths, blocks, backward=True)
+    assert standard.hbm.extra == paper.standard_memory(lengths)
+
+
+@pytest.mark.parametrize(("Nq", "Nk", "d", "dv", "heads", "kv_heads"), ODD)
+def test_flops_are_those_that_pytorch_counts(Nq: int, Nk: int, d: int, dv: int, heads: int, kv_heads: int) -> None:
+    """Of the matrix products, against PyTorch's own counter and the closed forms."""
+    problem = plain(Nq, d, heads=heads, kv_heads=kv_heads, Nk=Nk, dv=dv)
+    lengths, blocks = Lengths(heads, kv_heads, Nq, Nk, d, dv), BlockSizes(17, 11)
+    d_o = torch.randn(1, heads, Nq, dv)
+    passes: dict[str, tuple[Callable[[], Forward | Standard], Callable[[Any], Backward], int]] = {
+        "standard": (
+            lambda: algorithm_0(problem),
+            lambda forward: algorithm_3(forward, d_o),
+            paper.standard_backward_flops(lengths),
+        ),
+        "flash": (
+            lambda: algorithm_1(problem, blocks),
+            lambda forward: algorithm_4(forward, d_o, None, blocks),
+            paper.flash_backward_flops(lengths),
+        ),
+        "flash 2": (
+            lambda: flash2_forward(problem, blocks),
+            lambda forward: flash2_backward(forward, d_o, None, blocks),
+            paper.flash_backward_flops(lengths),
+        ),
+        "rabe_staats": (
+            lambda: rabe_staats_forward(problem, blocks),
+            lambda forward: rabe_staats_backward(forward, d_o, None, blocks),
+            paper.rabe_staats_backward_flops(lengths),
+        ),
+    }
+    for name, (ahead, back, backward_flops) in passes.items():
+        with FlopCounterMode(display=False) as counter:
+            forward = ahead()
+        assert forward.hbm.flops == counter.get_total_flops() == paper.forward_flops(lengths), name
+        with FlopCounterMode(display=False) as counter:
+            found = back(forward)
+        assert found.hbm.flops == counter.get_total_flops() == backward_flops, name
+
+
+def test_rabe_and_staats_save_memory_and_no_accesses() -> None:
+    """B.5: memory grows with √N a query, and not with N; accesses stay those of standard attention, and some more."""
+    N, d = 256, 8
+    problem, lengths = plain(N, d), Lengths(1, 1, N, N, d, d)
+    blocks = rabe_staats_blocks(N, N)
+    assert blocks == BlockSizes(256, 16)
+    assert rabe_staats_blocks(4096, 5000) == BlockSizes(1024, 71)
+    chunks, standard = rabe_staats_forward(problem, blocks).hbm, algorithm_0(problem).hbm
+    flash = algorithm_1(problem, paper_blocks(512, d)).hbm
+    assert flash.extra < chunks.extra < standard.extra / 2
+    assert flash.accesses < standard.accesses < chunks.accesses
+    assert paper.rabe_staats_backward_flops(lengths) > paper.flash_backward_flops(lengths)
+    # 16 times the length: 4 times the keys of a chunk, and 4 times the chunks.
+    long = Lengths(1, 1, 16 * N, 16 * N, d, d)
+    wide = BlockSizes(256, 64)
+    growth = (paper.rabe_staats_memory(long, wide) - paper.flash_memory(long)) / (chunks.extra - 2 * N)
+    assert growth == pytest.approx(4)
 
 
 def test_flash_attention_2_keeps_its_outputs_on_the_chip() -> None:
@@ -195,8 +265,8 @@ def test_the_kernels_move_what_flash_attention_2_moves() -> None:
     values = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 100, "kv_len": 90}
     values |= {f"{name}_start": 0 for name in "bhq"} | {"kv_start": 0}
     values |= {"b_total": 1, "h_total": 4, "q_total": 100, "kv_total": 90}
-    predicted = traffic(variant, tiles, "c", launches, values, {})
-    assert TARGETS["sm_80"].block_bytes >= tiles.forward.sram_bytes
+    predicted = bytes_of_call(variant, tiles, "c", launches, values, {})
+    assert GPUS["sm_80"].block_bytes >= tiles.forward.sram_bytes
     assert predicted == {
         "q": 2 * counted["Q"],
         "k": 2 * counted["K"],

@@ -34,7 +34,7 @@ attention rich {
 def op(text: str, backend: str | None) -> AttentionOp:
     """The op of a spec on a backend; ``tiled`` is what stands in where there is no compiler."""
     if backend == "tiled":
-        return AttentionOp(OpParts(flashgen.loads(text, backend="reference").spec, {"cpu": None}))
+        return AttentionOp(OpParts(flashgen.loads(text, backend="reference").spec, {"cpu": None}, label="tiled"))
     return flashgen.loads(text, backend=backend)
 
 

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,11 +114,54 @@ def test_cxx_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_compiler().command[1:] == ("-Wall",)
 
 
-@pytest.mark.parametrize("cxx", ["/nowhere/c++", "false", "/etc/passwd"])
-def test_a_cxx_that_does_not_work(monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
+@pytest.mark.parametrize("named", ["-march=x86-64", "-mcpu=cortex-a53"])
+def test_a_cpu_that_cxx_names_is_the_one_that_is_meant(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """Of two that are named compilers take the last, or refuse both."""
+    text = f'for each in "$@"; do [ "$each" = {named} ] || set -- "$@" "$each"; shift; done\nexec c++ "$@"'
+    monkeypatch.setenv("CXX", f"{script(tmp_path / 'cross', text)} {named}")
+    (binary,) = compile_sources([ANSWER], cache=cache)
+    log = (binary.path.parent / "compile.log").read_text()
+    assert named in log
+    assert "-march=native" not in log
+
+
+@pytest.mark.parametrize(
+    ("cxx", "said"),
+    [
+        ("/nowhere/c++", "does not exist"),
+        ("nowhere-c++ -O2", "not on the path"),
+        ("false", "does not start"),
+        ("/etc/passwd", "may not be executed"),
+        ("/etc", "is a folder"),
+        ("g++ 'x", "is no command"),
+        ("''", "''"),
+    ],
+)
+def test_a_cxx_that_does_not_work(monkeypatch: pytest.MonkeyPatch, cxx: str, said: str) -> None:
     monkeypatch.setenv("CXX", cxx)
-    with pytest.raises(CompilerMissing, match=r"no C\+\+ compiler: \$CXX names"):
+    with pytest.raises(CompilerMissing, match=r"no C\+\+ compiler: \$CXX ") as refused:
         find_compiler()
+    assert said in str(refused.value)
+
+
+def test_a_compiler_that_writes_nothing_or_nonsense(cache: Cache, tmp_path: Path) -> None:
+    silent = Compiler((str(script(tmp_path / "silent", "exit 0")),), "1")
+    with pytest.raises(CompileFailed, match="wrote no library"):
+        compile_sources([ANSWER], cache=cache, compiler=silent)
+    text = 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"'
+    foreign = Compiler((str(script(tmp_path / "foreign", text)),), "1")
+    (binary,) = compile_sources([ANSWER], cache=cache, compiler=foreign)
+    with pytest.raises(CompileFailed, match="cannot be loaded here"):
+        LibraryKernel.load(binary.path, "answer", FIELDS)
+
+
+def test_a_temporary_folder_without_room(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the cache's fault, and is not said to be."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(CompileFailed, match=r"could not be compiled in the temporary folder .*gone"):
+        compile_sources([ANSWER], cache=cache)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

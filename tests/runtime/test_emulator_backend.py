@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,12 +10,10 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.backends import emulator_provider
+from flashgen.backends import EMULATED, EmulatorProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import compile_spec
-from flashgen.plan.cuda_devices import TARGETS
 from flashgen.runtime.call import CallChecker
 from flashgen.runtime.emulated import EmulatedKernel, recording
 from flashgen.runtime.op import AttentionOp, OpParts
@@ -107,7 +106,7 @@ def test_rows_that_are_no_whole_chunks() -> None:
 def test_tensors_that_are_divided_among_launches() -> None:
     """As for more than 2^31 elements, with a limit that small tensors reach: by batches, then by heads."""
     spec = op(RICH, "emulator").spec
-    provider = emulator_provider(spec)
+    provider = EmulatorProvider(spec, EMULATED)
     found = provider(HeadDim(16, 16), 0)
     assert isinstance(found, EmulatedKernel)
 
@@ -142,7 +141,7 @@ def test_params_and_seeds_in_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
         assert_equal(results(emulated, inputs, **named), expected)
     values = counted[0].values
     assert (values["param_ell"], values["param_cut"], values["seed"]) == (0, 0, 0)
-    assert {"param_ell_at", "param_cut_at", "seed_at"} <= set(counted[0].report.traffic)
+    assert {"place_ell", "place_cut", "seed_at"} <= set(counted[0].report.traffic)
 
 
 def test_what_is_counted() -> None:
@@ -169,20 +168,23 @@ def test_sources_and_backends() -> None:
     assert emulated.name != op(CAUSAL, "cpu").name
 
 
-def test_another_target() -> None:
-    """The tiles of a GPU with 99 KiB of shared memory."""
-    spec = flashgen.loads("attention small { head_dim 128  dtype bf16  mask causal }", backend="reference").spec
-    target = TARGETS["sm_86"]
-    (kernel,) = compile_spec(spec, target)
-    parts = OpParts(
-        spec,
-        {"cpu": emulator_provider(spec, target)},
-        plan={kernel.source.head_dim: kernel.plan},
-        sources=(kernel.source,),
-        backend="emulator",
-    )
-    attention = AttentionOp(parts)
-    assert "sm_86" in attention.sources[0].name
+@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_90a"])
+def test_another_target(target: str) -> None:
+    """Without asynchronous copies, with 99 KiB of shared memory, by warpgroups."""
+    text = "attention small { head_dim 128  dtype bf16  mask causal }"
+    attention = flashgen.loads(text, backend="emulator", target=target)
+    (source,), plan = attention.sources, attention.plan[HeadDim(128, 128)]
+    assert source.name.endswith(f"_{target}")
+    assert plan.elements[0].forward.warpgroups is (target == "sm_90a")
+    assert attention.name != flashgen.loads(text, backend="emulator").name
+    assert pickle.loads(pickle.dumps(attention)).name == attention.name
     case = verify_case(attention, HeadDim(128, 128), ElementType.BF16, Shape(1, 1, 1, 70, 70))
     assert case.ok, failures(case)
     assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
+
+
+def test_a_target_is_for_the_emulator() -> None:
+    with pytest.raises(ValueError, match="target 'sm_80' is for backend='emulator'; the default backend runs on"):
+        flashgen.loads(CAUSAL, target="sm_80")
+    with pytest.raises(ValueError, match="no target 'sm_8' to emulate; known are 'sm_75'"):
+        flashgen.loads(CAUSAL, backend="emulator", target="sm_8")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,18 +64,73 @@ CASES: list[tuple[Change, type[Exception], str]] = [
     (name(slope=[1.0]), TypeError, "argument 'slope' must be a tensor (f32[H] in the spec), not list"),
     (name(slope=torch.ones(8)), ValueError, "tensor 'slope' has shape [8]; the spec declares [H] = [4]"),
     (name(slope=torch.ones(1)), ValueError, "tensor 'slope' has shape [1]; the spec declares [H] = [4]"),
-    (name(slope=torch.ones(4).double()), TypeError, "tensor 'slope' is torch.float64; the spec declares f32"),
+    (name(slope=torch.ones(4, dtype=torch.int32)), TypeError, "tensor 'slope' is torch.int32; the spec declares f32"),
+    (name(slope=torch.ones(4).bool()), TypeError, "(torch.float32), which takes floating tensors"),
+    (
+        name(slope=torch.ones(4, dtype=torch.complex64)),
+        TypeError,
+        "tensor 'slope' is torch.complex64; the spec declares f32",
+    ),
+    (
+        name(slope=torch.full((4,), 1e39, dtype=torch.float64)),
+        ValueError,
+        "'slope' is torch.float64 and holds numbers beyond f32",
+    ),
+    (name(slope=torch.ones(4).to_sparse()), TypeError, "'slope' has layout torch.sparse_coo; a dense tensor"),
     (name(doc=torch.zeros(2, 37)), TypeError, "tensor 'doc' is torch.float32; the spec declares i32 (torch.int32)"),
-    (name(table=torch.ones(8)), TypeError, "tensor 'table' is torch.float32; the spec declares bf16 (torch.bfloat16)"),
+    (name(doc=torch.zeros(2, 37).bool()), TypeError, "tensor 'doc' is torch.bool; the spec declares i32 (torch.int32)"),
+    (name(doc=torch.full((2, 37), 2**31)), ValueError, "tensor 'doc' is torch.int64 and holds numbers beyond i32"),
+    (name(doc=torch.full((2, 37), -(2**31) - 1)), ValueError, "tensor 'doc' is torch.int64 and holds numbers beyond"),
+    (name(doc=torch.full((2, 37), 2**31, dtype=torch.uint32)), ValueError, "'doc' is torch.uint32 and holds numbers"),
+    (
+        name(doc=torch.full((2, 37), 2**63 + 1, dtype=torch.uint64)),
+        ValueError,
+        "'doc' is torch.uint64 and holds numbers",
+    ),
+    (name(table=torch.ones(8).int()), TypeError, "tensor 'table' is torch.int32; the spec declares bf16"),
     (name(doc=torch.zeros(2, 1, dtype=torch.int32)), ValueError, "[2, 1]; the spec declares [B, Nk] = [2, 37]"),
     (name(bias="x"), TypeError, "argument 'bias' must be a number or a 0-dim tensor (f32 in the spec), not str"),
     (name(bias=True), TypeError, "argument 'bias' must be a number or a 0-dim tensor (f32 in the spec), not bool"),
     (name(bias=torch.ones(1)), ValueError, "param 'bias' has shape [1]; a 0-dim tensor is expected"),
     (name(bias=torch.tensor(1)), TypeError, "param 'bias' is torch.int64; the spec declares f32 (torch.float32)"),
+    (name(bias=torch.tensor(1.0, device="meta")), ValueError, "param 'bias' is on meta; the CPU or the device of q"),
+    (name(bias=torch.tensor(1e39, dtype=torch.float64)), ValueError, "param 'bias' is torch.float64 and holds numbers"),
+    (name(bias=1e39), ValueError, "argument 'bias' is 1e+39; an f32 holds nothing beyond ±3.4028235e+38"),
+    (name(bias=-(2**200)), ValueError, "an f32 holds nothing beyond ±3.4028235e+38"),
+    (name(bias=10**400), ValueError, "an f32 holds nothing beyond ±3.4028235e+38"),
+    (
+        name(bias=np.ones(())),
+        TypeError,
+        "argument 'bias' must be a number or a 0-dim tensor (f32 in the spec), not nd",
+    ),
     (name(cut=1.5), TypeError, "argument 'cut' must be a number or a 0-dim tensor (i32 in the spec), not float"),
+    (name(cut=2**31), ValueError, "argument 'cut' is 2147483648; an i32 lies in [-2**31, 2**31)"),
+    (name(cut=torch.tensor(2**31)), ValueError, "param 'cut' is torch.int64 and holds numbers beyond i32"),
+    (name(cut=torch.tensor(2.0)), TypeError, "param 'cut' is torch.float32; the spec declares i32 (torch.int32)"),
+    (name(dropout_p="x"), TypeError, "'dropout_p' must be a number or a 0-dim tensor, not str"),
+    (name(dropout_p=True), TypeError, "'dropout_p' must be a number or a 0-dim tensor, not bool"),
+    (name(dropout_p=torch.ones(2)), ValueError, "'dropout_p' has shape [2]; a 0-dim tensor is expected"),
+    (name(dropout_p=torch.tensor(True)), TypeError, "'dropout_p' is torch.bool; it must be a number"),
+    (name(dropout_p=torch.tensor(0.1).requires_grad_()), ValueError, "'dropout_p' requires a gradient"),
     (name(dropout_p=1.0), ValueError, "'dropout_p' is 1.0; a drop probability lies in [0, 1)"),
     (name(dropout_p=-0.5), ValueError, "'dropout_p' is -0.5; a drop probability lies in [0, 1)"),
-    (name(seed=1.5), TypeError, "'seed' must be an int or a 0-dim tensor, not float"),
+    (name(seed=1.5), TypeError, "'seed' must be an int or a 0-dim tensor of integers, not float"),
+    (name(seed=True), TypeError, "'seed' must be an int or a 0-dim tensor of integers, not bool"),
+    (
+        name(seed=torch.tensor(5.0)),
+        TypeError,
+        "'seed' is torch.float32; it must be an int or a 0-dim tensor of integers",
+    ),
+    (name(seed=torch.tensor(True)), TypeError, "'seed' is torch.bool; it must be an int or a 0-dim tensor of integers"),
+    (name(seed=torch.tensor([5, 6])), ValueError, "'seed' has shape [2]; a 0-dim tensor is expected"),
+    (name(seed=torch.tensor(5, device="meta")), ValueError, "'seed' is on meta; the CPU or the device of q (cpu) is"),
+    (name(seed=torch.tensor(5.0), dropout_p=0.0), TypeError, "'seed' is torch.float32"),
+    (name(deterministic="yes"), TypeError, "'deterministic' must be a bool or None, not str"),
+    (name(q_start=1.5), TypeError, "'q_start' must be an int, not float"),
+    (name(h_start=True), TypeError, "'h_start' must be an int, not bool"),
+    (name(b_start=None), TypeError, "'b_start' must be an int, not NoneType"),
+    (name(kv_total="a"), TypeError, "'kv_total' must be an int, not str"),
+    (name(q_total=torch.tensor(40)), TypeError, "'q_total' must be an int, not Tensor; pass int(…) of it"),
     (name(q_start=-1), ValueError, "'q_start' is -1; it must not be negative"),
     (name(q_total=36), ValueError, "'q_total' is 36, but this call reaches to 37 (q_start = 0, local length 37)"),
 ]
@@ -87,6 +143,9 @@ def test_wrong_arguments(backend: str, change: Change, kind: type[Exception], me
     change(inputs, arguments)
     with pytest.raises(kind, match=re.escape(message)):
         op(RICH, backend)(*inputs, **arguments)
+    if "is built for" not in message and "but 'q' is torch" not in message:  # the reference takes any of them
+        with pytest.raises(kind, match=re.escape(message)):
+            op(RICH, backend).reference(*inputs, **arguments)
 
 
 def test_wrong_types(backend: str) -> None:

@@ -16,14 +16,14 @@ from flashgen.analysis.variant import analyse
 from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.cuda_lists import cuda_fields
-from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, Turns, VisitLists, aligned
+from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, TileCounter, VisitLists, aligned
 from flashgen.runtime import cuda
 from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.lists import LIST_BYTES, Shelf
+from flashgen.runtime.lists import LIST_BYTES, ListCache
 from flashgen.runtime.schedule import MOST_ELEMENTS, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import TensorMap, emulated
+from flashgen.targets.gpu.lists import cuda_fields
 
 HEAD_DIM = HeadDim(16, 8)
 LAYOUT = ArgumentLayout(argument_fields(parse_text("attention a { head_dim 16/8 }").specs[0]))
@@ -72,8 +72,8 @@ def test_one_part() -> None:
 def test_blocks_that_stay(multiprocessors: int, grid: int, cleared: bool) -> None:
     """No more are started than run at a time; where all are, none of them takes a further turn, and none counts."""
     first, *_ = LAUNCHES.launches
-    launch = replace(first, turns=Turns("turns", 2))
-    launches = PassLaunches((Buffer("turns", Count((), 4), clear=True),), (launch,))
+    launch = replace(first, tile_counter=TileCounter("tile_counter", 2))
+    launches = PassLaunches((Buffer("tile_counter", Count((), 4), clear=True),), (launch,))
     (part,) = schedule(launches, LAYOUT, HEAD_DIM, values(), DeviceSize(multiprocessors, 1 << 20)).parts
     assert [step.grid for step in part.steps] == [grid]
     assert part.clear == (((0, 4),) if cleared else ())
@@ -200,7 +200,7 @@ class Written:
 
 def test_a_pass_on_a_device() -> None:
     driver = RecordingDriver()
-    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda _: Compiled(Path("a.cubin"), lambda *_: LAUNCHES))
+    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda *_: Compiled(Path("a.cubin"), lambda *_: LAUNCHES))
     prepared = kernel.prepare("backward", values())
     assert driver.calls == [("function", "a.cubin", "first", 50_000), ("function", "a.cubin", "second", 0)]
     driver.calls.clear()
@@ -237,7 +237,7 @@ LISTS = VisitLists(
         Launch("order", Count((Factor("q_len", 64),), divide=4), 128, 0),
     ),
     sizes=("q_len", "kv_len"),
-    params=(("param_salt", "param_salt_at"),),
+    params=(("param_salt", "place_salt"),),
 )
 SALTED = parse_text("attention a { head_dim 16/8  param salt: i32 = 1  mask hash(i, j, salt) % 3 == 0 }").specs[0]
 
@@ -257,7 +257,7 @@ def test_lists_of_visits_on_a_device() -> None:
     driver.layout = layout
     launches = PassLaunches((), LAUNCHES.launches[:1], (LISTS,))
     compiled = Compiled(Path("a.cubin"), lambda *_: launches)
-    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda _: compiled, Shelf(eager=True))
+    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda *_: compiled, ListCache(eager=True))
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
 
     def run(**known: float) -> list[tuple[Any, ...]]:
@@ -282,7 +282,7 @@ def test_lists_of_visits_on_a_device() -> None:
     assert run(param_salt=2)[:1] == [("write", 64, second)]
     assert run() == reads
     bare = [("launch", 1, 24, 128, 50_000, 77, 0)]
-    assert run(param_salt_at=1 << 46) == bare, "only the GPU knows the param"
+    assert run(place_salt=1 << 46) == bare, "only the GPU knows the param"
     driver.capturing = True
     assert run() == bare, "a graph may outlive the lists"
     driver.capturing = False
@@ -291,7 +291,7 @@ def test_lists_of_visits_on_a_device() -> None:
     assert run() == reads, "what there is stays"
     driver.memory = 64
     assert run(param_salt=3)[:1] == [("write", 64, second + 1000)]
-    kernel.shelf.most_bytes = 63
+    kernel.list_cache.most_bytes = 63
     assert run() == bare, "too large"
 
 
@@ -339,7 +339,7 @@ def test_lists_of_a_call_on_a_device() -> None:
     driver = RecordingDriver()
     driver.layout = layout
     compiled = Compiled(Path("a.cubin"), lambda *_: own_lists(43))
-    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda _: compiled)
+    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda *_: compiled)
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
     filled = layout.values(base | {"workspace": 1 << 50})
     prepared = kernel.prepare("forward", filled)
@@ -352,7 +352,7 @@ def test_lists_of_a_call_on_a_device() -> None:
             own = layout.named(unpacked(layout, call[-1]))
             assert own == layout.named(filled) | {"visits_of_queries": (1 << 50) + 4864 + 1280}
     assert layout.named(filled)["visits_of_queries"] == 0
-    assert len(kernel.shelf) == 0
+    assert len(kernel.list_cache) == 0
 
 
 def test_no_memory_is_no_error_where_lists_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_a_pass_with_maps() -> None:
         "v_stride_b": 5760, "v_stride_h": 2880, "v_stride_n": 32,
     }  # fmt: skip
     driver = MappingDriver()
-    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda _: Compiled(Path("a.cubin"), lambda *_: launches))
+    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda *_: Compiled(Path("a.cubin"), lambda *_: launches))
     prepared = kernel.prepare("forward", LAYOUT.values(known))
     for address in (1 << 40, 1 << 41):
         driver.calls.clear()

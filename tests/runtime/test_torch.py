@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashgen.runtime.op import AttentionOp
 from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, error, op, qkv, random
@@ -53,7 +54,8 @@ def test_opcheck_pointwise_and_backward() -> None:
     opcheck(overload(op(SIGMOID, "reference")), (*qkv(), *OFFSETS))
     inputs = [x.detach() for x in qkv()]
     o, lse = op(CAUSAL, "reference")(*inputs, return_lse=True)
-    arguments = (torch.ones_like(o), None, o, lse, *inputs, *OFFSETS, [True, False, True])
+    parts = lse.new_zeros(*lse.shape, 2)
+    arguments = (torch.ones_like(o), None, o, lse, parts, *inputs, *OFFSETS, [True, False, True])
     opcheck(overload(op(CAUSAL, "reference"), "_backward"), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -283,6 +285,17 @@ def test_the_dispatcher_and_the_short_way_agree(backend: str) -> None:
     assert {op(RICH, backend).name, op(RICH, backend).name + "_backward"} <= names
 
 
+@pytest.mark.parametrize("text", [CAUSAL, SIGMOID])
+def test_flops_are_counted_densely(backend: str, text: str) -> None:
+    inputs, call = qkv(kv_heads=4), op(text, backend)  # a counter knows the ops that are there when it is made
+    with FlopCounterMode(display=False) as forward:
+        o = call(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(o.sum(), inputs)
+    assert forward.get_total_flops() == 4 * 2 * 4 * 37 * 37 * 16
+    assert backward.get_total_flops() == 10 * 2 * 4 * 37 * 37 * 16
+
+
 def test_hooks_on_saved_tensors(backend: str) -> None:
     inputs, packed = qkv(), []
 
@@ -292,7 +305,7 @@ def test_hooks_on_saved_tensors(backend: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         o = op(CAUSAL, backend)(*inputs)
-    assert len(packed) == 5  # q, k, v, o, lse
+    assert len(packed) == 6  # q, k, v, o, lse and its parts
     truth = op(CAUSAL, backend).reference(*inputs)
     for x, y in zip(torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(truth.sum(), inputs), strict=True):
         assert error(x, y) < 1e-4

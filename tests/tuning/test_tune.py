@@ -15,21 +15,24 @@ import torch
 
 from flashgen import tuned
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.backends import CpuProvider
 from flashgen.benchmark.timing import Spread, Times
+from flashgen.choice import planned, tile_choices
+from flashgen.compiled import compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.pipeline import load, load_spec, loads, plan_file
-from flashgen.plan.cuda_devices import TARGETS
-from flashgen.plan.cuda_planner import plan_cuda
-from flashgen.plan.device_table import known_devices
-from flashgen.plan.devices import GENERIC_CPU, local_cpu
-from flashgen.plan.machine import cpu_identity
-from flashgen.plan.measured import PASSES, Measured, MeasuredPass, ShapeClass, Tile, Tuning, spearman
-from flashgen.plan.planner import plan
-from flashgen.plan.products import Products
-from flashgen.tuned import TunedStore, planned, tuned_variant
+from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning, spearman
+from flashgen.targets.cpu.device import GENERIC_CPU, local_cpu
+from flashgen.targets.cpu.machine import cpu_identity
+from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.products import Products
+from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.device_table import known_devices
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.tuned import TunedStore
 from flashgen.tuning import tune as tuning_module
 from flashgen.tuning.candidates import candidates
 from flashgen.tuning.tune import Job, tune
@@ -77,7 +80,7 @@ def tuning_of(forward: Tile, backward: Tile, *, ratio: float = 0.5, element: Ele
 @pytest.mark.parametrize("most", [1, 3, 8, 1000])
 def test_the_planner_comes_first_and_all_fit(most: int) -> None:
     variant, device = variant_of("attention a { head_dim 64 mask causal }"), local_cpu()
-    chosen = plan(variant, device).of_call(device, ElementType.F32, SHAPE)
+    chosen = plan_cpu(variant, device).of_call(device, ElementType.F32, SHAPE)
     for name, found in candidates(variant, device, SHAPE, ElementType.F32, most).items():
         assert (found[0].tile, found[0].rank, found[0].predicted) == (
             Tile(chosen[name][1].Br, chosen[name][1].Bc),
@@ -109,7 +112,7 @@ def test_what_the_spec_pins_is_not_varied() -> None:
 def test_candidates_of_a_gpu_work_when_they_are_pinned(name: str, element: ElementType) -> None:
     variant = variant_of("attention a { head_dim 64 mask causal }")
     gpu = known_devices().gpus[name]
-    chosen = plan_cuda(variant, gpu.target).by_element[element]
+    chosen = gpu.target.plan(variant).by_element[element]
     found = candidates(variant, gpu, Shape(4, 16, 16, 4096, 4096), element, 3)
     for pass_name, tiles in (("forward", chosen.forward), ("backward", chosen.backward)):
         assert found[pass_name][0].tile == Tile(tiles.Br, tiles.Bc, tiles.warps, tiles.stages)
@@ -118,7 +121,7 @@ def test_candidates_of_a_gpu_work_when_they_are_pinned(name: str, element: Eleme
             pinned = replace(variant, spec=replace(variant.spec, dtypes=(element,)))
             tuning = tuning_of(each.tile, each.tile)
             only = replace(tuning, passes={pass_name: tuning.passes[pass_name]})
-            own = plan_cuda(replace(pinned, spec=tuned.tuned_spec(pinned, only)), gpu.target).by_element[element]
+            own = gpu.target.plan(replace(pinned, spec=pins_of(only).pinned(pinned.spec))).by_element[element]
             got = own.forward if pass_name == "forward" else own.backward
             assert (got.Br, got.Bc, got.warps, got.stages) == (
                 each.tile.Br,
@@ -126,6 +129,12 @@ def test_candidates_of_a_gpu_work_when_they_are_pinned(name: str, element: Eleme
                 each.tile.warps,
                 each.tile.stages,
             )
+
+
+def pins_of(tuning: Tuning) -> Pins:
+    """All that was measured, a winner or not."""
+    tiles = {name: each.tile for name, each in tuning.passes.items()}
+    return Pins(tiles.get("forward"), tiles.get("backward"))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -272,10 +281,10 @@ def test_another_device_and_another_spec_are_others(store: TunedStore) -> None:
     assert store.tunings(variant, "another CPU") == {}
     assert store.tunings(variant_of(TEXT.replace("causal", "window(3)")), cpu_identity()) == {}
     assert planned(variant, local_cpu()).forward.Br == 32
-    assert planned(variant, GENERIC_CPU) == plan(variant, GENERIC_CPU)
+    assert planned(variant, GENERIC_CPU) == plan_cpu(variant, GENERIC_CPU)
 
 
-def test_the_class_that_was_tuned_last_is_used(store: TunedStore) -> None:
+def test_the_class_that_was_tuned_last_is_used_without_a_shape(store: TunedStore) -> None:
     variant = variant_of()
     later = replace(
         tuning_of(Tile(64, 32), Tile(64, 32)), time=2e9, shape_class=ShapeClass(ElementType.F32, 1, 1024, 1024)
@@ -296,7 +305,7 @@ def test_another_version_is_kept_and_said_so(store: TunedStore, monkeypatch: pyt
     assert store.tunings(variant, cpu_identity()) == {}
     assert store.of_other_versions(variant, cpu_identity()) == ("0.0.9",)
     found = planned(variant, local_cpu())
-    assert found.forward == plan(variant, local_cpu()).forward
+    assert found.forward == plan_cpu(variant, local_cpu()).forward
     assert "tuned tiles of flashgen 0.0.9 are kept and not used" in "\n".join(found.reasons)
     store.store(variant, cpu_identity(), tuning_of(Tile(64, 32), Tile(64, 32)))
     assert old.read_bytes() == content
@@ -311,7 +320,7 @@ def test_a_damaged_file_is_as_none(store: TunedStore, content: bytes) -> None:
     (path,) = store.root.glob("*.json")
     path.write_bytes(content)
     assert store.tunings(variant, cpu_identity()) == {}
-    assert planned(variant, local_cpu()) == plan(variant, local_cpu())
+    assert planned(variant, local_cpu()) == plan_cpu(variant, local_cpu())
     assert store.files() == ()
     store.store(variant, cpu_identity(), tuning_of(Tile(32, 32), Tile(32, 32)))
     assert planned(variant, local_cpu()).forward.Br == 32
@@ -321,20 +330,72 @@ def test_tiles_that_the_planner_refuses_now_are_not_used(store: TunedStore) -> N
     variant = variant_of()
     store.store(variant, cpu_identity(), tuning_of(Tile(40, 32), Tile(32, 32)))
     found = planned(variant, local_cpu())
-    own = plan(variant, local_cpu())
+    assert isinstance(found, CpuPlan)
+    own = plan_cpu(variant, local_cpu())
     assert all(found.tiles(products) == own.tiles(products) for products in Products)
     assert "tuned tiles are not used, as the planner refuses them" in "\n".join(found.reasons)
+
+
+GPU = replace(known_devices().gpus["a100"], product="some GPU")
 
 
 def test_a_gpu_takes_tiles_of_its_own_element_type(store: TunedStore) -> None:
     variant = variant_of("attention a { head_dim 64 }")
     tuning = tuning_of(Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), element=ElementType.BF16)
     store.store(variant, "some GPU", tuning)
-    own = tuned_variant(variant, "some GPU", ElementType.BF16)
-    tiles = plan_cuda(own, TARGETS["sm_80"]).by_element[ElementType.BF16]
+    choices = tile_choices(variant, GPU, "some GPU")
+    found = compiled(variant, GPU.target, choices.of_call(ElementType.BF16, SHAPE)).plan
+    assert isinstance(found, GpuPlan)
+    tiles = found.by_element[ElementType.BF16]
     assert (tiles.forward.Br, tiles.forward.Bc, tiles.forward.warps, tiles.forward.stages) == (64, 32, 4, 2)
-    assert tuned_variant(variant, "some GPU", ElementType.F16) is variant
-    assert tuned_variant(variant, "another GPU", ElementType.BF16) is variant
+    assert choices.usual(ElementType.BF16) == choices.of_call(ElementType.BF16, SHAPE)
+    assert choices.usual(ElementType.F16).is_empty
+    elsewhere = tile_choices(variant, GPU, "another GPU")
+    assert elsewhere.of_call(ElementType.BF16, SHAPE) != choices.of_call(ElementType.BF16, SHAPE)
+
+
+def tuned_at(shape: Shape, tile: Tile, time: float = 1e9) -> Tuning:
+    shape_class = ShapeClass.of(shape, ElementType.F32)
+    return replace(tuning_of(tile, tile), shape=shape, shape_class=shape_class, time=time)
+
+
+def test_a_call_takes_the_tiles_of_the_nearest_class(store: TunedStore) -> None:
+    """One winner a class; what was measured says nothing of a size that is more than a factor of four away."""
+    variant = variant_of()
+    for length, Br in ((256, 32), (2048, 64)):
+        store.store(variant, cpu_identity(), tuned_at(Shape(1, 4, 4, length, length), Tile(Br, 32), time=length))
+    choices = tile_choices(variant, local_cpu())
+
+    def rows(length: int, heads: int = 4) -> int | None:
+        tile = choices.of_call(ElementType.F32, Shape(1, heads, heads, length, length)).forward
+        return None if tile is None else tile.Br
+
+    assert [rows(length) for length in (200, 256, 500, 1500, 2048, 4096)] == [32, 32, 32, 64, 64, 64]
+    assert rows(32) is None
+    assert rows(40_000) is None
+    assert rows(256, heads=32) is None
+    assert choices.usual().forward == Tile(64, 32), "the last one, where no shape is given"
+
+
+def test_calls_run_the_library_of_their_class(store: TunedStore) -> None:
+    """Each by itself right, the same again each time, and what explain says."""
+    text = TEXT.replace("attention ", "attention classes_of_")
+    spec = loads(text, backend="reference").spec
+    variant = analyse(spec, spec.head_dims[0])
+    for length, Br in ((32, 16), (512, 64)):
+        store.store(variant, cpu_identity(), tuned_at(Shape(1, 2, 2, length, length), Tile(Br, 32), time=length))
+    op = loads(text)
+    for length, Br in ((30, 16), (400, 64)):
+        given = random_inputs(spec, Shape(1, 2, 2, length, length), spec.head_dims[0], torch.float32)
+        first = op(given.q, given.k, given.v)
+        torch.testing.assert_close(first.double(), op.reference(given.q, given.k, given.v), rtol=1e-4, atol=1e-5)
+        assert torch.equal(first, op(given.q, given.k, given.v))
+        explained = op.explain(given.q, given.k, given.v)
+        assert explained.forward.Br == explained.backward.Br == Br
+        assert any("tuned on" in reason for reason in explained.reasons)
+    provider = op._registered.engine.kernels["cpu"]
+    assert isinstance(provider, CpuProvider)
+    assert provider._other.cache_info().currsize == 1, "the library of the other class alone"
 
 
 def test_both_passes_are_known_by_name() -> None:

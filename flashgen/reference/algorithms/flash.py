@@ -22,6 +22,7 @@ from flashgen.reference.algorithms.pairs import (
     add_sink_gradient,
     block_weights,
     blocks_of,
+    closed,
     divided,
     dropout,
     fresh_row,
@@ -37,7 +38,14 @@ from flashgen.reference.algorithms.pairs import (
     through_score,
     with_sink,
 )
-from flashgen.reference.algorithms.results import Backward, Forward, backward_inputs, gradients_of, inputs_in_hbm
+from flashgen.reference.algorithms.results import (
+    Backward,
+    Forward,
+    backward_inputs,
+    gradients_of,
+    inputs_in_hbm,
+    results_of_rows,
+)
 from flashgen.reference.tiled import Problem
 
 
@@ -122,15 +130,15 @@ def _forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None, watch: W
                 P_dropped = P * dropout(problem, block.place)
                 # 15: O_i ← diag(ℓ_new)⁻¹ (diag(ℓ_i) e^(m_i - m_new) O_i + e^(m̃ - m_new) P̃^dropped V_j).
                 before, here = rescale(row.m, new.m), rescale(block_row.m, new.m)
-                O_i = divided((row.ell * before)[:, None] * O_i + here[:, None] * (P_dropped @ V_j), new.ell)
+                ell, new_ell = closed(problem, row).ell, closed(problem, new).ell
+                O_i = divided((ell * before)[:, None] * O_i + here[:, None] * hbm.product(P_dropped, V_j), new_ell)
                 hbm.store("O", O_i, b, h, rows)
                 # 16: Write ℓ_i ← ℓ_new, m_i ← m_new.
                 for name in names:
                     hbm.store(name, getattr(new, name), b, h, rows)
                 if watch is not None:
                     watch(Step(block.place, O_i, new))
-    m, ell = (hbm.result(name) if name in names else None for name in ("m", "ell"))
-    return Forward(problem, hbm.result("O"), m, ell, hbm)  # 19: Return O, ℓ, m, R.
+    return Forward(problem, hbm.result("O"), *results_of_rows(problem, hbm), hbm)  # 19: Return O, ℓ, m, R.
 
 
 def algorithm_4(
@@ -169,13 +177,13 @@ def algorithm_4(
                 Z = dropout(problem, block.place)
                 P_dropped = P * Z
                 # 16: dṼ_j ← dṼ_j + (P^dropped)ᵀ dO_i.
-                dV_j = dV_j + P_dropped.T @ dO_i
+                dV_j = dV_j + hbm.product(P_dropped.T, dO_i)
                 # 17, 18: dP^dropped = dO_i V_jᵀ, dP = dP^dropped ∘ Z.
-                dP = (dO_i @ V_j.T) * Z
+                dP = hbm.product(dO_i, V_j.T) * Z
                 # 19: D_i = rowsum(dO_i ∘ O_i), less the gradient of the log-sum-exp.
                 D_i = _delta(problem, hbm, b, h, rows, dO_i, O_i)
                 # 20: dS = P ∘ (dP - D_i).
-                dS = score_gradient(block, P, dP - D_i[:, None], row.ell)
+                dS = score_gradient(block, P, dP, D_i, row.ell)
                 # 21: Write dQ_i ← dQ_i + τ dS K_j.
                 products = through_score(block, dS)
                 hbm.store("dQ", dQ_i + products.queries(Q_i, K_j), b, h, rows)

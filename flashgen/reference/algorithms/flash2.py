@@ -17,6 +17,7 @@ from flashgen.reference.algorithms.pairs import (
     add_sink_gradient,
     block_weights,
     blocks_of,
+    closed,
     divided,
     dropout,
     fresh_row,
@@ -68,8 +69,9 @@ def flash2_forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None = N
                 new = merged(row, block_row, names)
                 P = rescale(block_row.m, new.m)[:, None] * P * dropout(problem, block.place)
                 # 10: O_i ← diag(e^(m - m_new)) O_i + P̃ V_j.
-                O_i = rescale(row.m, new.m)[:, None] * O_i + P @ V_j
+                O_i = rescale(row.m, new.m)[:, None] * O_i + hbm.product(P, V_j)
                 row = new
+            row = closed(problem, row)
             # 12: O_i ← diag(ℓ_i)⁻¹ O_i.  14: Write O_i.
             hbm.store("O", divided(O_i, row.ell), b, h, rows)
             if names:
@@ -114,9 +116,9 @@ def flash2_backward(
                     row = _row_of(problem, L_i)
                 block = pairs(problem, hbm, Place(b, h, rows, columns), Q_i, K_j, gradients=True)  # 10: S = Q_i K_jᵀ
                 P, Z = probabilities(block, row), dropout(problem, block.place)  # 11: P = exp(S - L_i)
-                dV_j = dV_j + (P * Z).T @ dO_i  # 12: dV_j ← dV_j + Pᵀ dO_i
-                dP = (dO_i @ V_j.T) * Z  # 13: dP = dO_i V_jᵀ
-                dS = score_gradient(block, P, dP - D_i[:, None], row.ell)  # 14: dS = P ∘ (dP - D_i)
+                dV_j = dV_j + hbm.product((P * Z).T, dO_i)  # 12: dV_j ← dV_j + Pᵀ dO_i
+                dP = hbm.product(dO_i, V_j.T) * Z  # 13: dP = dO_i V_jᵀ
+                dS = score_gradient(block, P, dP, D_i, row.ell)  # 14: dS = P ∘ (dP - D_i)
                 # 15: Load dQ_i, dQ_i ← dQ_i + dS K_j, write back.
                 products = through_score(block, dS)
                 hbm.store("dQ", hbm.load("dQ", b, h, rows) + products.queries(Q_i, K_j), b, h, rows)

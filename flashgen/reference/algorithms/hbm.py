@@ -1,7 +1,7 @@
 """Slow memory: matrices by name, reached only through ``load`` and ``store``, which count every element.
 
 In: torch tensors. Out: copies of their blocks, and counts. Whatever the algorithms keep in variables of their own is
-the paper's SRAM.
+the paper's SRAM; the products that they form of it are counted here, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ class Hbm:
     """One memory. ``loads`` and ``stores`` count elements by the matrix's name.
 
     ``extra`` are the elements of matrices that are neither inputs nor outputs: what Theorem 1 bounds by O(N).
+    ``flops`` are those of the matrix products on the chip, two for each multiplication with its addition.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
     extra: int = 0
+    flops: int = 0
     _matrices: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -76,6 +78,11 @@ class Hbm:
     def read(self, name: str, elements: int) -> None:
         """Count elements of a matrix that were read one by one."""
         self.loads[name] += elements
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left @ right`` of two blocks on the chip, with its flops counted."""
+        self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        return left @ right
 
     def holds(self, name: str) -> bool:
         """Whether there is a matrix of this name."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, score_input, walk
-from flashgen.ir.spec import Normalize, Pointwise, Softmax
 from flashgen.plan.arguments import gradient_field, tensor_field
 from flashgen.plan.paper import BlockSizes
 from flashgen.reference.algorithms.hbm import Hbm
@@ -22,6 +21,7 @@ from flashgen.reference.dense import evaluator, kept_by_position, squared_distan
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.philox import drop_threshold, kept_pairs
 from flashgen.reference.tiled import Problem
+from flashgen.reference.weights import backward, denominator, term
 
 _S = score_input("s")
 
@@ -38,7 +38,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of the softmax carries, [B_r] each: the maximum m and the sum ℓ of exp(s - m)."""
+    """What a row of the softmax carries, [B_r] each: the maximum m and the sum ℓ of exp(s - m).
+
+    Of other weights ℓ is the total of their form's terms while keys are added, and the denominator once ``closed``.
+    """
 
     m: Tensor
     ell: Tensor
@@ -106,7 +109,7 @@ def pairs(
     dot = problem.q.new_zeros(shape, dtype=problem.compute)
     sqdist = None
     if Q_i is not None and K_j is not None:
-        dot = Q_i @ K_j.T
+        dot = hbm.product(Q_i, K_j.T)
         sqdist = squared_distance(Q_i, K_j) if uses_sqdist(problem) else None
     leaves = _leaves(problem) if gradients else {}
     if gradients:
@@ -218,8 +221,9 @@ def _score(problem: Problem, evaluate: Evaluator, dot: Tensor, sqdist: Tensor | 
 
 
 def row_names(problem: Problem) -> tuple[str, ...]:
-    """What of m and ℓ a spec's rows carry: softmax both, a sum of weights only ℓ, pointwise weights nothing."""
-    return {Softmax: ("m", "ell"), Normalize: ("ell",), Pointwise: ()}[type(problem.spec.weights)]
+    """What of m and ℓ a spec's rows carry: exponential weights both, others with a denominator only ℓ, else nothing."""
+    form = problem.spec.weights.form
+    return ("m",) * form.exponential + ("ell",) * form.normalised
 
 
 def fresh_row(problem: Problem, rows: slice) -> Row:
@@ -232,20 +236,19 @@ def fresh_row(problem: Problem, rows: slice) -> Row:
 
 def block_weights(block: Pairs) -> tuple[Row, Tensor]:
     """m̃ = rowmax(S), P̃ = exp(S - m̃), ℓ̃ = rowsum(P̃) of a block by itself; P̃ = E(S) for other weights."""
-    if isinstance(block.problem.spec.weights, Softmax):
+    form = block.problem.spec.weights.form
+    if form.exponential:
         m = block.S.amax(-1) if block.S.shape[-1] else block.S.new_full(block.S.shape[:1], -torch.inf)
         P = torch.where(block.keep, (block.S - _finite(m)[:, None]).exp(), 0.0)
     else:
         m = block.S.new_zeros(block.S.shape[0])
         P = _plain_weights(block, block.score.detach()).detach()
-    has_sum = "ell" in row_names(block.problem)
-    return Row(m, P.sum(-1) if has_sum else torch.ones_like(m)), P
+    return Row(m, term(form, P).sum(-1) if form.normalised else torch.ones_like(m)), P
 
 
 def with_sink(block: Pairs, row: Row, block_row: Row) -> Row:
     """The row before this block; a sink joins with the first kept key, as a key of its own whose value is 0."""
-    weights = block.problem.spec.weights
-    if not isinstance(weights, Softmax) or weights.sink is None:
+    if block.problem.spec.weights.sink is None:
         return row
     sink = _sink(block)
     joins = (row.m == -torch.inf) & (block_row.m != -torch.inf)
@@ -258,6 +261,12 @@ def merged(row: Row, block_row: Row, names: Sequence[str]) -> Row:
     if "ell" not in names:
         return Row(m, row.ell)
     return Row(m, rescale(row.m, m) * row.ell + rescale(block_row.m, m) * block_row.ell)
+
+
+def closed(problem: Problem, row: Row) -> Row:
+    """The row with its denominator for ℓ."""
+    form = problem.spec.weights.form
+    return Row(row.m, denominator(form, row.ell)) if form.normalised else row
 
 
 def rescale(m: Tensor, m_new: Tensor) -> Tensor:
@@ -278,8 +287,8 @@ def log_sum(row: Row) -> Tensor:
 
 
 def probabilities(block: Pairs, row: Row) -> Tensor:
-    """P_ij = diag(ℓ)⁻¹ exp(S - m), for any weights."""
-    if isinstance(block.problem.spec.weights, Softmax):
+    """P_ij = diag(ℓ)⁻¹ exp(S - m), for any weights; the row is closed."""
+    if block.problem.spec.weights.form.exponential:
         return divided(torch.where(block.keep, (block.S - _finite(row.m)[:, None]).exp(), 0.0), row.ell)
     return divided(_plain_weights(block, block.score.detach()).detach(), row.ell)
 
@@ -310,19 +319,18 @@ def _finite(m: Tensor) -> Tensor:
 
 def _plain_weights(block: Pairs, score: Tensor) -> Tensor:
     """E(S), 0 where a pair is not kept; no weight function sees what a mask hides."""
-    weights = block.problem.spec.weights
-    assert isinstance(weights, Normalize | Pointwise)
+    weight = block.problem.spec.weights.weight
+    assert weight is not None, "exponential weights have no function"
     keep = block.keep[None, None]
-    value = block.evaluate.given(s=torch.where(keep, score, 0.0)).real(weights.weight)
+    value = block.evaluate.given(s=torch.where(keep, score, 0.0)).real(weight)
     return torch.where(keep, value, 0.0)[0, 0]
 
 
 def _sink(block: Pairs) -> Tensor:
     """The sink of each row, [B_r]."""
-    weights = block.problem.spec.weights
-    assert isinstance(weights, Softmax)
-    assert weights.sink is not None
-    return block.evaluate.real(weights.sink).detach().expand(1, 1, block.S.shape[0], 1).reshape(-1)
+    sink = block.problem.spec.weights.sink
+    assert sink is not None
+    return block.evaluate.real(sink).detach().expand(1, 1, block.S.shape[0], 1).reshape(-1)
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -332,33 +340,36 @@ def _sink(block: Pairs) -> Tensor:
 class ProductGradients:
     """What dS_ij becomes behind the score: the gradients of Q_i Kⱼᵀ (the paper's τ dS) and of ‖q_i - k_j‖²."""
 
+    hbm: Hbm
     dot: Tensor
     sqdist: Tensor | None
 
     def queries(self, Q_i: Tensor | None, K_j: Tensor) -> Tensor:
         """The block's part of dQ_i: τ dS K_j."""
-        found = self.dot @ K_j
+        found = self.hbm.product(self.dot, K_j)
         if self.sqdist is not None and Q_i is not None:
             found = found + 2.0 * (self.sqdist.sum(-1)[:, None] * Q_i - self.sqdist @ K_j)
         return found
 
     def keys(self, Q_i: Tensor, K_j: Tensor | None) -> Tensor:
         """The block's part of dK_j: τ dSᵀ Q_i."""
-        found = self.dot.T @ Q_i
+        found = self.hbm.product(self.dot.T, Q_i)
         if self.sqdist is not None and K_j is not None:
             found = found + 2.0 * (self.sqdist.sum(0)[:, None] * K_j - self.sqdist.T @ Q_i)
         return found
 
 
-def score_gradient(block: Pairs, P: Tensor, dP_less_D: Tensor, ell: Tensor) -> Tensor:
-    """dS_ij = P_ij ∘ (dP_ij - D_i); for weights E(S) / ℓ it is E'(S) ∘ (dP_ij - D_i) / ℓ, by autograd."""
-    if isinstance(block.problem.spec.weights, Softmax):
-        return P * dP_less_D
+def score_gradient(block: Pairs, P: Tensor, dP: Tensor, D_i: Tensor, ell: Tensor) -> Tensor:
+    """dS_ij = P_ij ∘ (dP_ij - D_i); for weights E(S) / ℓ it is E'(S) ∘ (dP_ij - D_i ∂ℓ/∂E) / ℓ, E' by autograd."""
+    form = block.problem.spec.weights.form
+    gradient = backward(form, P, dP, D_i[:, None], divided(torch.ones_like(D_i)[:, None], ell))
+    if form.exponential:
+        return gradient
     start = block.score.detach().requires_grad_()
     with torch.enable_grad():
         E = _plain_weights(block, start)
     captured = list(block.leaves.values())
-    d_score, *found = _pulled([E], [divided(dP_less_D, ell)], [start, *captured])
+    d_score, *found = _pulled([E], [gradient], [start, *captured])
     _add_captured(block, found)
     assert d_score is not None
     return d_score[0, 0]
@@ -372,15 +383,15 @@ def through_score(block: Pairs, dS: Tensor, *, captured: bool = True) -> Product
     if captured:
         _add_captured(block, found[len(starts) :])
     products = [torch.zeros_like(start) if each is None else each for start, each in zip(starts, found, strict=False)]
-    return ProductGradients(products[0], products[1] if block.sqdist is not None else None)
+    return ProductGradients(block.hbm, products[0], products[1] if block.sqdist is not None else None)
 
 
 def add_sink_gradient(block: Pairs, D_i: Tensor, row: Row) -> None:
     """The sink is a key whose value is 0: its dP is 0, so that it receives -P_sink D_i; rows without weight nothing."""
-    weights = block.problem.spec.weights
-    if not isinstance(weights, Softmax) or weights.sink is None or not block.leaves:
+    stated = block.problem.spec.weights.sink
+    if stated is None or not block.leaves:
         return
-    sink = block.evaluate.real(weights.sink).expand(1, 1, block.S.shape[0], 1)
+    sink = block.evaluate.real(stated).expand(1, 1, block.S.shape[0], 1)
     lse = log_sum(row)
     P_sink = torch.where(lse == -torch.inf, 0.0, (sink.detach().reshape(-1) - _finite(lse)).exp())
     found = _pulled([sink], [(-P_sink * D_i)[None, None, :, None]], list(block.leaves.values()))

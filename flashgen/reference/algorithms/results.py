@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashgen.plan.arguments import gradient_field
 from flashgen.reference.algorithms.hbm import Hbm
-from flashgen.reference.algorithms.pairs import Row, captured_names, given_tensor, log_sum, row_names
+from flashgen.reference.algorithms.pairs import Row, captured_names, closed, given_tensor, log_sum, row_names
 from flashgen.reference.tiled import Problem
 
 
@@ -41,6 +41,13 @@ class Backward:
     dv: Tensor
     captured: Mapping[str, Tensor]
     hbm: Hbm
+
+
+def results_of_rows(problem: Problem, hbm: Hbm) -> tuple[Tensor | None, Tensor | None]:
+    """m and the denominators of rows that are done, None where rows do not carry them."""
+    names = row_names(problem)
+    row = Row(*(hbm.result(name) if name in names else problem.q.new_zeros(()) for name in ("m", "ell")))
+    return row.m if "m" in names else None, closed(problem, row).ell if "ell" in names else None
 
 
 def inputs_in_hbm(problem: Problem) -> Hbm:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import Softmax
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.paper import BlockSizes
 from flashgen.reference.algorithms.hbm import Hbm
@@ -24,6 +23,7 @@ from flashgen.reference.algorithms.pairs import (
     block_weights,
     blocks_of,
     captured_names,
+    closed,
     divided,
     dropout,
     fresh_row,
@@ -79,7 +79,7 @@ def algorithm_0(problem: Problem, blocks: BlockSizes | None = None) -> Standard:
         place = Place(b, h, rows, slice(0, shard.kv_len))
         block = stored_pairs(problem, hbm, place, hbm.load("S", b, h, rows))
         own, E = block_weights(block)
-        row = merged(with_sink(block, fresh_row(problem, rows), own), own, row_names(problem))
+        row = closed(problem, merged(with_sink(block, fresh_row(problem, rows), own), own, row_names(problem)))
         hbm.store("P", divided(rescale(own.m, row.m)[:, None] * E, row.ell), b, h, rows)
         if row_names(problem):
             hbm.store("lse", log_sum(row), b, h, rows)
@@ -87,8 +87,8 @@ def algorithm_0(problem: Problem, blocks: BlockSizes | None = None) -> Standard:
         # 3: Load P and V by blocks, compute O = PV, write O.
         O_i = torch.zeros_like(hbm.result("O")[b, h, rows])
         for each in columns:
-            P = hbm.load("P", b, h, rows, each)
-            O_i = O_i + (P * dropout(problem, Place(b, h, rows, each))) @ hbm.load("V", b, shared, each)
+            P = hbm.load("P", b, h, rows, each) * dropout(problem, Place(b, h, rows, each))
+            O_i = O_i + hbm.product(P, hbm.load("V", b, shared, each))
         hbm.store("O", O_i, b, h, rows)
     lse = hbm.result("lse") if row_names(problem) else None
     return Standard(problem, hbm.result("O"), lse, hbm.result("S"), hbm.result("P"), hbm)  # 4: Return O.
@@ -138,8 +138,8 @@ def _values(problem: Problem, hbm: Hbm, blocks: BlockSizes) -> None:
         for columns in blocks_of(problem.shard.kv_len, blocks.Bc):
             dV_j = torch.zeros_like(hbm.result("V")[b, shared, columns])
             for h, rows in row_blocks(problem, heads, blocks):
-                Z = dropout(problem, Place(b, h, rows, columns))
-                dV_j = dV_j + (hbm.load("P", b, h, rows, columns) * Z).T @ hbm.load("dO", b, h, rows)
+                P = hbm.load("P", b, h, rows, columns) * dropout(problem, Place(b, h, rows, columns))
+                dV_j = dV_j + hbm.product(P.T, hbm.load("dO", b, h, rows))
             hbm.store("dV", dV_j, b, shared, columns)
 
 
@@ -148,7 +148,7 @@ def _weights(problem: Problem, hbm: Hbm, blocks: BlockSizes) -> None:
         dO_i = hbm.load("dO", b, h, rows)
         for columns in blocks_of(problem.shard.kv_len, blocks.Bc):
             Z = dropout(problem, Place(b, h, rows, columns))
-            hbm.store("dP", (dO_i @ hbm.load("V", b, shared, columns).T) * Z, b, h, rows, columns)
+            hbm.store("dP", hbm.product(dO_i, hbm.load("V", b, shared, columns).T) * Z, b, h, rows, columns)
 
 
 def _queries(problem: Problem, hbm: Hbm, blocks: BlockSizes) -> None:
@@ -186,16 +186,16 @@ def _scores(problem: Problem, hbm: Hbm, b: int, h: int, rows: slice) -> None:
         D_i = D_i - hbm.load("dlse", b, h, rows)
     place = Place(b, h, rows, slice(0, problem.shard.kv_len))
     weights = problem.spec.weights
-    if isinstance(weights, Softmax):
+    if weights.form.exponential:
         block = stored_pairs(problem, hbm, place, P)
         if weights.sink is not None:
             lse = hbm.load("lse", b, h, rows)
             add_sink_gradient(block, D_i, Row(lse, (lse != -torch.inf).to(lse.dtype)))
-        dS = score_gradient(block, P, dP - D_i[:, None], D_i)
+        dS = score_gradient(block, P, dP, D_i, D_i)
     else:
         block = stored_pairs(problem, hbm, place, hbm.load("S", b, h, rows))
         own, _ = block_weights(block)
-        dS = score_gradient(block, P, dP - D_i[:, None], own.ell)
+        dS = score_gradient(block, P, dP, D_i, closed(problem, own).ell)
     hbm.store("dS", dS, b, h, rows)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +44,18 @@ def kernel_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_KERNEL.findall(_COMMENT.sub("", text))))
 
 
-def kernel_source(text: str, name: str) -> HostSource:
-    """A generated source for the host's compiler. Its kernels are ``extern "C"``, so their names are theirs alone."""
+def kernel_source(text: str, name: str, kernels: Collection[str] | None = None) -> HostSource:
+    """A generated source for the host's compiler. Its kernels are ``extern "C"``, so their names are theirs alone.
+
+    Where only some ``kernels`` are wanted the others are ``static``, without an entry: a compiler drops them unread.
+    """
+    wanted = [each for each in kernel_names(text) if kernels is None or each in kernels]
+    if kernels is not None:
+        text = _KERNEL.sub(lambda found: found[0] if found[1] in kernels else f"static {found[0]}", text)
+        text = text.replace('extern "C" static ', "[[maybe_unused]] static ")
     header = f'#define FLASHGEN_EMULATOR 1\n{_pasted(HEADER)}#line 1 "{name}.cu"\n'
     body = _INCLUDE.sub(lambda found: "" if Path(found[1]).name == HEADER else found[0], text)
-    entries = "".join(_ENTRY.replace("KERNEL", kernel) for kernel in kernel_names(text))
+    entries = "".join(_ENTRY.replace("KERNEL", kernel) for kernel in wanted)
     return HostSource(name, f'{header}{body}\n#line 1 "{name}.entries"\n{_REGISTERS}{entries}')
 
 

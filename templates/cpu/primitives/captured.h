@@ -1,17 +1,19 @@
 // Layer 3 of the CPU primitives: elements of captured tensors, read and added to.
 //
-// Contract: addresses are in bounds; where the compiler could not prove it, the index went through clamp_index. "Rows" is
-// a vector of W neighbouring query rows, each with its own element; what does not depend on the row is already part
+// Contract: addresses are in bounds; where the compiler could not prove it, the index went through clamp_index. "Rows"
+// is a vector of W neighbouring query rows, each with its own element; what does not depend on the row is already part
 // of the base address.
 #pragma once
 #include "convert.h"
-#include "ranges.h"
+#include "standard.h"
+#include "../../primitives/ranges.h"
 #include "vector.h"
 #include "vector_math.h"
 
 namespace fg {
 
-// The nearest valid index of a dimension.
+// The nearest valid index of a dimension. Where it has no entries -1: the tensor's strides are 0 then, and a zero is
+// read.
 template <class T> FG_INLINE T clamp_index(T index, int64_t dimension) {
   return clamp(index, int32_t(0), static_cast<int32_t>(dimension - 1));
 }
@@ -47,8 +49,8 @@ FG_INLINE ranges::Int range_of(int32_t x) { return ranges::point(x); }
 FG_INLINE ranges::Bool range_of(bool x) { return ranges::point(x); }
 FG_INLINE ranges::Float range_of(float x) { return ranges::point(x); }
 
-// Where one task adds the gradient of a captured value: to a double precision copy of its own, or to the float32 result,
-// plainly or, where tasks share elements, atomically. Neither: nobody asked for it.
+// Where one task adds the gradient of a captured value: to a double precision copy of its own, or to the float32
+// result, plainly or, where tasks share elements, atomically. Neither: nobody asked for it.
 struct Gradient {
   double* own = nullptr;
   float* result = nullptr;
@@ -76,8 +78,8 @@ FG_INLINE void add_rows(const Gradient& gradient, int n, VecF value, int64_t off
   for (int l = 0; l < n; ++l) add(gradient, offset0 + offset[l], value[l]);
 }
 
-// Sums along the diagonals that W rows have with one column after another: each column is one diagonal further. Those that
-// no later column meets move on from `open` to `left`; below, `at` is where the first of the last column's begins.
+// Sums along the diagonals that W rows have with one column after another: each column is one diagonal further. Those
+// that no later column meets move on from `open` to `left`; below, `at` is where the first of the last column's begins.
 class DiagonalSums {
  public:
   FG_INLINE void add(VecF column) {

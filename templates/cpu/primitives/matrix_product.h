@@ -1,8 +1,8 @@
 // Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
 //
-// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16 `parts`:
-// part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves out is about
-// 2^(-8 parts) of a term: three parts are as good as float32.
+// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16
+// `parts`: part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves
+// out is about 2^(-8 parts) of a term: three parts are as good as float32.
 // FLASHGEN_MATRIX_PRODUCTS says how: 1 in the registers, the default where the compiler finds them; 0 not at all; 2 in
 // vectors, slowly, so that all that is built on this can be tested on any machine.
 // There is no vector extension for matrix registers: their instructions stand here, once each, by name.
@@ -30,14 +30,15 @@ constexpr int matrix_depth = 32;  // bfloat16 in a row of it
 static_assert(W == matrix_rows, "a register is as wide as a vector");
 
 // ---- parts -------------------------------------------------------------------------------------------------------
-// They are made in the upper halves of lanes. Rounding is to nearest, ties away from zero: in half the instructions of ties to
-// even, of which one number in 65,536 is. A NaN stays one but where all bits of its payload are set.
+// They are made in the upper halves of lanes. Rounding is to nearest, ties away from zero: in half the instructions of
+// ties to even, of which one number in 65,536 is. A NaN stays one but where all bits of its payload are set.
 
 FG_INLINE VecU rounded(VecF x) { return reinterpret_cast<VecU>(x) + 0x8000u; }
 FG_INLINE VecF upper_half(VecU x) { return from_bits(reinterpret_cast<VecI>(x & 0xffff0000u)); }
 
-// x as a sum, the largest part first. Of several the first is cut off, so that none becomes infinite where x is not, and the others
-// are nearest to what is left: three hold a float32, but for what is below 2^-126. Those after an infinite one are NaN.
+// x as a sum, the largest part first. Of several the first is cut off, so that none becomes infinite where x is not,
+// and the others are nearest to what is left: three hold a float32, but for what is below 2^-126. Those after an
+// infinite one are NaN.
 template <int parts> FG_INLINE void split(VecF x, VecU (&part)[parts]) {
   static_assert(parts <= 3, "three hold a float32");
   part[0] = parts == 1 ? rounded(x) : reinterpret_cast<VecU>(x);
@@ -60,15 +61,15 @@ FG_INLINE void store_upper_halves(bf16* p, VecU x) {
 }
 
 // ---- how operands lie --------------------------------------------------------------------------------------------
-// As images of registers, 16 rows of 64 bytes: of a left operand 16 rows of matrix_depth terms, A[m][k]; of a right one 16 columns
-// and the same number of terms, in pairs, B[k / 2][n][k % 2].
+// As images of registers, 16 rows of 64 bytes: of a left operand 16 rows of matrix_depth terms, A[m][k]; of a right one
+// 16 columns and the same number of terms, in pairs, B[k / 2][n][k % 2].
 
 constexpr int image_row = matrix_depth, image = matrix_rows * image_row;  // elements
 
 template <class Element> struct ImagesOf {
   Element* at;
   int64_t block, depth, part;  // strides in elements: of 16 rows or columns, of matrix_depth terms, of parts;
-  int64_t row;                 // and of rows within an image: image_row, unless a tensor's rows are multiplied where they lie
+  int64_t row;                 // of rows within an image: image_row, unless a tensor's rows are multiplied in place
   bool finite;                 // no number is infinite; what is none at all is so in every part
 
   // Of a left operand the 64 bytes that begin with term k of row m.
@@ -94,7 +95,8 @@ FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) 
   }
 }
 
-// The same of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond, in its lane.
+// The same of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond, in its
+// lane.
 template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& largest) {
   for (int k = 0; k < width; k += W) {
     const VecF x = load(from + k);
@@ -111,9 +113,10 @@ template <int parts> FG_INLINE void clear_row(const NewImages& to, int m, int wi
 }
 
 // A left operand of rows by cols, both multiples of matrix_depth, made
-//   another left one, transposed. Two rows make pairs of their even columns and of their odd ones, without a shuffle; pairs are
-//   transposed as numbers of 32 bits are;
-template <int parts> inline __attribute__((noinline)) void turn_images(const NewImages& to, const Images& from, int rows, int cols) {
+//   another left one, transposed. Two rows make pairs of their even columns and of their odd ones, without a shuffle;
+//   pairs are transposed as numbers of 32 bits are;
+template <int parts>
+inline __attribute__((noinline)) void turn_images(const NewImages& to, const Images& from, int rows, int cols) {
   for (int r = 0; r < rows; r += matrix_depth)
     for (int c = 0; c < cols; c += matrix_depth)
       for (int part = 0; part < parts; ++part)
@@ -131,7 +134,8 @@ template <int parts> inline __attribute__((noinline)) void turn_images(const New
 }
 
 //   a right one of its rows as columns: two neighbours in a row are a pair already;
-template <int parts> inline __attribute__((noinline)) void pair_columns(const NewImages& to, const Images& from, int rows, int cols) {
+template <int parts>
+inline __attribute__((noinline)) void pair_columns(const NewImages& to, const Images& from, int rows, int cols) {
   for (int r = 0; r < rows; r += W)
     for (int c = 0; c < cols; c += matrix_depth)
       for (int part = 0; part < parts; ++part) {
@@ -143,7 +147,8 @@ template <int parts> inline __attribute__((noinline)) void pair_columns(const Ne
 }
 
 //   a right one of its rows as terms.
-template <int parts> inline __attribute__((noinline)) void pair_rows(const NewImages& to, const Images& from, int rows, int cols) {
+template <int parts>
+inline __attribute__((noinline)) void pair_rows(const NewImages& to, const Images& from, int rows, int cols) {
   for (int c = 0; c < cols; c += W)
     for (int r = 0; r < rows; r += 2)
       for (int part = 0; part < parts; ++part) {
@@ -208,46 +213,59 @@ inline MatrixRegister& matrix_register(int n) {
   static thread_local MatrixRegister registers[8];
   return registers[n];
 }
-template <int n> inline void clear_register() { matrix_register(n) = {}; }
-template <int n> inline void load_register(const void* at, int64_t row_bytes) {
-  for (int r = 0; r < matrix_rows; ++r) std::memcpy(&matrix_register(n).rows[r], static_cast<const char*>(at) + r * row_bytes, sizeof(VecF));
+// Calls, not inlined: products by registers stand in many places of a kernel, and take most of a compiler's time
+// otherwise.
+inline __attribute__((noinline)) void load_rows_of(MatrixRegister& to, const char* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(&to.rows[r], at + r * row_bytes, sizeof(VecF));
 }
-template <int n> inline void store_register(void* at, int64_t row_bytes) {
-  for (int r = 0; r < matrix_rows; ++r) std::memcpy(static_cast<char*>(at) + r * row_bytes, &matrix_register(n).rows[r], sizeof(VecF));
+inline __attribute__((noinline)) void store_rows_of(const MatrixRegister& from, char* at, int64_t row_bytes) {
+  for (int r = 0; r < matrix_rows; ++r) std::memcpy(at + r * row_bytes, &from.rows[r], sizeof(VecF));
 }
 // As tdpbf16ps rounds: even terms and odd ones are added up by themselves, and what was there before comes last.
-template <int c, int a, int b> inline void multiply_registers() {
+inline __attribute__((noinline)) void multiply_rows_of(
+    MatrixRegister& c, const MatrixRegister& a, const MatrixRegister& b) {
   for (int m = 0; m < matrix_rows; ++m) {
     bf16 left[matrix_depth];
-    std::memcpy(left, &matrix_register(a).rows[m], sizeof(left));
+    std::memcpy(left, &a.rows[m], sizeof(left));
     VecF even = {}, odd = {};
     for (int k = 0; k < matrix_depth; k += 2) {
-      const VecI pairs = reinterpret_cast<VecI>(matrix_register(b).rows[k / 2]);
+      const VecI pairs = reinterpret_cast<VecI>(b.rows[k / 2]);
       even += element(left, k) * from_bits(pairs << 16), odd += element(left, k + 1) * from_bits(pairs & ~0xffff);
     }
-    matrix_register(c).rows[m] += even + odd;
+    c.rows[m] += even + odd;
   }
+}
+template <int n> inline void clear_register() { matrix_register(n) = {}; }
+template <int n> inline void load_register(const void* at, int64_t row_bytes) {
+  load_rows_of(matrix_register(n), static_cast<const char*>(at), row_bytes);
+}
+template <int n> inline void store_register(void* at, int64_t row_bytes) {
+  store_rows_of(matrix_register(n), static_cast<char*>(at), row_bytes);
+}
+template <int c, int a, int b> inline void multiply_registers() {
+  multiply_rows_of(matrix_register(c), matrix_register(a), matrix_register(b));
 }
 #endif
 
 // ---- the product -------------------------------------------------------------------------------------------------
 
-// The products of parts that make up one of matrix_depth terms: parts a of A and b of B. Two neighbours share one, so that it is
-// loaded once, and the largest product comes last.
+// The products of parts that make up one of matrix_depth terms: parts a of A and b of B. Two neighbours share one, so
+// that it is loaded once, and the largest product comes last.
 struct PartsOf {
   int a, b;
 };
 template <int parts> constexpr PartsOf products_of_parts[] = {{0, 0}};
 template <> inline constexpr PartsOf products_of_parts<3>[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}};
 
-// C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be computed beside
-// other work: a step is up to three products of registers, of matrix_depth terms of 16 rows by 16 columns.
-// Sums stand in registers 2 turn and 2 turn + 1; A's first part is in 4 and another in 5, B's are in 6 and 7. Turns alternate, and
-// what one leaves is stored after the next has multiplied: stores wait for products, and would keep the next ones waiting. Measured,
-// 32 x 32 of depth 64 and one part take 132 clocks in this order (128 are the products), 178 as one block of 2 x 2 registers. With
-// three parts two turns beside each other come to 17 clocks a product (16 are the least), where their images lie one after another.
-// Steps are short because products wait for one another in the same queue as other work: beside 12 of them, 192 clocks, 240 vector
-// instructions take 190 to 240 clocks where up to four products come at a time, 335 where all twelve do (360: 290 to 340, 425).
+// C (+)= A B of `rows` rows, a multiple of matrix_rows, by V <= 2 blocks of columns, step by step, so that it can be
+// computed beside other work: a step is up to three products of registers, of matrix_depth terms of 16 rows by 16
+// columns. Sums stand in registers 2 turn and 2 turn + 1; A's first part is in 4 and another in 5, B's are in 6 and 7.
+// Turns alternate, and what one leaves is stored after the next has multiplied: stores wait for products, and would
+// keep the next ones waiting. Measured, 32 x 32 of depth 64 and one part take 132 clocks in this order (128 are the
+// products), 178 as one block of 2 x 2 registers. With three parts two turns beside each other come to 17 clocks a
+// product (16 are the least), where their images lie one after another. Steps are short because products wait for one
+// another in the same queue as other work: beside 12 of them, 192 clocks, 240 vector instructions take 190 to 240
+// clocks where up to four products come at a time, 335 where all twelve do (360: 290 to 340, 425).
 template <int V, int parts> class MatrixProduct {
  public:
   MatrixProduct(int rows, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin, Ahead& ahead)
@@ -311,9 +329,11 @@ template <int V, int parts> class MatrixProduct {
     multiply_one<turn, step * at_once + 2>(a, a_row, a_part, b, b_part, b_block);
   }
   template <int turn, int n>
-  static FG_INLINE void multiply_one(const bf16* a, int64_t a_row, int64_t a_part, const bf16* b, int64_t b_part, int64_t b_block) {
+  static FG_INLINE void multiply_one(
+      const bf16* a, int64_t a_row, int64_t a_part, const bf16* b, int64_t b_part, int64_t b_block) {
     if constexpr (n < products) {
-      constexpr PartsOf now = products_of_parts<parts>[n / V], before = n < V ? PartsOf{-1, -1} : products_of_parts<parts>[n / V - 1];
+      constexpr PartsOf now = products_of_parts<parts>[n / V],
+          before = n < V ? PartsOf{-1, -1} : products_of_parts<parts>[n / V - 1];
       constexpr int column = n % V, left = now.a == 0 ? 4 : 5, right = 6 + column;
       if (column == 0 && now.a != 0 && now.a != before.a) load_register<5>(a + now.a * a_part, a_row);
       if (now.b != before.b) load_register<right>(b + now.b * b_part + column * b_block, 64);
@@ -335,8 +355,8 @@ template <int V, int parts> class MatrixProduct {
 
 // The same in vectors, of sums of parts: an infinite number would meet zeros of the other operand's parts.
 template <int parts>
-inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K, const Images& a, const Images& b, float* c,
-                                                      int64_t ldc, Begin begin) {
+inline __attribute__((noinline)) void product_of_sums(
+    int M, int vectors, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin) {
   const auto with_first = [](auto first, auto rest) { return select(eq(first - first, 0.0f), first + rest, first); };
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < vectors; ++v) {
@@ -358,11 +378,13 @@ inline __attribute__((noinline)) void product_of_sums(int M, int vectors, int K,
     }
 }
 
-template <int parts> inline bool in_registers(const Images& a, const Images& b) { return parts == 1 || (a.finite && b.finite); }
+template <int parts>
+inline bool in_registers(const Images& a, const Images& b) { return parts == 1 || (a.finite && b.finite); }
 
 // C (+)= A B of M rows by `vectors` vectors; of so many terms at a time that two blocks of B stay in the L1 cache.
 template <int parts>
-inline void matrix_product(int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
+inline void matrix_product(
+    int M, int vectors, int K, Images a, Images b, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   if (!in_registers<parts>(a, b)) return product_of_sums<parts>(M, vectors, K, a, b, c, ldc, begin);
   constexpr int most = 384 / parts;
   for (int k = 0; k < K; k += most) {

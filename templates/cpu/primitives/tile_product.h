@@ -25,9 +25,10 @@ constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 
 constexpr int line_bytes = 64;
 
-// Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then the
-// lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would take the
-// buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own prefetching.
+// Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then
+// the lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would
+// take the buffers that the product's own loads wait in. Runs of neighbouring lines set off the hardware's own
+// prefetching.
 struct Ahead {
   const char* at = nullptr;
   int64_t step = 0;
@@ -114,8 +115,8 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 }
 
 // The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
-// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is asked
-// for as there is time for.
+// large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is
+// asked for as there is time for.
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   for (int v = 0; v < vectors;) {
@@ -138,18 +139,18 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 
 // The lower (upper) halves of a and b, interleaved lane by lane.
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
-#if defined(__AVX512F__)
+#if FG_LANES == 16
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif defined(__AVX__)
+#elif FG_LANES == 8
   return FG_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 #else
   return FG_SHUFFLE(a, b, 0, 4, 1, 5);
 #endif
 }
 FG_INLINE VecF interleave_high(VecF a, VecF b) {
-#if defined(__AVX512F__)
+#if FG_LANES == 16
   return FG_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif defined(__AVX__)
+#elif FG_LANES == 8
   return FG_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
   return FG_SHUFFLE(a, b, 2, 6, 3, 7);
@@ -170,7 +171,8 @@ FG_INLINE void transpose_lanes(VecF x[W]) {
 }
 
 // dst[c][r] = src[r][c] for any rows and cols; leading dimensions in floats. Touches nothing else.
-inline __attribute__((noinline)) void transpose_to(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
+inline __attribute__((noinline)) void transpose_to(
+    float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {
   for (int r = 0; r < rows; r += W)
     for (int c = 0; c < cols; c += W) {
       const float* from = src + r * lds + c;

@@ -15,7 +15,8 @@
 
 #define FG_INLINE inline __attribute__((always_inline))
 
-// For loops over an array of vectors: GCC unrolls them by itself, but too late to keep the array in registers throughout.
+// For loops over an array of vectors: GCC unrolls them by itself, but too late to keep the array in registers
+// throughout.
 #if defined(__clang__)
 #define FG_UNROLL
 #else
@@ -24,14 +25,16 @@
 
 namespace fg {
 
-// Matrix products in vectors (matrix_product.h) want those of 16 lanes: where there are none, compilers make them of narrower ones.
+// Registers of arrays (matrix_product.h) want vectors of 16 lanes: where there are none, compilers make them of
+// narrower ones.
 #if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2
-constexpr int W = 16;
+#define FG_LANES 16
 #elif defined(__AVX__)
-constexpr int W = 8;
+#define FG_LANES 8
 #else
-constexpr int W = 4;
+#define FG_LANES 4
 #endif
+constexpr int W = FG_LANES;
 
 typedef float VecF __attribute__((vector_size(4 * W)));
 typedef int32_t VecI __attribute__((vector_size(4 * W)));
@@ -170,6 +173,12 @@ FG_INLINE VecB select_lanes(VecB c, VecB a, VecB b) { return {(c.lanes & a.lanes
 template <class A, class B> FG_INLINE auto select(VecB c, A a, B b) {
   return select_lanes(c, broadcast(a), broadcast(b));
 }
+
+// What arrives at something, of which a score has this derivative: nothing where it has none, even of a gradient that
+// is no number.
+FG_INLINE VecF chained(VecF gradient, VecF derivative) {
+  return select(eq(derivative, 0.0f), 0.0f, gradient * derivative);
+}
 template <class A> FG_INLINE A select(bool c, A a, A b) { return c ? a : b; }
 template <class A, class B, typename EnableIf<is_vector<A> != is_vector<B>>::type = 0>
 FG_INLINE auto select(bool c, A a, B b) {
@@ -212,7 +221,7 @@ FG_INLINE int32_t horizontal_sum(VecI x) { return fold_lanes<int32_t, W>(x, Fold
 FG_INLINE int32_t horizontal_max(VecI x) { return fold_lanes<int32_t, W>(x, FoldMax()); }
 FG_INLINE int32_t horizontal_min(VecI x) { return fold_lanes<int32_t, W>(x, FoldMin()); }
 FG_INLINE bool any(VecB x) {
-#if defined(__AVX__) && !defined(__AVX512F__) && FLASHGEN_MATRIX_PRODUCTS != 2
+#if defined(__AVX__) && FG_LANES == 8
   return __builtin_ia32_movmskps256(reinterpret_cast<VecF>(x.lanes)) != 0;  // two instructions instead of ten
 #else
   return fold_lanes<int32_t, W>(x.lanes, FoldOr()) != 0;
@@ -221,7 +230,8 @@ FG_INLINE bool any(VecB x) {
 FG_INLINE bool all(VecB x) { return !any(!x); }
 FG_INLINE bool any(bool x) { return x; }
 FG_INLINE bool all(bool x) { return x; }
-// any(gt(x, limit)), where a loop asks for every vector: on AVX-512 GCC makes a vector of a VecB, and four instructions of two.
+// any(gt(x, limit)), where a loop asks for every vector: on AVX-512 GCC makes a vector of a VecB, and four instructions
+// of two.
 FG_INLINE bool any_above(VecF x, float limit) {
 #if defined(__AVX512F__)
   return __builtin_ia32_cmpps512_mask(x, broadcast(limit), 30, 0xffff, 4) != 0;  // greater, quiet; as MXCSR rounds
@@ -239,9 +249,9 @@ FG_INLINE bool any_above(VecF x, float limit) {
 
 // One lane further: lane 0 is the last of `before`.
 FG_INLINE VecF shifted_in(VecF x, VecF before) {
-#if defined(__AVX512F__)
+#if FG_LANES == 16
   return FG_SHUFFLE(before, x, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30);
-#elif defined(__AVX__)
+#elif FG_LANES == 8
   return FG_SHUFFLE(before, x, 7, 8, 9, 10, 11, 12, 13, 14);
 #else
   return FG_SHUFFLE(before, x, 3, 4, 5, 6);

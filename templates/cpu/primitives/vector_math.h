@@ -5,7 +5,8 @@
 // with -fwrapv). A float function of a scalar is lane 0 of the vector function, so that all levels agree, but for what
 // the compiler fuses into multiply-adds.
 // Accuracy in units in the last place, over the whole range: 1 for exp, exp2, log, log1p, pow; 1.6 for log2, erf, sin,
-// cos, softplus; 2.5 for tanh, sigmoid, exp2_bounded; 3 for silu; 5 for gelu. Subnormal results are right unless said.
+// cos, softplus; 2.5 for tanh, sigmoid, exp2_bounded; 3 for silu; 5 for gelu. Subnormal results are right
+// unless said.
 // NaN propagates, infinities and signed zeros behave as in C. tests/cpu_primitives holds all of this.
 // Needs -fno-math-errno -fno-trapping-math, must not be built with -ffast-math. On AVX-512 machines GCC needs
 // -mprefer-vector-width=512 to keep what is a loop over lanes (floor, sqrt, sin, pow, division) in one piece.
@@ -285,6 +286,18 @@ FG_INLINE VecF floor_mod(float a, VecF b) { return floor_mod(broadcast(a), b); }
 FG_INLINE VecF floor_div(VecF a, float b) { return floor_div(a, broadcast(b)); }
 FG_INLINE VecF floor_div(float a, VecF b) { return floor_div(broadcast(a), b); }
 
+// x, rounded: a product in it does not become part of a sum or difference that it goes into.
+FG_INLINE VecF settled(VecF x) {
+#if defined(__AVX512F__) || (defined(__AVX__) && FG_LANES <= 8) || (defined(__SSE__) && FG_LANES <= 4)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__) && FG_LANES <= 4
+  __asm__("" : "+w"(x));
+#else
+  __asm__("" : "+m"(x));  // more than a register holds
+#endif
+  return x;
+}
+
 // ---- exponentials ------------------------------------------------------------------------------------------------
 
 // 2^x for -126 <= x < 127.5 or NaN, in the fewest instructions (nine); 2^0 is exactly 1. x = n + r with |r| <= 1/2.
@@ -389,9 +402,10 @@ FG_INLINE VecF sigmoid(VecF x) {
 }
 FG_INLINE VecF silu(VecF x) { return x * sigmoid(x); }
 
-// h / (h + 1) with h = (e^(2|x|) - 1) / 2, which keeps its relative accuracy near 0, so that one form serves everywhere:
-// |x| = n ln(2)/2 + y, and h is 2^n times (e^(2y) - 1) / 2, a polynomial of y, plus (2^n - 1) / 2. Beyond 10 it is 1.
-// A `const` function of its own, so that compilers see that tanh of one x, in a score and in its derivative, is one value.
+// h / (h + 1) with h = (e^(2|x|) - 1) / 2, which keeps its relative accuracy near 0, so that one form serves
+// everywhere: |x| = n ln(2)/2 + y, and h is 2^n times (e^(2y) - 1) / 2, a polynomial of y, plus (2^n - 1) / 2. Beyond
+// 10 it is 1. A `const` function of its own, so that compilers see that tanh of one x, in a score and in its
+// derivative, is one value.
 __attribute__((noinline, const)) inline VecF tanh_everywhere(VecF x) {
   const VecF a = select(gt(abs(x), 10.0f), 10.0f, abs(x));
   const VecF shifted = a * (2 * log2_e) + round_shift, n = shifted - round_shift;
@@ -404,8 +418,8 @@ __attribute__((noinline, const)) inline VecF tanh_everywhere(VecF x) {
 // Caps are far above most scores: for |x| <= 1 in all lanes a polynomial does, with a third of the instructions.
 FG_INLINE VecF tanh(VecF x) {
   const VecF square = x * x;
-  VecF y = x * polynomial(square, 1.0f, -0x1.55546cp-2f, 0x1.10ecbcp-3f, -0x1.b64256p-5f, 0x1.4d906ep-6f, -0x1.9a2bf0p-8f,
-                          0x1.155bb0p-10f);
+  VecF y = x * polynomial(square, 1.0f, -0x1.55546cp-2f, 0x1.10ecbcp-3f, -0x1.b64256p-5f, 0x1.4d906ep-6f,
+                          -0x1.9a2bf0p-8f, 0x1.155bb0p-10f);
   if (__builtin_expect(any_above(square, 1.0f), false)) y = tanh_everywhere(x);
   return y;
 }

@@ -6,7 +6,8 @@
 
 namespace fg {
 
-// The nearest valid index of a dimension.
+// The nearest valid index of a dimension. Where it has no entries -1: the tensor's strides are 0 then, and a zero is
+// read.
 FG_DEVICE int32_t clamp_index(int32_t index, int64_t dimension) { return clamp(index, 0, int32_t(dimension - 1)); }
 
 FG_DEVICE float element(const float* tensor, int64_t index) { return global_load(tensor + index); }

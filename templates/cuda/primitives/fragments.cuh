@@ -1,11 +1,11 @@
 // Layer 3 of the CUDA primitives: fragments of matrices in the registers of a warp, and their products.
 //
-// An accumulator is 16 x 8 numbers of float32, 4 in each lane: with group = lane / 4 and pair = lane % 4, number e is at row
-// group + 8 (e / 2), column 2 pair + e % 2. A product has operands of 16 x depth and depth x 8.
+// An accumulator is 16 x 8 numbers of float32, 4 in each lane: with group = lane / 4 and pair = lane % 4, number e is
+// at row group + 8 (e / 2), column 2 pair + e % 2. A product has operands of 16 x depth and depth x 8.
 //
-// Contract: a tile that is read along its rows (m or n by the inner dimension) goes through ldmatrix; one that is read across
-// them (the inner dimension by m or n) through ldmatrix.trans for 16-bit types. float32 has no such instruction: there the
-// inner indices of a step are taken in the order 0 2 4 6 1 3 5 7, in which an accumulator is an operand as it
+// Contract: a tile that is read along its rows (m or n by the inner dimension) goes through ldmatrix; one that is read
+// across them (the inner dimension by m or n) through ldmatrix.trans for 16-bit types. float32 has no such instruction:
+// there the inner indices of a step are taken in the order 0 2 4 6 1 3 5 7, in which an accumulator is an operand as it
 // stands and plain loads of neighbouring rows have no bank conflicts. Both operands of a product must be of one order.
 #pragma once
 #include "shared_tile.cuh"
@@ -54,9 +54,9 @@ template <int registers> FG_DEVICE Parts<registers> split(const uint32_t (&r)[re
   for (int i = 0; i < registers; ++i) split(r[i], parts.large[i], parts.small[i]);
   return parts;
 }
-// float32 in three tf32 products; what is left out, small by small, is below float32's rounding. Matrix units cut their sums
-// off towards zero, which a long chain of products turns into an error of its own: chains begin at zero, stay within a
-// tile, and end with an addition that rounds to nearest.
+// float32 in three tf32 products; what is left out, small by small, is below float32's rounding. Matrix units cut their
+// sums off towards zero, which a long chain of products turns into an error of its own: chains begin at zero, stay
+// within a tile, and end with an addition that rounds to nearest.
 FG_DEVICE void chain(float (&d)[4], const Parts<4>& a, const Parts<2>& b) {
   mma_tf32(d, a.small, b.large);
   mma_tf32(d, a.large, b.small);
@@ -72,30 +72,33 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
   add(d, sum);
 }
 
-// ---- operands from shared memory -------------------------------------------------------------------------------------
+// ---- operands from shared memory ------------------------------------------------------------------------------------
 
-// A square of 2 x 2 matrices of 8 rows by 16 bytes, numbered down the columns or along the rows; (row, column) is its corner,
-// `row` a multiple of 8 and `column` of two chunks. Either order has one place a lane in its first square; the
-// chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are repeated
-// in every product instead of every address being kept in a register.
+// A square of 2 x 2 matrices of 8 rows by 16 bytes, numbered down the columns or along the rows; (row, column) is its
+// corner, `row` a multiple of 8 and `column` of two chunks. Either order has one place a lane in its first square; the
+// chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are
+// repeated in every product instead of every address being kept in a register.
 enum class Order { down, along };
-template <Order order, bool transposed, class Tile> FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
+template <Order order, bool transposed, class Tile>
+FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
   const unsigned lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
   const unsigned lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
   const unsigned in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
   const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
-  const char* const address = reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+  const char* const address =
+      reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
   if constexpr (transposed) load_matrix_x4_transposed(r, address);
   else load_matrix_x4(r, address);
 }
 
-// The address of element (row + own_row, column + own_column), `row` and `column` multiples of 8, what is the lane's own
-// below 8: one place a lane as well, of which the chunk's number flips bits.
+// The address of element (row + own_row, column + own_column), `row` and `column` multiples of 8, what is the lane's
+// own below 8: one place a lane as well, of which the chunk's number flips bits.
 template <class Tile> FG_DEVICE char* place_of(Tile tile, int row, int column, unsigned own_row, unsigned own_column) {
   constexpr int group = 8 / Tile::row_chunks, row_bytes = Tile::row_chunks * 16;
   const unsigned within = own_column * unsigned(sizeof(typename Tile::element));
-  const unsigned in_first = own_row * row_bytes + ((own_row / group % Tile::row_chunks) ^ within / 16) * 16 + within % 16;
+  const unsigned in_first =
+      own_row * row_bytes + ((own_row / group % Tile::row_chunks) ^ within / 16) * 16 + within % 16;
   const int panel = (column / Tile::width * Tile::rows + row) * row_bytes;
   return reinterpret_cast<char*>(tile.base) + panel + (in_first ^ column % Tile::width / Tile::chunk * 16);
 }
@@ -107,13 +110,15 @@ template <class Tile> FG_DEVICE auto load_left(Tile tile, int row, int inner, un
   return a;
 }
 // Rows row … row + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner, unsigned lane) {
+template <class Tile>
+FG_DEVICE void load_right(Right<typename Tile::element> (&b)[2], Tile tile, int row, int inner, unsigned lane) {
   uint32_t r[4];
   load_square<Order::along, false>(r, tile, row, inner, lane);
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
 // Rows row … row + 7 of the tile are the columns of one B.
-template <class Tile> FG_DEVICE void load_last_right(Right<typename Tile::element>& b, Tile tile, int row, int inner, unsigned lane) {
+template <class Tile>
+FG_DEVICE void load_last_right(Right<typename Tile::element>& b, Tile tile, int row, int inner, unsigned lane) {
   static_assert(sizeof(typename Tile::element) == 4, "16-bit operands come in pairs");
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -128,7 +133,8 @@ template <class Tile> FG_DEVICE auto load_left_for_across(Tile tile, int row, in
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto pair = shared_load(reinterpret_cast<const uint2*>(place_of(tile, row + 8 * half, inner, lane / 4, lane % 4 * 2)));
+      const auto pair =
+          shared_load(reinterpret_cast<const uint2*>(place_of(tile, row + 8 * half, inner, lane / 4, lane % 4 * 2)));
       a.r[half] = pair.x, a.r[half + 2] = pair.y;
     }
   }
@@ -143,12 +149,15 @@ template <class Tile> FG_DEVICE auto load_left_across(Tile tile, int inner, int 
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      a.r[i] = shared_load(reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i % 2 * 8, lane % 4 * 2 + i / 2, lane / 4)));
+      a.r[i] = shared_load(
+          reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i % 2 * 8, lane % 4 * 2 + i / 2, lane / 4)));
   }
   return a;
 }
 // Columns column … column + 15 of the tile are columns of B: two operands.
-template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column, unsigned lane) {
+template <class Tile>
+FG_DEVICE void load_right_across(
+    Right<typename Tile::element> (&b)[2], Tile tile, int inner, int column, unsigned lane) {
   using T = typename Tile::element;
   uint32_t r[4];
   if constexpr (sizeof(T) == 2) {
@@ -156,12 +165,13 @@ template <class Tile> FG_DEVICE void load_right_across(Right<typename Tile::elem
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      r[i] = shared_load(reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i / 2 * 8, lane % 4 * 2 + i % 2, lane / 4)));
+      r[i] = shared_load(
+          reinterpret_cast<const uint32_t*>(place_of(tile, inner, column + i / 2 * 8, lane % 4 * 2 + i % 2, lane / 4)));
   }
   b[0] = {{r[0], r[1]}}, b[1] = {{r[2], r[3]}};
 }
 
-// ---- operands from accumulators --------------------------------------------------------------------------------------
+// ---- operands from accumulators -------------------------------------------------------------------------------------
 
 // Columns step * depth … of a row of accumulators as A; for a B that is read across its tile.
 template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_tiles][4], int step) {
@@ -175,10 +185,11 @@ template <class T, int n_tiles> FG_DEVICE Left<T> left_of(const float (&d)[n_til
   }
 }
 
-// ---- accumulators to shared memory -----------------------------------------------------------------------------------
+// ---- accumulators to shared memory ----------------------------------------------------------------------------------
 
 // Rounds an accumulator to the tile's type and stores it at (row, column), multiples of 8; `lane` as for load_square.
-template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], unsigned lane) {
+template <class Tile>
+FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4], unsigned lane) {
   using T = typename Tile::element;
   char* const start = place_of(tile, row, column, lane / 4, lane % 4 * 2);
 #pragma unroll
@@ -193,7 +204,8 @@ template <class Tile> FG_DEVICE void store_fragment(Tile tile, int row, int colu
 }
 
 // The same for a left operand of 16 bits, 16 x 16, which is rounded already.
-template <class Tile> FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
+template <class Tile>
+FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
   static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -235,7 +247,8 @@ template <class T, int m_tiles, int inner> struct LeftRows {
   static constexpr int steps = inner / Element<T>::depth;
   Left<T> at[m_tiles][steps];
 };
-template <class T, int m_tiles, int inner, class Tile> FG_DEVICE void load(LeftRows<T, m_tiles, inner>& a, Tile tile, int row) {
+template <class T, int m_tiles, int inner, class Tile>
+FG_DEVICE void load(LeftRows<T, m_tiles, inner>& a, Tile tile, int row) {
   const int lane = lane_index();
 #pragma unroll
   for (int m = 0; m < m_tiles; ++m)
@@ -259,9 +272,11 @@ FG_DEVICE void product(Accumulators<m_tiles, n_tiles>& d, const LeftRows<T, m_ti
     }
 }
 
-// D += P B, P a row of accumulators rounded to B's type; B's rows are the inner dimension, its columns from `column` on.
+// D += P B, P a row of accumulators rounded to B's type; B's rows are the inner dimension, its columns from `column`
+// on.
 template <int m_tiles, int p_tiles, int n_tiles, class TileB>
-FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulators<m_tiles, p_tiles>& p, TileB b, int column) {
+FG_DEVICE void product_across(
+    Accumulators<m_tiles, n_tiles>& d, const Accumulators<m_tiles, p_tiles>& p, TileB b, int column) {
   using T = typename TileB::element;
   static_assert(n_tiles % 2 == 0 && 8 * p_tiles == TileB::rows, "operands come in pairs, of one inner dimension");
   const int lane = again(lane_index());
@@ -301,14 +316,15 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, const Accumulat
         Right<T> right[2];
         load_right_across(right, b, step * Element<T>::depth, column + 8 * n, lane);
 #pragma unroll
-        for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+        for (int m = 0; m < m_tiles; ++m)
+          multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
       }
     }
   }
 }
 
-// D += Aᵀ B over the rows of both tiles, or A B over A's columns and B's rows; D's rows are columns (or rows) row … of A, its
-// columns are columns column … of B.
+// D += Aᵀ B over the rows of both tiles, or A B over A's columns and B's rows; D's rows are columns (or rows) row … of
+// A, its columns are columns column … of B.
 template <bool transposed = true, int m_tiles, int n_tiles, class TileA, class TileB>
 FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int row, TileB b, int column) {
   using T = typename TileA::element;
@@ -328,12 +344,13 @@ FG_DEVICE void product_across(Accumulators<m_tiles, n_tiles>& d, TileA a, int ro
       Right<T> right[2];
       load_right_across(right, b, inner, column + 8 * n, lane);
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m) multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
+      for (int m = 0; m < m_tiles; ++m)
+        multiply(d.at[m][n], left[m], right[0]), multiply(d.at[m][n + 1], left[m], right[1]);
     }
   }
 }
 
-// ---- accumulators to global memory -----------------------------------------------------------------------------------
+// ---- accumulators to global memory ----------------------------------------------------------------------------------
 
 // Word k of lane l of a quad becomes word l of lane k; `lane` is that within the quad.
 FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
@@ -351,15 +368,17 @@ FG_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
 
 enum class Kept { normally, briefly };  // by the last cache
 
-// Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows, one after
-// another from `to` on. Of 2-byte elements lanes of a quad exchange what they have of four tiles, so that each stores 16 bytes.
-template <int width, Kept kept = Kept::normally, class T, int n_tiles> FG_DEVICE void store_fragments(T* to, const float (&d)[n_tiles][4], int row, int count) {
+// Stores the rows of accumulators, rounded to T, from row `row` of `width` elements on; there are `count` rows. Of
+// 2-byte elements lanes of a quad exchange what they have of four tiles, so that each
+// stores 16 bytes.
+template <class T, int width, Kept kept = Kept::normally, class To, int n_tiles>
+FG_DEVICE void store_fragments(To to, const float (&d)[n_tiles][4], int row, int count) {
   static_assert(width <= 8 * n_tiles, "the accumulators have all columns");
   constexpr int wide = sizeof(T) == 2 && width % 8 == 0 ? width / 32 * 4 : 0;  // tiles that go by fours
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = row + fragment_row(2 * half);
-    T* const place = to + int64_t(at) * width;
+    T* const place = row_of<width>(to, at);
     if constexpr (wide > 0) {
       const int lane = lane_index() % 4;
 #pragma unroll

@@ -78,9 +78,15 @@ template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
 // The same, of what nobody reads soon: the last cache keeps other things instead.
 FG_DEVICE void global_stream(uint4* p, uint4 value) { __stcs(p, value); }
 // Atomic, all four. The last one adds 1 and gives what was there before.
-FG_DEVICE void global_add(float* p, float value) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory"); }
-FG_DEVICE void global_add(uint64_t* p, uint64_t value) { asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory"); }
-FG_DEVICE void global_max(uint32_t* p, uint32_t value) { asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory"); }
+FG_DEVICE void global_add(float* p, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory");
+}
+FG_DEVICE void global_add(uint64_t* p, uint64_t value) {
+  asm volatile("red.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+FG_DEVICE void global_max(uint32_t* p, uint32_t value) {
+  asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
 FG_DEVICE uint32_t global_next(uint32_t* p) { return atomicAdd(p, 1u); }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -102,7 +108,8 @@ FG_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(
 // 16 bytes; zeros where not valid (global is not read then).
 FG_DEVICE void copy_async_16(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0) : "memory");
 #else
   uint4 chunk = make_uint4(0, 0, 0, 0);
   if (valid) bits::load(chunk, global);
@@ -125,13 +132,20 @@ template <int pending> FG_DEVICE void copy_async_wait() {
 
 FG_DEVICE void block_barrier() { __syncthreads(); }
 FG_DEVICE void warp_barrier() { __syncwarp(); }
-// A barrier of `threads` threads, whole warps: some wait, all at the same place of the program, others only say that they
-// have been there. Numbers 1 … 15.
-FG_DEVICE void barrier_wait(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-FG_DEVICE void barrier_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+// A barrier of `threads` threads, whole warps: some wait, all at the same place of the program, others only say that
+// they have been there. Numbers 1 … 15.
+FG_DEVICE void barrier_wait(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+FG_DEVICE void barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 // The same for threads that all wait, and come from different places of the program.
-FG_DEVICE void barrier_meet(int number, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-template <class T> FG_DEVICE T shuffle_xor(T value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+FG_DEVICE void barrier_meet(int number, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+template <class T>
+FG_DEVICE T shuffle_xor(T value, int lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 template <class T> FG_DEVICE T shuffle(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 // Bit l: the condition in lane l.
 FG_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
@@ -165,7 +179,8 @@ FG_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
 }
 
 #if __CUDA_ARCH__ < 800
-// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by shuffles.
+// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
+// shuffles.
 template <class Multiply>
 FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Multiply multiply) {
   const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
@@ -182,7 +197,8 @@ FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint
 // mma.sync.m16n8k16, float32 accumulators: d += a b, for f16 and bf16 operands; m16n8k8 for tf32.
 FG_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
@@ -194,7 +210,8 @@ FG_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 }
 FG_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
@@ -206,7 +223,8 @@ FG_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 }
 FG_DEVICE void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
@@ -222,7 +240,9 @@ FG_DEVICE uint32_t pack_f16(float low, float high) {
 #if __CUDA_ARCH__ >= 800
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
 #else
-  asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(low), "f"(high));
+  asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
+      : "=r"(r)
+      : "f"(low), "f"(high));
 #endif
   return r;
 }

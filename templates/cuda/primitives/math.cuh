@@ -1,9 +1,9 @@
 // Layer 2 of the CUDA primitives: every operator and function of the language, for scalars.
 //
-// Contract: names and meanings are those of LANGUAGE.md section 3 and of templates/cpu/primitives/vector_math.h. What has
-// no function here is a plain operator: + - * and real /, unary -, bitwise & | ^ of integers, && || !. Where CUDA's own
-// function is right and free of branches it is used; the others are written here, because a hook is unrolled over every
-// pair of a tile and must not branch.
+// Contract: names and meanings are those of LANGUAGE.md section 3 and of templates/cpu/primitives/vector_math.h. What
+// has no function here is a plain operator: + - * and real /, unary -, bitwise & | ^ of integers, && || !. Where CUDA's
+// own function is right and free of branches it is used; the others are written here, because a hook is unrolled over
+// every pair of a tile and must not branch.
 #pragma once
 #include "types.cuh"
 
@@ -12,7 +12,17 @@ namespace fg {
 // x, rounded: a product in it does not become part of an addition that it goes into.
 FG_DEVICE float settled(float x) { return __fadd_rn(x, -0.0f); }
 
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+// What arrives at something, of which a score has this derivative: nothing where it has none, even of a gradient that
+// is no number.
+FG_DEVICE float chained(float gradient, float derivative) { return derivative == 0.0f ? 0.0f : gradient * derivative; }
+
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, MOST_FLOAT = 3.40282347e38f;
+
+// Scores are extreme where the rounding of what a row's exponents are less, 2^-24 of it, would show in its weights:
+// beyond these, in base 2 and of a log-sum-exp. Then they are counted from a maximum m. The forward pass leaves m, and
+// the logarithm of the sum, in lse_parts.
+constexpr float MOST_OFFSET = 128.0f, MOST_LSE = 88.0f;
+FG_DEVICE bool is_extreme(float lse) { return fabsf(lse) > MOST_LSE && fabsf(lse) < INFINITY; }
 
 // ---- conversions -------------------------------------------------------------------------------------------------
 
@@ -136,7 +146,8 @@ FG_DEVICE float log1p(float x) { return log1pf(x); }
 
 // c0 + x (c1 + x (c2 + ...))
 FG_DEVICE float polynomial(float, float c) { return c; }
-template <class... Rest> FG_DEVICE float polynomial(float x, float c, Rest... rest) { return polynomial(x, rest...) * x + c; }
+template <class... Rest>
+FG_DEVICE float polynomial(float x, float c, Rest... rest) { return polynomial(x, rest...) * x + c; }
 
 // ---- sigmoids ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +161,8 @@ FG_DEVICE float silu(float x) { return x * sigmoid(x); }
 // Near 0 an odd polynomial; elsewhere (1 - e) / (1 + e) with e = e^(-2|x|).
 FG_DEVICE float tanh(float x) {
   const float a = fabsf(x), z = x * x;
-  const float near = x + x * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f, -0x1.99565ep-8f);
+  const float near =
+      x + x * z * polynomial(z, -0x1.55554ap-2f, 0x1.110cf0p-3f, -0x1.b91f20p-5f, 0x1.58ec78p-6f, -0x1.99565ep-8f);
   const float e = exp2_approximate(a * (-2 * LOG2_E));
   const float far = copysignf((1.0f - e) * reciprocal_approximate(1.0f + e), x);
   return a < 0.55f ? near : far;
@@ -165,7 +177,7 @@ FG_DEVICE float erf(float x) { return erff(x); }
 // x Phi(x); erfc keeps the relative accuracy of the tail.
 FG_DEVICE float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
 
-// ---- sine, cosine, power -------------------------------------------------------------------------------------------
+// ---- sine, cosine, arc tangent, power -------------------------------------------------------------------------------
 
 FG_DEVICE float sin(float x) { return sinf(x); }
 FG_DEVICE float cos(float x) { return cosf(x); }

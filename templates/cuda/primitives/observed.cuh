@@ -2,7 +2,8 @@
 //
 // Contract: 8 bytes a range, over GRANULE neighbouring rows or columns; what is unpacked holds what was packed.
 #pragma once
-#include "ranges.h"
+#include "standard.cuh"
+#include "../../primitives/ranges.h"
 
 namespace fg {
 

@@ -44,11 +44,14 @@ struct Dropout {
     for (int n = 0; n < 4; ++n) bits |= uint32_t(words.word[n] >= threshold) << n;
     return bits;
   }
-  FG_DEVICE bool keeps_one(int32_t i, int32_t j) const { return dropout_word(dropout_words(seed, b, h, i, j >> 2), j) >= threshold; }
+  FG_DEVICE bool keeps_one(int32_t i, int32_t j) const {
+    return dropout_word(dropout_words(seed, b, h, i, j >> 2), j) >= threshold;
+  }
 };
 
-// The decisions for this lane's four numbers of an accumulator, one bit each: rows are queries i, columns keys j. Where quads
-// of keys begin in the first column, every lane draws for one row and four columns, and neighbours exchange halves.
+// The decisions for this lane's four numbers of an accumulator, one bit each: rows are queries i, columns keys j. Where
+// quads of keys begin in the first column, every lane draws for one row and four columns, and neighbours exchange
+// halves.
 FG_DEVICE uint32_t kept_of_rows(const Dropout& dropout, int32_t i, int32_t j) {
   const int lane = lane_index(), row = lane / 4, pair = lane % 4;
   if (j % 4 == 0) {
@@ -84,7 +87,9 @@ template <int m_tiles, int n_tiles> struct KeptPairs {
   static constexpr int count = m_tiles * n_tiles;
   uint32_t bits[(count + 7) / 8];
 
-  FG_DEVICE bool at(int m, int n, int e) const { return bits[(m * n_tiles + n) / 8] >> ((m * n_tiles + n) % 8 * 4 + e) & 1u; }
+  FG_DEVICE bool at(int m, int n, int e) const {
+    return bits[(m * n_tiles + n) / 8] >> ((m * n_tiles + n) % 8 * 4 + e) & 1u;
+  }
 };
 template <bool rows_are_keys, int m_tiles, int n_tiles>
 FG_DEVICE void draw(KeptPairs<m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
@@ -95,7 +100,9 @@ FG_DEVICE void draw(KeptPairs<m_tiles, n_tiles>& kept, const Dropout& dropout, i
 #pragma unroll 1
     for (int n = 0; n < 8 && word * 8 + n < Kept::count; ++n) {
       const int row = (word * 8 + n) / n_tiles * 16, column = (word * 8 + n) % n_tiles * 8;
-      bits |= (rows_are_keys ? kept_of_columns(dropout, i + column, j + row) : kept_of_rows(dropout, i + row, j + column)) << 4 * n;
+      bits |= (rows_are_keys ? kept_of_columns(dropout, i + column, j + row)
+                             : kept_of_rows(dropout, i + row, j + column))
+              << 4 * n;
     }
     kept.bits[word] = bits;
   }

@@ -1,9 +1,11 @@
 // Layer 3 of the CUDA primitives: a tile cut into pieces, until the range of the mask over each says all or none.
 //
-// Contract: the class of a tile is that of its pieces together. Cut at the blocks of the mask, then at multiples of powers
-// of two; at most MOST_PIECES are asked about, and what is open then may be anything. flashgen/analysis/pieces.py says the same.
+// Contract: the class of a tile is that of its pieces together. Cut at the blocks of the mask, then at multiples of
+// powers of two; at most MOST_PIECES are asked about, and what is open then may be anything.
+// flashgen/analysis/pieces.py says the same.
 #pragma once
-#include "ranges.h"
+#include "standard.cuh"
+#include "../../primitives/ranges.h"
 
 namespace fg {
 
@@ -13,7 +15,8 @@ constexpr int MOST_POSITIONS = 256;  // of a tile, each way: what is larger are 
 struct Positions {
   int lo, hi;
 };
-// The first position of the second part; the size of the blocks that it lies between, 1 where none does, 0 for a single position.
+// The first position of the second part; the size of the blocks that it lies between, 1 where none does, 0 for a single
+// position.
 struct Cut {
   int at, block;
 };
@@ -30,7 +33,8 @@ template <int size, int... smaller> FG_DEVICE Cut cut(Positions x, Blocks<size, 
   return x.lo < at && at <= x.hi ? Cut{at, size} : cut(x, Blocks<smaller...>());
 }
 
-// The range of keep(i, j) over a tile. A piece is found anew from the cuts that lead to it: a stack would be local memory.
+// The range of keep(i, j) over a tile. A piece is found anew from the cuts that lead to it: a stack would be local
+// memory.
 template <class Keep, class Rows, class Columns>
 FG_DEVICE ranges::Bool by_pieces(Positions i, Positions j, const Keep& keep, Rows rows, Columns columns) {
   const int most = i.hi - i.lo < MOST_POSITIONS && j.hi - j.lo < MOST_POSITIONS ? MOST_PIECES : 1;

@@ -16,8 +16,8 @@ FG_CONSTEXPR int power_of_two_above(int n, int most) {
   return power;
 }
 
-// Which stage of a ring number n >= 0 is in. Without a sign: a remainder is one instruction, and addresses that follow from it
-// stay in uniform registers.
+// Which stage of a ring number n >= 0 is in. Without a sign: a remainder is one instruction, and addresses that follow
+// from it stay in uniform registers.
 template <int stages> FG_CONSTEXPR unsigned stage_of(int n) { return unsigned(n) % stages; }
 
 template <class T, int rows_, int columns_> struct SharedTile {
@@ -41,8 +41,9 @@ template <class T, int rows_, int columns_> struct SharedTile {
   }
 };
 
-// Rows of global memory: the first at base + offset, `stride` elements from one to the next, all of them within 2^31. Where
-// a row of the data is a whole number of chunks, every row starts at a multiple of 16 bytes; the caller sees to it.
+// Rows of global memory: the first at base + offset, `stride` elements from one to the next, all of them within 2^31.
+// Where a row of the data is a whole number of chunks, every row starts at a multiple of 16 bytes; the caller sees to
+// it.
 template <class T> struct GlobalRows {
   const T* base;
   int offset, stride;
@@ -53,8 +54,18 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
   return {static_cast<const T*>(base), int(offset), int(stride)};
 }
 
-// Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero. Rows
-// that are no whole number of chunks go element by element. `threads` threads take part, `thread` of which is this one.
+// Where rows of `width` elements are written: packed one after another from a pointer on, or `stride` elements from one
+// to the next.
+template <class T> struct StridedRows {
+  T* base;
+  int64_t stride;
+};
+template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + int64_t(row) * width; }
+template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }
+
+// Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero.
+// Rows that are no whole number of chunks go element by element. `threads` threads take part, `thread` of which is this
+// one.
 template <int threads, int width, class Tile>
 FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count, int thread) {
   using T = typename Tile::element;
@@ -69,15 +80,18 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
 #pragma unroll
     for (int row = 0; row < Tile::rows; row += step) {
       if (Tile::rows % step != 0 && row0 + row >= Tile::rows) continue;
-      T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;  // the permutation repeats every 8 rows
+      // the permutation repeats every 8 rows
+      T* const place = to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width;
       if constexpr (width % chunk == 0) {
-        copy_async_16(place, from.at(first + row0 + row, column), row < rows_left && (width == Tile::columns || column < width));
+        copy_async_16(
+            place, from.at(first + row0 + row, column), row < rows_left && (width == Tile::columns || column < width));
       } else {
         Chunk<T> values;
 #pragma unroll
         for (int e = 0; e < chunk; ++e) {
           values.element[e] = T{};
-          if (row < rows_left && column + e < width) values.element[e] = global_load(from.at(first + row0 + row, column + e));
+          if (row < rows_left && column + e < width)
+            values.element[e] = global_load(from.at(first + row0 + row, column + e));
         }
         shared_store(reinterpret_cast<Chunk<T>*>(place), values);
       }
@@ -91,9 +105,9 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
   copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
 }
 
-// Stores rows 0 … count - 1 of `width` elements, packed one after another from `to` on.
+// Stores rows 0 … count - 1 of `width` elements.
 template <int threads, int width, class Tile>
-FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int first, int rows, int count) {
+FG_DEVICE void store_rows(StridedRows<typename Tile::element> to, Tile from, int thread, int first, int rows, int count) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk, lanes = power_of_two_above(chunks, threads);
   static_assert(threads % lanes == 0, "a row is stored by neighbouring threads");
@@ -105,7 +119,7 @@ FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int
     const int column = column0 + part * chunk;
     if (row >= count || (chunks % lanes != 0 && column >= width)) continue;
     const Chunk<T> values = shared_load(reinterpret_cast<const Chunk<T>*>(from.at(row, column)));
-    T* const place = to + int64_t(row) * width + column;
+    T* const place = to.base + int64_t(row) * to.stride + column;
     if (width % chunk == 0) {
       global_store(reinterpret_cast<Chunk<T>*>(place), values);
     } else {
@@ -114,6 +128,12 @@ FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int
         if (column + e < width) global_store(place + e, values.element[e]);
     }
   }
+}
+
+// The same, packed one after another from `to` on.
+template <int threads, int width, class Tile>
+FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int first, int rows, int count) {
+  store_rows<threads, width>(StridedRows<typename Tile::element>{to, width}, from, thread, first, rows, count);
 }
 
 // |row|² of a row that is in shared memory.

@@ -1,4 +1,4 @@
-// What ranges.h takes from the standard library, for device code.
+// What templates/primitives is written over, for GPUs: what it takes from the standard library, as device functions.
 #pragma once
 #include "types.cuh"
 
@@ -6,6 +6,8 @@
 #define __builtin_popcount(x) __popc(x)
 #define __builtin_clz(x) __clz(int(x))
 #endif
+
+#define FG_FUNCTION FG_DEVICE
 
 namespace fg::standard {
 
@@ -20,21 +22,5 @@ template <> struct numeric_limits<double> {
 };
 FG_DEVICE bool isinf(double x) { return x == INFINITY || x == -INFINITY; }
 FG_DEVICE float nextafter(float x, float to) { return nextafterf(x, to); }
-FG_DEVICE double floor(double x) { return ::floor(x); }
-FG_DEVICE double ceil(double x) { return ::ceil(x); }
-FG_DEVICE double fabs(double x) { return ::fabs(x); }
-FG_DEVICE double rint(double x) { return ::rint(x); }
-FG_DEVICE double nearbyint(double x) { return ::rint(x); }
-FG_DEVICE double pow(double x, double y) { return ::pow(x, y); }
-FG_DEVICE double exp(double x) { return ::exp(x); }
-FG_DEVICE double exp2(double x) { return ::exp2(x); }
-FG_DEVICE double log(double x) { return ::log(x); }
-FG_DEVICE double log2(double x) { return ::log2(x); }
-FG_DEVICE double log1p(double x) { return ::log1p(x); }
-FG_DEVICE double sqrt(double x) { return ::sqrt(x); }
-FG_DEVICE double tanh(double x) { return ::tanh(x); }
-FG_DEVICE double erf(double x) { return ::erf(x); }
-FG_DEVICE double sin(double x) { return ::sin(x); }
-FG_DEVICE double cos(double x) { return ::cos(x); }
 
 }  // namespace fg::standard

@@ -4,8 +4,8 @@
 
 namespace fg {
 
-// Threads of a block that wait for each other, whole warps from number `first` on: by the barrier of this number, which is 0
-// where they are all of the block's.
+// Threads of a block that wait for each other, whole warps from number `first` on: by the barrier of this number, which
+// is 0 where they are all of the block's.
 template <int threads_, int number, int first = 0> struct Team {
   static constexpr int threads = threads_;
   static_assert(threads % 32 == 0 && first % 32 == 0 && (number > 0 || first == 0), "whole warps");

@@ -2,15 +2,15 @@
 // memory that count what they bring.
 //
 // Contract: a phase of an mbarrier is complete when as many have arrived as it was made for, and all bytes that were
-// expected are there; then the next one begins, of the other parity. One thread makes it, publishes it (publish_shared), and a
-// barrier orders that before all else. What a copy brings is there for who has waited, products included; what ordinary
-// instructions wrote in its place before was published, too. All lanes of a warp call mbarrier_arrive, 32 arrivals, and
-// mbarrier_wait.
+// expected are there; then the next one begins, of the other parity. One thread makes it, publishes it
+// (publish_shared), and a barrier orders that before all else. What a copy brings is there for who has waited, products
+// included; what ordinary instructions wrote in its place before was published, too. All lanes of a warp call
+// mbarrier_arrive, 32 arrivals, and mbarrier_wait.
 #ifndef FLASHGEN_EMULATOR
 namespace fg {
 
-// A tensor of three dimensions (elements of a row, rows, slabs) and the box of it that one copy brings: 128 bytes as the driver
-// encodes them. `batch_slabs` and `head_slabs` lie between one batch entry or head and the next.
+// A tensor of three dimensions (elements of a row, rows, slabs) and the box of it that one copy brings: 128 bytes as
+// the driver encodes them. `batch_slabs` and `head_slabs` lie between one batch entry or head and the next.
 struct alignas(64) TensorMap {
   uint64_t words[16];
   int32_t batch_slabs, head_slabs;
@@ -25,7 +25,8 @@ FG_DEVICE void mbarrier_invalidate(uint64_t* signal) {
 }
 // Arrives, by this thread alone, and expects as many bytes more in this phase.
 FG_DEVICE void mbarrier_expect(uint64_t* signal, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(signal)), "r"(bytes) : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(signal)), "r"(bytes) : "memory");
 }
 // An arrival of each lane of the warp, after all that it did.
 FG_DEVICE void mbarrier_arrive(uint64_t* signal) {
@@ -38,12 +39,13 @@ FG_DEVICE void mbarrier_wait(uint64_t* signal, int parity) {
                " @!there bra again; }" ::"r"(shared_address(signal)), "r"(parity) : "memory");
 }
 
-// Starts the copy of a box, its first element at (column, row, slab), to rows that are permuted as in a SharedTile; what lies
-// outside of the tensor becomes zero, and counts among the bytes. `to` is a multiple of 8 rows of the box.
-template <class T> FG_DEVICE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal) {
+// Starts the copy of a box, its first element at (column, row, slab), to rows that are permuted as in a SharedTile;
+// what lies outside of the tensor becomes zero, and counts among the bytes. `to` is a multiple of 8 rows of the box.
+template <class T>
+FG_DEVICE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal) {
   static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-                   shared_address(to)),
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
                "l"(&map), "r"(column), "r"(row), "r"(slab), "r"(shared_address(signal))
                : "memory");
 }
@@ -58,17 +60,21 @@ namespace fg {
 // The slab of a batch entry and head.
 FG_DEVICE int slab_of(const TensorMap& map, int b, int h) { return b * map.batch_slabs + h * map.head_slabs; }
 
-// Starts the copy of rows first … of a slab to a whole tile, Tile::bytes in all, by this thread. The map's box is one panel.
-template <class Tile> FG_DEVICE void copy_tile_async(Tile to, const TensorMap& map, int first, int slab, uint64_t* signal) {
-  static_assert(Tile::rows <= 256 && Tile::rows * Tile::row_chunks * 16 % 1024 == 0, "a panel is one box");
+// Starts the copy of rows first … of a slab to a whole tile, Tile::bytes in all, by this thread. The map's box is one
+// panel.
+template <class Tile>
+FG_DEVICE void copy_tile_async(Tile to, const TensorMap& map, int first, int slab, uint64_t* signal) {
+  static_assert(
+      Tile::rows <= 256 && Tile::rows % 8 == 0, "a panel is one box, which begins where the permutation does");
 #pragma unroll
   for (int panel = 0; panel < Tile::panels; ++panel)
     copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width, first, slab, signal);
 }
 
-// Of a ring of stages that one side fills and the other uses. What was numbered n is there: a signal for what copies bring,
-// or threads store, and one more where they do both (tools that look for races do not follow threads through a signal that
-// counts bytes). And everyone is done with it. Made anew before number 0, so that a phase follows from the number.
+// Of a ring of stages that one side fills and the other uses. What was numbered n is there: a signal for what copies
+// bring, or threads store, and one more where they do both (tools that look for races do not follow threads through a
+// signal that counts bytes). And everyone is done with it. Made anew before number 0, so that a phase follows from the
+// number.
 template <int stages, int fillings = 1> struct Signals {
   static constexpr int bytes = (fillings + 1) * stages * int(sizeof(uint64_t));
   uint64_t* base;

@@ -16,9 +16,9 @@ FG_DEVICE float to_float(float x) { return x; }
 FG_DEVICE float to_float(half_t x) { return unpack_f16(x.bits); }
 FG_DEVICE float to_float(bfloat_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
-// How a type of q, k, v and o is stored and multiplied. `depth` is the inner dimension of one matrix instruction, `unroll` how
-// many of them stand side by side in a loop over it: float32 takes three times the instructions. `Sum`: in which a few
-// long sums are made that no matrix unit makes, so that they are as good as the elements.
+// How a type of q, k, v and o is stored and multiplied. `depth` is the inner dimension of one matrix instruction,
+// `unroll` how many of them stand side by side in a loop over it: float32 takes three times the instructions. `Sum`: in
+// which a few long sums are made that no matrix unit makes, so that they are as good as the elements.
 template <class T> struct Element;
 template <> struct Element<half_t> {
   using Sum = float;

@@ -9,7 +9,8 @@
 
 namespace fg {
 
-// This thread's warpgroup, of so many. One is number 0 for the compiler, too: what follows from it stays in uniform registers.
+// This thread's warpgroup, of so many. One is number 0 for the compiler, too: what follows from it stays in uniform
+// registers.
 template <int groups> FG_DEVICE int warpgroup_index() { return groups == 1 ? 0 : warp_index() / 4; }
 
 template <int n_tiles> FG_DEVICE void touch(Accumulators<1, n_tiles>& d) {
@@ -37,7 +38,8 @@ template <int pending, class... Registers> FG_DEVICE void wait_products(Register
   (touch(registers), ...);
 }
 
-// The part of a tile from (row, column) on. What is read across the rows does not begin in one panel and end in another.
+// The part of a tile from (row, column) on. What is read across the rows does not begin in one panel and end in
+// another.
 template <class Tile> FG_DEVICE SharedMatrix matrix_of(Tile tile, int row, int column) {
   static_assert(sizeof(typename Tile::element) == 2, "operands of 16 bits");
   constexpr int row_bytes = Tile::row_chunks * 16;
@@ -50,19 +52,23 @@ template <class Tile> FG_CONSTEXPR int bytes_along(int inner) {
 }
 template <class Tile> FG_CONSTEXPR int bytes_across(int inner) { return inner * Tile::width * 2; }
 
-// Starts D = A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are rows `row_b` … of its tile.
+// Starts D = A Bᵀ over the whole inner dimension; A from row `row` of its tile on, B's columns are rows `row_b` … of
+// its tile.
 template <int n_tiles, class TileA, class TileB>
 FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, TileA a, int row, TileB b, int row_b = 0) {
   using T = typename TileA::element;
-  static_assert(TileA::columns == TileB::columns && TileB::rows % (8 * n_tiles) == 0, "operands are of one inner dimension");
+  static_assert(
+      TileA::columns == TileB::columns && TileB::rows % (8 * n_tiles) == 0, "operands are of one inner dimension");
   const SharedMatrix left = matrix_of(a, row, 0), right = matrix_of(b, row_b, 0);
 #pragma unroll
   for (int inner = 0; inner < TileA::columns; inner += 16)
-    warpgroup_multiply<T, false, false>(d.at[0], advance(left, bytes_along<TileA>(inner)), advance(right, bytes_along<TileB>(inner)), inner > 0);
+    warpgroup_multiply<T, false, false>(
+        d.at[0], advance(left, bytes_along<TileA>(inner)), advance(right, bytes_along<TileB>(inner)), inner > 0);
 }
 // Starts D += A B; B's rows from `row` of its tile on are the inner dimension, its columns those of its tile.
 template <int n_tiles, class T, int inner_size, class TileB>
-FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, const LeftRows<T, 1, inner_size>& a, TileB b, int row = 0) {
+FG_DEVICE void start_product_across(
+    Accumulators<1, n_tiles>& d, const LeftRows<T, 1, inner_size>& a, TileB b, int row = 0) {
   static_assert(TileB::rows % inner_size == 0 && 8 * n_tiles == TileB::columns, "operands are of one inner dimension");
   const SharedMatrix right = matrix_of(b, row, 0);
 #pragma unroll
@@ -77,11 +83,13 @@ FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, TileA a, int ro
   const SharedMatrix left = matrix_of(a, 0, row), right = matrix_of(b, 0, column);
 #pragma unroll
   for (int inner = 0; inner < TileA::rows; inner += 16)
-    warpgroup_multiply<T, true, true>(d.at[0], advance(left, bytes_across<TileA>(inner)), advance(right, bytes_across<TileB>(inner)), inner > 0);
+    warpgroup_multiply<T, true, true>(
+        d.at[0], advance(left, bytes_across<TileA>(inner)), advance(right, bytes_across<TileB>(inner)), inner > 0);
 }
 
 // A row of accumulators, rounded to T, as operand A.
-template <class T, int inner, int n_tiles> FG_DEVICE void round_into(LeftRows<T, 1, inner>& a, const Accumulators<1, n_tiles>& d) {
+template <class T, int inner, int n_tiles>
+FG_DEVICE void round_into(LeftRows<T, 1, inner>& a, const Accumulators<1, n_tiles>& d) {
   static_assert(inner == 8 * n_tiles, "the accumulators' columns are the inner dimension");
 #pragma unroll
   for (int step = 0; step < inner / 16; ++step) a.at[0][step] = left_of<T>(d.at[0], step);

@@ -1,0 +1,120 @@
+"""One build of an entry at a time: who waits is told for whom, and nobody waits for a process that is gone.
+
+In: the path of a lock file and what is built. A process that dies lets go of its lock, unless a child that it forked
+still holds it; one that is stopped does not. As entries appear whole, to go on without the lock is harmless: the worst
+is a second build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_TELL_SECONDS = 2.0
+_MOST_SECONDS = 900.0  # a build takes seconds; past this its owner is stuck
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock: its number, machine and command, what it builds, and since when."""
+
+    pid: int
+    host: str
+    command: str
+    what: str
+    since: float
+
+    def __str__(self) -> str:
+        where = "" if self.host == platform.node() else f" on '{self.host}'"
+        return f"process {self.pid}{where} ({self.command})"
+
+    @property
+    def state(self) -> str:
+        """``gone`` or ``stopped`` where it will not let go by itself; else nothing."""
+        if self.host != platform.node():
+            return ""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except OSError:
+            return ""
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            return {"T": "stopped", "Z": "gone", "X": "gone"}.get(status.rpartition(")")[2].split()[0], "")
+        return ""
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock, or go on without where none is to be had. Warns after two seconds of waiting. Raises ``OSError``."""
+    import filelock  # noqa: PLC0415 - takes longer to import than a stored entry to be found
+
+    lock = filelock.FileLock(path, mode=0o644)
+    start, told = time.monotonic(), False
+    while True:
+        try:
+            lock.acquire(timeout=_LOOK_SECONDS)
+            break
+        except NotImplementedError:
+            yield
+            return
+        except filelock.Timeout:
+            holder, waited = _holder(path), time.monotonic() - start
+            if (holder and holder.state) or waited > _MOST_SECONDS:
+                if waited > _TELL_SECONDS or (holder and holder.state == "stopped"):
+                    _tell(f"{holder or 'another process'} holds '{path}' and does not go on; building without it")
+                yield
+                return
+            if waited > _TELL_SECONDS and not told:
+                told = True
+                _tell(f"waiting for {_described(holder)}; lock: '{path}'")
+    try:
+        _sign(path, what)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            _note_of(path).unlink()
+        lock.release()
+
+
+def _described(holder: Holder | None) -> str:
+    if holder is None:
+        return "another process, which builds the same"
+    return f"{holder}, which has been building '{holder.what}' for {max(0.0, time.time() - holder.since):.0f} s"
+
+
+def _tell(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _note_of(path: Path) -> Path:
+    """Beside the lock: some versions of filelock empty the file itself."""
+    return path.with_suffix(".holder")
+
+
+def _sign(path: Path, what: str) -> None:
+    command = " ".join([Path(sys.executable or "python").name, *getattr(sys, "argv", [])])
+    holder = Holder(
+        os.getpid(), platform.node(), command if len(command) < 80 else f"{command[:76]} …", what, time.time()
+    )
+    with contextlib.suppress(OSError):
+        handle = os.open(_note_of(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
+            file.write(json.dumps(asdict(holder)))
+
+
+def _holder(path: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads(_note_of(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,83 @@
+"""``flashgen import``: a mod of FlexAttention as the text of a spec."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flashgen.cli.console import print_json
+from flashgen.cli.options import json_option
+
+
+@click.command(name="import", short_help="Print the spec that a mod of FlexAttention means.")
+@click.argument("mods", metavar="MODULE:FUNCTION...", nargs=-1, required=True)
+@click.option("--head-dim", type=click.IntRange(1, 512), default=64, show_default=True, help="The head dimension.")
+@click.option("--score", "kind", flag_value="score", help="FUNCTION is a score_mod, whatever its arguments.")
+@click.option("--mask", "kind", flag_value="mask", help="FUNCTION is a mask_mod, whatever its arguments.")
+@click.option("--name", default=None, help="The name of the attention.  [default: that of the functions]")
+@json_option
+def import_(mods: tuple[str, ...], head_dim: int, kind: str | None, name: str | None, as_json: bool) -> None:
+    """Print the spec that one or two mods mean: a score_mod, a mask_mod, or both.
+
+    A function with five arguments (score, b, h, q_idx, kv_idx) is a score_mod, one with four a mask_mod. MODULE is
+    looked for here and where Python finds modules. Captured numbers become params with their values as defaults.
+    """
+    found: dict[str, Any] = {}
+    for place in mods:
+        mod = _loaded(place)
+        role = f"{kind or _kind(place, mod)}_mod"
+        if role in found:
+            raise click.UsageError(f"'{place}' is another {role}; combine mods in Python")
+        found[role] = mod
+    if name is not None and not name.isidentifier():
+        raise click.UsageError(f"'{name}' is no name")
+
+    from flashgen.flex import to_spec
+
+    text = to_spec(**found, head_dim=head_dim, name=name)
+    if as_json:
+        print_json({"spec": text})
+    else:
+        click.echo(text, nl=False)
+
+
+def _loaded(place: str) -> Any:
+    module, colon, names = place.partition(":")
+    if not colon or not module or not names:
+        raise click.UsageError(f"'{place}' is not of the form module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise click.UsageError(f"module '{module}' cannot be imported: {error}") from None
+    except Exception as error:
+        raise click.UsageError(f"module '{module}' fails when imported: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    for each in names.split("."):
+        if not hasattr(found, each):
+            from flashgen.cli.console import near_matches
+
+            raise click.UsageError(f"'{module}' has no '{names}'.{near_matches(each, dir(found))}")
+        found = getattr(found, each)
+    if not callable(found):
+        raise click.UsageError(f"'{place}' is {type(found).__name__}, not a function")
+    return found
+
+
+def _kind(place: str, mod: Any) -> str:
+    import inspect
+
+    try:
+        arguments = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):
+        raise click.UsageError(f"the arguments that '{place}' takes are not known (--score, --mask)") from None
+    count = sum(each.default is each.empty and each.kind in (0, 1) for each in arguments)
+    if count not in (4, 5):
+        known = "a mask_mod takes 4, a score_mod 5 (--score, --mask)"
+        raise click.UsageError(f"'{place}' takes {count} arguments; {known}")
+    return "score" if count == 5 else "mask"

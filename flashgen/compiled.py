@@ -1,0 +1,101 @@
+"""The one compiled thing: what a spec became for a head dimension, a target and tiles. One way for every target:
+
+    compiled(variant, target, pins)      Variant ─plan─▶ Plan ─emit─▶ KernelSource, when it is asked for
+    assembled(variant, target, pins, …)  … ─compile─▶ Binary, planned again while kernels of it spill registers
+
+``check``, ``plan``, ``build``, the plan and the sources that an op shows and the kernels that its calls run all ask
+``compiled``, which remembers: what is shown is what runs. ``pins`` are the tiles that were tuned or that go with a
+call's length (``choice.py``), none the planner's own. Spills are known to an assembler alone, so that ``assembled`` may
+pass over tiles that ``compiled`` takes; where there is none (texts that ``build`` writes, the emulator) they are left
+out of consideration.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+from flashgen.analysis.variant import Variant
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.packed import Packed
+from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.targets.protocol import AnyTarget, BinaryT, PlanT, Target
+
+_MOST_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class CompiledKernel(Generic[PlanT, BinaryT]):
+    """One head dimension for one target, after every stage but the compiler of its source.
+
+    ``variant`` is the spec's, before pins. The source of a GPU holds the kernels of every element type of the plan; the
+    text for CPUs depends on the spec alone, and macros carry the tiles of the device.
+    """
+
+    variant: Variant
+    target: Target[PlanT, BinaryT]
+    pins: Pins
+    plan: PlanT
+
+    @functools.cached_property
+    def source(self) -> KernelSource:
+        """The generated text."""
+        return self.target.emit(self.variant, self.plan)
+
+    def packed(self, binary: BinaryT | None = None) -> Packed:
+        """What a generated package holds of it."""
+        return self.target.packed(self.variant, self.source, self.plan, binary)
+
+
+@dataclass(frozen=True)
+class Assembled(Generic[PlanT, BinaryT]):
+    """What a target's compiler made of a kernel's source, or of one pass and element type of it."""
+
+    kernel: CompiledKernel[PlanT, BinaryT]
+    binary: BinaryT
+
+
+def assembled(
+    variant: Variant, target: Target[PlanT, BinaryT], pins: Pins = PLANNERS_OWN, part: Part = WHOLE
+) -> Assembled[PlanT, BinaryT]:
+    """Plan, emit and compile until no kernel spills or the planner has nothing else: all, or one type and one pass.
+
+    Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
+    """
+    spills: list[Spill] = []
+    while True:
+        kernel = compiled(variant, target, pins, spills)
+        binary = target.compile(kernel.source, kernel.plan, part)
+        found = [each for each in target.spills(kernel.source, kernel.plan, binary) if each not in spills]
+        if not found:
+            return Assembled(kernel, binary)
+        spills += found
+
+
+def compiled(
+    variant: Variant, target: Target[PlanT, BinaryT], pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()
+) -> CompiledKernel[PlanT, BinaryT]:
+    """The compiled thing. Raises ``SpecError`` where no tile works on the target, or what is pinned does not."""
+    spec = variant.spec
+    written = (*(each.text for each in spec.sources), *(each.text for each in spec.statements))
+    return _compiled(variant, written, target, replace(pins, reasons=()), tuple(spills))
+
+
+@functools.lru_cache(maxsize=_MOST_REMEMBERED)
+def _compiled(
+    variant: Variant,
+    written: tuple[str, ...],  # noqa: ARG001 - sources quote the spec, whose text two equal ones need not share
+    target: AnyTarget,
+    pins: Pins,
+    spills: tuple[Spill, ...],
+) -> CompiledKernel[Any, Any]:
+    return CompiledKernel(variant, target, pins, target.plan(variant, pins, spills))
+
+
+def with_reasons(plan: PlanT, *pins: Pins) -> PlanT:
+    """A plan with the reasons of its pins. Sources do without: theirs is the same text for all who pin so."""
+    said = dict.fromkeys(reason for each in pins for reason in each.reasons)
+    return replace(plan, reasons=(*plan.reasons, *said))

@@ -1,0 +1,32 @@
+"""FlexAttention's mods, compiled by flashgen.
+
+    from flashgen.flex import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 1024, 1024)
+    o = flex_attention(q, k, v, score_mod, mask)
+
+How a mod becomes a kernel:
+
+    score_mod ─signature─▶ Captured ─trace─▶ Trace(Traced) ─make_spec─▶ AttentionSpec ─load_spec─▶ op
+    (function) captured.py           tracing.py           specs.py, shapes.py        pipeline
+
+``Captured``: what the mod reads besides its arguments (numbers and tensors, through closures, globals, partials and
+other mods), and a signature by which a later call finds the trace again. ``Traced``: the expressions, typed, as nodes
+of the IR, with plain names: mods that do the same are equal, whatever they are called. ``Trace``: how a call finds the
+values of captured tensors and params. A Python number that a mod captures is a param, so that another value compiles
+nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.
+"""
+
+from flashgen.flex.attention import flex_attention, from_mods, to_spec
+from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
+
+__all__ = [
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "flex_attention",
+    "from_mods",
+    "noop_mask",
+    "or_masks",
+    "to_spec",
+]

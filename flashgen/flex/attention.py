@@ -1,0 +1,234 @@
+"""``flex_attention`` and what gives its ops and specs: the functions that users call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn.attention import flex_attention as torch_flex
+
+from flashgen.flex import overflow
+from flashgen.flex.masks import BlockMask
+from flashgen.flex.ops import Bound, arguments, bind, compiled, family, wanted_gradients
+from flashgen.flex.shapes import Sizes, declared
+from flashgen.flex.specs import SCALE, Shell, make_spec, name_of, user_names
+from flashgen.flex.torch_masks import mod_of
+from flashgen.flex.tracing import Mod
+from flashgen.ir.spec import HeadDim, Schedule
+from flashgen.ir.spec_text import spec_text
+from flashgen.runtime.op import AttentionOp
+
+Mask = BlockMask | torch_flex.BlockMask
+# What FlexAttention's options are called here; 'fwd_' may stand before them.
+_PINS = {"BLOCK_M": "Br", "BLOCK_N": "Bc", "num_warps": "warps", "num_stages": "stages"}
+_NO_PINS = Schedule()
+# Options that promise or prefer something and change no result: flashgen needs no promise.
+_HARMLESS = frozenset(("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA"))
+
+
+_head_dim = functools.lru_cache(maxsize=64)(HeadDim)  # to make one at each call takes longer than to find it
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: torch_flex.AuxRequest | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """FlexAttention, compiled: ``query`` [B, H, Nq, D], ``key`` [B, Hkv, Nk, D], ``value`` [B, Hkv, Nk, Dv].
+
+    Returns ``o`` [B, H, Nq, Dv]; with ``return_lse`` also ``lse`` [B, H, Nq], float32, the natural logarithm; with
+    ``return_aux`` PyTorch's ``AuxOutput``. ``block_mask`` is a mask of ``create_block_mask``, of flashgen's or of
+    PyTorch's. Captured tensors that require gradients get them, bitwise repeatably where ``deterministic`` (None: where
+    PyTorch's deterministic algorithms are on). ``backend`` is that of ``flashgen.load``.
+
+    Raises ``SpecError`` for a mod that cannot be compiled, with its file and line, and ``ValueError`` or ``TypeError``
+    for arguments that do not fit or are not supported, by their names.
+
+    Under ``torch.compile`` the call is a graph break; for whole graphs take the op of ``from_mods``.
+    """
+    call = _outside if torch.compiler.is_dynamo_compiling() else _attend
+    options = (scale, enable_gqa, return_lse, kernel_options, return_aux, deterministic, backend)
+    return call(query, key, value, score_mod, block_mask, *options)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: Mask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Mapping[str, Any] | None,
+    return_aux: torch_flex.AuxRequest | None,
+    deterministic: bool | None,
+    backend: str | None,
+) -> Any:
+    _check_tensors(query, key, value, enable_gqa)
+    mask_mod, key, value = _mask_mod(block_mask, query, key, value)
+    bound = bind(score_mod, mask_mod, query.device)
+    batch, heads, q_len, width = query.shape
+    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
+    traced = bound.trace.traced
+    if overflow.is_at_risk(traced):
+        overflow.check(traced, sizes, bound.params, (score_mod, mask_mod))
+    scaled = scale is not None and scale != 1 / math.sqrt(width)
+    pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
+    ops = family(traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
+    wanted = wanted_gradients(bound)
+    found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
+    captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
+    if scaled:
+        captured[SCALE] = scale
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    if return_aux is not None:
+        _check_aux(return_aux, return_lse)
+    op: Any = found.op
+    result = op(query, key, value, return_lse=wants_lse, deterministic=deterministic, **captured)
+    if return_aux is None:
+        return result
+    o, lse = result if wants_lse else (result, None)
+    return o, torch_flex.AuxOutput(lse=lse)
+
+
+# Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
+# torch.compiler.disable, which would import Dynamo here and not when it is called.
+_outside: Any = _disable_dynamo(_attend)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; [batch, heads, length, head dimension] is expected")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"'query' has {query.shape[1]} heads and 'key' has {key.shape[1]}; pass enable_gqa=True for grouped queries"
+        )
+
+
+def _check_aux(request: torch_flex.AuxRequest, return_lse: bool) -> None:
+    if return_lse:
+        raise ValueError("return_lse and return_aux cannot be given both; use return_aux=AuxRequest(lse=True)")
+    if request.max_scores:
+        raise ValueError("return_aux: flashgen's kernels do not keep max_scores; ask for lse alone")
+
+
+def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Mod | None, Tensor, Tensor]:
+    """The mask_mod of a mask that fits the tensors, and keys and values for every batch entry."""
+    batch = query.shape[0]
+    if key.shape[0] == 1 < batch and value.shape[0] == 1:
+        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    if mask is None:
+        return None, key, value
+    if not isinstance(mask, (BlockMask, torch_flex.BlockMask)):
+        hint = "; a mask_mod becomes one by create_block_mask" if callable(mask) else ""
+        raise TypeError(f"'block_mask' must be a BlockMask, not {type(mask).__name__}{hint}")
+    mod = mask.mask_mod if isinstance(mask, BlockMask) else mod_of(mask)
+    if mod is None:
+        return None, key, value
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(mask.seq_lengths) != lengths and min(mask.BLOCK_SIZE) < 1 << 30:
+        raise ValueError(
+            f"'block_mask' is for {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, but there are "
+            f"{lengths[0]} and {lengths[1]}; create one for these lengths (it costs nothing)"
+        )
+    for name, there, count in (("batch entries", mask.shape[0], batch), ("heads", mask.shape[1], query.shape[1])):
+        if there not in (1, count):
+            raise ValueError(f"'block_mask' is for {there} {name}, 'query' has {count}")
+    return mod, key, value
+
+
+def _schedule(options: Mapping[str, Any]) -> Schedule:
+    pins: dict[str, Any] = {}
+    for name, option in options.items():
+        plain = name.removeprefix("fwd_")
+        if plain in _PINS:
+            pins[_PINS[plain]] = int(option)
+        elif name == "BACKEND" and option == "AUTO":
+            continue
+        elif plain not in _HARMLESS:
+            raise ValueError(
+                f"kernel_options: '{name}' steers a kernel that flashgen does not have; "
+                f"supported are {', '.join(_PINS)} for the forward pass, and, without effect, "
+                f"{', '.join(sorted(_HARMLESS))}"
+            )
+    return Schedule(**pins)
+
+
+# -- ops and specs -----------------------------------------------------------------------------------------------------
+
+
+def from_mods(
+    *,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | Mask | None = None,
+    head_dim: int | tuple[int, int] = 64,
+    shape: tuple[int, int, int, int] | None = None,
+    name: str | None = None,
+    backend: str | None = None,
+) -> tuple[AttentionOp, dict[str, Any]]:
+    """The op of mods, and what they capture, by name: ``op(q, k, v, **captured)``.
+
+    ``head_dim`` may be (D, Dv). ``shape`` is (B, H, Nq, Nk): with it, dimensions of captured tensors that are as long
+    as a size are declared as that size, if what reads them follows it; without it, if a position itself reads them.
+    Raises ``SpecError``.
+    """
+    bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
+    wanted = wanted_gradients(bound)
+    shapes = declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)
+    made = compiled(bound.trace.traced, shell, shapes, wanted, backend)
+    return made.op, dict(zip(made.names, arguments(bound, wanted), strict=True))
+
+
+def to_spec(
+    *,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | Mask | None = None,
+    head_dim: int | tuple[int, int] = 64,
+    shape: tuple[int, int, int, int] | None = None,
+    name: str | None = None,
+) -> str:
+    """The ``.attn`` that mods mean. Captured numbers are params, with their present values as defaults.
+
+    The arguments are those of ``from_mods``. Raises ``SpecError``.
+    """
+    bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
+    defaults = tuple(None if isinstance(x, Tensor) else x for x in bound.params)
+    full = Shell(shell.name, shell.head_dim, shell.names, defaults=defaults)
+    shapes = declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)
+    return spec_text(make_spec(bound.trace.traced, full, shapes, wanted_gradients(bound)))
+
+
+def _described(
+    score_mod: Mod | None,
+    mask: Mod | Mask | None,
+    head_dim: int | tuple[int, int],
+    shape: tuple[int, int, int, int] | None,
+    name: str | None,
+) -> tuple[Bound, Shell, Sizes | None]:
+    mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
+    bound = bind(score_mod, mask_mod, torch.device("cpu"))
+    qk, v = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+    names = user_names(bound.trace.traced, bound.trace.names)
+    shell = Shell(name or name_of(score_mod, mask_mod), HeadDim(qk, v), names)
+    if shape is None:
+        return bound, shell, None
+    return bound, shell, {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}

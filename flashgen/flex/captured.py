@@ -1,0 +1,341 @@
+"""What a mod captures: found anew at each call, so that no trace is used for anything but what it was made for.
+
+In: a mod. Out: a signature, equal for mods that do the same with other numbers and tensors, and the *leaves*: the
+numbers and tensors in their order. Closures, globals, defaults, partials, containers and other mods are followed.
+``lifted`` makes the same mod again with numbers that remember what is done with them (``numbers.py``).
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.flex.numbers import Guards, Number
+
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "flashgen", "numpy", "torch")) - {"__main__"}
+# Modules of ours and of PyTorch's whose closures hold mods of the user's.
+_COMPOSING = frozenset(("flashgen.flex.masks", "torch.nn.attention.flex_attention"))
+# What tells a number that is lifted from a plain one, or changes what is captured.
+_UNLIFTABLE_NAMES = frozenset(("type", "id", "globals", "locals", "eval", "exec", "vars"))
+_STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF"))
+
+_SCALARS = frozenset((int, float))
+_CONSTANTS = (
+    bool, str, bytes, complex, type(None), type(Ellipsis), type, torch.dtype, torch.device, torch.layout, torch.Size,
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum, slice,
+)  # fmt: skip
+
+
+class _Code(NamedTuple):
+    """What a function's code says of what it captures."""
+
+    global_names: tuple[str, ...]
+    liftable: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_code(code: CodeType) -> _Code:
+    names: dict[str, None] = {}
+    liftable = True
+    for each in _codes(code):
+        own = frozenset(each.co_cellvars)
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names[instruction.argval] = None
+            stores = instruction.opname in _STORES and instruction.argval not in own
+            liftable &= not stores
+    return _Code(tuple(names), liftable and not _UNLIFTABLE_NAMES & names.keys())
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """A function's code and that of the functions within it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [code, *(below for each in inner for below in _codes(each))]
+
+
+@functools.lru_cache(maxsize=256)
+def _is_library(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _LIBRARIES
+
+
+class Parts(NamedTuple):
+    """What a container of captured things holds: ``fixed`` is what it is apart from that."""
+
+    fixed: Hashable
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def _parts(value: Any) -> Parts | None:
+    """The parts of what is followed; None for what is not."""
+    kind = type(value)
+    if kind is FunctionType:
+        return _function_parts(value)
+    if kind is functools.partial:
+        names = tuple(str(name) for name in value.keywords)
+        return Parts(
+            ("partial", len(value.args), names),
+            ("", *("",) * len(value.args), *names),
+            (value.func, *value.args, *value.keywords.values()),
+        )
+    if kind is MethodType:
+        return Parts("method", ("", ""), (value.__func__, value.__self__))
+    if kind is tuple or kind is list:
+        return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value))
+    if kind is dict and all(type(key) is str for key in value):
+        return Parts(("dict", *value), tuple(value), tuple(value.values()))
+    mod = getattr(kind, "__flashgen_mod__", None)
+    if mod is not None:
+        return Parts(kind.__name__, ("",), (mod(value),))
+    return None
+
+
+def _function_parts(function: FunctionType) -> Parts | None:
+    if _is_library(function.__module__) and function.__module__ not in _COMPOSING:
+        return None
+    code = function.__code__
+    names, values = [*code.co_freevars], [_content(cell) for cell in function.__closure__ or ()]
+    there = function.__globals__
+    for name in _read_code(code).global_names:
+        if name in there:
+            names.append(name)
+            values.append(there[name])
+    defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+    arguments = code.co_varnames[: code.co_argcount]
+    names += [*arguments[len(arguments) - len(defaults) :], *keywords]
+    values += [*defaults, *keywords.values()]
+    # Two functions of one text may read other names from other globals.
+    return Parts((code, len(defaults), tuple(keywords), tuple(names)), tuple(names), tuple(values))
+
+
+class _Empty:
+    """What a cell holds that nothing was put into yet."""
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _Empty
+
+
+@dataclass
+class Captured:
+    """What one or several mods capture.
+
+    ``leaves`` are numbers and tensors, ``names`` what they are called. ``cacheable``: everything that a trace could
+    depend on is in the signature or among the leaves.
+    """
+
+    leaves: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    cacheable: bool = True
+    _seen: dict[int, int] = field(default_factory=dict)
+
+    def signature(self, value: Any, name: str = "") -> Hashable:
+        """What tells a value from those that would be traced otherwise."""
+        kind = type(value)
+        if kind in _SCALARS:
+            if kind is float and not math.isfinite(value):
+                return repr(value)
+            self.leaves.append(value)
+            self.names.append(name)
+            return kind.__name__
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, _CONSTANTS):
+            fixed: Any = value
+            return (kind, fixed)  # 1 and True are equal
+        if id(value) in self._seen:
+            return ("seen", self._seen[id(value)])
+        parts = _parts(value)
+        if parts is None:
+            return self._opaque(value)
+        self._seen[id(value)] = len(self._seen)
+        return (parts.fixed, *map(self.signature, parts.values, parts.names))
+
+    def _tensor(self, value: Tensor, name: str) -> Hashable:
+        if id(value) in self._seen:
+            return ("seen", self._seen[id(value)])
+        self._seen[id(value)] = len(self._seen)
+        self.leaves.append(value)
+        self.names.append(name)
+        # A device is made anew for each question.
+        return (type(value), value.dtype, value.dim(), value.requires_grad, value.is_cpu or value.device)
+
+    def _opaque(self, value: Any) -> Hashable:
+        """Libraries and their functions do not change; anything else may hold what is not seen here."""
+        is_fixed = isinstance(value, (ModuleType, FunctionType)) and _is_library(
+            getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+        )
+        if is_fixed:
+            return value  # type: ignore[no-any-return]
+        self.cacheable = False
+        return None
+
+    def tensor_leaves(self) -> dict[int, int]:
+        """The number of every tensor by its identity."""
+        return {id(leaf): number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
+
+    def tensor_names(self) -> dict[int, str]:
+        """What tensors are called by their identity, and numbers by -1 - their number."""
+        return {
+            id(leaf) if isinstance(leaf, Tensor) else -1 - number: name
+            for number, (leaf, name) in enumerate(zip(self.leaves, self.names, strict=True))
+        }
+
+
+class Lifting:
+    """Makes mods again over lifted numbers; goes through them in the order of ``Captured.signature``."""
+
+    def __init__(self, guards: Guards, names: dict[int, str]) -> None:
+        self._guards = guards
+        self._names = names  # of tensors that are found in attributes
+        self._count = 0
+        self._seen: dict[int, Any] = {}
+        self._tensors: set[int] = set()
+
+    def lifted(self, value: Any) -> Any:
+        """The same value over lifted numbers."""
+        kind = type(value)
+        if kind in _SCALARS and math.isfinite(value):
+            self._count += 1
+            return Number(value, ("leaf", self._count - 1), self._guards)
+        if isinstance(value, Tensor):
+            self._count += id(value) not in self._tensors
+            self._tensors.add(id(value))
+            return value
+        if kind in _SCALARS or isinstance(value, _CONSTANTS):
+            return value
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        parts = _parts(value)
+        if parts is None:
+            return self.attribute_holder(value)
+        return self._rebuilt(value, parts)
+
+    def _rebuilt(self, value: Any, parts: Parts) -> Any:
+        kind: Any = type(value)
+        if kind is FunctionType:
+            return self._function(value, parts)
+        self._seen[id(value)] = value  # a container that holds itself stays as it is
+        made = [self.lifted(each) for each in parts.values]
+        result: Any
+        if kind is functools.partial:
+            count = len(value.args) + 1
+            result = functools.partial(made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True)))
+        elif kind is MethodType:
+            result = MethodType(made[0], made[1])
+        elif kind is dict:
+            result = dict(zip(value, made, strict=True))
+        elif kind is list:
+            result = made
+        elif kind is tuple:
+            result = (*made,)
+        else:
+            result = made[0]
+        self._seen[id(value)] = result
+        return result
+
+    def _function(self, function: FunctionType, parts: Parts) -> Any:
+        code = function.__code__
+        cells = tuple(CellType() for _ in code.co_freevars)
+        kept = ("__builtins__", "__name__", "__package__", "__spec__")
+        there = {name: function.__globals__[name] for name in kept if name in function.__globals__}
+        copy = FunctionType(code, there, function.__name__, None, cells)
+        copy.__module__ = function.__module__
+        liftable = _read_code(code).liftable
+        self._seen[id(function)] = copy if liftable else function
+        made = [self.lifted(each) for each in parts.values]
+        if not liftable:
+            return function
+        free, defaults = len(cells), len(function.__defaults__ or ())
+        for cell, content in zip(cells, made, strict=False):
+            if content is not _Empty:
+                cell.cell_contents = content
+        ends = len(made) - len(function.__kwdefaults__ or {})
+        there |= zip(parts.names[free : ends - defaults], made[free : ends - defaults], strict=True)
+        copy.__globals__.update(there)
+        copy.__defaults__ = (*made[ends - defaults : ends],) or None
+        copy.__kwdefaults__ = dict(zip(function.__kwdefaults__ or {}, made[ends:], strict=True)) or None
+        return copy
+
+    def attribute_holder(self, value: Any) -> Any:
+        """An object whose attributes are lifted as they are read; libraries and what has no attributes as it is."""
+        kind = type(value)
+        named = value.__name__ if isinstance(value, ModuleType) else kind.__module__
+        if callable(value) and not hasattr(kind.__call__, "__code__") and not isinstance(value, type):
+            return value
+        if not hasattr(value, "__dict__") or _is_library(named):
+            return value
+        self._seen[id(value)] = made = Attributes(value, self)
+        return made
+
+    def attribute(self, holder: Any, name: str) -> Any:
+        """An attribute of an object, lifted."""
+        value = getattr(holder, name)
+        if type(value) in _SCALARS and math.isfinite(value):
+            return Number(value, ("attribute", id(holder), name), self._guards)
+        if isinstance(value, Tensor):
+            self._names.setdefault(id(value), name)
+            return value
+        if isinstance(value, MethodType) and value.__self__ is holder:
+            return MethodType(self.lifted(value.__func__), self.attribute_holder(holder))
+        return self.lifted(value)
+
+
+class Attributes:
+    """Stands for an object while a mod is traced, so that numbers among its attributes become params."""
+
+    def __init__(self, target: Any, lifting: Lifting) -> None:
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_lifting", lifting)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(object.__getattribute__(self, "_target"))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return type(object.__getattribute__(self, "_target"))
+        lifting = object.__getattribute__(self, "_lifting")
+        return lifting.attribute(object.__getattribute__(self, "_target"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_target"), name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        target = object.__getattribute__(self, "_target")
+        method: Callable[..., Any] = type(target).__call__
+        if type(method) is FunctionType and not _is_library(method.__module__):
+            return method(self, *args, **kwargs)
+        return target(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return object.__getattribute__(self, "_target")[key]
+
+    def __len__(self) -> int:
+        return len(object.__getattribute__(self, "_target"))
+
+    def __iter__(self) -> Any:
+        return iter(object.__getattribute__(self, "_target"))
+
+    def __contains__(self, key: Any) -> bool:
+        return key in object.__getattribute__(self, "_target")
+
+    def __eq__(self, other: object) -> Any:
+        return object.__getattribute__(self, "_target") == other
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_target"))

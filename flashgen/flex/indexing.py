@@ -1,0 +1,200 @@
+"""Reads of captured tensors: any mixture of positions, numbers, slices and chained brackets.
+
+An index below 0 counts from the end, as in PyTorch: where an index may be negative, the length is added in the kernel.
+One beyond the end is an error in PyTorch's eager mode, whatever the pair; a kernel reads the last entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.flex.numbers import Number
+from flashgen.flex.places import refuse
+from flashgen.flex.values import INT, Row, Session, Symbolic, choice, extent_symbol, node, row, scalar_of
+from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
+from flashgen.ir.interval import FULL_FLOAT, FloatRange
+from flashgen.ir.operators import OPERATORS
+
+_ALL = slice(None)
+
+
+def index(session: Session, target: Tensor, key: Any) -> Any:
+    """``target[key]``: a value where every dimension is indexed, else a row."""
+    keys = list(key) if type(key) is tuple else [key]
+    if isinstance(target, Symbolic):
+        refuse("E603", "a value without dimensions is indexed", hints=("use it as it is",))
+    if isinstance(target, Row):
+        tensor, indices = target.captured, list(target.places)
+    else:
+        target, keys = _sliced(session, target, keys)
+        tensor, indices = target, [None] * target.dim()
+    open_axes = [axis for axis, each in enumerate(indices) if each is None]
+    keys = _expanded(keys, len(open_axes))
+    if len(keys) > len(open_axes):
+        name = session.names.get(id(tensor), "the tensor")
+        refuse(
+            "E603",
+            f"'{name}' has {tensor.dim()} dimensions, {len(keys) + tensor.dim() - len(open_axes)} indices are given",
+        )
+    number = session.slot(tensor)
+    for axis, each in zip(open_axes, keys, strict=False):
+        indices[axis] = None if _is_all(each) else _position(session, each, tensor, number, axis)
+    found = [each for each in indices if each is not None]
+    if len(found) < len(indices):
+        return row(tensor, tuple(indices))
+    return session.symbolic(session.load(tensor, found))
+
+
+def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Parts of a tensor are taken at once; what is left to index stays."""
+    if not any(each is None or (type(each) is slice and not _is_all(each)) for each in keys):
+        return target, keys
+    plain = [_ALL if isinstance(each, Symbolic) else each for each in keys]
+    if any(_is_symbolic_slice(each) for each in keys):
+        refuse("E601", "a slice asks for a value that is known to the kernel alone", hints=("index single elements",))
+    if any(isinstance(each, Tensor) for each in plain):
+        refuse(
+            "E603", "a slice stands beside an index that is a tensor", hints=("slice the tensor outside of the mod",)
+        )
+    left: list[Any] = []
+    for each in keys:
+        if isinstance(each, Symbolic) or each is Ellipsis:
+            left.append(each)
+        elif each is None or type(each) is slice:
+            left.append(_ALL)
+    name = session.names.get(id(target), "")
+    chosen: Any = tuple(each.value if type(each) is Number else each for each in plain)
+    part = target[chosen]
+    session.remember_alive(part)
+    session.names.setdefault(id(part), name)
+    return part, left
+
+
+def _is_all(key: Any) -> bool:
+    return type(key) is slice and key.start is None and key.stop is None and key.step is None
+
+
+def _is_symbolic_slice(key: Any) -> bool:
+    return type(key) is slice and any(isinstance(each, Symbolic) for each in (key.start, key.stop, key.step))
+
+
+def _expanded(keys: list[Any], rank: int) -> list[Any]:
+    """Without the ellipsis."""
+    places = [place for place, each in enumerate(keys) if each is Ellipsis]
+    if not places:
+        return keys
+    place = places[0]
+    return [*keys[:place], *[_ALL] * (rank - len(keys) + 1), *keys[place + 1 :]]
+
+
+def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) -> Expr:
+    """An index as an int of the language, counted from the start."""
+    name = session.names.get(id(tensor), "the tensor")
+    if key is None or type(key) is slice:
+        refuse("E603", f"a part of '{name}' is sliced that a position has been chosen of", hints=("slice it first",))
+    if type(key) is int:
+        length = tensor.shape[axis]
+        if not -length <= key < length:
+            refuse("E603", f"index {key} is outside dimension {axis} of '{name}', which has {length} entries")
+    value = session.value(key)
+    if value.dtype is torch.bool or scalar_of(value.dtype) is not INT:
+        refuse("E603", f"an index of '{name}' is {value.dtype}", hints=("convert it: index.int()",))
+    expr = value.expr
+    if isinstance(expr, Literal):
+        return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))
+    if not_negative(expr):
+        return expr
+    from_end = node("add", expr, extent_symbol(slot, axis))
+    return choice(node("lt", expr, literal(0)), from_end, expr)
+
+
+def not_negative(expr: Expr) -> bool:
+    """Whether an int surely is at least 0, wherever it is computed."""
+    match expr:
+        case Literal(value=value):
+            return value >= 0
+        case Symbol(kind=kind):
+            return kind in (SymbolKind.INDEX, SymbolKind.SIZE)
+        case Apply(op="add" | "mul" | "floordiv" | "min" | "bitor" | "shr", args=(x, y)):
+            return not_negative(x) and (not_negative(y) or expr.op == "shr")
+        case Apply(op="max" | "bitand", args=(x, y)):
+            return not_negative(x) or not_negative(y)
+        case Apply(op="mod", args=(_, Literal(value=value))):
+            return value > 0
+        case Apply(op="clamp", args=(_, low, high)):
+            return not_negative(low) and not_negative(high)
+        case Apply(op="where", args=(_, x, y)):
+            return not_negative(x) and not_negative(y)
+        case Apply(op="abs" | "popcount" | "hash"):
+            return True
+        case Apply(op="to_int", args=(x,)):
+            return x.type.value == "bool" or _not_negative_float(x)
+    return False
+
+
+def _not_negative_float(expr: Expr) -> bool:
+    match expr:
+        case Literal(value=value):
+            return value >= 0
+        case Apply(op="to_float", args=(x,)):
+            return not_negative(x)
+        case Apply(op="add" | "mul" | "div" | "min", args=(x, y)):
+            return _not_negative_float(x) and _not_negative_float(y)
+        case Apply(op="max", args=(x, y)):
+            return _not_negative_float(x) or _not_negative_float(y)
+        case Apply(op="floor" | "ceil" | "round", args=(x,)):
+            return _not_negative_float(x)
+        case Apply(op=op, args=(x,)) if x.type.value == "float":
+            values = OPERATORS[op].interval(FULL_FLOAT)
+            return isinstance(values, FloatRange) and values.lo >= 0
+    return False
+
+
+# -- lengths, and rows -------------------------------------------------------------------------------------------------
+
+
+def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any:
+    """Lengths of a captured tensor, as numbers that a later call finds anew. None: as they are."""
+    leaf = session.leaves.get(id(tensor))
+    if leaf is None:
+        return None
+    with torch._C.DisableTorchFunction():
+        lengths = tuple(tensor.shape)
+    if name == "__len__":
+        if not lengths:
+            return None
+        return session.guards.tell(("extent", leaf, 0), lengths[0])
+    numbers = tuple(Number(length, ("extent", leaf, axis), session.guards) for axis, length in enumerate(lengths))
+    return numbers if dim is None else numbers[dim]
+
+
+_CASTS = ("float", "double", "int", "long", "to", "type_as", "contiguous", "clone", "half", "bfloat16", "bool")
+
+
+def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: Any) -> Any:
+    """What can be asked of a captured tensor of which some dimensions are indexed."""
+    tensor, indices = target.captured, target.places
+    open_axes = [axis for axis, each in enumerate(indices) if each is None]
+    if name in ("get:shape", "size"):
+        numbers = extents(session, "get:shape", tensor) or tuple(tensor.shape)
+        lengths = tuple(numbers[axis] for axis in open_axes)
+        dim = args[0] if args else kwargs.get("dim")
+        return lengths if dim is None else lengths[dim]
+    if name in ("dim", "get:ndim"):
+        return len(open_axes)
+    if name == "get:dtype":
+        return tensor.dtype
+    if name == "get:device":
+        return session.device
+    label = session.names.get(id(tensor), "t")
+    hint = f"index all of its dimensions first: {label}[{', '.join('…' for _ in indices)}]"
+    if name in _CASTS:
+        hint = f"convert after the last index: {label}[{', '.join('…' for _ in indices)}].{name}(…)"
+    return refuse(
+        "E603",
+        f"'{name.strip('_')}' is called on a row of '{label}', of which a position has been chosen",
+        hints=(hint,),
+    )

@@ -1,0 +1,159 @@
+"""Masks: what ``create_block_mask`` returns, and what composes mods.
+
+Nothing of a mask is evaluated before a kernel runs; its blocks are found there, from the expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.flex.tracing import Mod
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+def noop_mask(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:  # noqa: ARG001
+    """The mask_mod that keeps every pair."""
+    return batch.new_ones(size=(), dtype=torch.bool)
+
+
+def and_masks(*mask_mods: Mod) -> Mod:
+    """The mask_mod that keeps what all of them keep. Takes mods and masks; raises ``TypeError`` for anything else."""
+    _check("and_masks", mask_mods)
+
+    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = b.new_ones((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result & mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return and_mask
+
+
+def or_masks(*mask_mods: Mod) -> Mod:
+    """The mask_mod that keeps what any of them keeps. Takes mods and masks; raises ``TypeError`` for anything else."""
+    _check("or_masks", mask_mods)
+
+    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result | mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return or_mask
+
+
+def _check(name: str, mask_mods: tuple[Any, ...]) -> None:
+    for number, each in enumerate(mask_mods):
+        if not callable(each):
+            raise TypeError(f"{name}: argument {number} must be a mask_mod or a mask, not {type(each).__name__}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A mask for lengths: the mask_mod, and how many batch entries, heads, queries and keys it is meant for.
+
+    ``B`` and ``H`` are None where the mask is the same for all. It can be called as its mask_mod, and ``&`` and ``|``
+    combine it with mods and masks. ``str(mask)`` is a picture.
+    """
+
+    mask_mod: Mod
+    B: int | None
+    H: int | None
+    Q_LEN: int
+    KV_LEN: int
+    device: torch.device
+    BLOCK_SIZE: tuple[int, int] = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
+
+    @staticmethod
+    def __flashgen_mod__(mask: BlockMask) -> Mod:
+        return mask.mask_mod
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """What the mask_mod says of a pair."""
+        return self.mask_mod(b, h, q_idx, kv_idx)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch entries, heads, queries, keys; 1 where the mask is the same for all."""
+        return (self.B or 1, self.H or 1, self.Q_LEN, self.KV_LEN)
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return (self.Q_LEN, self.KV_LEN)
+
+    def __and__(self, other: object) -> BlockMask:
+        return self._with(other, and_masks)
+
+    def __or__(self, other: object) -> BlockMask:
+        return self._with(other, or_masks)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask for another device. Tensors that the mask_mod captures stay where they are."""
+        return BlockMask(self.mask_mod, self.B, self.H, self.Q_LEN, self.KV_LEN, torch.device(device), self.BLOCK_SIZE)
+
+    def _with(self, other: object, combine: Callable[..., Mod]) -> BlockMask:
+        if not callable(other):
+            raise TypeError(f"a mask is combined with a mask or a mask_mod, not {type(other).__name__}")
+        B, H = self.B, self.H
+        if isinstance(other, BlockMask):
+            if other.seq_lengths != self.seq_lengths:
+                raise ValueError(
+                    f"masks of {self.seq_lengths} and of {other.seq_lengths} queries and keys cannot be combined"
+                )
+            B, H = _common("B", B, other.B), _common("H", H, other.H)
+        return BlockMask(combine(self, other), B, H, self.Q_LEN, self.KV_LEN, self.device, self.BLOCK_SIZE)
+
+    def __repr__(self) -> str:
+        return f"BlockMask(shape={self.shape}, mask_mod={getattr(self.mask_mod, '__name__', self.mask_mod)})"
+
+    def __str__(self) -> str:
+        from flashgen.flex.drawing import drawn  # noqa: PLC0415 - pictures are drawn when one is asked for
+
+        return f"{self!r}\n{drawn(self)}"
+
+    def _repr_html_(self) -> str:
+        from flashgen.flex.drawing import html  # noqa: PLC0415 - see above
+
+        return html(self)
+
+
+def _common(name: str, x: int | None, y: int | None) -> int | None:
+    if x is not None and y is not None and x != y:
+        raise ValueError(f"masks of {name} = {x} and of {name} = {y} cannot be combined")
+    return y if x is None else x
+
+
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False,
+    **others: Any,
+) -> BlockMask:
+    """A mask. Nothing is evaluated, and nothing of size Q_LEN × KV_LEN exists, here or later.
+
+    Takes what FlexAttention's function takes. ``BLOCK_SIZE``, ``_compile``, ``separate_full_blocks`` and those about
+    the order of writes steer FlexAttention's kernels and change no result; they change nothing here. Raises
+    ``TypeError`` for what is no mask_mod or an unknown argument, ``ValueError`` for lengths below 0.
+    """
+    unknown = others.keys() - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
+    if unknown:
+        raise TypeError(f"create_block_mask has no argument '{min(unknown)}'")
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of b, h, q_idx and kv_idx, not {type(mask_mod).__name__}")
+    for name, count in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} is {count}")
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    where = torch.device("cpu" if device is None else device)
+    return BlockMask(mask_mod, B, H, int(Q_LEN), int(KV_LEN), where, (sizes[0], sizes[1]))

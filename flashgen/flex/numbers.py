@@ -1,0 +1,200 @@
+"""Python numbers that a mod captures, while it is traced.
+
+A mod computes with them as with any number: in Python's own arithmetic, exactly. But each remembers how it came about
+(its ``Recipe``), so that where it meets a symbolic value it becomes a param, which the next call computes anew from
+what the mod captures then. Where Python has to know the number (``if``, ``range``, ``math.sqrt``), what it was told is
+noted as a ``Guard``: the trace holds for as long as the answer stays.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# ("leaf", k): what was captured as the k-th; ("extent", k, axis): of a tensor's shape; ("constant", x, repr(x));
+# ("attribute", …): what no later call finds again; (operation, recipe, …).
+Recipe = tuple[Any, ...]
+Host = bool | int | float
+
+_BINARY: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+_UNARY: Mapping[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": operator.abs,
+    "invert": operator.invert,
+    "round": round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+}
+_COMPARISONS: Mapping[str, Callable[..., Any]] = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+_OPERATIONS = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS, "bool": bool})
+
+
+def evaluate(recipe: Recipe, leaves: Sequence[Any]) -> Host:
+    """The number for what is captured now."""
+    kind = recipe[0]
+    if kind == "leaf":
+        return leaves[recipe[1]]  # type: ignore[no-any-return]
+    if kind == "extent":
+        return leaves[recipe[1]].shape[recipe[2]]  # type: ignore[no-any-return]
+    if kind == "constant":
+        return recipe[1]  # type: ignore[no-any-return]
+    return _OPERATIONS[kind](*(evaluate(part, leaves) for part in recipe[1:]))  # type: ignore[no-any-return]
+
+
+class Guards:
+    """What Python was told of captured numbers while a mod was traced."""
+
+    def __init__(self) -> None:
+        self.told: dict[Recipe, Host] = {}
+
+    def tell(self, recipe: Recipe, value: Host) -> Host:
+        """Note an answer and give it."""
+        self.told[recipe] = value
+        return value
+
+
+def as_host(value: object) -> Host | None:
+    """A Python number, also of NumPy's; None for anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if type(value) in (bool, int, float) else None  # type: ignore[return-value]
+
+
+class Number:
+    """A captured Python number. ``isinstance`` takes it for an int or a float."""
+
+    __slots__ = ("guards", "recipe", "value")
+
+    def __init__(self, value: int | float, recipe: Recipe, guards: Guards) -> None:
+        self.value = value
+        self.recipe = recipe
+        self.guards = guards
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.value)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The tracing mode sees every call before this; PyTorch takes an object that has the method as an operand.
+        return NotImplemented
+
+    def settled(self) -> int | float:
+        """The number itself, which the trace depends on from now on."""
+        return self.guards.tell(self.recipe, self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.guards.tell(("bool", self.recipe), bool(self.value)))
+
+    def __int__(self) -> int:
+        return int(self.settled())
+
+    def __float__(self) -> float:
+        return float(self.settled())
+
+    def __index__(self) -> int:
+        index: Any = self.settled()
+        return operator.index(index)
+
+    def __complex__(self) -> complex:
+        return complex(self.settled())
+
+    def __hash__(self) -> int:
+        return hash(self.settled())
+
+    def __repr__(self) -> str:
+        return repr(self.settled())
+
+    def __format__(self, form: str) -> str:
+        return format(self.settled(), form)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.settled(), name)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+def _operand(value: object) -> tuple[Host, Recipe] | None:
+    if type(value) is Number:
+        return value.value, value.recipe
+    plain = as_host(value)
+    # 1, 1.0 and True are equal, and so are 0.0 and -0.0; they are not the same operand.
+    return None if plain is None else (plain, ("constant", plain, repr(plain)))
+
+
+def _made(number: Number, value: Any, recipe: Recipe) -> Any:
+    if type(value) in (int, float):
+        return Number(value, recipe, number.guards)
+    return value if value is NotImplemented else number.guards.tell(recipe, value)
+
+
+def _binary(name: str, function: Callable[..., Any], *, swapped: bool) -> Callable[[Number, object], Any]:
+    def method(self: Number, other: object) -> Any:
+        operand = None if isinstance(other, Tensor) else _operand(other)
+        if operand is None:
+            return NotImplemented  # a tensor's own operator comes next
+        mine = (self.value, self.recipe)
+        (x, first), (y, second) = (operand, mine) if swapped else (mine, operand)
+        return _made(self, function(x, y), (name, first, second))
+
+    return method
+
+
+def _unary(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Number, *digits: Any) -> Any:
+        if digits and digits != (None,):
+            return function(self.settled(), *digits)
+        return _made(self, function(self.value), (name, self.recipe))
+
+    return method
+
+
+def _comparison(name: str, function: Callable[..., Any]) -> Callable[[Number, object], Any]:
+    def method(self: Number, other: object) -> Any:
+        operand = None if isinstance(other, Tensor) else _operand(other)
+        if operand is None:
+            return NotImplemented
+        return self.guards.tell((name, self.recipe, operand[1]), bool(function(self.value, operand[0])))
+
+    return method
+
+
+for _name, _function in _BINARY.items():
+    setattr(Number, f"__{_name}__", _binary(_name, _function, swapped=False))
+    setattr(Number, f"__r{_name}__", _binary(_name, _function, swapped=True))
+for _name, _function in _UNARY.items():
+    setattr(Number, f"__{_name}__", _unary(_name, _function))
+for _name, _function in _COMPARISONS.items():
+    setattr(Number, f"__{_name}__", _comparison(_name, _function))

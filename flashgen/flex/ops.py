@@ -1,0 +1,151 @@
+"""The ops of mods: traced once, compiled once.
+
+``find_trace`` gives the trace of mods that are called again without tracing them; ``Family`` gives the op of what was
+traced for the lengths and tensors of a call. Both remember by what is computed, never by the identity of an object.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.flex.captured import Captured
+from flashgen.flex.numbers import evaluate
+from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
+from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
+from flashgen.flex.tracing import Mod, Trace, Traced, trace
+from flashgen.flex.values import readable
+from flashgen.ir.spec import HeadDim, Schedule
+from flashgen.ir.types import ScalarType
+from flashgen.pipeline import load_spec
+from flashgen.runtime.op import AttentionOp
+
+_MOST_SIGNATURES = 512
+_MOST_TRACES = 16  # of one signature, by what Python was told of captured numbers
+_MOST_CALLS = 512
+_TRACES: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+
+
+class Bound(NamedTuple):
+    """What mods compute, and the values that they capture now."""
+
+    trace: Trace
+    tensors: tuple[Tensor, ...]
+    params: tuple[int | float | Tensor, ...]
+
+
+def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
+    """The trace of two mods and their captured values. Raises ``SpecError``."""
+    captured = Captured()
+    signature = (captured.signature(score_mod), captured.signature(mask_mod), device.type)
+    if captured.cacheable:
+        leaves = captured.leaves
+        for known in _TRACES.get(signature, ()):
+            if all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
+                tensors = tuple([leaves[leaf] for leaf in known.leaves])  # type: ignore[index]
+                return Bound(known, tensors, tuple([evaluate(recipe, leaves) for recipe in known.recipes]))
+    found = trace(score_mod, mask_mod, captured, device)
+    if found.settled and captured.cacheable:
+        _remember(signature, found)
+    return Bound(found, found.tensors, found.params)
+
+
+def _remember(signature: Hashable, found: Trace) -> None:
+    """Keep the trace without the tensors of its first call."""
+    traces = _TRACES.setdefault(signature, [])
+    traces.insert(0, Trace(**{**found.__dict__, "tensors": (), "params": (), "mods": (None, None)}))
+    del traces[_MOST_TRACES:]
+    _TRACES.move_to_end(signature)
+    while len(_TRACES) > _MOST_SIGNATURES:
+        _TRACES.popitem(last=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """An op, the names of its tensors and params in their order, and what it declares them as."""
+
+    op: AttentionOp
+    names: tuple[str, ...]
+    shapes: Shapes
+    learned: tuple[bool, ...]
+
+
+class Family:
+    """The ops of what mods compute, of one head dimension: one for each set of declared shapes."""
+
+    def __init__(self, traced: Traced, shell: Shell, backend: str | None) -> None:
+        self._traced = traced
+        self._shell = shell
+        self._backend = backend
+        self._compiled: list[Compiled] = []
+        self._calls: dict[Hashable, Compiled] = {}
+
+    def find(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> Compiled:
+        """The op for sizes, lengths of captured tensors, and those that want a gradient."""
+        key = (*sizes.values(), *extents, wanted)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._fitting(sizes, extents, wanted) or self._compile(
+                declared(self._traced, extents, sizes), wanted
+            )
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            self._calls[key] = found
+        return found
+
+    def _fitting(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> Compiled | None:
+        for each in self._compiled:
+            gives = all(has or not wants for has, wants in zip(each.learned, wanted, strict=True))
+            if gives and fits(each.shapes, extents, sizes):
+                return each
+        return None
+
+    def _compile(self, shapes: Shapes, learned: tuple[bool, ...]) -> Compiled:
+        made = compiled(self._traced, self._shell, shapes, learned, self._backend)
+        self._compiled.append(made)
+        return made
+
+
+@functools.lru_cache(maxsize=256)
+def family(traced: Traced, head_dim: HeadDim, scaled: bool, schedule: Schedule, backend: str | None) -> Family:
+    """The family of equal mods."""
+    return Family(traced, Shell("flex", head_dim, plain_names(traced), scaled, schedule=schedule), backend)
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(traced: Traced, shell: Shell, shapes: Shapes, learned: tuple[bool, ...], backend: str | None) -> Compiled:
+    """One op. Raises ``SpecError`` where the compiler refuses the spec."""
+    spec = make_spec(traced, shell, shapes, learned)
+    return Compiled(load_spec(spec, backend), shell.names, shapes, learned)
+
+
+def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
+    """Which tensors, then params, require a gradient that the score can give."""
+    values: tuple[Any, ...] = (*bound.tensors, *bound.params)
+    if not values:
+        return ()
+    able = differentiable(bound.trace.traced)
+    return tuple([can and isinstance(x, Tensor) and x.requires_grad for x, can in zip(values, able, strict=True)])
+
+
+def arguments(bound: Bound, learned: Sequence[bool]) -> list[Any]:
+    """Captured tensors, then params, as the op takes them."""
+    values: list[Any] = [_passed(readable(x), grad) for x, grad in zip(bound.tensors, learned, strict=False)]
+    kinds = bound.trace.traced.params
+    for x, kind, grad in zip(bound.params, kinds, learned[len(values) :], strict=True):
+        if isinstance(x, Tensor):
+            wanted = torch.float32 if kind is ScalarType.FLOAT else torch.int32
+            values.append(_passed(x if x.dtype is wanted else x.to(wanted), grad))
+        else:
+            values.append(x)
+    return values
+
+
+def _passed(x: Tensor, grad: bool) -> Tensor:
+    return x if grad or not x.requires_grad else x.detach()

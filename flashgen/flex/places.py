@@ -1,0 +1,122 @@
+"""Where in the user's own file something stands, and errors that point there.
+
+In: what is wrong. Out: a ``SpecError`` whose place is the innermost line of the stack that is neither flashgen's nor
+PyTorch's, with the columns of the expression that was being evaluated.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+def refuse(code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()) -> NoReturn:
+    """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
+    raise_at(_user_place(sys._getframe(1)), code, message, notes, hints)
+
+
+def refuse_at(
+    function: object, code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()
+) -> NoReturn:
+    """Raise a ``SpecError`` that points to where a function is defined."""
+    raise_at(place_of(function), code, message, notes, hints)
+
+
+def refuse_raised(error: BaseException) -> NoReturn:
+    """Raise a ``SpecError`` for an error that a mod raised by itself."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        if not _is_ours(trace.tb_frame.f_code):
+            place = _span(trace.tb_frame, trace.tb_lasti)
+        trace = trace.tb_next
+    message = f"the mod raised {type(error).__name__}: {str(error).strip() or 'without a message'}"
+    raise_at(place, "E606", message.splitlines()[0])
+
+
+def place_of(function: object) -> Span | None:
+    """The line where a function begins."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return None
+    line = linecache.getline(code.co_filename, code.co_firstlineno)
+    return _whole_line(code.co_filename, code.co_firstlineno, line)
+
+
+def source_of(span: Span | None) -> tuple[Source, ...]:
+    """The file of a place, as far as Python knows its text."""
+    if span is None:
+        return ()
+    return (Source(span.file, "".join(linecache.getlines(span.file))),)
+
+
+def current_place() -> Span | None:
+    """The expression of the mod that is being evaluated."""
+    return _user_place(sys._getframe(1))
+
+
+def raise_at(
+    span: Span | None, code: str, message: str, notes: Sequence[str] = (), hints: Sequence[str] = ()
+) -> NoReturn:
+    """Raise a ``SpecError`` that points to a place."""
+    raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], source_of(span))
+
+
+def _user_place(frame: FrameType | None) -> Span | None:
+    for each in _frames(frame):
+        if each.f_code in _BORDERS:
+            return None
+        if not _is_ours(each.f_code):
+            return _span(each, each.f_lasti)
+    return None
+
+
+# Code that calls a mod: a search for the user's line ends here.
+_BORDERS: set[CodeType] = set()
+
+
+def border(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function of ours that calls mods: what called it is no part of a mod."""
+    _BORDERS.add(function.__code__)
+    return function
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith((_OURS, _TORCH, "<frozen"))
+
+
+def _span(frame: FrameType, instruction: int) -> Span:
+    code = frame.f_code
+    positions = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    line, end_line, column, end_column = positions
+    line = line or frame.f_lineno
+    text = linecache.getline(code.co_filename, line)
+    if column is None or end_line is None or end_column is None:
+        return _whole_line(code.co_filename, line, text)
+    # Columns of Python count bytes.
+    start = len(text.encode()[:column].decode(errors="replace"))
+    last = linecache.getline(code.co_filename, end_line)
+    end = len(last.encode()[:end_column].decode(errors="replace"))
+    return Span(code.co_filename, line, start + 1, end_line, end + 1)
+
+
+def _whole_line(file: str, number: int, text: str) -> Span:
+    start = len(text) - len(text.lstrip())
+    return Span(file, number, start + 1, number, len(text.rstrip()) + 1)

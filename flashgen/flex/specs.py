@@ -1,0 +1,167 @@
+"""From what mods compute to an ``AttentionSpec``: names, shapes, gradients.
+
+In: a ``Traced``, names, shapes. Out: the spec and its text. The expressions are those that were traced; nothing is
+parsed.
+"""
+
+from __future__ import annotations
+
+import functools
+import keyword
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from flashgen.flex.shapes import Shapes
+from flashgen.flex.tracing import Mod, Traced
+from flashgen.flex.values import folded
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, rewrite, score_input, size, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
+from flashgen.ir.spec_text import with_text
+from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import Weights
+from flashgen.language.block import OP_ARGUMENTS
+from flashgen.language.names import BUILTINS, WEIGHT_FORMS
+from flashgen.language.words import RESERVED
+from flashgen.runtime.signature import OPTIONS
+
+_PRELUDE = frozenset(("causal", "causal_lower_right"))
+_TAKEN = frozenset((*OP_ARGUMENTS, *OPTIONS, *BUILTINS, *WEIGHT_FORMS, *RESERVED, *_PRELUDE, *keyword.kwlist))
+SCALE = "scaling"
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What a spec says beside what its mods compute.
+
+    ``scaled``: the scale is a param. ``names`` are those of tensors, then params; ``defaults`` the values that params
+    have where a call gives none.
+    """
+
+    name: str
+    head_dim: HeadDim
+    names: tuple[str, ...]
+    scaled: bool = False
+    defaults: tuple[int | float | None, ...] = ()
+    scale_default: float | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+def make_spec(
+    traced: Traced, shell: Shell, shapes: Shapes, learned: Sequence[bool], file: str = "<flex>"
+) -> AttentionSpec:
+    """The spec. ``learned`` says which tensors, then params, receive gradients."""
+    count = len(traced.tensors)
+    tensor_names, param_names = shell.names[:count], shell.names[count:]
+    extents = {f"t{slot}.{axis}": extent for slot, shape in enumerate(shapes) for axis, extent in enumerate(shape)}
+    named = _renaming(tensor_names, param_names, extents)
+    defaults = shell.defaults or (None,) * len(param_names)
+    params = [
+        Param(name, kind, _default(kind, default), grad)
+        for name, kind, default, grad in zip(param_names, traced.params, defaults, learned[count:], strict=True)
+    ]
+    if shell.scaled:
+        params.append(Param(SCALE, ScalarType.FLOAT, _default(ScalarType.FLOAT, shell.scale_default), grad=False))
+    spec = AttentionSpec(
+        name=shell.name,
+        head_dims=(shell.head_dim,),
+        dtypes=None,
+        constants=(),
+        params=tuple(params),
+        tensors=tuple(
+            CapturedTensor(name, each.element, shape, grad)
+            for name, each, shape, grad in zip(tensor_names, traced.tensors, shapes, learned, strict=False)
+        ),
+        scale=_scale(shell.scaled),
+        score=score_input("s") if traced.score is None else named(traced.score),
+        mask=literal(True) if traced.mask is None else named(traced.mask),
+        layout=None,
+        weights=Weights(),
+        dropout=None,
+        schedule=shell.schedule,
+        statements=(),
+        sources=(),
+    )
+    return with_text(spec, file)
+
+
+def _default(kind: ScalarType, value: int | float | None) -> Expr | None:
+    if value is None:
+        return None
+    return literal(float(value) if kind is ScalarType.FLOAT else int(value))
+
+
+def _scale(scaled: bool) -> Expr:
+    if scaled:
+        return Symbol(ScalarType.FLOAT, name=SCALE, kind=SymbolKind.PARAM)
+    return apply("div", literal(1.0), apply("sqrt", size("D")))
+
+
+def _renaming(tensors: Sequence[str], params: Sequence[str], extents: dict[str, Expr]) -> Callable[[Expr], Expr]:
+    def rule(node: Expr) -> Expr:
+        if isinstance(node, Load):
+            return replace(node, tensor=tensors[int(node.tensor[1:])])
+        if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM:
+            return replace(node, name=params[int(node.name[1:])])
+        if isinstance(node, Symbol) and node.name in extents:
+            return extents[node.name]
+        if isinstance(node, Apply) and all(isinstance(arg, Literal) for arg in node.args):
+            return folded(node)  # a length that turned out to be a constant
+        return node
+
+    return lambda expr: rewrite(expr, rule)
+
+
+@functools.lru_cache(maxsize=256)
+def differentiable(traced: Traced) -> tuple[bool, ...]:
+    """Which tensors, then params, a score reads as floats; conditions and masks carry no gradient."""
+    read: set[str] = set()
+    if traced.score is not None:
+        for node in walk(traced.score):
+            if isinstance(node, Load) and node.type is ScalarType.FLOAT:
+                read.add(node.tensor)
+            elif isinstance(node, Symbol) and node.kind is SymbolKind.PARAM and node.type is ScalarType.FLOAT:
+                read.add(node.name)
+    tensors = (f"t{number}" in read for number in range(len(traced.tensors)))
+    params = (f"p{number}" in read for number in range(len(traced.params)))
+    return (*tensors, *params)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def plain_names(traced: Traced) -> tuple[str, ...]:
+    """Names that do not depend on the user's, so that mods that do the same share an op."""
+    tensors = (f"t{number}" for number in range(len(traced.tensors)))
+    return (*tensors, *(f"p{number}" for number in range(len(traced.params))))
+
+
+def user_names(traced: Traced, given: Sequence[str]) -> tuple[str, ...]:
+    """The names of the user's, as far as the language can have them."""
+    found: list[str] = []
+    for name, plain in zip(given, plain_names(traced), strict=True):
+        base = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII).strip("_")
+        base = base or ("tensor" if plain.startswith("t") else "param") + plain[1:]
+        while base in _TAKEN or base in found or base == SCALE:
+            base += "_"
+        found.append(base)
+    return tuple(found)
+
+
+def name_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
+    """A name for the attention of these mods."""
+    parts = [_mod_name(mod) for mod in (score_mod, mask_mod) if mod is not None]
+    name = re.sub(r"\W+", "_", "_".join(dict.fromkeys(parts)), flags=re.ASCII).strip("_")[:60] or "attention_"
+    name = f"_{name}" if name[0].isdigit() else name
+    return f"{name}_" if name in RESERVED or keyword.iskeyword(name) else name
+
+
+def _mod_name(mod: Mod) -> str:
+    while hasattr(mod, "func"):
+        mod = mod.func
+    of_class = getattr(type(mod), "__flashgen_mod__", None)
+    if of_class is not None:
+        return _mod_name(of_class(mod))
+    name = getattr(mod, "__name__", type(mod).__name__)
+    return "lambda_" if name == "<lambda>" else str(name)

@@ -1,0 +1,336 @@
+"""Runs a mod on symbolic values and gathers what it computes.
+
+In: a ``score_mod``, a ``mask_mod``. Out: a ``Trace``: the expressions, and where captured values are found. A mode of
+PyTorch sees every function that is called meanwhile: those of symbolic values become nodes, those of captured tensors
+alone are computed, as the mod says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flashgen.diagnostics import SpecError, nearest, quoted_list
+from flashgen.flex.captured import Captured, Lifting
+from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING, Plain
+from flashgen.flex.indexing import extents, index, row_answer
+from flashgen.flex.numbers import Guards, Host, Number, Recipe
+from flashgen.flex.places import border, refuse, refuse_at, refuse_raised
+from flashgen.flex.values import FLOAT, Row, Session, Symbolic, Value, convert, scalar_of, symbolic
+from flashgen.ir.expr import Expr, score_input
+from flashgen.ir.expr import index as position
+from flashgen.ir.types import ElementType, ScalarType
+
+Mod = Callable[..., Any]
+_NAMES_OF_POSITIONS = ("b", "h", "i", "j")
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """A captured tensor of a trace: ``t0``, ``t1``, … in the order of the first read."""
+
+    element: ElementType
+    rank: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What mods compute, whatever they and what they capture are called.
+
+    ``score`` is over s, positions, params ``p0``… and loads of ``t0``…; None where there is no mod. Lengths of captured
+    tensors stand as sizes ``t0.1`` (of t0, dimension 1).
+    """
+
+    score: Expr | None
+    mask: Expr | None
+    tensors: tuple[TracedTensor, ...]
+    params: tuple[ScalarType, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.score, self.mask, self.tensors, self.params)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What mods compute and how a call finds what they capture.
+
+    ``tensors`` and ``params`` are the values of this trace. Where ``settled``, a later call with the same signature
+    takes them from its own leaves by ``leaves`` and ``recipes``, if it gives the same answers to ``guards``.
+    """
+
+    traced: Traced
+    tensors: tuple[Tensor, ...]
+    params: tuple[int | float | Tensor, ...]
+    names: tuple[str, ...]
+    settled: bool
+    leaves: tuple[int | None, ...]
+    recipes: tuple[Recipe, ...]
+    guards: tuple[tuple[Recipe, Host], ...]
+    mods: tuple[Mod | None, Mod | None]
+
+
+def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device) -> Trace:
+    """Trace mods of which ``captured`` has the signature. Raises ``SpecError``.
+
+    Captured numbers are lifted; where that is more than the mod bears, it runs on plain ones, and the trace holds for
+    these alone.
+    """
+    # Whatever goes wrong with lifted numbers, plain ones either mend it or show the user's own mistake.
+    with contextlib.suppress(Exception):
+        return _trace(score_mod, mask_mod, captured, device, lift=True)
+    return _trace(score_mod, mask_mod, captured, device, lift=False)
+
+
+def _trace(
+    score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device, *, lift: bool
+) -> Trace:
+    guards = Guards()
+    names = captured.tensor_names()
+    session = Session(device, guards, captured.tensor_leaves(), names)
+    score: Mod | None = score_mod
+    mask: Mod | None = mask_mod
+    if lift:
+        lifting = Lifting(guards, names)
+        score, mask = lifting.lifted(score_mod), lifting.lifted(mask_mod)
+    else:
+        for number, leaf in enumerate(captured.leaves):
+            if not isinstance(leaf, Tensor):
+                guards.tell(("leaf", number), leaf)
+    scored = None if score_mod is None else _score(session, score, score_mod)
+    kept = None if mask_mod is None else _mask(session, mask, mask_mod)
+    traced = Traced(
+        scored,
+        kept,
+        tuple(TracedTensor(each.element, each.tensor.dim()) for each in session.tensors),
+        tuple(each.type for each in session.params),
+    )
+    recipes = tuple(each.recipe for each in session.params)
+    return Trace(
+        traced,
+        tuple(each.tensor for each in session.tensors),
+        tuple(each.value for each in session.params),
+        (*(each.name for each in session.tensors), *(each.name for each in session.params)),
+        session.settled and captured.cacheable,
+        tuple(each.leaf for each in session.tensors),
+        recipes,
+        tuple(guards.told.items()),
+        (score_mod, mask_mod),
+    )
+
+
+def _score(session: Session, mod: Any, own: Mod) -> Expr:
+    result = _run(session, mod, own, symbolic(score_input("s"), torch.float32))
+    value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
+    if value is None or value.dtype is torch.bool:
+        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=_score_hint(value))
+    return convert(value.expr, FLOAT)
+
+
+def _mask(session: Session, mod: Any, own: Mod) -> Expr:
+    result = _run(session, mod, own)
+    value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
+    if value is None or value.dtype is not torch.bool or value.weak:
+        hint = "return torch.ones_like(q_idx, dtype=torch.bool) for a mask that keeps every pair"
+        refuse_at(
+            own,
+            "E603",
+            f"the mask_mod returns {_what(result)}; a boolean tensor is expected",
+            hints=(hint if isinstance(result, bool) else "compare it: x != 0",),
+        )
+    return value.expr
+
+
+def _score_hint(value: Value | None) -> tuple[str, ...]:
+    return () if value is None else ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
+
+
+def _is_scalar(x: object) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, Row) and x.dim() == 0
+
+
+def _what(result: object) -> str:
+    if isinstance(result, Symbolic):
+        return f"a tensor of {result.held}"
+    if isinstance(result, Row):
+        return "a row of a tensor"
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)} and {result.dtype}"
+    return "nothing" if result is None else f"{type(result).__name__} {result!r}"
+
+
+@border
+def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
+    """The mod's result for symbolic positions."""
+    positions = [symbolic(position(name), torch.int64) for name in _NAMES_OF_POSITIONS]
+    try:
+        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(), _Watch(session):
+            return mod(*first, *positions)
+    except SpecError as error:
+        if error.diagnostics[0].span is None:
+            diagnostic = error.diagnostics[0]
+            refuse_at(own, diagnostic.code, diagnostic.message, notes=diagnostic.notes, hints=diagnostic.hints)
+        raise
+    except Exception as error:
+        refuse_raised(error)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the functions that a mod calls."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        kinds = _kinds((args, kwargs))
+        if name == "__getitem__" and (kinds & {Symbolic, Row} or _indexed_by_number(args)):
+            return index(self._session, *args)
+        if Row in kinds and isinstance(args[0], Row):
+            return row_answer(self._session, name, *args, **kwargs)
+        if Symbolic in kinds or (Number in kinds and name in _MAKERS and not isinstance(args[0], Tensor)):
+            return self._symbolic(name, args, kwargs)
+        return self._plain(func, name, args, kwargs)
+
+    def _symbolic(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of values that only a kernel knows."""
+        session = self._session
+        if name in DECISIONS:
+            hint = INSTEAD.get(name, "")
+            message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
+            refuse("E601", message, hints=(hint,) if hint else ())
+        rule = FUNCTIONS.get(name)
+        target: Symbolic | None = None
+        if rule is None and name.endswith("_") and not name.startswith("__"):
+            rule, target = FUNCTIONS.get(name[:-1]), args[0]
+        if rule is None:
+            _refuse_unknown(name)
+        try:
+            result = rule(session, *args, **kwargs)
+        except TypeError as error:
+            refuse("E602", f"a mod cannot call '{name}' like this: {str(error).partition('() ')[2] or error}")
+        if isinstance(result, Plain):
+            return result.answer
+        if target is None:
+            return session.symbolic(result)
+        return _assigned(session, target, result)
+
+    def _plain(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of captured tensors and numbers: computed."""
+        session = self._session
+        if name in _RANDOM:
+            message = f"'{name}' draws at random, once for all pairs: the mod means something else"
+            refuse("E602", message, hints=("draw outside of the mod, and index what was drawn",))
+        if name in _LENGTHS and isinstance(args[0], Tensor):
+            answer = extents(session, name, *args, **kwargs)
+            if answer is not None:
+                return answer
+        result = func(*_settled(args), **_settled(kwargs))
+        if name in _QUESTIONS:
+            return result
+        makes = name in _MAKERS and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
+        if makes and isinstance(result, Tensor) and result.dim() == 0:
+            session.remember(result, result.item())
+            return result
+        session.settled = False
+        self._name(result, args)
+        return result
+
+    def _name(self, result: object, args: tuple[Any, ...]) -> None:
+        """What is computed of a captured tensor is called as that is."""
+        names = self._session.names
+        known = next((names[id(each)] for each in args if isinstance(each, Tensor) and id(each) in names), "")
+        if isinstance(result, Tensor):
+            self._session.remember_alive(result)
+            names.setdefault(id(result), known)
+
+
+_MAKERS = frozenset(("tensor", "as_tensor", "scalar_tensor", "asarray", "full", "zeros", "ones"))
+_QUESTIONS = frozenset(
+    (
+        *("get:dtype", "get:device", "get:is_cuda", "get:is_cpu", "get:ndim", "get:requires_grad", "get:layout"),
+        *("dim", "is_floating_point", "is_complex"),
+    )
+)
+_LENGTHS = frozenset(("get:shape", "size", "__len__"))
+_RANDOM = frozenset(
+    (
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+        *("bernoulli", "bernoulli_", "dropout", "normal", "normal_", "uniform_", "multinomial"),
+    )
+)
+
+
+def _name_of(func: Any) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name.strip('_')}:{func.__self__.__name__}"
+    return name.partition(".")[0] if not name.startswith("_") else name
+
+
+def _kinds(value: Any) -> set[type]:
+    """The types of what a call is given, also in tuples, lists and by name."""
+    if type(value) in (tuple, list):
+        return set().union(*map(_kinds, value)) if value else set()
+    if type(value) is dict:
+        return _kinds(tuple(value.values()))
+    if type(value) is slice:
+        return _kinds((value.start, value.stop, value.step))
+    return {type(value)}
+
+
+def _indexed_by_number(args: tuple[Any, ...]) -> bool:
+    """Whether a captured tensor is indexed by captured numbers, which stay what they are."""
+    key = args[1] if type(args[1]) is tuple else (args[1],)
+    return len(key) == args[0].dim() and all(type(each) in (int, Number) for each in key) and args[0].dim() > 0
+
+
+def _settled(value: Any) -> Any:
+    """The same with the values of captured numbers: what is computed of them is captured anew by each call."""
+    if type(value) is Number:
+        return value.value
+    if type(value) in (tuple, list):
+        return type(value)(map(_settled, value))
+    if type(value) is dict:
+        return {key: _settled(each) for key, each in value.items()}
+    if type(value) is slice:
+        return slice(_settled(value.start), _settled(value.stop), _settled(value.step))
+    return value
+
+
+def _assigned(session: Session, target: Symbolic, result: Value) -> Symbolic:
+    """A value that a method changes in place, as all names of it see."""
+    order = {ScalarType.BOOL: 0, ScalarType.INT: 1, ScalarType.FLOAT: 2}
+    if not isinstance(target, Symbolic):
+        refuse("E602", "a mod cannot change a captured tensor")
+    if order[scalar_of(result.dtype)] > order[scalar_of(target.held)]:
+        refuse("E603", f"{result.dtype} cannot be stored in a value of {target.held}", hints=("give it a new name",))
+    made = session.symbolic(Value(convert(result.expr, scalar_of(target.held)), target.held))
+    target.expr = made.expr
+    return target
+
+
+def _refuse_unknown(name: str) -> NoReturn:
+    shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
+    if name == "__setitem__":
+        refuse("E602", "a mod cannot assign to elements", hints=("write torch.where(condition, x, y)",))
+    if shown in MISSING:
+        refuse("E602", f"flashgen has no '{shown}' for a mod", hints=(MISSING[shown],))
+    close = nearest(shown, _public(FUNCTIONS), limit=3)
+    hints = (f"did you mean {quoted_list(close)}?",) if close else ("docs/flex.md lists the functions",)
+    refuse("E602", f"flashgen has no '{shown}' for a mod", hints=hints)
+
+
+def _public(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith("_") and ":" not in name]

@@ -1,0 +1,389 @@
+"""Symbolic values of a mod, and what a trace gathers: nodes of the IR, captured tensors, params.
+
+In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch's types and promotion. A ``Symbolic`` is
+a tensor of no dimensions to the mod and holds an expression for us; a ``Row`` is a captured tensor of which some
+dimensions have been indexed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashgen.flex.numbers import Guards, Number, Recipe, as_host
+from flashgen.flex.places import current_place, refuse
+from flashgen.ir.build import TypingError, apply, power
+from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal
+from flashgen.ir.types import ElementType, ScalarType
+from flashgen.language.constants import ConstantError, fits, fold
+
+BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
+
+# What a captured tensor is declared as; the others are converted when the op is called.
+_ELEMENTS = {
+    torch.float32: ElementType.F32,
+    torch.float16: ElementType.F16,
+    torch.bfloat16: ElementType.BF16,
+    torch.int32: ElementType.I32,
+    torch.int64: ElementType.I64,
+    torch.bool: ElementType.BOOL,
+}
+_CONVERTED = {
+    torch.float64: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint8: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32))
+
+
+class Symbolic(Tensor):
+    """A number of a mod: to the mod a tensor without dimensions, to us an expression."""
+
+    expr: Expr
+    held: torch.dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse("E606", "a value of a mod was used after the mod had returned")
+
+
+class Row(Tensor):
+    """A captured tensor of which some dimensions are indexed: ``places`` holds None for those that are not."""
+
+    captured: Tensor
+    places: tuple[Expr | None, ...]
+
+    __torch_function__ = Symbolic.__torch_function__
+
+
+class Value(NamedTuple):
+    """An operand: its expression, its type in PyTorch, and whether it is a Python number, which gives way."""
+
+    expr: Expr
+    dtype: torch.dtype
+    weak: bool = False
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A captured tensor: what it is called, what it is, and which captured thing it is, where a call finds it again."""
+
+    name: str
+    tensor: Tensor
+    element: ElementType
+    leaf: int | None
+
+    @property
+    def learned(self) -> bool:
+        """Whether a gradient is wanted."""
+        return self.tensor.requires_grad
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """A captured number, or tensor without dimensions; ``recipe`` tells a later call how to find its value."""
+
+    name: str
+    type: ScalarType
+    value: int | float | Tensor
+    recipe: Recipe
+
+    @property
+    def learned(self) -> bool:
+        """Whether a gradient is wanted."""
+        return isinstance(self.value, Tensor) and self.value.requires_grad
+
+
+@dataclass
+class Session:
+    """One trace: what it has met so far.
+
+    ``leaves`` are the captured tensors by identity, with their place among all that was captured; ``names`` what they
+    are called. ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace.
+    """
+
+    device: torch.device
+    guards: Guards
+    leaves: dict[int, int]
+    names: dict[int, str]
+    tensors: list[TensorSlot] = field(default_factory=list)
+    params: list[ParamSlot] = field(default_factory=list)
+    settled: bool = True
+    constants: dict[int, bool | int | float] = field(default_factory=dict)
+    _slots: dict[int, int] = field(default_factory=dict)
+    _by_recipe: dict[Recipe, int] = field(default_factory=dict)
+    _alive: list[Tensor] = field(default_factory=list)
+
+    # -- operands
+
+    def value(self, x: object) -> Value:
+        """What an operand of a torch function stands for."""
+        if isinstance(x, Symbolic):
+            return Value(x.expr, x.held)
+        if type(x) is Number:
+            return self._number(x)
+        plain = as_host(x)
+        if plain is not None:
+            return Value(constant(plain), _weak_dtype(plain), weak=True)
+        if isinstance(x, Row):
+            self._refuse_rank(x, [k for k, index in enumerate(x.places) if index is None])
+        if isinstance(x, Tensor):
+            return self._scalar(x)
+        return refuse(
+            "E603",
+            f"'{type(x).__name__}' cannot enter the arithmetic of a mod",
+            hints=("it takes tensors and numbers",),
+        )
+
+    def symbolic(self, value: Value) -> Symbolic:
+        """The value as a mod sees it."""
+        expr = value.expr
+        if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
+            what = (
+                f"more than {MAX_DEPTH} operations deep"
+                if expr.depth > MAX_DEPTH
+                else f"of more than {MAX_SIZE:,} parts"
+            )
+            refuse(
+                "E606", f"the expression of the mod becomes one {what}", hints=("look values up in a tensor instead",)
+            )
+        return symbolic(expr, value.dtype)
+
+    def remember(self, x: Tensor, value: bool | int | float) -> None:
+        """A tensor without dimensions that the mod made of a constant."""
+        self.constants[id(x)] = value
+        self._alive.append(x)
+
+    def remember_alive(self, x: Tensor) -> None:
+        """Keep a tensor that the mod computed, whose identity stands for it."""
+        self._alive.append(x)
+
+    def _number(self, x: Number) -> Value:
+        if isinstance(x.value, float) and not math.isfinite(x.value):
+            return Value(constant(x.settled()), torch.get_default_dtype(), weak=True)
+        scalar = INT if isinstance(x.value, int) else FLOAT
+        if scalar is INT and fits(x.value) is not None:
+            refuse_large(x.value)
+        if x.recipe not in self._by_recipe:
+            name = self.names.get(-1 - x.recipe[1], "") if x.recipe[0] == "leaf" else ""
+            name = x.recipe[2] if x.recipe[0] == "attribute" else name
+            self._by_recipe[x.recipe] = self._param(name, scalar, x.value, x.recipe)
+        return Value(param_symbol(self._by_recipe[x.recipe], scalar), _weak_dtype(x.value), weak=True)
+
+    def _scalar(self, x: Tensor) -> Value:
+        if x.dim() > 0:
+            self._refuse_rank(x, list(range(x.dim())))
+        known = self.constants.get(id(x))
+        if known is not None:
+            return Value(convert(constant(known), scalar_of(x.dtype)), x.dtype)
+        self._check_readable(x)
+        scalar = FLOAT if x.dtype.is_floating_point else INT
+        if id(x) not in self._slots:
+            leaf = self.leaves.get(id(x))
+            self._alive.append(x)
+            recipe = ("derived", id(x)) if leaf is None else ("leaf", leaf)
+            self.settled &= leaf is not None
+            self._slots[id(x)] = self._param(self.names.get(id(x), ""), scalar, x, recipe)
+        symbol = param_symbol(self._slots[id(x)], scalar)
+        return Value(convert(symbol, BOOL) if x.dtype is torch.bool else symbol, x.dtype)
+
+    def _param(self, name: str, scalar: ScalarType, value: int | float | Tensor, recipe: Recipe) -> int:
+        self.params.append(ParamSlot(name, scalar, value, recipe))
+        return len(self.params) - 1
+
+    def _refuse_rank(self, x: Tensor, axes: Sequence[int]) -> NoReturn:
+        tensor = x.captured if isinstance(x, Row) else x
+        name = self.names.get(id(tensor), "t")
+        shape = [tensor.shape[axis] for axis in axes]
+        places = ", ".join("…" for _ in tensor.shape)
+        refuse(
+            "E603",
+            f"a tensor of shape {shape} enters the arithmetic of a mod, which computes one number for one pair",
+            hints=(f"index every dimension: {name}[{places}]",),
+        )
+
+    # -- captured tensors
+
+    def load(self, tensor: Tensor, indices: Sequence[Expr]) -> Value:
+        """One element of a captured tensor."""
+        number = self.slot(tensor)
+        element = self.tensors[number].element
+        load = Load(element.scalar, tensor=f"t{number}", indices=tuple(indices), span=current_place())
+        return Value(load, tensor.dtype)
+
+    def slot(self, tensor: Tensor) -> int:
+        """The number of a captured tensor, which is declared when it is first read."""
+        if id(tensor) not in self._slots:
+            self._check_readable(tensor)
+            self._alive.append(tensor)
+            leaf = self.leaves.get(id(tensor))
+            self.settled &= leaf is not None
+            element = _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)]
+            self._slots[id(tensor)] = len(self.tensors)
+            self.tensors.append(TensorSlot(self.names.get(id(tensor), ""), tensor, element, leaf))
+        return self._slots[id(tensor)]
+
+    def _check_readable(self, tensor: Tensor) -> None:
+        name = self.names.get(id(tensor), "a captured tensor")
+        if tensor.dtype not in _ELEMENTS and tensor.dtype not in _CONVERTED:
+            refuse(
+                "E605",
+                f"'{name}' holds {tensor.dtype}, which kernels do not read",
+                hints=("convert it outside of the mod",),
+            )
+        if 0 in tensor.shape:
+            refuse("E605", f"'{name}' has shape {list(tensor.shape)}: there is nothing to read")
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A captured tensor in the type that it is declared in."""
+    wanted = _CONVERTED.get(tensor.dtype)
+    return tensor if wanted is None else tensor.to(wanted)
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def symbolic(expr: Expr, dtype: torch.dtype) -> Symbolic:
+    """A tensor of a mod that holds an expression."""
+    with torch._C.DisableTorchFunction():
+        made: Symbolic = torch.Tensor._make_subclass(Symbolic, torch.zeros((), dtype=dtype))
+    made.expr, made.held = expr, dtype
+    return made
+
+
+def row(captured: Tensor, indices: tuple[Expr | None, ...]) -> Row:
+    """A captured tensor of which some dimensions are indexed."""
+    with torch._C.DisableTorchFunction():
+        made: Row = torch.Tensor._make_subclass(Row, torch.zeros(()))
+    made.captured, made.places = captured, indices
+    return made
+
+
+def param_symbol(number: int, scalar: ScalarType) -> Symbol:
+    """The param of this number."""
+    return Symbol(scalar, name=f"p{number}", kind=SymbolKind.PARAM)
+
+
+def extent_symbol(slot: int, axis: int) -> Symbol:
+    """The length of a dimension of a captured tensor, until its declaration says what that is."""
+    return Symbol(INT, name=f"t{slot}.{axis}", kind=SymbolKind.SIZE)
+
+
+def constant(value: bool | int | float) -> Literal:
+    """A literal that fits in 32 bits."""
+    if isinstance(value, float) and math.isnan(value):
+        refuse("E603", "a constant of the mod is NaN")
+    if isinstance(value, int) and fits(value) is not None:
+        refuse_large(value)
+    if isinstance(value, float) and fits(value) is not None:
+        return literal(math.copysign(math.inf, value))  # as PyTorch's float32
+    return literal(value)
+
+
+def refuse_large(value: int | float) -> NoReturn:
+    """Refuse an int that flashgen's 32 bits do not hold."""
+    refuse(
+        "E604",
+        f"{value} does not fit in 32 bits, which ints of flashgen have",
+        hints=("make it a float where one will do",),
+    )
+
+
+def node(op: str, *args: Expr) -> Expr:
+    """``op(args)``, worked out where all of them are constants."""
+    try:
+        made = power(args[0], args[1]) if op == "pow" else apply(op, *args)
+        if isinstance(made, Apply) and all(isinstance(arg, Literal) for arg in made.args):
+            return folded(made)
+    except (TypingError, ConstantError) as error:
+        refuse("E603", error.message, hints=(error.hint,) if error.hint else ())
+    divisor = args[-1]
+    if op in ("div", "floordiv", "mod") and isinstance(divisor, Literal) and divisor.value == 0:
+        refuse("E603", "division by zero")
+    return made
+
+
+def folded(made: Apply) -> Literal:
+    """The constant that an operation over constants is; raises ``ConstantError``."""
+    value = fold(made.op, tuple(arg.value for arg in made.args if isinstance(arg, Literal)))
+    if made.type is FLOAT:
+        return constant(float(value))
+    return constant(bool(value) if made.type is BOOL else value)
+
+
+def conjunction(x: Expr, y: Expr) -> Expr:
+    """Both, without constants that change nothing."""
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, Literal):
+            return other if one.value else one
+    return node("and", x, y)
+
+
+def disjunction(x: Expr, y: Expr) -> Expr:
+    """Either, without constants that change nothing."""
+    for one, other in ((x, y), (y, x)):
+        if isinstance(one, Literal):
+            return one if one.value else other
+    return node("or", x, y)
+
+
+def choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
+    """``yes if condition else no`` of two values of one type."""
+    if isinstance(condition, Literal):
+        return yes if condition.value else no
+    return node("where", condition, yes, no)
+
+
+def convert(expr: Expr, scalar: ScalarType) -> Expr:
+    """The expression as another type: what is not 0 is true, fractions are dropped."""
+    if expr.type is scalar:
+        return expr
+    if scalar is BOOL:
+        return node("ne", expr, literal(0) if expr.type is INT else literal(0.0))
+    return node("to_int" if scalar is INT else "to_float", expr)
+
+
+# -- PyTorch's types ---------------------------------------------------------------------------------------------------
+
+
+def scalar_of(dtype: torch.dtype) -> ScalarType:
+    """The type of the IR that stands for one of PyTorch's."""
+    if dtype is torch.bool:
+        return BOOL
+    if dtype.is_complex:
+        refuse("E603", "flashgen has no complex numbers")
+    return FLOAT if dtype.is_floating_point else INT
+
+
+_RANK = {BOOL: 0, INT: 1, FLOAT: 2}
+
+
+def promoted(*values: Value) -> torch.dtype:
+    """The type of a result, by PyTorch's rules for tensors without dimensions and Python numbers."""
+    top = max((scalar_of(value.dtype) for value in values), key=_RANK.__getitem__)
+    found: torch.dtype | None = None
+    for value in values:
+        if not value.weak and scalar_of(value.dtype) is top:
+            found = value.dtype if found is None else torch.promote_types(found, value.dtype)
+    if found is not None:
+        return found
+    return {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.get_default_dtype()}[top]
+
+
+def _weak_dtype(value: bool | int | float) -> torch.dtype:
+    if isinstance(value, bool):
+        return torch.bool
+    return torch.int64 if isinstance(value, int) else torch.get_default_dtype()

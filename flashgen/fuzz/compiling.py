@@ -1,0 +1,72 @@
+"""Operators of drawn specs, compiled as cheaply as it can be done without compiling something else.
+
+In: a ``Case``. Out: an ``AttentionOp``. What is compiled is what users get, but in a folder that vanishes: thousands of
+libraries that nobody asks for again would fill the cache.
+
+A CPU's library has the flags of every library, and those that imitate another kind of CPU where the case says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import flashgen
+from flashgen.analysis.variant import analyse
+from flashgen.backends import EmulatorProvider
+from flashgen.cache import Cache
+from flashgen.compiled import compiled as compiled_kernel
+from flashgen.fuzz.draws import Case
+from flashgen.fuzz.inputs import head_dim_of
+from flashgen.ir.spec import AttentionSpec
+from flashgen.plan.arguments import argument_fields
+from flashgen.runtime.compiler import (
+    compile_sources,
+    find_compiler,
+)
+from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.op import AttentionOp, OpParts, make_op
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.registry import GPUS
+
+
+def without_kernels(case: Case) -> AttentionOp:
+    """The op of a case on the reference, with its sources; raises ``SpecError``."""
+    if case.file:
+        return flashgen.load(case.file, name=case.name, backend="reference")
+    return flashgen.loads(case.text, backend="reference")
+
+
+def compiled(case: Case, scratch: Path) -> AttentionOp:
+    """The op of a case, with its libraries in ``scratch``.
+
+    Raises ``SpecError`` where spec or target refuse it, and ``CompileFailed``.
+    """
+    backend = case.machine.backend
+    if backend == "cpu":
+        return _on_the_cpu(case, without_kernels(case).spec, scratch)
+    if backend == "emulator":
+        spec, target = without_kernels(case).spec, GPUS[case.machine.target or "sm_80"]
+        provider = EmulatorProvider(spec, target, cache=Cache(scratch))
+        return AttentionOp(OpParts(spec, {"cpu": provider}, provider.sources(), backend="emulator"))
+    if backend == "tiled":
+        return make_op(without_kernels(case).spec, None)
+    if case.file:
+        return flashgen.load(case.file, name=case.name, backend=backend)
+    return flashgen.loads(case.text, backend=backend)
+
+
+def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
+    wanted = dict.fromkeys(head_dim_of(spec, call) for call in case.calls)
+    sources = [compiled_kernel(analyse(spec, head_dim), local_cpu().target).source for head_dim in wanted]
+    if case.build.matrices:
+        sources = [replace(each, defines=(*each.defines, ("FLASHGEN_MATRIX_PRODUCTS", "2"))) for each in sources]
+    compiler = replace(find_compiler(), flags=case.build.flags)
+    binaries = compile_sources(sources, cache=Cache(scratch), compiler=compiler)
+    fields = argument_fields(spec)
+    kernels = {
+        source.head_dim: LibraryKernel.load(binary.path, source.symbol, fields)
+        for source, binary in zip(sources, binaries, strict=True)
+    }
+    parts = OpParts(spec, {"cpu": lambda head_dim, _: kernels[head_dim]}, tuple(sources), backend="cpu")
+    return AttentionOp(parts)

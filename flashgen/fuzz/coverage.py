@@ -1,0 +1,47 @@
+"""Which kinds of kernels a call ran, in words, so that a campaign can say what it has reached.
+
+In: an op, a call, what the emulator counted. Out: labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashgen.backends import ragged_kernel
+from flashgen.fuzz.draws import CallDraw
+from flashgen.fuzz.inputs import head_dim_of
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
+from flashgen.runtime.emulated import Counted
+from flashgen.runtime.op import AttentionOp
+
+
+def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequence[Counted]) -> tuple[str, ...]:
+    """Labels of all that ran; of a CPU's kernels, the element type and the order of sums."""
+    head_dim = head_dim_of(spec, call)
+    plan = op.plan.get(head_dim) if op.plan else None
+    tiles = plan.of_element(ElementType(call.dtype)) if plan else {}
+    if plan and not tiles:  # an empty call of a type that no tile fits
+        return ("no kernels",)
+    if not any(tile.kind for tile in tiles.values()):  # a target of one kind of kernel
+        ragged = ", ragged" if call.lengths else ", cache" if call.cached else ""
+        ragged += " in pages" if call.page and call.cached else ""
+        return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
+    symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
+    if plan and any(each.sequences for each in counted):
+        kernel = ragged_kernel(spec, head_dim, plan.target)
+        tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol
+    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}"]
+    for each in counted:
+        names = [launch.kernel.removeprefix(symbol) for launch in each.launches.launches]
+        found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in each.launches.lists]
+        if each.name == "backward":
+            one_pass = any(name.startswith("_backward") for name in names)
+            keys = tiles["backward"]
+            found.append(f"keys: {', '.join((*keys.kind, *(keys.kind_of_one_pass if one_pass else ())))}")
+            if not one_pass:
+                found.append(f"queries: {', '.join(tiles['queries'].kind)}")
+            found += [
+                f"captured gradients: {how}" for how in ("exact",) if any(name.endswith("_exact") for name in names)
+            ]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,371 @@
+"""What runs an op on a GPU, real or emulated: the compiled kernels of each call, and what they say of themselves.
+
+In: an ``AttentionSpec``, a target, a package. Out: ``KernelProvider``s that also answer ``op.plan``, ``op.sources`` and
+``op.explain``, from the very kernels that calls run. Whatever takes time (compiling, loading, asking for a GPU) is done
+when a kernel is first needed, for one pass and element type at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.choice import TileChoices, tile_choices
+from flashgen.compiled import CompiledKernel, assembled, compiled
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.package.gpu import Packaged, packaged
+from flashgen.package.manifest import Manifest
+from flashgen.plan.arguments import gradient_field
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.measured import Pins
+from flashgen.plan.plan import CallKind, Part
+from flashgen.runtime import cuda
+from flashgen.runtime.asked import Asked
+from flashgen.runtime.kernel import ArgumentLayout, PassName, Step
+from flashgen.runtime.nvrtc import NvrtcMissing, Resources
+from flashgen.runtime.schedule import Compiled, DeviceSize, schedule
+from flashgen.targets.device_table import product_of
+from flashgen.targets.gpu.alternatives import tile_of
+from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.gpu.compile import GpuBinary, compile_parts
+from flashgen.targets.gpu.explain import GpuPass, explain_gpu
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+from flashgen.targets.registry import GPUS, target_of
+
+if TYPE_CHECKING:
+    from flashgen.cache import Cache
+    from flashgen.runtime.emulated import EmulatedKernel
+    from flashgen.runtime.emulator import Program
+
+ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16)  # by the codes of ``struct Arguments``
+BOTH: tuple[PassName, PassName] = ("forward", "backward")
+
+# A generated package: its folder, and what it says of itself.
+Package = tuple[Path, Manifest]
+
+
+def launches_of(
+    variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
+) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+    """The launches of a pass for values of ``struct Arguments`` by name."""
+    gradients = [gradient_field(each.name) for each in variant.gradients]
+
+    def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
+        kind = kind_of(name, values)
+        if name == "forward":
+            return forward_launches(symbol, variant, plan, element, dropped=kind.dropped)
+        return backward_launches(
+            symbol,
+            variant,
+            plan,
+            element,
+            dropped=kind.dropped,
+            deterministic=kind.repeatable,
+            captured=any(values[each] for each in gradients),
+        )
+
+    return find
+
+
+def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
+    """Which kernels of a pass a call starts; those of the forward pass always repeat."""
+    return CallKind(values["dropout_threshold"] > 0, name == "backward" and bool(values["deterministic"]))
+
+
+def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
+    """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+    return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
+
+
+def _steps(
+    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, asked: Asked, size: DeviceSize
+) -> Sequence[Step]:
+    """The launches of a call in their order; those of a divided call one part after another."""
+    found = schedule(launches, layout, head_dim, layout.values(asked.values), size)
+    return [step for part in found.parts for step in part.steps]
+
+
+# -- the emulator ------------------------------------------------------------------------------------------------------
+
+
+class EmulatorProvider:
+    """The sources for a target, under the emulator, on CPU tensors.
+
+    Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
+    for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
+    ``ragged``: those for ragged batches, which the kernels of the others lead to.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, ragged: bool = False
+    ) -> None:
+        self.spec, self.target, self.ragged, self._cache = spec, target, ragged, cache
+        self.kernel = functools.cache(self._kernel)
+
+    def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
+        return self.kernel(head_dim)
+
+    def compiled(self, head_dim: HeadDim) -> CompiledKernel[GpuPlan, GpuBinary]:
+        """What runs."""
+        return compiled(kernel_variant(self.spec, head_dim, ragged=self.ragged), self.target)
+
+    def plans(self) -> Mapping[HeadDim, GpuPlan]:
+        """By head dimension."""
+        return {each: self.compiled(each).plan for each in self.spec.head_dims}
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """One a head dimension."""
+        return tuple(self.compiled(each).source for each in self.spec.head_dims)
+
+    def explain(self, name: str, asked: Asked) -> Explanation:
+        """One call."""
+        head_dim = asked.call.head_dim
+        kernel, emulated = self.compiled(head_dim), self(head_dim, 0)
+        plan = kernel.plan
+        _check_element(kernel.variant, plan, asked.element, self.target)
+        launches = launches_of(kernel.variant, plan, kernel.source.symbol, asked.element)
+        passes: dict[str, GpuPass] = {
+            each: GpuPass(
+                plan, _steps(launches(each, asked.values), emulated.layout, head_dim, asked, emulated.size), {}
+            )
+            for each in BOTH
+        }
+        gpu = product_of(self.target)
+        return explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
+
+    def _kernel(self, head_dim: HeadDim) -> EmulatedKernel:
+        from flashgen.runtime.emulated import EmulatedKernel
+        from flashgen.runtime.emulator import compile_program
+
+        variant = kernel_variant(self.spec, head_dim, ragged=self.ragged)
+
+        @functools.cache
+        def launches(element: ElementType) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+            kernel = self.compiled(head_dim)
+            plan = kernel.plan
+            _check_element(variant, plan, element, self.target)
+            return launches_of(variant, plan, kernel.source.symbol, element)
+
+        @functools.cache
+        def program(kernels: frozenset[str]) -> Program:
+            source = self.compiled(head_dim).source
+            return compile_program(source.text, name=source.name, cache=self._cache, kernels=kernels)
+
+        def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
+            """What the call's pass starts: the host's compiler takes a second for each kernel."""
+            own = launches(call_of(values)[0])
+            return Compiled(program(frozenset(own(name, values).kernels)), own)
+
+        others = EmulatorProvider(self.spec, self.target, cache=self._cache, ragged=True)
+        varlen = None if self.ragged else functools.partial(others, head_dim, 0)
+        return EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, find, varlen=varlen)
+
+
+def _check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
+    if element not in plan.by_element:
+        raise UnsupportedGpu(
+            f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
+            f"{target.name}: no tile fits its shared memory"
+        )
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Board:
+    """One GPU of this machine: its driver, its name, what is compiled for it, what the model of time knows of it."""
+
+    driver: cuda.Driver
+    name: str
+    target: GpuTarget
+    gpu: Gpu
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One pass in one element type, compiled: its plan, the text, the binary.
+
+    ``why`` is said instead of the reasons of the pins where it is not what these ask for.
+    """
+
+    plan: GpuPlan
+    source: KernelSource
+    path: Path
+    resources: tuple[Resources, ...]
+    why: tuple[str, ...] = ()
+
+
+class CudaProvider:
+    """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
+
+    A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
+    source that was edited runs whatever the call. ``ragged``: kernels for ragged batches, which the others lead to;
+    their tiles are the planner's own, and packages have none. Calls raise ``CudaMissing``, ``NvrtcMissing``,
+    ``UnsupportedGpu``, ``CompileFailed``.
+    """
+
+    def __init__(self, spec: AttentionSpec, package: Package | None = None, *, ragged: bool = False) -> None:
+        self.spec, self.package, self.ragged = spec, package, ragged
+        self.board = functools.cache(self._board)
+        self.kernel = functools.cache(self._kernel)
+        self.choices = functools.cache(self._choices)
+        self.brought = functools.cache(self._brought)
+        self.ready = functools.cache(self._ready)
+
+    def __call__(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
+        return self.kernel(head_dim, index)
+
+    def of_call(
+        self, head_dim: HeadDim, index: int, name: PassName, values: Mapping[str, float]
+    ) -> tuple[Ready, tuple[str, ...]]:
+        """What a pass of a call runs, and why it has these tiles."""
+        element, shape = call_of(values)
+        pins = self.choices(head_dim, index).of_call(element, shape)
+        return self._of_pins(head_dim, index, element, name, kind_of(name, values), pins)
+
+    def plans(self) -> Mapping[HeadDim, GpuPlan]:
+        """By head dimension, for the current device: what runs where tiles do not go by a call's shape.
+
+        It is said of calls without dropout that need not repeat. Registers are known when a kernel was compiled, so
+        that this compiles every element type.
+        """
+        return {each: self._plan(each) for each in self.spec.head_dims}
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """Every text that the plans' kernels are compiled from."""
+        found = (ready.source for each in self.spec.head_dims for _, _, ready, _ in self._usual(each))
+        return tuple({(source.name, source.text): replace(source, defines=()) for source in found}.values())
+
+    def explain(self, name: str, asked: Asked) -> Explanation:
+        """One call."""
+        head_dim, index = asked.call.head_dim, asked.call.device.index or 0
+        board, kernel = self.board(index), self(head_dim, index)
+        passes: dict[str, GpuPass] = {}
+        for each in BOTH:
+            ready, reasons = self.of_call(head_dim, index, each, asked.values)
+            launches = launches_of(kernel_variant(self.spec, head_dim), ready.plan, ready.source.symbol, asked.element)
+            steps = _steps(launches(each, asked.values), kernel.layout, head_dim, asked, board.driver.size)
+            resources = {said.name: said for said in ready.resources}
+            passes[each] = GpuPass(ready.plan, steps, resources, reasons)
+        variant = kernel_variant(self.spec, head_dim)
+        return explain_gpu(name, "cuda", board.name, variant, board.gpu, asked, passes)
+
+    def _of_pins(
+        self, head_dim: HeadDim, index: int, element: ElementType, name: PassName, kind: CallKind, pins: Pins
+    ) -> tuple[Ready, tuple[str, ...]]:
+        own = pins.of_pass(name)
+        ready = self.ready(head_dim, index, element, name, kind, own)
+        return ready, ready.why or own.reasons
+
+    def _usual(self, head_dim: HeadDim) -> Iterator[tuple[ElementType, PassName, Ready, tuple[str, ...]]]:
+        index = cuda.current_device()
+        own = compiled(kernel_variant(self.spec, head_dim), self.board(index).target)
+        for element in own.plan.by_element:
+            pins = self.choices(head_dim, index).usual(element)
+            for name in BOTH:
+                yield element, name, *self._of_pins(head_dim, index, element, name, CallKind(), pins)
+
+    def _plan(self, head_dim: HeadDim) -> GpuPlan:
+        """The tiles of each pass and element type, from the plans that they were compiled by."""
+        plans: dict[ElementType, dict[PassName, GpuPlan]] = {}
+        said: dict[str, None] = {}
+        for element, name, ready, reasons in self._usual(head_dim):
+            plans.setdefault(element, {})[name] = ready.plan
+            said |= dict.fromkeys((*ready.plan.reasons, *reasons))
+        elements = []
+        for element, passes in plans.items():
+            forward, backward = (passes[name].by_element[element] for name in BOTH)
+            elements.append(ElementPlan(element, forward.forward, backward.backward, backward.queries))
+        every = [plan for passes in plans.values() for plan in passes.values()]
+        rejected = dict.fromkeys(lost for plan in every for lost in plan.rejected)
+        return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
+
+    def _variant(self, head_dim: HeadDim) -> Variant:
+        return kernel_variant(self.spec, head_dim, ragged=self.ragged)
+
+    def _board(self, index: int) -> Board:
+        driver = cuda.CupyDriver(index)
+        name, *figures = cuda.describe_device(index)
+        target, size = target_of(name, *figures), driver.size
+        gpu = replace(product_of(target), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
+        return Board(driver, name, target, gpu)
+
+    def _kernel(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
+        board, variant = self.board(index), self._variant(head_dim)
+
+        def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
+            element, _ = call_of(values)
+            ready, _ = self.of_call(head_dim, index, name, values)
+            return Compiled(ready.path, launches_of(variant, ready.plan, ready.source.symbol, element))
+
+        others = CudaProvider(self.spec, ragged=True)
+        others.board = self.board
+        varlen = None if self.ragged else functools.partial(others, head_dim, index)
+        return cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, board.driver, find, varlen=varlen)
+
+    def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
+        board, variant = self.board(index), self._variant(head_dim)
+        if self.ragged:  # what was measured is of dense calls
+            return TileChoices(variant, board.gpu, by_length=False)
+        return tile_choices(variant, board.gpu, board.name)
+
+    def _brought(self, head_dim: HeadDim, index: int) -> Packaged | None:
+        if self.package is None:
+            return None
+        return packaged(*self.package, self.spec, head_dim, self.board(index).target)
+
+    def _ready(
+        self, head_dim: HeadDim, index: int, element: ElementType, name: PassName, kind: CallKind, pins: Pins
+    ) -> Ready:
+        target, brought, part = self.board(index).target, self.brought(head_dim, index), Part(element, name, kind)
+        if brought is not None and element in brought.plan.by_element:
+            if brought.is_edited:
+                why = f"'{brought.source.file_name}' was edited, and runs as it stands"
+                return _as_packaged(brought, part, why)
+            wanted = getattr(pins, name)
+            if wanted is None or wanted == tile_of(brought.plan.by_element[element], name):
+                return _as_packaged(brought, part)
+        variant = self._variant(head_dim)
+        _check_element(variant, compiled(variant, target, pins).plan, element, target)
+        try:
+            made = assembled(variant, target, pins, part)
+        except NvrtcMissing as error:
+            if brought is None or replace(part, calls=None) not in brought.images:
+                raise
+            why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, part, why)
+        source = made.kernel.source
+        return Ready(made.kernel.plan, source, made.binary.parts[part].path, made.binary.kernels)
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, *, ragged: bool = False) -> Variant:
+    """The spec at a head dimension; remembered, as each pass of a call asks for it."""
+    return replace(analyse(spec, head_dim), ragged=ragged)
+
+
+def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What ragged batches run on the emulator of a target."""
+    return compiled(kernel_variant(spec, head_dim, ragged=True), GPUS[target])
+
+
+def _as_packaged(brought: Packaged, part: Part, *why: str) -> Ready:
+    image = brought.images.get(replace(part, calls=None))  # a package's binaries are for every kind of call
+    if image is not None:
+        return Ready(brought.plan, brought.source, image, brought.resources, why)
+    binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    return Ready(brought.plan, brought.source, binary.parts[part].path, binary.kernels, why)

@@ -1,0 +1,1 @@
+"""What makes other libraries use flashgen's kernels; each module needs the library whose name it has."""

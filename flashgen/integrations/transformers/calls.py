@@ -1,0 +1,215 @@
+"""The attention function: what a layer of transformers passes, as a call of the op of a ``Layer``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.integrations.transformers.masks import LayerMask
+from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element
+
+# Keywords that models hand through to every layer and that say nothing of what it computes.
+_ASIDE = frozenset((
+    "cache_position", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "token_type_ids",
+    "use_cache",
+))  # fmt: skip
+_REASONS = {
+    "output_attentions": "the weights are never made; use attn_implementation='eager' to see them",
+    "cache": "continuous batching keeps keys and values in pages; use 'sdpa' or 'paged|eager' for it",
+    "head_mask": "weights cannot be scaled a head; scale the output of the heads",
+    "seq_idx": "pass cu_seq_lens_q and cu_seq_lens_k, or position_ids, which say the same",
+}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention: ``query`` [B, H, Nq, D], ``key`` [B, Hkv, Nk, D], ``value`` [B, Hkv, Nk, Dv] → ([B, Nq, H, Dv], None).
+
+    ``attention_mask`` is a ``LayerMask``, or a tensor that broadcasts to [B, H, Nq, Nk]: bools that are true where a
+    pair is kept, or floats that are added to the scores. Where there is one it decides alone, as in transformers' eager
+    attention: the models' ``is_causal`` and windows are in it. ``is_causal``, else ``module.is_causal``, and
+    ``sliding_window`` count where there is none.
+    ``softcap``, ``s_aux`` ([H], trained sinks), ``position_bias`` (broadcasts to [B, H, Nq, Nk], added to the scores)
+    and ``cu_seq_lens_*`` (int, the ends of packed sequences; B is 1) as in transformers; sinks and biases receive
+    gradients. ``dropout`` counts where the module trains.
+
+    Raises ``TypeError`` for a keyword that is not honoured and ``ValueError`` for values that do not fit, by name.
+    """
+    _check_others(others, cu_seq_lens_q, attention_mask)
+    if query.shape[0] != key.shape[0]:
+        query, key, value = _same_batch(query, key, value)
+    width = query.shape[3]
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    asked = _Asked(sizes, 1 / math.sqrt(width) if scaling is None else scaling)
+    bias = position_bias
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        asked.order(bool(causal), sliding_window)
+    elif isinstance(attention_mask, LayerMask):
+        asked.layer_mask(attention_mask)
+    else:
+        _check_broadcast("attention_mask", attention_mask, sizes)
+        if attention_mask.dtype is torch.bool:
+            asked.matrix(attention_mask)
+        else:
+            bias = attention_mask if bias is None else bias + attention_mask
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        _check_packed(asked, cu_seq_lens_q, cu_seq_lens_k)
+        asked.documents(cu_seq_lens_q, cu_seq_lens_k)
+    if bias is not None:
+        _check_broadcast("position_bias", bias, sizes)
+        asked.captured["bias"] = bias
+    if softcap is not None:
+        asked.captured["cap"] = softcap
+    if s_aux is not None:
+        asked.captured["sinks"] = s_aux.reshape(-1)
+    drops = dropout > 0 and module.training
+    layer = Layer(
+        head_dim=(int(width), int(value.shape[3])),
+        softcap=softcap is not None,
+        bias=None if bias is None else broadcast(tuple(bias.shape), sizes),
+        sinks=s_aux is not None,
+        dropout=drops,
+        mask=conjunction(asked.conditions),
+        declarations=tuple(asked.declarations),
+    )
+    o = layer.op()(query, key, value, dropout_p=dropout if drops else None, **asked.captured)
+    return o.transpose(1, 2).contiguous(), None
+
+
+class _Asked:
+    """What a call keeps of [B, H, Nq, Nk] = ``sizes``, as conditions, and what these capture."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], scaling: float) -> None:
+        self.sizes = sizes
+        self.conditions: list[str] = []
+        self.declarations: list[str] = []
+        self.captured: dict[str, Any] = {"scaling": scaling}
+        # What the mask goes by: the kinds of a LayerMask.
+        self.kinds: set[str] = set()
+
+    def order(self, causal: bool, sliding_window: int | None) -> None:
+        """What a layer says where there is no mask."""
+        if causal:
+            _check_causal(*self.sizes[2:])
+            self.conditions.append(f"j <= {LOWER_RIGHT}")
+            self.kinds.add("causal")
+        if sliding_window is not None:
+            self.kinds.add("window")
+            self.conditions.append(f"abs({LOWER_RIGHT} - j) < window")
+            self.declarations.append("param window: i32")
+            self.captured["window"] = sliding_window
+
+    def layer_mask(self, mask: LayerMask) -> None:
+        _check_mask(mask, self.sizes)
+        self.conditions.append(mask.condition)
+        self.declarations += mask.declarations
+        self.captured |= mask.captured
+        self.kinds |= mask.kinds
+
+    def matrix(self, kept: Tensor) -> None:
+        """A mask of bools that a caller gives."""
+        shape = broadcast(tuple(kept.shape), self.sizes)
+        self.conditions.append(element("allowed", shape))
+        self.declarations.append(f"tensor allowed: bool[{', '.join(shape)}]")
+        self.captured["allowed"] = kept
+
+    def documents(self, q_ends: Any, k_ends: Any) -> None:
+        """Sequences that are packed into one row, by where they end."""
+        self.conditions.append("packed_q[i] == packed_k[j]")
+        self.declarations += ("tensor packed_q: i32[Nq]", "tensor packed_k: i32[Nk]")
+        self.captured["packed_q"] = _documents(q_ends, self.sizes[2])
+        self.captured["packed_k"] = _documents(k_ends, self.sizes[3])
+
+
+def _check_others(others: dict[str, Any], cu_seq_lens: Tensor | None, mask: object) -> None:
+    for name, value in others.items():
+        if name in _ASIDE or value is None or value is False:
+            continue
+        knows_documents = cu_seq_lens is not None or (isinstance(mask, LayerMask) and "documents" in mask.kinds)
+        if name == "seq_idx" and knows_documents:
+            continue
+        reason = _REASONS.get(name, "flashgen's attention does not know what it means for this layer")
+        raise TypeError(f"'{name}' is not supported by flashgen's attention: {reason}")
+
+
+def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Learned queries, or keys, of batch 1 for every batch entry."""
+    batch = max(query.shape[0], key.shape[0])
+    if min(query.shape[0], key.shape[0]) != 1:
+        raise ValueError(f"'query' has {query.shape[0]} batch entries and 'key' has {key.shape[0]}")
+    return tuple(x.expand(batch, -1, -1, -1) for x in (query, key, value))  # type: ignore[return-value]
+
+
+def _check_mask(mask: LayerMask, sizes: tuple[int, int, int, int]) -> None:
+    batch, _, q_length, kv_length = sizes
+    there = mask.extents
+    if (there[0], there[2], there[3]) != (batch, q_length, kv_length):
+        raise ValueError(
+            f"'attention_mask' is for {list(there)}, but there are {q_length} queries, {kv_length} keys and {batch} "
+            "batch entries"
+        )
+
+
+def _check_causal(q_length: int, kv_length: int) -> None:
+    if q_length not in (1, kv_length):
+        raise ValueError(
+            f"'is_causal' for {q_length} queries, {kv_length} keys and no mask does not say where the queries stand; "
+            "pass an attention_mask"
+        )
+
+
+def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a tensor [B, H, Nq, Nk], not {type(x).__name__}")
+    fits = x.dim() == 4 and all(length in (1, size) for length, size in zip(x.shape, sizes, strict=True))
+    if not fits:
+        raise ValueError(
+            f"'{name}' has shape {list(x.shape)}; expected what broadcasts to [B, H, Nq, Nk] = {list(sizes)}"
+        )
+    if not (x.dtype is torch.bool or x.is_floating_point()):
+        raise TypeError(f"'{name}' is {x.dtype}; bools say what is kept, floats are added to the scores")
+
+
+def _check_packed(asked: _Asked, q_ends: Tensor | None, k_ends: Tensor | None) -> None:
+    if q_ends is None or k_ends is None:
+        raise ValueError("'cu_seq_lens_q' and 'cu_seq_lens_k' are given both or not at all")
+    if asked.sizes[0] != 1:
+        raise ValueError(f"'cu_seq_lens_q' packs sequences into one batch entry, but there are {asked.sizes[0]}")
+    if "start" in asked.kinds and "documents" not in asked.kinds:
+        raise ValueError("'cu_seq_lens_q': chunks begin where a sequence does; pass position_ids, which say where")
+    if asked.kinds & {"causal", "window"} and q_ends is not k_ends:
+        if q_ends.shape != k_ends.shape:
+            raise ValueError(_DIFFERENT)
+        torch._assert_async((q_ends == k_ends).all(), _DIFFERENT)
+
+
+_DIFFERENT = (
+    "'cu_seq_lens_q' and 'cu_seq_lens_k' say different lengths; a causal or sliding mask is supported where queries "
+    "and keys are the same positions"
+)
+
+
+def _documents(cu_seq_lens: Any, length: int) -> Tensor:
+    """The number of the sequence to which each position belongs, [length]."""
+    places = torch.arange(length, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens.to(places.dtype), places, right=True, out_int32=True)

@@ -1,0 +1,317 @@
+"""Masks of layers: what transformers says with functions, padding and offsets, as the mask of a spec.
+
+In: the arguments of a mask function of ``AttentionMaskInterface``. Out: a ``LayerMask``: a condition in the language
+over captured tensors and params. transformers composes masks of closures that its own factories make; each factory is
+known here by the code of its closures. A function of anybody else is evaluated for every pair, by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
+
+from flashgen.layer import LOWER_RIGHT, conjunction
+
+MaskFunction = Callable[..., Any]
+# How captured values are declared, by their kinds.
+_FORMS = {
+    "keys": "tensor {}: bool[B, Nk]",
+    "first": "tensor {}: i32[B]",
+    "last": "tensor {}: i32[B]",
+    "start": "tensor {}: i32[B]",
+    "documents": "tensor {}: i32[B, Nk]",
+    "positions": "tensor {}: i32[B, Nk]",
+    "blocks": "tensor {}: i32[B, Nk]",
+    "offset": "param {}: i32",
+    "window": "param {}: i32",
+    "chunk": "param {}: i32",
+}
+
+
+class LayerMask(BlockMask):
+    """Which pairs a layer keeps: ``condition``, in the language, over ``captured`` values, which are declared by
+    ``declarations``.
+
+    It is for ``shape`` [B, 1, Nq, Nk] and holds nothing of that size. A BlockMask, since transformers hands masks of
+    this type through where a mask is prepared before the model is called; what only a matrix can do is refused.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        condition: str,
+        declarations: tuple[str, ...],
+        captured: Mapping[str, Any],
+        kinds: frozenset[str],
+    ) -> None:
+        self.extents = shape
+        self.condition = condition
+        self.declarations = declarations
+        self.captured = dict(captured)
+        self.kinds = kinds
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, 1, Nq, Nk]."""
+        return self.extents
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return len(self.extents)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where what is captured lies; None where nothing is."""
+        return next((x.device for x in self.captured.values() if isinstance(x, Tensor)), None)
+
+    def to(self, device: torch.device | str, *_: Any, **__: Any) -> LayerMask:
+        """The same mask with what it captures on another device."""
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.captured.items()}
+        return LayerMask(self.extents, self.condition, self.declarations, moved, self.kinds)
+
+    def contiguous(self) -> LayerMask:
+        """The mask itself."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"LayerMask(shape={self.extents}, keeps={self.condition!r})"
+
+    __str__ = __repr__
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a mask of flashgen has no '{name}': it is a condition, no matrix and no list of blocks")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"a mask of flashgen cannot be indexed ([{index}]): it is a condition, no matrix ({self!r}); "
+            "this model changes its masks itself, use attn_implementation='sdpa' for it"
+        )
+
+
+def layer_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> LayerMask | Tensor:
+    """The mask of a layer; transformers' dense one, [B, 1, Nq, Nk] bools, for a function that is none of its own.
+
+    The arguments are those of ``transformers.masking_utils.sdpa_mask``. Under ``torch.compile`` a mask that
+    transformers composes of closures is a graph break, as their code cannot be asked for in a graph.
+    """
+    is_plain = mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    make = _made_outside if torch.compiler.is_dynamo_compiling() and not is_plain else _made
+    return make(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, options)
+
+
+def _made(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: MaskFunction,
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> LayerMask | Tensor:
+    writer = _Writer(int(q_length), int(kv_length), q_offset, int(kv_offset))
+    try:
+        condition = writer.condition(mask_function)
+    except _UnknownFunctionError:
+        dense: Tensor = masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )  # fmt: skip
+        return dense
+    condition = writer.with_padding(condition, attention_mask)
+    shape = (int(batch_size), 1, writer.q_length, writer.kv_length)
+    return LayerMask(shape, condition, tuple(writer.declarations), writer.captured, frozenset(writer.kinds))
+
+
+_made_outside: Any = torch.compiler.disable(_made, reason="the masks of this model are made of closures")  # type: ignore[no-untyped-call]
+
+
+class _UnknownFunctionError(Exception):
+    """A mask function that no factory of transformers made."""
+
+
+class _Writer:
+    """Writes the condition of one mask. Positions count from the first key that the layer holds."""
+
+    def __init__(self, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> None:
+        self.q_length, self.kv_length = q_length, kv_length
+        self.q_offset, self.kv_offset = q_offset, kv_offset
+        self.declarations: list[str] = []
+        self.captured: dict[str, Any] = {}
+        self.kinds: set[str] = set()
+
+    def capture(self, kind: str, value: Any) -> str:
+        """The name of a captured value."""
+        count = sum(name.rstrip("0123456789") == kind for name in self.captured)
+        name = f"{kind}{count or ''}"
+        self.declarations.append(_FORMS[kind].format(name))
+        self.captured[name] = value
+        self.kinds.add(kind)
+        return name
+
+    def query(self) -> str:
+        """Where query i stands among the keys."""
+        if isinstance(self.q_offset, int) and self.q_offset - self.kv_offset == self.kv_length - self.q_length:
+            return LOWER_RIGHT
+        if "offset" not in self.captured:
+            # A difference is a tensor of its own; a cache counts on in the one that it gave.
+            self.capture("offset", self.q_offset - self.kv_offset)
+        return "i + offset"
+
+    def condition(self, function: MaskFunction, places: tuple[str, str] | None = None) -> str:
+        """What a mask function keeps; ``places`` are its query and key, where they are no positions among the keys."""
+        code = getattr(function, "__code__", None)
+        for known, write in _WRITERS:
+            if code is known:
+                return write(self, places, **{name: _cell(function, name) for name in known.co_freevars})
+        raise _UnknownFunctionError
+
+    def with_padding(self, condition: str, attention_mask: Tensor | None) -> str:
+        """The same without padding. The bounds let kernels skip tiles; ``keys`` has the holes in between."""
+        if attention_mask is None:
+            return condition
+        if attention_mask.dim() != 2:
+            raise ValueError(f"'attention_mask' has shape {list(attention_mask.shape)}; [B, Nk] is expected, or 4-D")
+        keys = self.local(attention_mask.bool(), False)
+        # Looked at once for a forward pass, as transformers' own masks do; a compiled graph cannot.
+        if not is_tracing(keys) and bool(keys.all()):
+            return condition
+        first = self.capture("first", keys.int().argmax(-1).int())
+        last = self.capture("last", (keys.shape[1] - keys.flip(-1).int().argmax(-1)).int())
+        padding = f"{first}[b] <= j and j < {last}[b] and {self.capture('keys', keys)}[b, j]"
+        return conjunction((condition, padding))
+
+    def local(self, x: Tensor, missing: Any) -> Tensor:
+        """Of one value for each position, those of the keys that the layer holds."""
+        lacking = self.kv_offset + self.kv_length - x.shape[1]
+        if lacking > 0:
+            x = pad(x, (0, lacking), value=missing)
+        return x[:, self.kv_offset : self.kv_offset + self.kv_length]
+
+    # -- transformers' functions: each takes what its closure holds ----------------------------------------------------
+
+    def causal(self, places: tuple[str, str] | None) -> str:
+        self.kinds.add("causal")
+        query, key = places or (self.query(), "j")
+        return f"{key} <= {query}"
+
+    def bidirectional(self, places: tuple[str, str] | None) -> str:  # noqa: ARG002 - as all of them
+        return "true"
+
+    def sliding(self, places: tuple[str, str] | None, sliding_window: int) -> str:
+        query, key = places or (self.query(), "j")
+        return f"{key} > {query} - {self.capture('window', sliding_window)}"
+
+    def sliding_bidirectional(self, places: tuple[str, str] | None, sliding_window: int) -> str:
+        query, key = places or (self.query(), "j")
+        return f"abs({query} - {key}) <= {self.capture('window', sliding_window)}"
+
+    def chunked(self, places: tuple[str, str] | None, chunk_size: int, left_padding: Tensor) -> str:
+        start = left_padding if places else left_padding - self.kv_offset
+        query, key = places or (self.query(), "j")
+        begin, chunk = self.capture("start", start.int()), self.capture("chunk", chunk_size)
+        return f"({key} - {begin}[b]) // {chunk} == ({query} - {begin}[b]) // {chunk}"
+
+    def blockwise(self, places: tuple[str, str] | None, block_sequence_ids: Tensor) -> str:
+        if places:
+            raise _UnknownFunctionError
+        blocks = self.capture("blocks", self.local(block_sequence_ids.int(), -1))
+        query = f"{blocks}[b, clamp({self.query()}, 0, Nk - 1)]"
+        return f"{query} == {blocks}[b, j] and {query} >= 0"
+
+    def padding(self, places: tuple[str, str] | None, padding_mask: Tensor) -> str:
+        if places:
+            raise _UnknownFunctionError
+        return f"{self.capture('keys', self.local(padding_mask.bool(), False))}[b, j]"
+
+    def packed(self, places: tuple[str, str] | None, packed_sequence_mask: Tensor) -> str:
+        if places or self.q_length != self.kv_length:
+            raise _UnknownFunctionError
+        documents = self.capture("documents", packed_sequence_mask.int())
+        return f"{documents}[b, i] == {documents}[b, j]"
+
+    def remapped(self, places: tuple[str, str] | None, mask_function: MaskFunction, position_ids: Tensor) -> str:
+        if places or self.q_length != self.kv_length:
+            raise _UnknownFunctionError
+        positions = self.capture("positions", position_ids.int())
+        return self.condition(mask_function, (f"{positions}[b, i]", f"{positions}[b, j]"))
+
+    def both(self, places: tuple[str, str] | None, mask_functions: tuple[MaskFunction, ...]) -> str:
+        codes = [getattr(each, "__code__", None) for each in mask_functions]
+        if _PACKED in codes and _REMAPPED in codes:
+            # Inside a document positions differ as places do: where only differences count the places do.
+            mask_functions = tuple(_unmapped(each) for each in mask_functions)
+        return conjunction([self.condition(each, places) for each in mask_functions])
+
+    def either(self, places: tuple[str, str] | None, mask_functions: tuple[MaskFunction, ...]) -> str:
+        conditions = [self.condition(each, places) for each in mask_functions]
+        return "true" if "true" in conditions else " or ".join(f"({each})" for each in conditions)
+
+
+def _cell(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _unmapped(function: Any) -> Any:
+    """The function below a remapping of positions, where it goes by differences of positions alone."""
+    if function.__code__ is not _REMAPPED:
+        return function
+    inner = _cell(function, "mask_function")
+    return inner if _goes_by_differences(inner) else function
+
+
+def _goes_by_differences(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    if code in (_BOTH, _EITHER):
+        return all(_goes_by_differences(each) for each in _cell(function, "mask_functions"))
+    return code in _BY_DIFFERENCES
+
+
+_IDS = torch.zeros(1, 1, dtype=torch.int32)
+
+
+def _code(function: Any) -> CodeType:
+    """What all closures of a factory share, of one of them."""
+    code: CodeType = function.__code__
+    return code
+
+
+_CAUSAL = _code(masking_utils.causal_mask_function)
+_BIDIRECTIONAL = _code(masking_utils.bidirectional_mask_function)
+_SLIDING = _code(masking_utils.sliding_window_overlay(1))
+_SLIDING_BIDIRECTIONAL = _code(masking_utils.sliding_window_bidirectional_overlay(1))
+_PACKED = _code(masking_utils.packed_sequence_mask_function(_IDS))
+_REMAPPED = _code(masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, _IDS))
+_BOTH, _EITHER = _code(masking_utils.and_masks()), _code(masking_utils.or_masks())
+_BY_DIFFERENCES = (_CAUSAL, _BIDIRECTIONAL, _SLIDING, _SLIDING_BIDIRECTIONAL)
+_WRITERS: tuple[tuple[CodeType, Callable[..., str]], ...] = (
+    (_CAUSAL, _Writer.causal),
+    (_BIDIRECTIONAL, _Writer.bidirectional),
+    (_SLIDING, _Writer.sliding),
+    (_SLIDING_BIDIRECTIONAL, _Writer.sliding_bidirectional),
+    (_code(masking_utils.chunked_overlay(1, _IDS)), _Writer.chunked),
+    (_code(masking_utils.blockwise_overlay(_IDS)), _Writer.blockwise),
+    (_code(masking_utils.padding_mask_function(_IDS)), _Writer.padding),
+    (_PACKED, _Writer.packed),
+    (_REMAPPED, _Writer.remapped),
+    (_BOTH, _Writer.both),
+    (_EITHER, _Writer.either),
+)

@@ -1,0 +1,150 @@
+"""The forms of weights, one row each: how scores become weights, how their row closes, how dS is formed.
+
+Stage: IR. In: nothing. Out: ``FORMS``, and ``Weights``, which is a form with what a spec states of it. Other modules
+ask a form's properties and know none by its name.
+
+With e the score of a pair, w its weight before the row is closed, and sums over the pairs that are kept:
+
+    w = exp(e - m) where ``exponential``, m a running maximum of the row; else the spec's own function of e
+    total = Σ term(w)      Z = denominator(total)      P = w / Z      lse = log Z (+ m)
+    dw = (dP - delta · share(P)) / Z      with share(P) = ∂Z/∂w and delta = rowsum(dO ∘ O) - d(lse)
+
+A form without a denominator has P = w, dw = dP and no lse. Masked pairs have P = 0 in every form, dropout acts on P,
+and a sink is one more exponential in the total of an exponential form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal
+from flashgen.ir.types import ScalarType
+
+
+def _symbol(name: str) -> Symbol:
+    return Symbol(ScalarType.FLOAT, name=name, kind=SymbolKind.FORM)
+
+
+WEIGHT = _symbol("w")
+TOTAL = _symbol("total")  # Σ term(w)
+PROBABILITY = _symbol("P")  # before dropout
+D_PROBABILITY = _symbol("dP")  # what arrives through dropout
+DELTA = _symbol("delta")
+INVERSE = _symbol("1 / Z")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One row of the table.
+
+    ``word`` is what the language calls it, empty where the weight's expression stands alone. ``term`` is over
+    ``WEIGHT``, ``denominator`` over ``TOTAL``, ``share`` over ``PROBABILITY``; all None where rows have no denominator.
+    ``formula`` is P for comments, ``{}`` the weight's expression, and ``with_sink`` the same with a sink; ``gradient``
+    is what the backward pass computes. ``needs`` completes "'word' needs …".
+    """
+
+    name: str
+    word: str
+    formula: str
+    gradient: str
+    exponential: bool = False
+    with_sink: str = ""
+    term: Expr | None = None
+    denominator: Expr | None = None
+    share: Expr | None = None
+    needs: str = ""
+
+    @property
+    def normalised(self) -> bool:
+        """Whether a row has a denominator, and with it an lse."""
+        return self.denominator is not None
+
+    @property
+    def divided(self) -> bool:
+        """Whether P is a function's value, of any size, over the row's denominator."""
+        return self.normalised and not self.exponential
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the denominator is the plain sum of weights."""
+        return self.term == WEIGHT and self.denominator == TOTAL
+
+    @property
+    def backward(self) -> Expr:
+        """dS where weights are exponential, else dw; over the symbols above but ``WEIGHT`` and ``TOTAL``."""
+        if self.share is None:
+            return D_PROBABILITY
+        taken = DELTA if self.share == literal(1.0) else apply("mul", DELTA, self.share)
+        less = apply("sub", D_PROBABILITY, taken)
+        return apply("mul", PROBABILITY, less) if self.exponential else apply("mul", less, INVERSE)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The ways to write it behind ``weights``, ``{}`` where an expression stands."""
+        if self.exponential:
+            return (self.word, f"{self.word}(sink = {{}})")
+        return (f"{self.word}({{}})" if self.word else "{}",)
+
+
+_DELTA = "delta = rowsum(dO ∘ O) - d(lse)   dP = dO Vᵀ"
+
+SOFTMAX = Form(
+    name="softmax",
+    word="softmax",
+    exponential=True,
+    formula="P = exp(S) / Σ exp(S)",
+    with_sink="P = exp(S) / (exp({}) + Σ exp(S))",
+    gradient=f"P = exp(S - lse)   {_DELTA}   dS = P ∘ (dP - delta)",
+    term=WEIGHT,
+    denominator=TOTAL,
+    share=literal(1.0),
+)
+NORMALIZE = Form(
+    name="normalize",
+    word="normalize",
+    formula="P = w / Σ w, w = {}",
+    gradient=f"P = w(S) / Z   {_DELTA}   dS = w'(S) ∘ (dP - delta) / Z",
+    term=WEIGHT,
+    denominator=TOTAL,
+    share=literal(1.0),
+    needs="the weight that it divides by its sum",
+)
+POINTWISE = Form(
+    name="pointwise",
+    word="",
+    formula="P = {}",
+    gradient="P = w(S)   dP = dO Vᵀ   dS = w'(S) ∘ dP",
+)
+
+FORMS: Mapping[str, Form] = MappingProxyType({each.name: each for each in (SOFTMAX, NORMALIZE, POINTWISE)})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A form with its expression: ``weight``, of ``s``, or the ``sink`` of an exponential form, over b, h, i."""
+
+    form: Form = SOFTMAX
+    weight: Expr | None = None
+    sink: Expr | None = None
+
+    def __post_init__(self) -> None:
+        if (self.weight is None) != self.form.exponential:
+            raise ValueError(f"'{self.form.name}' weights {'have no' if self.form.exponential else 'need a'} function")
+        if self.sink is not None and not self.form.exponential:
+            raise ValueError(f"'{self.form.name}' weights have no sink")
+
+    @property
+    def expression(self) -> Expr | None:
+        """The weight, or the sink."""
+        return self.sink if self.form.exponential else self.weight
+
+    def over(self, expression: Expr | None) -> Weights:
+        """The same form with another expression."""
+        return Weights(self.form, sink=expression) if self.form.exponential else Weights(self.form, expression)
+
+    def mapped(self, rule: Callable[[Expr], Expr]) -> Weights:
+        """The same form with ``rule`` applied to its expression."""
+        return self if self.expression is None else self.over(rule(self.expression))

@@ -1,0 +1,128 @@
+"""``Attention``: the op of a spec as a module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.nn.learned import Initial, learned_values
+from flashgen.pipeline import Constant, load
+from flashgen.runtime.op import BaseOp
+
+
+class Attention(nn.Module):
+    """Attention of a spec; its learned tensors and params are Parameters of the module.
+
+        attention = flashgen.nn.Attention("specs/alibi.attn", heads=16)
+        o = attention(q, k, v)                    # attention.slope is a Parameter [16]
+
+    ``spec``: the file of a spec, or an op that was loaded. ``heads``, ``kv_heads`` (default: ``heads``) and
+    ``head_dim`` (an int, or (D, Dv); default: the spec's first) are the sizes that shapes of learned tensors may
+    depend on; ``sizes`` adds others that stay as they are, such as ``{"Nk": 1024}``. A tensor with ``grad`` whose
+    shape follows from these is owned; every other tensor, and what has no ``grad``, is passed to the call by its name.
+    ``initial`` gives owned values their first values by name: a number, a tensor, or a function that fills a tensor.
+    Without it slopes of heads are those of ALiBi, sinks 0, params their defaults, other tensors normal (0.02).
+    A scalar param is a Parameter of shape [1], which FSDP can shard. ``name``, ``const`` and ``backend`` are those
+    of ``flashgen.load``; ``device`` and ``dtype`` those of the Parameters (default: the declared types).
+
+    In ``eval()`` nothing is dropped, whatever the spec says. Raises ``SpecError`` for a wrong spec and ``ValueError``
+    for sizes, names and initial values that do not fit.
+    """
+
+    def __init__(
+        self,
+        spec: str | os.PathLike[str] | BaseOp,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | tuple[int, int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        initial: Mapping[str, Initial] | None = None,
+        name: str | None = None,
+        const: Mapping[str, Constant] | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.op = as_op(spec, name, const, backend)
+        own = self.op.spec
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; heads must be a multiple of kv_heads")
+        dims = _head_dim(own, head_dim)
+        known = {"H": heads, "Hkv": kv_heads, "D": dims.qk, "Dv": dims.v, **_checked(sizes or {})}
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dims
+        self._learned = learned_values(own, known, dict(initial or {}))
+        for each in self._learned:
+            if hasattr(self, each.name):
+                raise ValueError(f"'{each.name}' is an attribute of every module; the spec has to call it otherwise")
+            self.register_parameter(
+                each.name, nn.Parameter(torch.empty(each.shape, device=device, dtype=dtype or each.dtype))
+            )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give every Parameter its initial values again."""
+        for each in self._learned:
+            each.fill(getattr(self, each.name))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        """``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
+
+        ``arguments`` are those of the op: tensors and params that the module does not own, ``return_lse``, ``seed`` …
+        Raises what the op raises, and ``TypeError`` for a value that the module owns.
+        """
+        return self.attend_with(self.op, q, k, v, **arguments)
+
+    def attend_with(self, op: BaseOp, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        """The same with another op that captures what the module owns: its own with one more mask."""
+        for each in self._learned:
+            if each.name in arguments:
+                raise TypeError(f"'{each.name}' is a Parameter of this module, not an argument of its call")
+            value = getattr(self, each.name).to(each.dtype)
+            arguments[each.name] = value.reshape(()) if each.is_scalar else value
+        if not self.training and op.spec.dropout is not None:
+            arguments.setdefault("dropout_p", 0.0)
+        return op(q, k, v, **arguments)  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        """What stands between the parentheses."""
+        return f"{self.op.spec.name}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+
+
+def as_op(
+    spec: str | os.PathLike[str] | BaseOp,
+    name: str | None,
+    const: Mapping[str, Constant] | None,
+    backend: str | None,
+) -> BaseOp:
+    """The op of a spec's file, or the one that was given."""
+    if not isinstance(spec, BaseOp):
+        return load(os.fspath(spec), name=name, const=const, backend=backend)
+    for argument, value in (("name", name), ("const", const), ("backend", backend)):
+        if value is not None:
+            raise ValueError(f"{argument}: '{spec.spec.name}' is loaded already; pass {argument} to flashgen.load")
+    return spec
+
+
+def _head_dim(spec: AttentionSpec, given: int | tuple[int, int] | None) -> HeadDim:
+    if given is None:
+        return spec.head_dims[0]
+    dims = HeadDim(given, given) if isinstance(given, int) else HeadDim(*given)
+    if dims not in spec.head_dims:
+        known = ", ".join(str(each) for each in spec.head_dims)
+        raise ValueError(f"the head dimension is {dims}; '{spec.name}' is built for {known}")
+    return dims
+
+
+def _checked(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    for name in sizes:
+        if name not in ("B", "Nq", "Nk"):
+            raise ValueError(f"sizes: '{name}' is not among 'B', 'Nq' and 'Nk'; heads and head_dim say the others")
+    return sizes

@@ -1,0 +1,208 @@
+"""``MultiheadAttention``: projections around the attention of any spec, called and stored as PyTorch's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flashgen.ir.spec import HeadDim
+from flashgen.nn.attention import Attention, as_op
+from flashgen.nn.learned import Initial
+from flashgen.nn.masks import PADDING, PAIRS, Change, Form
+from flashgen.pipeline import Constant, load_spec
+from flashgen.runtime.op import BaseOp
+
+
+class MultiheadAttention(nn.Module):
+    """``torch.nn.MultiheadAttention`` with the attention of a spec.
+
+        layer = flashgen.nn.MultiheadAttention(512, 8, batch_first=True, spec="specs/alibi.attn")
+        o, _ = layer(x, x, x)
+
+    The arguments before the ``*``, the projections' names and shapes and the form of a call are PyTorch's: with a spec
+    that learns nothing, its ``state_dict`` loads as it is. ``spec`` is the file of a spec or a loaded op; it is built
+    for embed_dim // num_heads columns whatever head dimensions it names. ``kv_heads`` (default: ``num_heads``) may be
+    fewer. ``sizes``, ``initial``, ``name``, ``const``, ``backend``: as in ``Attention``, which is ``self.attention``.
+
+    ``dropout`` drops attention weights while training; 0 leaves what the spec says. ``add_bias_kv`` and
+    ``add_zero_attn`` are refused, and so is ``need_weights``: the weights are never made.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: str | os.PathLike[str] | BaseOp,
+        kv_heads: int | None = None,
+        sizes: Mapping[str, int] | None = None,
+        initial: Mapping[str, Initial] | None = None,
+        name: str | None = None,
+        const: Mapping[str, Constant] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        for argument, asked in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if asked:
+                raise ValueError(f"{argument} is not supported: no position of the spec means the key that it adds")
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads or num_heads % kv_heads:
+            raise ValueError(
+                f"embed_dim is {embed_dim}, num_heads {num_heads}, kv_heads {kv_heads}; "
+                "num_heads must divide embed_dim, and kv_heads num_heads"
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"'dropout' is {dropout}; a drop probability lies in [0, 1)")
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.dropout, self.batch_first = dropout, batch_first
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        width = embed_dim // num_heads
+        self._origin, self._backend = as_op(spec, name, const, backend), backend
+        self._change = Change(HeadDim(width, width), drops=dropout > 0)
+        self._ops: dict[tuple[tuple[Form, ...], bool], BaseOp] = {}
+        self.attention = Attention(
+            self._op((), False), heads=num_heads, kv_heads=kv_heads, head_dim=width,
+            sizes=sizes, initial=initial, device=device, dtype=dtype,
+        )  # fmt: skip
+
+        made: Any = {"device": device, "dtype": dtype}
+        keys = kv_heads * width
+        self._is_fused = self.kdim == self.vdim == embed_dim
+        if self._is_fused:
+            self.in_proj_weight = nn.Parameter(torch.empty(embed_dim + 2 * keys, embed_dim, **made))
+        else:
+            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, **made))
+            self.k_proj_weight = nn.Parameter(torch.empty(keys, self.kdim, **made))
+            self.v_proj_weight = nn.Parameter(torch.empty(keys, self.vdim, **made))
+        self._rows = (embed_dim, keys, keys)
+        self.in_proj_bias = nn.Parameter(torch.empty(embed_dim + 2 * keys, **made)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
+        self._reset_projections()
+
+    def reset_parameters(self) -> None:
+        """Give every Parameter its initial values again."""
+        self.attention.reset_parameters()
+        self.out_proj.reset_parameters()
+        self._reset_projections()
+
+    def _reset_projections(self) -> None:
+        """As PyTorch's: Xavier for what goes in, biases 0."""
+        weights = (
+            (self.in_proj_weight,) if self._is_fused else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        )
+        for weight in weights:
+            nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,  # noqa: ARG002 - PyTorch's; it speaks of weights alone
+        is_causal: bool = False,
+        **captured: Any,
+    ) -> tuple[Tensor, None]:
+        """``query`` [Nq, B, E], ``key`` and ``value`` [Nk, B, …] ([B, N, …] with ``batch_first``; without B unbatched).
+
+        ``key_padding_mask`` [B, Nk] and ``attn_mask`` [Nq, Nk] or [B·H, Nq, Nk]: true drops a pair, a float is added to
+        the score, as in PyTorch; both are kept beside the spec's own mask. ``is_causal`` without ``attn_mask`` keeps
+        keys up to the query. The first call with masks of a form compiles a kernel for it. ``captured`` are tensors and
+        params of the spec that the module does not own, and options of the op.
+
+        Returns (o, None), o as ``query``. Raises ``ValueError`` and ``TypeError`` by name.
+        """
+        if need_weights:
+            raise ValueError("need_weights: the weights are never made; call with need_weights=False")
+        is_batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key and value have shapes {shapes}; all have three dimensions, or two without B")
+        q, k, v = (self._split(x, is_batched) for x in self._projected(query, key, value))
+        masks = self._masks(q, k, key_padding_mask, attn_mask, is_batched)
+        forms = tuple(Form(name, mask.dim(), mask.dtype is torch.bool) for name, mask in masks.items())
+        if self.dropout and self.training:
+            captured.setdefault("dropout_p", self.dropout)
+        o = self.attention.attend_with(self._op(forms, is_causal and attn_mask is None), q, k, v, **captured, **masks)
+        rows = o.transpose(1, 2).flatten(2)
+        if not is_batched:
+            rows = rows[0]
+        elif not self.batch_first:
+            rows = rows.transpose(0, 1)
+        return self.out_proj(rows), None
+
+    def extra_repr(self) -> str:
+        """What stands between the parentheses."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_heads={self.kv_heads}"
+
+    def _op(self, masks: tuple[Form, ...], causal: bool) -> BaseOp:
+        """The op of a call; the spec's own where nothing is changed."""
+        key = masks, causal
+        if key not in self._ops:
+            spec = self._origin.spec
+            changed = replace(self._change, masks=masks, causal=causal).of(spec)
+            self._ops[key] = self._origin if changed is spec else load_spec(changed, self._backend)
+        return self._ops[key]
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v before heads are told apart; one product where all three are the same."""
+        if self._is_fused and query is key and key is value:
+            return functional.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._rows, dim=-1)  # type: ignore[no-any-return,no-untyped-call]
+        if self._is_fused:
+            weights: tuple[Tensor, ...] = self.in_proj_weight.split(self._rows)  # type: ignore[no-untyped-call]
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        bias: Any = self.in_proj_bias
+        biases = (None,) * 3 if bias is None else bias.split(self._rows)
+        return tuple(map(functional.linear, (query, key, value), weights, biases))
+
+    def _split(self, x: Tensor, is_batched: bool) -> Tensor:
+        """[B, H, N, D], a view."""
+        if not is_batched:
+            x = x.unsqueeze(0)
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        return x.view(*x.shape[:2], -1, self._change.head_dim.qk).transpose(1, 2)
+
+    def _masks(
+        self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_batched: bool
+    ) -> dict[str, Tensor]:
+        """The masks of a call as captured tensors. Raises ``ValueError`` and ``TypeError`` by name."""
+        batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
+        found = {}
+        if padding is not None:
+            wanted = (batch, kv_len) if is_batched else (kv_len,)
+            _check_mask(PADDING, padding, (wanted,))
+            found[PADDING] = padding.reshape(batch, kv_len)
+        if pairs is not None:
+            _check_mask(PAIRS, pairs, ((q_len, kv_len), (batch * heads, q_len, kv_len)))
+            found[PAIRS] = pairs if pairs.dim() == 2 else pairs.reshape(batch, heads, q_len, kv_len)
+        return {name: x if x.dtype is torch.bool else x.float() for name, x in found.items()}
+
+
+def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not (mask.dtype is torch.bool or mask.is_floating_point()):
+        raise TypeError(f"'{name}' is {mask.dtype}; true drops a pair, a float is added to its score")
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(list(each)) for each in shapes)
+        raise ValueError(f"'{name}' has shape {list(mask.shape)}; {wanted} is expected")

@@ -1,0 +1,1 @@
+"""What ``flashgen build`` writes, and what an opened package brings."""

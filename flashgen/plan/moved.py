@@ -1,0 +1,61 @@
+"""What kernels of a plan move, predicted: the account that every cost, report, explanation and test reads.
+
+Stage 3, plan. In: what a kernel does with operands, the sizes of a call, counts of the tiles that it visits. Out: bytes
+by operand. Operands say how many rows there are and what makes one; a family says what its kernels do with them. The
+emulator counts the same while kernels run, and tests compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
+from flashgen.plan.operands import OPERANDS, Operand
+from flashgen.plan.tile_counts import TileCounts
+
+
+@dataclass(frozen=True)
+class Access:
+    """A kernel reads or writes rows of an operand, each so many ``times``.
+
+    ``by_tile``: for every tile that it visits those of the tile, else all of the operand.
+    """
+
+    operand: Operand
+    by_tile: bool = False
+    times: int = 1
+
+
+def once(*names: str) -> tuple[Access, ...]:
+    """All rows of these operands, one time."""
+    return tuple(Access(OPERANDS[name]) for name in names)
+
+
+def by_tile(*names: str) -> tuple[Access, ...]:
+    """Their rows of every tile that is visited."""
+    return tuple(Access(OPERANDS[name], by_tile=True) for name in names)
+
+
+def moved(
+    accesses: Iterable[Access], head_dim: HeadDim, element: int, sizes: Mapping[str, int], counts: TileCounts | None
+) -> Counter[str]:
+    """Bytes by operand, where an element of q has ``element`` of them; ``counts`` of what is visited, if anything."""
+    found: Counter[str] = Counter()
+    for each in accesses:
+        operand = each.operand
+        if each.by_tile:
+            assert counts is not None
+            rows = counts.rows if operand.of_queries else counts.keys
+        else:
+            rows = math.prod(operand.lengths(sizes))
+        found[operand.name] += each.times * rows * operand.columns(head_dim) * operand.element_bytes(element)
+    return found
+
+
+def sizes_of(shape: Shape) -> Mapping[str, int]:
+    """A shape by the fields of ``struct Arguments``."""
+    return asdict(shape)

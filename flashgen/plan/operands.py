@@ -1,0 +1,171 @@
+"""Operands: the tensors of rows that kernels read and write, each declared once.
+
+Stage 3, plan. In: nothing. Out: ``OPERANDS``, and ``RAGGED``, the same of ragged batches. An operand says where its row
+[b, h, n] lies, of what type its elements are, and how many make a row. The fields of ``struct Arguments``, the
+addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a shard begins all follow.
+Captured tensors have shapes of the spec's, and are declared by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+
+from flashgen.ir.spec import HeadDim
+
+AXES = ("b", "h", "n")
+FLOAT_BYTES = 4
+
+
+class Rows(Enum):
+    """Where the rows of an operand lie."""
+
+    STRIDED = "strides of b, h and n, in elements, are arguments"
+    CONTIGUOUS = "one behind the other, in the order of b, h and n"
+    # Those of ragged batches: n counts through the sequences, of which each begins where cumulative lengths say.
+    PACKED_STRIDED = "strides of h and n, in elements, are arguments; that of b is none"
+    PACKED = "one behind the other, in the order of n and h"
+    PACKED_HEADS = "one behind the other, in the order of h and n"
+
+    @property
+    def has_strides(self) -> bool:
+        """Whether strides are arguments."""
+        return self in (Rows.STRIDED, Rows.PACKED_STRIDED)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they are of sequences one behind the other."""
+        return self in (Rows.PACKED_STRIDED, Rows.PACKED, Rows.PACKED_HEADS)
+
+
+class Elements(Enum):
+    """Of what type the elements are."""
+
+    OF_THE_CALL = "the type of q, k, v and o, which the argument 'element' names"
+    FLOAT32 = "float"
+
+
+class Width(Enum):
+    """How many elements a row has."""
+
+    QK = "D"
+    V = "Dv"
+    ONE = "1"
+    TWO = "2"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Rows under the ``name`` of their field; ``of_queries``: one for each query head and query, else for keys.
+
+    ``says`` completes the comment of the field.
+    """
+
+    name: str
+    of_queries: bool
+    width: Width
+    rows: Rows = Rows.CONTIGUOUS
+    elements: Elements = Elements.OF_THE_CALL
+    is_written: bool = False
+    says: str = ""
+
+    @property
+    def counts(self) -> tuple[str, str, str]:
+        """The integer fields that say how many b, h and n there are."""
+        return ("batch", "heads", "q_len") if self.of_queries else ("batch", "kv_heads", "kv_len")
+
+    @property
+    def stride_fields(self) -> tuple[str, ...]:
+        """The fields of its strides, where there are some."""
+        return tuple(stride_of(self.name, axis) for axis in AXES) if self.rows.has_strides else ()
+
+    @property
+    def c_type(self) -> str:
+        """What the pointer points to, in C++."""
+        return "float" if self.elements is Elements.FLOAT32 else "void"
+
+    @property
+    def shape(self) -> str:
+        """For people."""
+        axes = "B, H, Nq" if self.of_queries else "B, Hkv, Nk"
+        if self.rows.is_packed:
+            rows, heads = ("Tq", "H") if self.of_queries else ("Tk", "Hkv")
+            axes = f"{heads}, {rows}" if self.rows is Rows.PACKED_HEADS else f"{rows}, {heads}"
+        return f"[{axes}]" if self.width is Width.ONE else f"[{axes}, {self.width.value}]"
+
+    def columns(self, head_dim: HeadDim) -> int:
+        """Elements of a row."""
+        return {Width.QK: head_dim.qk, Width.V: head_dim.v, Width.ONE: 1, Width.TWO: 2}[self.width]
+
+    def lengths(self, known: Mapping[str, int]) -> tuple[int, int, int]:
+        """How many b, h and n there are, by the values of fields."""
+        batch, heads, rows = (known[name] for name in self.counts)
+        return 1 if self.rows.is_packed else batch, heads, rows
+
+    def strides(self, head_dim: HeadDim, known: Mapping[str, int]) -> tuple[int, int, int]:
+        """From one b, h and n to the next, in elements."""
+        if self.rows.has_strides:
+            by_batch, by_head, by_row = (known[name] for name in self.stride_fields)
+            return by_batch, by_head, by_row
+        _, heads, rows = self.lengths(known)
+        columns = self.columns(head_dim)
+        if self.rows is Rows.PACKED:
+            return 0, columns, heads * columns
+        return heads * rows * columns, rows * columns, columns
+
+    def element_bytes(self, of_the_call: int) -> int:
+        """Bytes of an element, where those of q have so many."""
+        return of_the_call if self.elements is Elements.OF_THE_CALL else FLOAT_BYTES
+
+    def reach(self, head_dim: HeadDim, known: Mapping[str, int]) -> int:
+        """Elements from the first to behind the last."""
+        lengths = self.lengths(known)
+        if min(lengths) < 1:
+            return 0
+        if not self.rows.has_strides:
+            return math.prod(lengths) * self.columns(head_dim)
+        return span(lengths, self.strides(head_dim, known), self.columns(head_dim))
+
+
+def stride_of(name: str, axis: str) -> str:
+    """The field of an operand's stride."""
+    return f"{name}_stride_{axis}"
+
+
+def span(counts: tuple[int, ...], strides: tuple[int, ...], width: int) -> int:
+    """Elements from the first to behind the last of rows of ``width`` elements."""
+    if min(counts, default=1) < 1:
+        return 0
+    return sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True)) + width
+
+
+QUERIES, KEYS = True, False
+_F32 = Elements.FLOAT32
+_PARTS = "what lse cannot hold of extreme rows; null or as lse"
+# In the order of the fields.
+_OPERANDS = (
+    Operand("q", QUERIES, Width.QK, Rows.STRIDED),
+    Operand("k", KEYS, Width.QK, Rows.STRIDED),
+    Operand("v", KEYS, Width.V, Rows.STRIDED),
+    Operand("o", QUERIES, Width.V, is_written=True, says="contiguous"),
+    Operand("lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null for pointwise weights"),
+    Operand("lse_parts", QUERIES, Width.TWO, elements=_F32, is_written=True, says=f"contiguous: {_PARTS}"),
+    Operand("d_o", QUERIES, Width.V, Rows.STRIDED),
+    Operand("d_lse", QUERIES, Width.ONE, elements=_F32, says="contiguous; null where lse was not used"),
+    Operand("dq", QUERIES, Width.QK, is_written=True, says="contiguous"),
+    Operand("dk", KEYS, Width.QK, is_written=True, says="contiguous"),
+    Operand("dv", KEYS, Width.V, is_written=True, says="contiguous"),
+)
+OPERANDS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _OPERANDS})
+_PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED}
+# In ragged batches k and v of a sequence lie behind those of the one before, and so does all else; what is one number a
+# row is by heads, as lse is given out.
+RAGGED: Mapping[str, Operand] = MappingProxyType(
+    {
+        each.name: replace(each, rows=Rows.PACKED_HEADS if each.elements is _F32 else _PACKED[each.rows])
+        for each in _OPERANDS
+    }
+)

@@ -1,0 +1,91 @@
+"""What a generated package holds of one source, and what its manifest says of it: plain data, for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.plan.plan import Rejection, Tiles
+
+
+@dataclass(frozen=True)
+class ManifestKernel:
+    """One generated source: its file, its functions' prefix, and the tiles that it has by default."""
+
+    file: str
+    target: str
+    symbol: str
+    head_dim: str
+    forward: Tiles
+    backward: Tiles
+
+
+@dataclass(frozen=True)
+class ManifestGpuKernel:
+    """One kernel of a GPU binary, and what it takes of a multiprocessor: a thread's registers, a block's memory."""
+
+    name: str
+    target: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class ManifestBinary:
+    """A binary of one of the sources, or of one element type and pass of it, and what compiled it.
+
+    Of libraries for CPUs: the kind of ``system``, the ``features`` that a CPU needs (None: it has to be the ``cpu`` of
+    this digest), the tiles that are compiled in, and the memory that they live in. Other binaries have none of these.
+    """
+
+    file: str
+    source: str
+    compiler: str
+    element: str | None = None
+    pass_name: str | None = None
+    system: str | None = None
+    features: tuple[str, ...] | None = None
+    cpu: str | None = None
+    sram_bytes: int = 0
+    tiles: Mapping[str, Mapping[str, int]] | None = None
+
+
+@dataclass(frozen=True)
+class ManifestGpuSource:
+    """One head dimension for one GPU architecture: the source, the prefix of its kernels, the tiles.
+
+    The tiles are the planner's own, for long sequences; short calls may take others, which are compiled from the spec.
+    """
+
+    file: str
+    target: str
+    symbol: str
+    head_dim: str
+    sram_bytes: int
+    elements: tuple[Any, ...]  # of the family's plan: plain data, once it is written
+    rejected: tuple[Rejection, ...]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A binary as it goes into a package: what the manifest says of it, and its bytes."""
+
+    described: ManifestBinary
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One head dimension for one target: what the manifest says of its source, and binaries where there are some.
+
+    A source is ``described`` with all of its plan where its target has several plans, else ``kernel`` says its tiles.
+    """
+
+    kernel: ManifestKernel | None = None
+    described: ManifestGpuSource | None = None
+    binaries: tuple[Image, ...] = ()
+    kernels: tuple[ManifestGpuKernel, ...] = ()

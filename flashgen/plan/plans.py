@@ -1,0 +1,44 @@
+"""The plans of an op, as its user looks at them. Stage 3, plan; in: a spec and what each head dimension runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.ir.spec import AttentionSpec, HeadDim
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plans(Mapping[HeadDim, Any]):
+    """Plans by head dimension; empty where no generated kernel runs. A notebook shows them with the mask's tiles."""
+
+    spec: AttentionSpec
+    by_head_dim: Mapping[HeadDim, Any]
+
+    def __getitem__(self, head_dim: HeadDim) -> Any:
+        return self.by_head_dim[head_dim]
+
+    def __iter__(self) -> Iterator[HeadDim]:
+        return iter(self.by_head_dim)
+
+    def __len__(self) -> int:
+        return len(self.by_head_dim)
+
+    def __repr__(self) -> str:
+        listed = "\n".join(f"  {head_dim}: {plan!r}" for head_dim, plan in self.items())
+        return f"{{\n{listed}\n}}" if listed else "{}"
+
+    def _repr_html_(self) -> str:
+        # By name: pictures are made with what plans are made of, and stand above them.
+        found: str = importlib.import_module("flashgen.picture.html").of_plans(self)
+        return found
+
+
+def summary(plan: Any) -> str:
+    """One line of a plan: its tiles by pass; element types that run the same are told together."""
+    tiles: dict[str, None] = {}
+    for name, tile in plan.passes.items():
+        tiles.setdefault(f"{name} {tile.Br} × {tile.Bc}")
+    return f"<plan of {plan.spec_name}, head_dim {plan.head_dim}, on '{plan.device}': {'; '.join(tiles)}>"

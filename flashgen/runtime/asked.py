@@ -1,0 +1,94 @@
+"""A call that is to be explained, not run: what kernels would be told of it.
+
+In: the arguments of an op, of which tensors on ``meta`` and fake ones may hold no numbers. Out: ``Asked``. Checks are
+those of a call, and raise what it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import gradient_field, param_field
+from flashgen.reference.philox import drop_threshold
+from flashgen.runtime.call import ELEMENTS, Call, Rest
+from flashgen.runtime.engine import Engine
+from flashgen.runtime.signature import TORCH_DTYPES
+
+_TYPES = {dtype: element for element, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call to explain: ``values`` are those of ``struct Arguments`` by name, without addresses.
+
+    ``params`` are the values that the host knows. Pointers that kernels compare with null are 0 or 1.
+    """
+
+    call: Call
+    element: ElementType
+    values: Mapping[str, float]
+    params: Mapping[str, float]
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the call."""
+        shard = self.call.shard
+        return Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
+
+
+def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
+    """The call of q, k, v, captured tensors and params; tensors on ``meta`` are taken to be on ``device``."""
+    spec, end = engine.spec, 3 + len(engine.spec.tensors)
+    inputs = [placed(x, device) for x in tensors[:end]]
+    call = engine.checker.find(inputs, rest)
+    given = tensors[end : engine.signature.inputs]
+    known = _params(engine, call, given)
+    values: dict[str, float] = {"deterministic": float(rest[1]), "element": ELEMENTS.get(inputs[0].dtype, 0)}
+    if call.kernel is not None:
+        layout = call.kernel.layout
+        values |= layout.named([*([0] * layout.varying), *call.settled])
+    values |= {param_field(name): value for name, value in known.items()}
+    values["dropout_threshold"] = _threshold(engine, call, dropout_p, known)
+    wanted = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
+    declared = [*((each.name, each.grad) for each in spec.tensors), *((each.name, each.grad) for each in spec.params)]
+    for (name, is_learned), asks in zip(declared, wanted[3:], strict=False):
+        if is_learned:
+            values[gradient_field(name)] = float(asks or not any(wanted))
+    return Asked(call, _TYPES[inputs[0].dtype], values, known)
+
+
+def placed(x: Any, device: torch.device) -> Any:
+    """A tensor without memory on the device, in the place of one on ``meta``."""
+    if not isinstance(x, Tensor) or not x.is_meta or isinstance(x, FakeTensor):
+        return x
+    with FakeTensorMode():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+def _params(engine: Engine, call: Call, given: Sequence[Any]) -> Mapping[str, float]:
+    """Those whose numbers lie on the host; the others are known to kernels alone."""
+    names = [param.name for param in engine.spec.params]
+    holds = [x is None or (x.device.type == "cpu" and not isinstance(x, FakeTensor)) for x in given]
+    if all(holds):
+        return dict(zip(names, engine.checker.params(call, given), strict=True)) if names else {}
+    found = zip(names, given, holds, strict=True)
+    return {name: x.item() for name, x, is_known in found if is_known and x is not None}
+
+
+def _threshold(engine: Engine, call: Call, dropout_p: Any, params: Mapping[str, float]) -> int:
+    """As kernels get it; 0 where nothing is dropped."""
+    if not engine.signature.has_dropout:
+        return 0
+    if dropout_p is None:
+        if len(params) < len(engine.spec.params):
+            return 1  # it may depend on what only kernels know: as if it dropped
+        return drop_threshold(engine.checker.drop_probability(call, None, tuple(params.values())))
+    return drop_threshold(float(dropout_p))

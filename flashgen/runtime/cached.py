@@ -1,0 +1,332 @@
+"""Runs an op over caches of keys and values: the queries are the last ones of each sequence.
+
+In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: o
+[B, H, Nq, Dv], lse [B, H, Nq]. Each sequence means what a dense call of a part of it means: Nq and Nk are its rows in
+the cache, queries begin at Nq less their number, keys at its left padding. Captured tensors have the sizes of the
+cache. There are no gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flashgen.reference import tiled
+from flashgen.reference.shard import Shard
+from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, match
+from flashgen.runtime.conversion import is_integral, require
+from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
+from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.ragged import (
+    PerSequence,
+    RaggedChecker,
+    check_memory,
+    no_ragged_kernels,
+    readable,
+    struct_of,
+)
+from flashgen.runtime.signature import CACHED, Form
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where the keys and values of B sequences lie, all int32 and checked by ``check``.
+
+    ``lengths`` [B] are the rows of each, ``padding`` [B] those in front that are not its own. Rows lie in entry
+    ``entries[b]`` of the cache [entries, Hkv, Nmax, D] or, where ``blocks`` [B, P] has columns, in pages
+    ``blocks[b, 0]``, ``blocks[b, 1]``, … of one [pages, Hkv, page, D].
+    """
+
+    lengths: Tensor
+    padding: Tensor
+    entries: Tensor
+    blocks: Tensor
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether rows lie in pages."""
+        return self.blocks.shape[1] > 0
+
+    def capacity(self, cache: Tensor) -> int:
+        """The rows that there may be."""
+        return int(self.blocks.shape[1] * cache.shape[2] if self.is_paged else cache.shape[2])
+
+    def rows(self, cache: Tensor, number: int, length: int, padding: int) -> Tensor:
+        """The rows of a sequence, [1, Hkv, rows, width]."""
+        if not self.is_paged:
+            return cache[int(self.entries[number]), :, padding:length][None]
+        pages = cache[self.blocks[number, : -(-length // max(1, cache.shape[2]))].long()]
+        return pages.transpose(0, 1).flatten(1, 2)[None, :, padding:length]
+
+    def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
+        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding."""
+        capacity = self.capacity(cache)
+        lengths, padding = self.lengths.tolist(), self.padding.tolist()
+        entries = self.entries.tolist()
+        for b, (length, before) in enumerate(zip(lengths, padding, strict=True)):
+            if not 0 <= length <= capacity:
+                raise ValueError(
+                    f"'cache_seqlens' and what is new make {length} rows of sequence {b}; the cache "
+                    f"has room for {capacity}"
+                )
+            if not 0 <= before <= length:
+                raise ValueError(f"'leftpad' of sequence {b} is {before}, of {length} rows")
+            if length < queries:
+                raise ValueError(
+                    f"sequence {b} has {length} rows in the cache, but {queries} queries, its last ones: write "
+                    "their keys to the cache first, by k and v"
+                )
+            if not self.is_paged and not 0 <= entries[b] < cache.shape[0]:
+                raise ValueError(
+                    f"'cache_batch_idx' of sequence {b} is {entries[b]}; the cache has {cache.shape[0]} entries"
+                )
+        if self.is_paged:
+            each = torch.arange(self.blocks.shape[1], device=self.blocks.device) * cache.shape[2]
+            used = each < self.lengths[:, None]
+            outside = used & ((self.blocks < 0) | (self.blocks >= cache.shape[0]))
+            if outside.any():
+                b, n = outside.nonzero()[0].tolist()
+                raise ValueError(
+                    f"'block_table' of sequence {b} names page {int(self.blocks[b, n])} at {n}; the cache has "
+                    f"{cache.shape[0]} pages"
+                )
+        return list(zip(lengths, padding, strict=True))
+
+
+def cache_of(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: object,
+    *,
+    new: int,
+    block_table: object,
+    cache_batch_idx: object,
+    leftpad: object,
+) -> Cache:
+    """The cache of a call, with what is ``new`` in it; values are not looked at. Raises what the op raises."""
+    for name, x, form in (
+        ("q", q, "[B, H, Nq, D]"),
+        ("k_cache", k_cache, "[B, Hkv, Nmax, D] or, in pages, [pages, Hkv, page, D]"),
+        ("v_cache", v_cache, "[B, Hkv, Nmax, Dv] or, in pages, [pages, Hkv, page, Dv]"),
+    ):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
+        if x.device != q.device:
+            raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    match("k_cache", k_cache, 3, q.shape[3], "the head dimension of q")
+    for axis, what in enumerate(("entries or pages", "heads", "rows")):
+        match("v_cache", v_cache, axis, k_cache.shape[axis], f"the {what} of k_cache")
+    batch = q.shape[0]
+    found = _numbers("cache_seqlens", lengths, (batch,), q)
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("'cache_batch_idx' goes with a cache of entries; in pages 'block_table' says where rows lie")
+    zeros = torch.zeros(batch, dtype=torch.int32, device=q.device)
+    padding = zeros if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
+    entries, blocks = zeros, torch.zeros((batch, 0), dtype=torch.int32, device=q.device)
+    if block_table is not None:
+        blocks = _numbers("block_table", block_table, (batch, None), q)
+        if blocks.shape[1] == 0 or k_cache.shape[2] == 0:
+            raise ValueError(
+                f"'block_table' has shape {list(blocks.shape)}; pages are of {k_cache.shape[2]} rows: none fit"
+            )
+    elif cache_batch_idx is not None:
+        entries = _numbers("cache_batch_idx", cache_batch_idx, (batch,), q)
+    else:
+        match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
+        entries = torch.arange(batch, dtype=torch.int32, device=q.device)
+    return Cache(found + new, padding, entries, blocks)
+
+
+def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
+    form = f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
+    if isinstance(x, int) and not isinstance(x, bool) and len(shape) == 1:
+        return torch.full((shape[0] or 0,), x, dtype=torch.int32, device=q.device)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a tensor ({form}), not {type(x).__name__}")
+    if not is_integral(x.dtype):
+        raise TypeError(f"'{name}' is {x.dtype}; {form} is expected")
+    if x.dim() != len(shape) or any(
+        wanted not in (None, length) for wanted, length in zip(shape, x.shape, strict=True)
+    ):
+        raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
+    if x.device != q.device:
+        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    return x.to(torch.int32).contiguous()
+
+
+def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write k and v [B, Hkv, new, width] behind the rows of each sequence. Raises ``ValueError`` and ``TypeError``."""
+    new = k.shape[2]
+    for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (cache.lengths.shape[0], to.shape[1], new, to.shape[3])
+        if x.dim() != 4 or tuple(x.shape) != wanted:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
+        if x.dtype is not to.dtype or x.device != to.device:
+            raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
+    places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k.device)
+    if cache.is_paged:
+        page = k_cache.shape[2]
+        blocks = cache.blocks.long().gather(
+            1, places.div(page, rounding_mode="floor").clamp(0, cache.blocks.shape[1] - 1)
+        )
+        outer, inner, count = blocks, places % page, k_cache.shape[0]
+    else:
+        outer, inner, count = cache.entries.long()[:, None].expand(places.shape), places, k_cache.shape[0]
+    capacity = cache.capacity(k_cache)
+    inside = functools.partial(_inside, places, outer, capacity, count)
+    require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
+    require(functools.partial(_differ, outer, inner), places, "two rows of k and v lie at the same place of the cache")
+    k_cache[outer, :, inner] = k.transpose(1, 2)
+    v_cache[outer, :, inner] = v.transpose(1, 2)
+
+
+def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
+    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
+
+
+def _differ(outer: Tensor, inner: Tensor) -> Tensor:
+    at = (outer * (2**31) + inner).flatten().sort().values
+    return (at[1:] != at[:-1]).all()
+
+
+class CachedEngine(Engine):
+    """Forward of one spec over caches: on CPUs, or on the reference, sequence by sequence."""
+
+    form: ClassVar[Form] = CACHED
+
+    def _make_checker(self) -> CallChecker:
+        return CachedChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
+        """``o``, ``lse`` and its parts, as of a dense call."""
+        *own_list, lengths, padding, entries, blocks = tensors
+        own: Tensors = tuple(own_list)
+        cache = Cache(lengths, padding, entries, blocks)
+        q, k, v = own[0], own[1], own[2]
+        checker = self.checker
+        assert isinstance(checker, CachedChecker)
+        checker.check_device(q)
+        found = cache.check(k, q.shape[2])
+        given: Any = rest[0]
+        numbers: Any = (*given[:-1], cache.capacity(k))
+        call = checker.find(own, (numbers, rest[1]))
+        pairs = [(length, length) for length, _ in found]
+        checker.check_lengths(call.head_dim, call.sizes, pairs)
+        captured = self._captured(call, own)
+        each = PerSequence(self.spec, call, pairs, own, captured)
+        kernel = call.kernel
+        if call.is_empty or kernel is None:
+            return self._attend_each(call, cache, found, own, each)
+        q, k, v = (readable(kernel, x) for x in (q, k, v))
+        own = (q, k, v, *own[3:])
+        call = checker.find(own, (numbers, rest[1]))
+        check_memory(q, k, v)
+        o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
+        lse = parts = None
+        if self.signature.has_lse and keeps_lse:
+            lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+            parts = lse.new_zeros(call.lse_parts[0])
+        values: list[float] = [
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), 0, 0, 0, 0, 0, 0
+        ]  # fmt: skip
+        self._add(values, call, captured, self._no_gradients)
+        assert isinstance(kernel, LibraryKernel), "others are refused when shapes are checked"
+        table = blocks.data_ptr() if cache.is_paged else 0
+        places = (
+            *(0, 0, lengths.data_ptr(), padding.data_ptr(), entries.data_ptr(), table),
+            *(blocks.shape[1], k.shape[2], given[-1]),
+        )
+        prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
+        if prepared is None:
+            raise no_ragged_kernels(self.spec.name, "decode")
+        self._run(call, prepared, values)
+        return o, lse, parts
+
+    def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002
+        """There are none. Raises ``RuntimeError``."""
+        raise RuntimeError(
+            f"'{self.spec.name}': decode has no gradients; call it under torch.no_grad(), or train with the op"
+        )
+
+    def _attend_each(
+        self, call: Call, cache: Cache, found: Sequence[tuple[int, int]], tensors: Tensors, each: PerSequence
+    ) -> Attended:
+        q, has_lse = tensors[0], self.signature.has_lse
+        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        o = q.new_zeros(call.o[0])
+        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
+        names = [param.name for param in self.spec.params]
+        for number, shard, own in cached_sequences(call.shard, cache, found, tensors[:3]):
+            params = zip(names, each.params_of(number), each.captured.given, strict=True)
+            problem = tiled.Problem(
+                spec=self.spec,
+                q=own[0],
+                k=own[1],
+                v=own[2],
+                tensors={x.name: given for x, given in zip(self.spec.tensors, each.captured.tensors, strict=True)},
+                params={name: value if x is None else x for name, value, x in params},
+                shard=shard,
+                pairs=self._pairs,
+            )
+            rows, sums = tiled.forward(problem)
+            o[number] = rows[0]
+            if lse is not None and sums is not None:
+                lse[number] = sums[0].to(dtype)
+        return o, lse, q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
+
+
+def cached_sequences(
+    whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
+) -> Iterator[tuple[int, Shard, tuple[Tensor, Tensor, Tensor]]]:
+    """Each sequence that has pairs: its number, its place, and q, k and v as a dense call takes them."""
+    q, k, v = tensors
+    b_total, h_total, _, _ = whole.totals()
+    for number, (length, padding) in enumerate(found):
+        shard = Shard(
+            batch=1, heads=whole.heads, kv_heads=whole.kv_heads, q_len=whole.q_len, kv_len=length - padding,
+            b_start=whole.b_start + number, h_start=whole.h_start, q_start=length - whole.q_len, kv_start=padding,
+            b_total=b_total, h_total=h_total, q_total=length, kv_total=length,
+        )  # fmt: skip
+        if not shard.is_empty:
+            own = (q[number][None], cache.rows(k, number, length, padding), cache.rows(v, number, length, padding))
+            yield number, shard, own
+
+
+class CachedChecker(RaggedChecker):
+    """Turns calls with a cache into ``Call``s: the shard is the last rows of a cache that is full."""
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
+        numbers: Any = rest[0]
+        shard, sizes = self.check_cached(q, k, v, tensors, numbers)
+        _, kernel = self.check_what_runs(q, k, v, tensors)
+        if kernel is not None and not isinstance(kernel, LibraryKernel):
+            raise no_ragged_kernels(self.spec.name, "decode")
+        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+
+    def check_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
+    ) -> tuple[Shard, dict[str, int]]:
+        """The shard and the sizes of sequences that fill the cache. Raises ``ValueError``."""
+        b_start, h_start, b_total, h_total, capacity = numbers
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+            raise ValueError(f"q has {heads} heads and the cache has {kv_heads}; H must be a multiple of Hkv")
+        shard = Shard(
+            batch=q.shape[0], heads=heads, kv_heads=kv_heads, q_len=q.shape[2], kv_len=capacity,
+            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+            q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
+        )  # fmt: skip
+        shard.check()
+        sizes = shard.sizes(q.shape[3], v.shape[3])
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            check_captured(declared, tensor, sizes, q.device)
+        return shard, sizes

@@ -1,0 +1,103 @@
+"""What kind of tensors a call holds: those whose memory kernels read at once, and all others.
+
+In: the tensors of a call. Out: whether they are plain; tensors with memory of their own in place of views that PyTorch
+has only noted down; errors for what an op does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class NoMemoryError(RuntimeError):
+    """A tensor that looks plain has no memory to read: it is on 'meta', or PyTorch knows it to be zero."""
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether nothing watches, traces, casts or transforms what happens to these tensors, and all are what they store.
+
+    Tensors without memory look plain, too (those that torch.func has left behind, sparse ones, those on 'meta'): who
+    asks for it gets a ``RuntimeError``.
+    """
+    if (
+        is_dynamo_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _is_any_autocast_enabled()
+        or _profiler_enabled()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110 - a generator would take half of the time
+        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+            return False
+    return True
+
+
+def is_what_it_seems(tensors: Sequence[Any]) -> bool:
+    """Whether these tensors, which look plain, have memory. To ask before each call costs a tenth of a small one."""
+    return all(x is None or _has_memory(x) for x in tensors)
+
+
+def _has_memory(x: Any) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+        return False
+    return not (is_functorch_wrapped_tensor(x) or x.is_meta or x._is_zerotensor())
+
+
+def transforming() -> bool:
+    """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
+    return not is_compiling() and _are_functorch_transforms_active()
+
+
+def with_memory(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The tensors, with copies in place of those that are negated, conjugated or zero in name alone."""
+    return tuple(_with_memory(x) if isinstance(x, Tensor) else x for x in tensors)
+
+
+def _with_memory(x: Tensor) -> Tensor:
+    return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
+
+
+def check_tensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """Raise ``TypeError`` where q, k or v is no tensor, or one of them or of what is captured is none of dense memory.
+
+    ``names`` are those of the ``tensors``, q, k and v first.
+    """
+    count = min(len(names), len(tensors))  # Dynamo before PyTorch 2.7 zips what is of one length
+    for name, x in zip(names[:count], tensors[:count], strict=True):
+        if isinstance(x, Tensor):
+            _check_dense(name, x)
+        elif name in ("q", "k", "v"):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(
+            f"'{name}' is a nested tensor, which an op does not take here: q, k and v may be NestedTensors, all "
+            "three, of layout=torch.jagged; captured tensors are padded to the longest sequence"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"'{name}' has layout {x.layout}; a dense tensor (torch.strided) is expected: pass {name}.to_dense()"
+        )

@@ -1,0 +1,533 @@
+"""Runs an op over ragged batches: sequences of any lengths, one behind the other.
+
+On a GPU the host knows neither where these begin nor how long they are, unless a call asks for what follows from
+lengths: its kernels find their sequences by themselves.
+
+In: the arguments of the operators that end in ``_varlen``: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], and where
+sequences begin. Out: o [Tq, H, Dv], lse [H, Tq], gradients. Each sequence means what a dense call of it alone means:
+b is its number, i and j count inside of it, Nq and Nk are its lengths. Captured tensors have the shapes of the longest.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, contiguous_format, empty_like
+
+from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.types import ScalarType
+from flashgen.reference import tiled
+from flashgen.reference.dense import Dropout, constant_number, drop_probability, param_values
+from flashgen.reference.philox import drop_threshold
+from flashgen.reference.shard import Shard
+from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, check_probability, is_readable, match
+from flashgen.runtime.engine import (
+    Attended,
+    Captured,
+    Engine,
+    Rows,
+    Tensors,
+    address,
+    autograd_inside,
+    deterministic_algorithms,
+    packed,
+    with_strides,
+)
+from flashgen.runtime.kernel import Kernel, LibraryKernel, PassName, Prepared
+from flashgen.runtime.lengths import Lengths, lengths, unseen_lengths
+from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.signature import RAGGED, Form
+
+# Operators that grow with both of their arguments, where these are sizes and such: what is inside a tensor at the
+# lengths of a sequence then is at those of the longest.
+_GROW = frozenset({"add", "mul", "min", "max"})
+_MOST_LENGTHS = 1 << 16
+# Has the host look at cu_seqlens that lie on a GPU, whose kernels else take them as they come.
+CHECK_LENGTHS = "FLASHGEN_CHECK_LENGTHS"
+
+
+class RaggedEngine(Engine):
+    """Forward and backward of one spec over ragged batches: on kernels, or on the reference, sequence by sequence."""
+
+    form: ClassVar[Form] = RAGGED
+
+    def _make_checker(self) -> CallChecker:
+        return RaggedChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
+        """``o``, ``lse`` and its parts, as of a dense call."""
+        found, call, own, starts = self._found(tensors, rest)
+        q, k, v = own[0], own[1], own[2]
+        kernel = call.kernel
+        if call.is_empty or kernel is None:
+            return self._attend_each(call, found, own)
+        q, k, v = (readable(kernel, x) for x in (q, k, v))
+        own = (q, k, v, *own[3:])
+        call = self.checker.find(own, _rest(found, rest))
+        check_memory(q, k, v)
+        o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
+        lse = parts = None
+        if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
+            lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+        if self.signature.has_lse and keeps_lse:
+            parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
+        values: list[float] = [
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), address(parts), 0, 0, 0, 0, 0
+        ]  # fmt: skip
+        captured = self._captured(call, own)
+        self._add(values, call, captured, self._no_gradients)
+        each = PerSequence(self.spec, call, found.pairs, own, captured)
+        if isinstance(kernel, LibraryKernel):
+            prepared = self._prepare(kernel, "forward", (*values, *call.settled), found, each)
+        else:
+            drops, _kept = self._add_sequences(values, call, starts, each)
+            known = call.forward.get(drops)
+            prepared = known or kernel.prepare("forward", (*values, *call.settled))
+            call.forward[drops] = prepared
+        self._run(call, prepared, values)
+        return o, lse, parts
+
+    def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
+        """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
+        found, call, own, starts = self._found(tensors, rest)
+        q, k, v = own[0], own[1], own[2]
+        kernel = call.kernel
+        if call.is_empty or kernel is None:
+            return self._gradients_of_each(call, found, d_o, rows[0], own, needs)
+        q, k, v, d_o = (readable(kernel, x) for x in (q, k, v, d_o))
+        own = (q, k, v, *own[3:])
+        call = self.checker.find(own, _rest(found, rest))
+        check_memory(q, k, v, d_o)
+        d_lse, o, lse, parts = (packed(x) for x in rows)
+        dq, dk, dv = (empty_like(x, memory_format=contiguous_format) for x in (q, k, v))
+        values: list[float] = [
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o.data_ptr(),
+            address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        ]  # fmt: skip
+        captured = self._captured(call, own)
+        sums = self._sums(call, captured, needs[3:])
+        self._add(values, call, captured, [address(x) for x, _ in sums])
+        strides = (0, d_o.stride(1), d_o.stride(0))
+        settled = with_strides(kernel, call.settled, strides)
+        each = PerSequence(self.spec, call, found.pairs, own, captured)
+        if isinstance(kernel, LibraryKernel):
+            prepared = self._prepare(kernel, "backward", (*values, *settled), found, each)
+        else:
+            drops, _kept = self._add_sequences(values, call, starts, each)
+            key = (drops, strides, *needs[3:])
+            prepared = call.backward.get(key) or kernel.prepare("backward", (*values, *settled))
+            call.backward[key] = prepared
+        self._run(call, prepared, values)
+        results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
+        return results + [
+            total if total.dtype is like.dtype and total.device == like.device else total.to(like)
+            for total, like in sums
+            if total is not None
+        ]
+
+    def _found(self, tensors: Tensors, rest: Rest) -> tuple[Lengths, Call, Tensors, tuple[Tensor, Tensor]]:
+        """The sequences, the call, its tensors but for those that say where sequences begin, and these."""
+        *own, q_starts, k_starts = tensors
+        for name, x in (("cu_seqlens_q", q_starts), ("cu_seqlens_k", k_starts)):
+            if x.dtype is not torch.int32:
+                raise TypeError(f"'{name}' is {x.dtype}; the operator takes torch.int32")
+        q, k = own[0], own[1]
+        checker = self.checker
+        assert isinstance(checker, RaggedChecker)
+        checker.check_dims(q, k, own[2])
+        most: Any = rest[0][-2:]
+        look = lengths
+        if q_starts.is_cuda and k_starts.is_cuda and q.is_cuda and self.kernels:
+            why = checker.asks_lengths(HeadDim(q.shape[2], own[2].shape[2]), own, most)
+            if why and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"'{self.spec.name}': {why}, so that the host has to wait for cu_seqlens, which it cannot while a "
+                    "graph is captured"
+                )
+            look = lengths if why else unseen_lengths
+        found = look(q_starts, k_starts, (q.shape[0], k.shape[0]), most)
+        call = checker.find(own, _rest(found, rest))
+        checker.check_lengths(call.head_dim, call.sizes, found.pairs)
+        placed = (q_starts.to(q.device).contiguous(), k_starts.to(q.device).contiguous())
+        return found, call, tuple(own), placed
+
+    def _add_sequences(
+        self, values: list[float], call: Call, starts: tuple[Tensor, Tensor], each: PerSequence
+    ) -> tuple[bool, list[Tensor]]:
+        """Add what kernels for GPUs have beside the values of a dense call. Whether pairs are dropped; what to keep."""
+        kernel = call.kernel
+        assert kernel is not None, "there is one"
+        arrays = each.arrays()
+        tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in arrays]
+        values += [address(x) for x in (*starts, *tables)]
+        drops = False
+        if self.spec.dropout is not None:
+            slot = kernel.layout.slots["dropout_threshold"]
+            if arrays[0] is not None:  # it says which kernels run
+                values[slot] = int(arrays[0].max(initial=0))
+            drops = values[slot] > 0
+        return drops, [x for x in (*starts, *tables) if x is not None]
+
+    def _captured(self, call: Call, tensors: Tensors) -> Captured:
+        found = super()._captured(call, tensors)
+        if found.dropout is None and self.signature.has_dropout and tensors[-2] is not None:
+            # Sequences may drop pairs where one as long as the longest would not.
+            return found._replace(dropout=Dropout(0.0, int(tensors[-2].item()) & 0xFFFF_FFFF_FFFF_FFFF))
+        return found
+
+    def _prepare(
+        self, kernel: Kernel, name: PassName, values: Sequence[float], found: Lengths, each: PerSequence
+    ) -> Prepared:
+        assert isinstance(kernel, LibraryKernel), "others prepare themselves"
+        places = (found.q_starts.ctypes.data, found.k_starts.ctypes.data, 0, 0, 0, 0, 0, 0, 0)
+        prepared = kernel.prepare_ragged(name, values, struct_of(each, found.count, *places))
+        if prepared is None:
+            raise no_ragged_kernels(self.spec.name)
+        return prepared
+
+    # Without kernels ------------------------------------------------------------------------------------------------
+
+    def _attend_each(self, call: Call, found: Lengths, tensors: Tensors) -> Attended:
+        q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
+        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        o = q.new_zeros(call.o[0])
+        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
+        for problem, q_rows, _ in self._problems(call, found, tensors, captured):
+            own, own_lse = tiled.forward(problem)
+            o[q_rows] = own[0].transpose(0, 1)
+            if lse is not None and own_lse is not None:
+                lse[:, q_rows] = own_lse[0].to(dtype)
+        return o, lse, q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
+
+    def _gradients_of_each(
+        self, call: Call, found: Lengths, d_o: Tensor, d_lse: Tensor | None, tensors: Tensors, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        sums = [
+            torch.zeros(x.shape, dtype=wide, device=call.device) if need else None
+            for x, need in zip(inputs, needs, strict=True)
+        ]
+        with deterministic_algorithms(call.deterministic), autograd_inside():
+            for problem, q_rows, k_rows in self._problems(call, found, tensors, captured):
+                gradients = tiled.backward(
+                    problem,
+                    d_o[q_rows].transpose(0, 1)[None],
+                    None if d_lse is None else d_lse[None, :, q_rows],
+                    needs,
+                )
+                for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+                    if total is None or gradient is None:
+                        continue
+                    if n < 3:
+                        total[q_rows if n == 0 else k_rows] = gradient[0].transpose(0, 1)
+                    else:
+                        total.add_(gradient)
+        return [total.to(x) for total, x in zip(sums, inputs, strict=True) if total is not None]
+
+    def _problems(
+        self, call: Call, found: Lengths, tensors: Tensors, captured: Captured
+    ) -> Iterator[tuple[tiled.Problem, slice, slice]]:
+        """Each sequence that has pairs, as a dense problem."""
+        if call.is_empty:
+            return
+        sequences = PerSequence(self.spec, call, found.pairs, tensors, captured)
+        names = [param.name for param in self.spec.params]
+        for number, q_rows, k_rows in found.sequences():
+            shard = of_sequence(call.shard, number, q_rows, k_rows)
+            if shard.is_empty:
+                continue
+            params = sequences.params_of(number)
+            yield (
+                tiled.Problem(
+                    spec=self.spec,
+                    q=tensors[0][q_rows].transpose(0, 1)[None],
+                    k=tensors[1][k_rows].transpose(0, 1)[None],
+                    v=tensors[2][k_rows].transpose(0, 1)[None],
+                    tensors={each.name: x for each, x in zip(self.spec.tensors, captured.tensors, strict=True)},
+                    params={
+                        name: value if x is None else x
+                        for name, value, x in zip(names, params, captured.given, strict=True)
+                    },
+                    shard=shard,
+                    dropout=sequences.dropout_of(number),
+                    pairs=self._pairs,
+                ),
+                q_rows,
+                k_rows,
+            )
+
+
+class RaggedChecker(CallChecker):
+    """Turns ragged calls into ``Call``s: the shard is a batch of sequences that are as long as the longest."""
+
+    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, Any], *, is_reference: bool) -> None:
+        super().__init__(spec, kernels, is_reference=is_reference)
+        self._may_shrink = tuple(each for each in spec.tensors if not all(map(_grows, each.shape)))
+        self._checked: set[object] = set()
+
+    def check_device(self, q: Tensor) -> None:
+        """Raise ``ValueError`` where no kernel for caches runs."""
+        if self._is_reference or q.is_cpu or q.is_meta:
+            return
+        raise ValueError(
+            f"q is on {q.device}; '{self.spec.name}' has kernels for caches on CPUs alone. On a GPU pass all keys so "
+            "far with q_start; backend='reference' runs anywhere"
+        )
+
+    def asks_lengths(self, head_dim: HeadDim, tensors: Sequence[Any], most: tuple[int | None, int | None]) -> str:
+        """Why the host has to know the lengths of sequences; nothing where it does without."""
+        if os.environ.get(CHECK_LENGTHS, "").strip() not in ("", "0"):
+            return f"{CHECK_LENGTHS} is set"
+        if self._proofs_of(head_dim) or self._may_shrink:
+            return "indices of captured tensors are checked for the lengths of each sequence"
+        for name, size_name, longest in (("q", "Nq", most[0]), ("k", "Nk", most[1])):
+            shapes = (extent for declared in self.spec.tensors for extent in declared.shape)
+            if longest is None and any(_reads(extent, {size_name}) for extent in shapes):
+                return (
+                    f"shapes of captured tensors follow from the longest sequence, and max_seqlen_{name} is not given"
+                )
+        given = tensors[self._captured_end : self._captured_end + len(self.spec.params)]
+        by_length = params_by_length(self.spec, given)
+        if by_length:
+            return f"param '{min(by_length)}' follows from the lengths of each sequence"
+        if drops_by_length(self.spec, tensors, by_length):
+            return "the probability of dropout follows from the lengths of each sequence"
+        return ""
+
+    def check_lengths(
+        self, head_dim: HeadDim, whole_sizes: Mapping[str, int], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Raise ``ValueError`` where an index leaves its tensor at the lengths of a sequence."""
+        proofs = self._proofs_of(head_dim)
+        if not (proofs or self._may_shrink):
+            return
+        whole = (head_dim, *whole_sizes.values())
+        for number, (q_len, kv_len) in enumerate(pairs):
+            key = (*whole, q_len, kv_len)
+            if key in self._checked:
+                continue
+            sizes = {**whole_sizes, "Nq": q_len, "Nk": kv_len}
+            try:
+                self.check_indices(head_dim, sizes)
+                for declared in self._may_shrink:
+                    _check_extents(declared, sizes, whole_sizes)
+            except ValueError as error:
+                raise ValueError(f"sequence {number}, of {q_len} queries and {kv_len} keys: {error}") from None
+            if len(self._checked) >= _MOST_LENGTHS:
+                self._checked.clear()
+            self._checked.add(key)
+
+    @staticmethod
+    def check_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ``ValueError`` where q, k and v have no rows of heads."""
+        for name, x, form in (("q", q, "[Tq, H, D]"), ("k", k, "[Tk, Hkv, D]"), ("v", v, "[Tk, Hkv, Dv]")):
+            if x.dim() != 3:
+                raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected, all sequences in a row")
+
+    def check_ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
+    ) -> tuple[Shard, dict[str, int]]:
+        """The shard and the sizes of a batch as long as its longest sequences. Raises ``ValueError``."""
+        b_start, h_start, b_total, h_total, max_q, max_k, count = numbers
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.device != q.device:
+                raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
+        match("k", k, 2, q.shape[2], "the head dimension of q")
+        match("v", v, 1, k.shape[1], "the number of heads of k")
+        match("v", v, 0, k.shape[0], "the rows of k")
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+            raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
+        shard = Shard(
+            batch=count, heads=heads, kv_heads=kv_heads, q_len=max_q, kv_len=max_k,
+            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+        )  # fmt: skip
+        shard.check()
+        sizes = shard.sizes(q.shape[2], v.shape[2])
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            check_captured(declared, tensor, sizes, q.device)
+        return shard, sizes
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
+        numbers: Any = rest[0]
+        shard, sizes = self.check_ragged(q, k, v, tensors, numbers)
+        _, kernel = self.check_what_runs(q, k, v, tensors)
+        if kernel is not None and kernel.varlen is not None:
+            kernel = kernel.varlen()
+        call = self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+        if kernel is not None:  # kernels take the rows of all sequences for the length
+            settled, layout = list(call.settled), kernel.layout
+            of_all = {"q_len": q.shape[0], "kv_len": k.shape[0], "q_most": shard.q_len, "kv_most": shard.kv_len}
+            for name, rows in of_all.items():
+                if name in layout.slots:
+                    settled[layout.slots[name] - layout.varying] = rows
+            return replace(call, settled=tuple(settled))
+        return call
+
+
+class PerSequence:
+    """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        call: Call,
+        pairs: Sequence[tuple[int, int]],
+        tensors: Tensors,
+        captured: Captured,
+    ) -> None:
+        self._spec, self._call, self.captured = spec, call, captured
+        self._by_length = by_length = params_by_length(spec, captured.given)
+        self._own_dropout = drops_by_length(spec, tensors, by_length)
+        self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
+        self._pairs = pairs if by_length or self._own_dropout else ()
+
+    def params_of(self, number: int) -> tuple[float, ...]:
+        """The value of every param."""
+        return self._at(number)[0] if self._pairs else tuple(self.captured.params)
+
+    def dropout_of(self, number: int) -> Dropout | None:
+        """Probability and seed."""
+        whole = self.captured.dropout
+        if not self._own_dropout:
+            return whole
+        probability = self._at(number)[1]
+        if probability == 0:
+            return None
+        assert whole is not None
+        return Dropout(probability, whole.seed)
+
+    def tables(self) -> list[int]:
+        """Where what changes lies, one table for each member of ``struct Ragged``; as long as this lives."""
+        self._kept = self.arrays()
+        return [0 if array is None else int(array.ctypes.data) for array in self._kept]
+
+    def arrays(self) -> list[np.ndarray[Any, Any] | None]:
+        """One number a sequence of all that may change, dropout before params; None for what does not."""
+        count, found = len(self._pairs), []
+        if self._spec.dropout is not None:
+            odds = [self._at(number)[1] for number in range(count)] if self._own_dropout else None
+            found.append(None if odds is None else np.asarray([drop_threshold(p) for p in odds], np.uint32))
+            found.append(None if odds is None else np.asarray([1.0 / (1.0 - p) for p in odds], np.float32))
+        for n, param in enumerate(self._spec.params):
+            values: np.ndarray[Any, Any] | None = None
+            if param.name in self._by_length:
+                dtype = np.float32 if param.type is ScalarType.FLOAT else np.int32
+                values = np.asarray([self._at(number)[0][n] for number in range(count)], dtype)
+            found.append(values)
+        return found
+
+    def _at(self, number: int) -> tuple[tuple[float, ...], float]:
+        lens = self._pairs[number]
+        if lens not in self._known:
+            sizes = {**self._call.sizes, "Nq": lens[0], "Nk": lens[1]}
+            params = self._spec.params
+            given = {
+                param.name: value
+                for param, value in zip(params, self.captured.params, strict=True)
+                if param.name not in self._by_length
+            }
+            # A sequence without pairs asks for no number that its lengths may not have.
+            values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
+            values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
+            probability = 0.0
+            if self._own_dropout and 0 not in lens:
+                probability = drop_probability(self._spec, values, sizes)
+                check_probability("dropout", probability)
+            self._known[lens] = (tuple(values.values()), probability)
+        return self._known[lens]
+
+
+def params_by_length(spec: AttentionSpec, given: Sequence[Tensor | None]) -> set[str]:
+    """The params that are not given and whose defaults follow from the lengths of a sequence."""
+    by_length: set[str] = set()
+    for param, x in zip(spec.params, given, strict=True):
+        if x is None and param.default is not None and _reads(param.default, {"Nq", "Nk"} | by_length):
+            by_length.add(param.name)
+    return by_length
+
+
+def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[str]) -> bool:
+    """Whether the probability of dropout follows from the lengths of a sequence."""
+    is_own = spec.dropout is not None and (len(tensors) == 0 or tensors[-1] is None)
+    return is_own and spec.dropout is not None and _reads(spec.dropout, {"Nq", "Nk"} | by_length)
+
+
+def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
+    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what changes with them."""
+    tables = each.tables()
+    return struct.pack(f"@q6P3q{len(tables)}P", count, *places, *tables)
+
+
+def no_ragged_kernels(name: str, what: str = "varlen") -> ValueError:
+    """What to say where there are other kernels, but none for ragged batches."""
+    return ValueError(
+        f"'{name}': {what} needs kernels for CPUs, which this op does not have: load the spec with backend='cpu' or "
+        "backend='reference'; a package of an earlier version has to be built again"
+    )
+
+
+def of_sequence(shard: Shard, number: int, q_rows: slice, k_rows: slice) -> Shard:
+    """One sequence of a batch of them."""
+    b_total, h_total, _, _ = shard.totals()
+    return Shard(
+        batch=1, heads=shard.heads, kv_heads=shard.kv_heads,
+        q_len=q_rows.stop - q_rows.start, kv_len=k_rows.stop - k_rows.start,
+        b_start=shard.b_start + number, h_start=shard.h_start, b_total=b_total, h_total=h_total,
+    )  # fmt: skip
+
+
+def _rest(found: Lengths, rest: Rest) -> Rest:
+    numbers: Any = (*rest[0][:4], found.max_q, found.max_k, found.count)
+    return numbers, rest[1]
+
+
+def readable(kernel: Kernel, x: Tensor) -> Tensor:
+    """A tensor that the kernel can read."""
+    return x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format)
+
+
+def check_memory(*tensors: Tensor) -> None:
+    """Raise ``NoMemoryError`` where there is nothing to read."""
+    if not all(x.data_ptr() for x in tensors):
+        raise NoMemoryError("q, k, v or d_o is zero in name alone")
+
+
+def _reads(expr: Expr, names: set[str]) -> bool:
+    return any(isinstance(node, Symbol) and node.name in names for node in walk(expr))
+
+
+def _grows(extent: Expr) -> bool:
+    """Whether an extent surely is no smaller for longer sequences."""
+    if isinstance(extent, Literal):
+        return extent.value >= 0
+    if isinstance(extent, Symbol):
+        return extent.kind is SymbolKind.SIZE
+    if isinstance(extent, Apply) and extent.op in _GROW:
+        return all(map(_grows, extent.args))
+    return not _reads(extent, {"Nq", "Nk"})
+
+
+def _check_extents(declared: CapturedTensor, sizes: Mapping[str, int], whole: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` where a sequence could read more of a tensor than there is."""
+    for axis, extent in enumerate(declared.shape):
+        own, given = (_number(extent, each) for each in (sizes, whole))
+        if own > given:
+            raise ValueError(
+                f"it reads {own} entries of dimension {axis} of tensor '{declared.name}', which has {given}, those of "
+                "the longest sequence; declare the tensor so that longer sequences have no fewer"
+            )
+
+
+def _number(extent: Expr, sizes: Mapping[str, int]) -> int:
+    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    return int(constant_number(substitute(extent, values)))

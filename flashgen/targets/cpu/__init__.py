@@ -1,0 +1,1 @@
+"""The family of CPUs: C++ that the host's compiler makes a shared library of."""

@@ -1,0 +1,320 @@
+"""Stage 4, emit for CPUs: the templates of ``templates/cpu`` filled with what one variant contributes.
+
+In: a ``Variant`` and a ``CpuPlan``. Out: a ``KernelSource``. The context below is all that a template sees.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flashgen.analysis.base_2 import LOG2_E, in_base_2, largest_exponent
+from flashgen.analysis.diagonals import diagonal_values, over_diagonals
+from flashgen.analysis.levels import Level, observed_loads
+from flashgen.analysis.variant import CapturedGradient, Variant, linear_factor
+from flashgen.emit.context import (
+    AddHook,
+    Declaration,
+    Masks,
+    Observed,
+    WeightCode,
+    by_score,
+    declaration,
+    formula,
+    labels,
+    masks_of,
+    observed_load,
+    template_hooks,
+    template_values,
+    tidy,
+)
+from flashgen.emit.environment import environment, templates_folder
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.emit.placement import Placement
+from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.spelling import c_literal
+from flashgen.emit.text import spec_digest, spec_lines
+from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.text import text
+from flashgen.ir.types import ScalarType
+from flashgen.plan.arguments import (
+    argument_fields,
+    dimension_field,
+    gradient_field,
+    mask_params,
+    mask_sizes,
+    param_field,
+)
+from flashgen.plan.work import CPU_COSTS, pair_work
+from flashgen.targets.cpu.recipes import keeps_lists
+from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.version import __version__
+
+# Scores in base 2 that stay below this need no maximum: a sum of 2^20 weights is at most 2^100, and the products of the
+# least weight, 2^-80, and of its parts are normal numbers for values from 2^-30 on. Caps of up to 55 are below.
+_MOST_EXPONENT = 80.0
+# In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
+# weights, at most 2^8, lose nothing (FlashAttention-4 does the same).
+_MOST_GROWTH = 8.0
+_PRIMITIVES = (
+    "flush.h",
+    "vector.h",
+    "convert.h",
+    "vector_math.h",
+    "standard.h",
+    "../../primitives/ranges.h",
+    "captured.h",
+    "tile_product.h",
+    "matrix_product.h",
+)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A captured gradient as the backward template sees it."""
+
+    level: str
+    target: str  # the member of Arguments and of Task that receives it
+    value: str  # the variable that holds one pair's contribution
+    sum: str  # the member of Scratch that holds partial sums
+    total: str  # the variable that holds a sum of short sums
+    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
+    sink_code: str | None  # ∂sink/∂read
+    offset: str  # of the element, as arguments of fg::add or fg::add_rows
+    comment: str
+
+    @property
+    def sink_only(self) -> bool:
+        return self.pair_code is None
+
+
+@dataclass(frozen=True)
+class _Param:
+    """A param as the templates of ragged batches see it: its member of Arguments, and the C type."""
+
+    name: str
+    element: str
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
+
+    name: str
+    symbol: str
+    version: str
+    digest: str
+    spec_lines: tuple[str, ...]
+    formula: str
+    head_dim: object
+    plan: CpuPlan
+    primitives: tuple[str, ...]
+    arguments: tuple[Declaration, ...]
+    hooks: object
+    function_inputs: dict[str, str]
+    keep_everything: bool
+    masks: Masks
+    lists: tuple[str, ...]  # what lists of visits depend on, as code over the arguments; none where there are no lists
+    keep_range: RangeCode
+    observed_rows: tuple[Observed, ...]
+    observed_columns: tuple[Observed, ...]
+    observed_by_head: bool
+    heads_are_alike: bool  # nothing depends on the head, nor on how many there are
+    diagonals: bool  # whether anything is computed once a diagonal
+    pair: str  # what functions of a pair take first
+    weights: WeightCode
+    linear: bool  # scores are the dot product but for a constant factor, with which kernels go on
+    score_factor: str  # of exponential weights: what makes its score, or the dot product, an exponent in base 2
+    natural_factor: str  # the same for base e
+    growth: str  # by how much a score may grow, or the dot product, before O is rescaled
+    bounded_scores: bool  # by the formula, so that exp2 needs no maximum
+    by_score: str  # a format: what comes through the score, from one of its derivatives
+    slow_scores: bool  # to score a pair takes longer than to weigh it
+    sqdist: bool
+    dropout: bool
+    sink: str | None
+    gradients: tuple[_Gradient, ...]
+    row_gradients: tuple[_Gradient, ...]
+    params: tuple[_Param, ...]
+    captured: tuple[str, ...]
+    captured_elements: dict[str, str]
+    captured_owned: dict[str, bool]
+
+
+def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
+    """The C++ source of one head dimension; the plan's tiles are its defaults."""
+    variant = over_diagonals(variant)
+    spec, head_dim = variant.spec, variant.head_dim
+    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
+    context = _context(variant, plan, symbol)
+    rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
+    return KernelSource(
+        file_name=f"{symbol}_cpu.cpp",
+        target="cpu",
+        symbol=symbol,
+        head_dim=head_dim,
+        text=tidy(rendered),
+        defines=plan.defines,
+    )
+
+
+def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
+    spec = variant.spec
+    placement = Placement(variant.proofs)
+    diagonals = bool(diagonal_values(variant))
+    pair = "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
+    pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
+    inputs: dict[str, str] = {}
+    linear = linear_factor(variant)
+
+    def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
+        placement.function(name, expr, comment)
+        inputs[name] = (", const Diagonals& d" if diagonals and name != "keep" else "") + declared
+
+    weights = variant.weights
+    exponent = in_base_2(variant.score) if weights.form.exponential else None
+    bounded = exponent is not None and largest_exponent(exponent) <= _MOST_EXPONENT
+    if exponent is not None and bounded:
+        hook("score", exponent, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+    elif linear is None:
+        hook("score", variant.score, comment=f"The score: {text(variant.score)}")
+    sink_code = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
+    if weights.weight is not None:
+        hook("weight", weights.weight, ", fg::VecF s")
+        assert variant.weight_by_score is not None
+        hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
+    hook("keep", variant.keep, "", f"Kept pairs: {text(variant.keep)}")
+    hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
+    if variant.score_by_sqdist is not None:
+        hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    chained = by_score(variant)
+    gradients = tuple(
+        _gradient(gradient, label, placement, hook, pair, chained)
+        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
+    )
+    observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
+    keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
+    captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
+    return _Context(
+        name=spec.name,
+        symbol=symbol,
+        version=__version__,
+        digest=spec_digest(spec)[:16],
+        spec_lines=spec_lines(spec),
+        formula=formula(variant),
+        head_dim=variant.head_dim,
+        plan=plan,
+        primitives=_primitives(dropout=spec.dropout is not None),
+        arguments=tuple(declaration(field) for field in argument_fields(spec)),
+        hooks=template_hooks(placement.hooks()),
+        function_inputs=inputs,
+        keep_everything=variant.keep_everything,
+        masks=masks_of(variant.keep),
+        lists=_lists(variant.keep) if keeps_lists(variant) else (),
+        keep_range=keep_range,
+        observed_rows=tuple(each for each in observed if each.struct == "rows"),
+        observed_columns=tuple(each for each in observed if each.struct == "columns"),
+        heads_are_alike=not diagonals and not keeps_lists(variant) and _heads_are_alike(spec),
+        diagonals=diagonals,
+        pair=pair,
+        observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
+        weights=WeightCode(variant.weights.form),
+        linear=linear is not None and not bounded,
+        score_factor=c_literal(LOG2_E * (linear or 1.0)),
+        natural_factor=c_literal(linear or 1.0),
+        growth=c_literal(_MOST_GROWTH / (LOG2_E * (linear or 1.0))),
+        bounded_scores=bounded,
+        by_score=chained,
+        slow_scores=weights.form.exponential and not bounded and pair_work(variant, "forward", CPU_COSTS).specials > 1,
+        sqdist=variant.uses_sqdist,
+        dropout=spec.dropout is not None,
+        sink=sink_code,
+        gradients=gradients,
+        row_gradients=tuple(each for each in gradients if each.sink_code or each.level == "row"),
+        params=tuple(
+            _Param(param_field(each.name), "float" if each.type is ScalarType.FLOAT else "int32_t")
+            for each in spec.params
+        ),
+        captured=captured,
+        captured_elements={gradient_field(name): code for name, code in _elements(variant).items()},
+        captured_owned={gradient_field(name): _owned_by_head(variant, name) for name in _elements(variant)},
+    )
+
+
+def _heads_are_alike(spec: AttentionSpec) -> bool:
+    """Whether nothing that a row is computed from depends on its head."""
+    roots = [spec.scale, spec.score, spec.mask, spec.weights.weight, spec.weights.sink]
+    roots += [None if spec.layout is None else spec.layout.keep]
+    nodes = walk(*(root for root in roots if root is not None))
+    return not any(isinstance(node, Symbol) and node.name in ("h", "hkv", "Hkv") for node in nodes)
+
+
+def _lists(keep: Expr) -> tuple[str, ...]:
+    """Over the arguments and the sizes of tiles, which come first."""
+    fields = ("q_len", "kv_len", *mask_sizes(keep), *(param_field(each) for each in mask_params(keep)))
+    return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
+
+
+def _gradient(
+    gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str, chained: str
+) -> _Gradient:
+    parts = []
+    if gradient.from_score is not None:
+        name = f"score_by_{label}"
+        hook(name, gradient.from_score, comment=f"∂score/∂{text(gradient.read)}")
+        parts.append(chained % f"{name}(INPUTS)")
+    if gradient.from_weight is not None:
+        name = f"weight_by_{label}"
+        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(gradient.read)}")
+        parts.append(f"d_weight * {name}({pair}, safe)")
+    sink_code = None
+    if gradient.from_sink is not None:
+        sink_code = placement.value(f"sink_by_{label}", gradient.from_sink, Level.ROW)
+    read = gradient.read
+    offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
+    return _Gradient(
+        level=gradient.level.value,
+        target=gradient_field(gradient.name),
+        value=f"loss_by_{label}",
+        sum=f"sum_by_{label}",
+        total=f"total_by_{label}",
+        pair_code=" + ".join(parts) or None,
+        sink_code=sink_code,
+        offset=offset,
+        comment=f"∂L/∂{text(gradient.read)}",
+    )
+
+
+def _elements(variant: Variant) -> dict[str, str]:
+    """The number of elements of each captured value with a gradient, as code."""
+    found: dict[str, str] = {}
+    for gradient in variant.gradients:
+        if isinstance(gradient.read, Load):
+            axes = range(len(gradient.read.indices))
+            found[gradient.name] = " * ".join(f"a.{dimension_field(gradient.name, axis)}" for axis in axes) or "1"
+        else:
+            found[gradient.name] = "int64_t(1)"
+    return found
+
+
+def _owned_by_head(variant: Variant, name: str) -> bool:
+    """Whether each element is read under one (b, key/value head) only: tasks of other heads never meet there."""
+    reads = [gradient.read for gradient in variant.gradients if gradient.name == name]
+    return all(
+        isinstance(read, Load)
+        and any(text(each) == "b" for each in read.indices)
+        and any(text(each) in ("h", "hkv") for each in read.indices)
+        for read in reads
+    )
+
+
+def _primitives(*, dropout: bool) -> tuple[str, ...]:
+    """The primitive layer as text to paste: its own includes are already there, in order."""
+    names = (*_PRIMITIVES, *(("philox.h",) if dropout else ()))
+    folder = templates_folder() / "cpu" / "primitives"
+    return tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
+
+
+def _without_includes(header: str) -> str:
+    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)

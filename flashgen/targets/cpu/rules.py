@@ -1,0 +1,41 @@
+"""The rules of thumb that decide on CPUs, each once, with the measurement behind it (``docs/notebook.md`` has more)."""
+
+from __future__ import annotations
+
+from flashgen.plan.recipe import Rule
+
+VECTORS = Rule(
+    "vectors",
+    "scores are kept transposed: neighbouring query rows are the lanes, and one micro-kernel makes all products",
+    "float32 by FMA units reaches 260 GFLOP/s on two cores (Xeon)",
+)
+MATRIX_REGISTERS = Rule(
+    "matrix registers",
+    "numbers are sums of bfloat16: one part, or three for float32, where query rows repay the images that it takes",
+    "890 GFLOP/s of float32 on two cores of a Xeon with AMX, where FMA units have 260",
+)
+KEPT_LISTS = Rule(
+    "kept lists",
+    "the mask follows from positions alone and a row may keep many runs of keys: lists serve later calls, too",
+    "not measured apart; a list is made once a shape",
+)
+QUARTERED = Rule(
+    "quartered ranges",
+    "a query tile finds its key tiles by quartering the range of keys, so that the work follows the border of the mask",
+    "a tree over captured tensors takes two nodes a tile",
+)
+BY_TASKS = Rule(
+    "no atomics",
+    "a key/value head, or a share of its query tiles, is a task with dK and dV of its own, added up in order",
+    "not measured otherwise: sums repeat bit by bit",
+)
+DIAGONALS = Rule(
+    "diagonals",
+    "what i - j alone decides and takes longer than a read is computed once for each diagonal of a tile",
+    "T5 1.9 times as fast forward, 2.2 with backward; ALiBi as before",
+)
+LEAST_BESIDE = Rule(
+    "least work beside the products",
+    "of the tiles that fit three quarters of a core's cache the one with the least work beside the products",
+    "256 rows ran 1 % faster than 128 where nothing is masked; 128 leave more tasks",
+)

@@ -1,0 +1,1 @@
+"""What the families of GPUs share: CUDA C++, launches, the model of time."""

@@ -1,0 +1,83 @@
+"""Stage 4, emit for GPUs: how kernels find the rows of an operand. No template computes a stride.
+
+In: a table of operands. Out: C++ functions of ``struct Arguments``, for each operand: where rows are read and where
+they are written. In ragged batches kernels see one sequence at a time; ``sequence_code`` moves the pointers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashgen.ir.spec import HeadDim
+from flashgen.plan.operands import Elements, Operand, Rows, Width
+
+
+def addressing_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> str:
+    """Where a head begins, the rows from there on, and one row; of rows that are packed how far heads are apart."""
+    found = (_functions(each, head_dim) for each in operands.values())
+    rows = (_row("query", operands["o"]), _row("key", operands["dk"]), _rows_apart(operands["lse"]))
+    return "\n".join((*rows, *filter(None, found)))
+
+
+def sequence_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> tuple[str, ...]:
+    """Statements that move the pointers of ``a`` to a sequence's rows, which begin at ``q_begin`` and ``kv_begin``."""
+    return tuple(_moved(each, head_dim) for each in operands.values())
+
+
+def _functions(each: Operand, head_dim: HeadDim) -> str:
+    if each.rows.has_strides:
+        return _strided(each)
+    return "" if each.width in (Width.ONE, Width.TWO) else _packed(each, head_dim)
+
+
+def _strided(each: Operand) -> str:
+    by_batch, by_head, by_row = (f"a.{field}" for field in each.stride_fields)
+    name, pair = each.name, "const Arguments& a, int64_t b, int64_t h"
+    return f"""// {name} {each.shape}: where a head begins, in elements; the rows of a tile from there on; one row.
+FG_DEVICE int first_of_{name}({pair}) {{ return int(b * {by_batch} + h * {by_head}); }}
+template <class T> FG_DEVICE fg::GlobalRows<T> rows_of_{name}(const Arguments& a, int first) {{
+  return fg::global_rows<T>(a.{name}, first, {by_row});
+}}
+template <class T> FG_DEVICE const T* row_of_{name}({pair}, int64_t n) {{
+  return static_cast<const T*>(a.{name}) + b * {by_batch} + h * {by_head} + n * {by_row};
+}}"""
+
+
+def _packed(each: Operand, head_dim: HeadDim) -> str:
+    name, width, (_, heads, _) = each.name, each.columns(head_dim), each.counts
+    rows, result = "T*", f"static_cast<T*>(a.{name}) + first * {width}"
+    if each.rows is Rows.PACKED:
+        rows, result = "fg::StridedRows<T>", f"{{{result}, a.{heads} * {width}}}"
+    return f"""// {name} {each.shape}: the rows of a head from one on.
+template <class T> FG_DEVICE {rows} rows_of_{name}(const Arguments& a, int64_t first) {{ return {result}; }}"""
+
+
+def _row(what: str, each: Operand) -> str:
+    """Heads are counted through the batch, of which kernels for ragged batches see one entry."""
+    _, heads, length = each.counts
+    code = f"n * a.{heads} + head" if each.rows is Rows.PACKED else f"head * a.{length} + n"
+    return (
+        f"// The number of the row of a {what} in what is written for each.\n"
+        f"FG_DEVICE int64_t {what}_row(const Arguments& a, int64_t head, int64_t n) {{ return {code}; }}"
+    )
+
+
+def _rows_apart(lse: Operand) -> str:
+    length = "q_rows" if lse.rows is Rows.PACKED_HEADS else "q_len"
+    return (
+        "// lse, and what else is one number a row: from one head's to the next one's.\n"
+        f"FG_DEVICE int64_t rows_apart(const Arguments& a) {{ return a.{length}; }}"
+    )
+
+
+def _moved(each: Operand, head_dim: HeadDim) -> str:
+    begin, (_, heads, _) = "a.q_begin" if each.of_queries else "a.kv_begin", each.counts
+    match each.rows:
+        case Rows.PACKED_STRIDED:
+            row = f"call.{each.stride_fields[2]}"
+        case Rows.PACKED:
+            row = f"(call.{heads} * {each.columns(head_dim)})"
+        case _:
+            row = str(each.columns(head_dim))
+    element = "float" if each.elements is Elements.FLOAT32 else "T"
+    return f"a.{each.name} = fg::moved<{element}>(call.{each.name}, {begin} * {row});"

@@ -1,0 +1,108 @@
+"""Tiles by length on GPUs: which of a few plans a call takes, by Nq, Nk and the heads of the batch.
+
+Stage 3, plan. In: a ``Variant``, a ``Gpu``, an element type, a class of shapes. Out: ``Pins``. The planner's tables
+were ordered by times of long sequences with many heads; there they decide alone. Where queries are few, smaller tiles
+make more blocks of them, and the model of time says how much that is worth. It is off by some 10 %, so that it is
+asked for what shortness changes alone: a tile's time beside the planner's choice at the class's shape, over the same at
+a long one. A tile is taken where that is a gain of ``MARGIN`` or more. The choice follows from its arguments alone, so
+that a call takes the same plan each time and everywhere.
+
+At most one tile beside the planner's comes from each of ``PROBES``, because each plan is another compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.plan.measured import PASSES, Pins, ShapeClass, Tile
+from flashgen.targets.gpu.alternatives import gpu_candidates, tile_of
+from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.tiles import ElementPlan
+
+MARGIN = 1.05  # over the planner's choice, by the model: half of what it is off by
+LONG = Shape(1, 64, 64, 8192, 8192)  # as where the tables were measured; longer and more is no other class
+# Heads that leave multiprocessors without a block, and many short sequences.
+PROBES = (Shape(1, 8, 8, 1024, 1024), Shape(1, 64, 64, 512, 512))
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A tile of one pass that some class may take. ``usual``: the planner's time over its time for long sequences."""
+
+    tile: Tile
+    plan: ElementPlan
+    usual: float
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """The planner's own tiles of an element type, and the few that short calls may take instead, by pass."""
+
+    variant: Variant
+    gpu: Gpu
+    own: ElementPlan
+    passes: Mapping[str, tuple[Rival, ...]]
+
+    def of_class(self, shape_class: ShapeClass, group: int) -> Pins:
+        """What calls of a class take; ``group`` query heads share a key/value head."""
+        shape = typical(shape_class, group)
+        tiles: dict[str, Tile] = {}
+        reasons = []
+        for name in PASSES:
+            best, gain = self._best(name, shape)
+            if best is not None:
+                tiles[name] = best.tile
+                reasons.append(
+                    f"{name}, {shape_class}: B_r × B_c = {best.tile}: by the model {gain - 1:.0%} faster there than "
+                    f"{tile_of(self.own, name)}, which is chosen for long sequences"
+                )
+        element = self.own.element if tiles else None
+        return Pins(tiles.get("forward"), tiles.get("backward"), element, tuple(reasons))
+
+    def _best(self, name: str, shape: Shape) -> tuple[Rival | None, float]:
+        """The rival that gains most, at least the margin; None where the planner's choice stays."""
+        own = pass_time(self.variant, self.own, self.gpu, shape, name).seconds
+        best, most = None, MARGIN
+        for each in self.passes[name]:
+            gain = own / pass_time(self.variant, each.plan, self.gpu, shape, name).seconds / max(1.0, each.usual)
+            if gain >= most:
+                best, most = each, gain
+        return best, most
+
+
+@functools.lru_cache(maxsize=64)
+def rivals(variant: Variant, gpu: Gpu, element: ElementType) -> Rivals | None:
+    """The plans that calls choose from; None where nothing is generated in this type. Raises ``SpecError``."""
+    variant = replace(variant, spec=replace(variant.spec, dtypes=(element,)))
+    own = gpu.target.plan(variant).by_element.get(element)
+    if own is None:
+        return None
+    return Rivals(variant, gpu, own, {name: _rivals_of_pass(variant, gpu, own, name) for name in PASSES})
+
+
+def _rivals_of_pass(variant: Variant, gpu: Gpu, own: ElementPlan, name: str) -> tuple[Rival, ...]:
+    def seconds(plan: ElementPlan, shape: Shape) -> float:
+        return pass_time(variant, plan, gpu, shape, name).seconds
+
+    others = {tile_of(plan, name): plan for plan in gpu_candidates(variant, gpu, own, name)}
+    others.pop(tile_of(own, name), None)
+    found: dict[Tile, Rival] = {}
+    for shape in PROBES if others else ():
+        tile = min(others, key=lambda each: seconds(others[each], shape))
+        if tile not in found:
+            found[tile] = Rival(tile, others[tile], seconds(own, LONG) / seconds(others[tile], LONG))
+    return tuple(found.values())
+
+
+def typical(shape_class: ShapeClass, group: int) -> Shape:
+    """The shape that stands for a class: its largest, where that is no longer than a long one."""
+    kv_heads = max(1, min(shape_class.heads, LONG.heads) // group)
+    return Shape(
+        1, kv_heads * group, kv_heads, min(shape_class.q_len, LONG.q_len), min(shape_class.kv_len, LONG.kv_len)
+    )

@@ -1,0 +1,256 @@
+"""HBM bytes of the kernels for GPUs: what each does with its operands, and what lists of visits add.
+
+In: a ``Variant``, the tiles of an element type, a shape, or the launches and values of one call and what captured
+tensors hold. Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the
+fields and of the parts of the workspace. Of a shape alone every gradient is summed by atomic additions, none is asked
+of the log-sum-exp, and blocks find what they visit. Captured tensors are read element by element where the formula
+needs them, mostly from caches, and are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flashgen.analysis.observed import by_position
+from flashgen.analysis.tiles import loads_of_kernels
+from flashgen.analysis.variant import Variant
+from flashgen.ir.shape import Shape
+from flashgen.plan.arguments import param_field
+from flashgen.plan.launches import PassLaunches, VisitLists
+from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
+from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
+from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
+from flashgen.targets.gpu.launches import CLEARS, dq_sums, rows_of_a_block
+from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
+from flashgen.targets.gpu.model import FLOAT, WINDOW, padded
+from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.tiles import ElementPlan
+
+DELTA = Operand("workspace.delta", QUERIES, Width.ONE, elements=Elements.FLOAT32)
+COUNTED = (
+    *(name for name in OPERANDS if name != "lse_parts"),  # of extreme rows, whose number nobody knows
+    *(DELTA.name, "workspace.dq"),
+    *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
+)
+_THREADS = 128  # of the kernel of delta
+_WARP = 32
+_LANES = 4  # that share a row, and read what it carries one by one
+
+
+def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
+    """The kernels of a pass that touch operands, where gradients are summed by atomic additions."""
+    if name == "forward":
+        return ("forward",)
+    rows = ("rows",) if recipe.row_state else ()
+    return (*rows, *(("backward", "convert") if recipe.one_pass else ("keys", "queries")))
+
+
+def bytes_of_shape(variant: Variant, tiles: ElementPlan, shape: Shape, name: str) -> Mapping[str, Mapping[str, int]]:
+    """Of a pass at a shape, by kernel and buffer; the most that a call moves where its mask reads what it brings."""
+    account = _Account(variant, tiles, sizes_of(shape), functools.partial(tile_counts, variant, shape))
+    recipe = recipe_of(variant)
+    return {each: account.of(each, clears_dq=recipe.one_pass) for each in kernels_of(recipe, name)}
+
+
+def bytes_of_call(
+    variant: Variant,
+    tiles: ElementPlan,
+    symbol: str,
+    launches: PassLaunches,
+    values: Mapping[str, Any],
+    captured: Mapping[str, Any],
+) -> Mapping[str, int]:
+    """Of the launches of a pass in one call, by buffer.
+
+    ``values`` are those of ``struct Arguments``, ``captured`` the tensors that masks read, as NumPy arrays.
+    """
+    batch, heads, kv_heads, q_len, kv_len = (
+        int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len")
+    )
+    totals = {"B": "b_total", "H": "h_total", "Nq": "q_total", "Nk": "kv_total"}
+    sizes = {each: int(values[field]) for each, field in totals.items()}
+    starts = [int(values[f"{each}_start"]) for each in ("b", "h", "q", "kv")]
+    sizes["Hkv"] = sizes["H"] // (heads // kv_heads)
+    params = {param.name: _as_passed(values[param_field(param.name)]) for param in variant.spec.params}
+    keep, seen = by_position(variant.keep, captured, sizes, params)
+    call = Call(
+        shape=Shape(batch, heads, kv_heads, q_len, kv_len),
+        starts=(starts[0], starts[1], starts[2], starts[3]),
+        sizes=sizes,
+        params=params,
+        loads=loads_of_kernels(seen),
+    )
+    account = _Account(
+        variant,
+        tiles,
+        {**values, **sizes_of(call.shape)},
+        functools.cache(functools.partial(counts_of_call, keep, call)),
+        {each.field: each for each in launches.lists if values.get(each.field)},
+        asks_lse=bool(values.get("d_lse")),
+    )
+    found = Counter(account.making())
+    for launch in launches.launches:
+        kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
+        if kernel in _KERNELS:
+            found.update(account.of(kernel, clears_dq=launch.kernel.endswith(CLEARS)))
+    return found
+
+
+def bytes_of_sequences(
+    sequences: Sequence[Mapping[str, Any]],
+    variant: Variant,
+    tiles: ElementPlan,
+    symbol: str,
+    launches: PassLaunches,
+    values: Mapping[str, Any],
+    captured: Mapping[str, Any],
+) -> Mapping[str, int]:
+    """The same of a ragged batch, whose ``sequences`` are dense calls with values of their own.
+
+    The kernel of delta goes over the rows of all. What says where sequences begin comes from caches, and is left out.
+    """
+    dense, found = replace(variant, ragged=False), Counter[str]()
+    of_all = [each for each in launches.launches if each.kernel.startswith(f"{symbol}_rows_")]
+    of_each = replace(launches, launches=tuple(each for each in launches.launches if each not in of_all))
+    for own in sequences:
+        found.update(bytes_of_call(dense, tiles, symbol, of_each, {**values, **own}, captured))
+    for launch in of_all:
+        alone = replace(launches, launches=(replace(launch, kernel=launch.kernel.removesuffix(CLEARS)),))
+        found.update(bytes_of_call(dense, tiles, symbol, alone, {**values, "batch": 1}, captured))
+        if launch.kernel.endswith(CLEARS):
+            found["workspace.dq"] += dq_sums(variant).value(values)
+    return found
+
+
+def _as_passed(value: Any) -> float:
+    """Floats are float32 in ``struct Arguments``."""
+    return ctypes.c_float(value).value if isinstance(value, float) else value
+
+
+_KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
+
+
+def _accesses(kernel: str, recipe: Recipe) -> tuple[Access, ...]:
+    """What a kernel does with whole rows of operands."""
+    state = recipe.row_state
+    match kernel:
+        case "forward":
+            return (*once("q", "o", *(["lse"] if state else [])), *by_tile("k", "v"))
+        case "rows":
+            return (Access(DELTA),)
+        case "backward" | "keys":
+            carried = (*by_tile("lse"), Access(DELTA, by_tile=True)) if state else ()
+            return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
+        case "queries":
+            carried = tuple(Access(each, times=_LANES) for each in (OPERANDS["lse"], DELTA)) if state else ()
+            return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
+        case "convert":
+            return once("dq")
+    raise AssertionError(kernel)
+
+
+@dataclass(frozen=True)
+class _Account:
+    """A pass at a shape, or in a call: ``counts`` of its tiles of Br × Bc, ``lists`` of visits that it reads, by field.
+
+    ``sizes`` are fields of ``struct Arguments``; ``asks_lse``: a gradient of the log-sum-exp comes in.
+    """
+
+    variant: Variant
+    tiles: ElementPlan
+    sizes: Mapping[str, int]
+    counts: Callable[[int, int], TileCounts]
+    lists: Mapping[str, VisitLists] = field(default_factory=dict)
+    asks_lse: bool = False
+
+    def of(self, kernel: str, *, clears_dq: bool) -> Mapping[str, int]:
+        """Bytes of one kernel by buffer; ``clears_dq``: that of delta clears the sums of dQ as well."""
+        tiles = self.tiles.of_kernel(kernel)
+        counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
+        head_dim, element = self.variant.head_dim, self.tiles.element.bytes
+        found = moved(_accesses(kernel, recipe_of(self.variant)), head_dim, element, self.sizes, counts)
+        if kernel == "rows":
+            found.update(self._rows())
+        if kernel == "backward":
+            assert counts is not None
+            found["workspace.dq"] += counts.groups * GROUP * padded(head_dim.qk) * FLOAT
+        if kernel == "convert" or (kernel == "rows" and clears_dq):
+            found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
+        found.update(self._reading_lists(kernel))
+        return found
+
+    def _rows(self) -> Mapping[str, int]:
+        """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""
+        each, Dv = rows_of_a_block(self.variant.head_dim.v, self.tiles.element), self.variant.head_dim.v
+        blocks = -(-self.sizes["batch"] * self.sizes["heads"] * self.sizes["q_len"] // each)
+        wide, by_thread = blocks * each * Dv * self.tiles.element.bytes, blocks * _THREADS * FLOAT
+        found = {"o": wide, "d_o": wide}
+        if self.asks_lse:
+            found["d_lse"] = by_thread
+        if recipe_of(self.variant).sink_gradients:
+            found["lse"] = by_thread
+        return found
+
+    # -- lists of visits ---------------------------------------------------------------------------------------
+
+    def making(self) -> Mapping[str, int]:
+        """The lists of the call: written, and where the longest come first read and written again.
+
+        A warp that orders one looks at the lengths of all of its mask.
+        """
+        found: Counter[str] = Counter()
+        for lists in self.lists.values():
+            if lists.kept:
+                continue
+            count, size = lists.count.value(self.sizes), CHUNK * sum(self._chunks(lists))
+            each = size
+            if lists.order:
+                tiles = -(-self.sizes["kv_len" if lists.field == OF_KEYS else "q_len"] // lists.tiles[0])
+                each += LENGTH + LENGTH * (_WARP + tiles) + 2 * size
+            found[_allocation(lists)] += count * each
+        return found
+
+    def _reading_lists(self, kernel: str) -> Mapping[str, int]:
+        """What blocks read of lists: all that one has room for, but of its counts only what they need."""
+        match kernel:
+            case "forward":
+                tiles = self.tiles.forward
+                warps = tiles.producers - 1 if tiles.producers else tiles.warps
+                copies = tiles.tensor_copies and not tiles.producers
+                return self._reading(OF_QUERIES, warps, copies=copies)
+            case "backward" | "keys":
+                copies = kernel == "backward" and self.tiles.backward.persistent
+                group = self.sizes["heads"] // self.sizes["kv_heads"]
+                return self._reading(OF_KEYS, self.tiles.backward.warps, heads=group, copies=copies)
+            case "queries":
+                return self._reading(OF_QUERIES, self.tiles.queries.warps)
+        return {}
+
+    def _reading(self, pointer: str, warps: int, *, heads: int = 1, copies: bool = False) -> Mapping[str, int]:
+        """A block reads a list for so many ``heads``. Which tile it is of every thread of so many ``warps`` reads.
+
+        Where a block ``copies`` the first window as a whole for the first head, that says it.
+        """
+        lists = self.lists.get(pointer)
+        if lists is None:
+            return {}
+        windows, chunks = self._chunks(lists)
+        each = heads * (COUNTS * windows + CHUNK * chunks)
+        if lists.order:
+            each += CHUNK - COUNTS if copies else NUMBER * _WARP * warps
+        return {_allocation(lists): lists.readers.value(self.sizes) * each}
+
+    def _chunks(self, lists: VisitLists) -> tuple[int, int]:
+        """Of a list: the first ones of windows, and those of tiles."""
+        length = self.sizes["q_len" if lists.field == OF_KEYS else "kv_len"]
+        visited = -(-length // lists.tiles[1])
+        return -(-visited // WINDOW), -(-visited // TILES_OF_CHUNK)
+
+
+def _allocation(lists: VisitLists) -> str:
+    return lists.field if lists.kept else f"workspace.{lists.field}"

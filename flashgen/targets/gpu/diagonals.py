@@ -1,0 +1,51 @@
+"""Stage 3, plan for GPUs: numbers that positions decide by their distance, kept in the workspace for every diagonal.
+
+In: a ``Variant``. Out: the same over ``distance`` (``analysis/diagonals.py``), and the buffer. The first launch of a
+pass computes each once for the Nq + Nk diagonals of those heads that they tell apart; for a pair it is a read then.
+What takes no longer than that is computed for the pair.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.diagonals import diagonal_values, over_diagonals
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Expr, index_set
+from flashgen.plan.launches import Buffer, Count, Factor, Sum
+from flashgen.plan.work import takes_longer_than_a_read
+
+DIAGONALS = "diagonals"
+
+
+def with_diagonals(variant: Variant) -> Variant:
+    """The variant as kernels for GPUs compute it; gradients of reads are summed by pairs as before.
+
+    Sequences of a ragged batch have diagonals of their own, as many together as there are rows: no table pays.
+    """
+    if variant.ragged:
+        return variant
+    return over_diagonals(variant, takes_longer_than_a_read, sums=False)
+
+
+def diagonal_numbers(variant: Variant) -> tuple[Expr, ...]:
+    """What lies in memory for each diagonal."""
+    return () if variant.ragged else diagonal_values(with_diagonals(variant))
+
+
+def diagonal_indices(variant: Variant) -> frozenset[str]:
+    """Those of ``b`` and ``h`` that the numbers depend on."""
+    return frozenset[str]().union(*(index_set(each) for each in diagonal_numbers(variant))) - {"distance"}
+
+
+def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1) -> tuple[Count, ...]:
+    """The diagonals of the heads that the numbers tell apart, those of the queries' side and of the keys'."""
+    if not diagonal_numbers(variant):
+        return ()
+    indices = diagonal_indices(variant)
+    heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
+    return tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
+
+
+def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """Float32, a number behind the other."""
+    counts = diagonal_counts(variant, 4 * len(diagonal_numbers(variant)))
+    return (Buffer(DIAGONALS, Sum(counts)),) if counts else ()

@@ -1,0 +1,100 @@
+"""``op.explain`` on a GPU, real or emulated: what runs for one call, from the very kernels and schedules that it takes.
+
+In: a ``Call`` that was checked, what of it kernels are told, and the compiled kernels of both passes. Out: an
+``Explanation``. Bytes and times are the model's, for the mask where the call's offsets put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.types import ElementType
+from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
+from flashgen.plan.measured import PASSES
+from flashgen.plan.plan import Rejection
+from flashgen.runtime.asked import Asked
+from flashgen.runtime.kernel import Step
+from flashgen.runtime.nvrtc import Resources
+from flashgen.targets.explained import placed, with_prediction
+from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
+
+_UNPREDICTED = "of a deterministic backward pass bytes and time are not predicted: the model knows that of atomic sums"
+
+
+@dataclass(frozen=True)
+class GpuPass:
+    """One pass on a GPU, real or emulated: its plan, its launches, what the assembler said of its kernels."""
+
+    plan: GpuPlan
+    steps: Sequence[Step]
+    resources: Mapping[str, Resources]
+    reasons: tuple[str, ...] = ()
+
+
+def explain_gpu(
+    name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: Asked, passes: Mapping[str, GpuPass]
+) -> Explanation:
+    """The call on a GPU, or on one that is emulated."""
+    own, found = placed(variant, asked), []
+    reasons: dict[str, None] = {}
+    rejected: dict[Rejection, None] = {}
+    for each_name, each in passes.items():
+        tiles = each.plan.by_element[asked.element]
+        tile = tiles.forward if each_name == "forward" else tiles.backward
+        predicted = None
+        if each_name == "forward" or not asked.values["deterministic"]:
+            predicted = pass_time(own, tiles, gpu, asked.shape, each_name)
+        made = _gpu_pass(each_name, tile, each)
+        found.append(made if predicted is None else with_prediction(made, own, asked, predicted))
+        reasons |= dict.fromkeys(_of_element(each.plan, asked.element, each_name))
+        reasons |= dict.fromkeys(each.reasons)
+        rejected |= dict.fromkeys(_rejected(each.plan, asked.element, each_name))
+    if asked.values["deterministic"]:
+        reasons[_UNPREDICTED] = None
+    plan = next(iter(passes.values())).plan
+    return Explanation(
+        name=name,
+        backend=backend,
+        device=device,
+        target=plan.target,
+        head_dim=str(variant.head_dim),
+        element=str(asked.element),
+        shape=asked.shape,
+        passes=tuple(found),
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+    )
+
+
+def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> ExplainedPass:
+    kernels = []
+    for step in each.steps:
+        said = each.resources.get(step.kernel)
+        registers, spilled = (None, None) if said is None else (said.registers, said.spill_bytes)
+        kernels.append(ExplainedKernel(step.kernel, step.threads, step.grid, step.shared_bytes, registers, spilled))
+    return ExplainedPass(
+        name=name,
+        Br=tile.Br,
+        Bc=tile.Bc,
+        sram_bytes=tile.sram_bytes,
+        multiplies=multiplying(tile),
+        warps=tile.warps,
+        stages=tile.stages,
+        kernels=tuple(kernels),
+    )
+
+
+def _of_element(plan: GpuPlan, element: ElementType, name: str) -> list[str]:
+    """The reasons of a pass in one type, and those that speak of no pass."""
+    own = (f"{name}, {element}", *((f"queries, {element}",) if name == "backward" else ()))
+    others = [f"{each}, {other}:" for each in (*PASSES, "queries") for other in ElementType]
+    return [reason for reason in plan.reasons if reason.startswith(own) or not reason.startswith(tuple(others))]
+
+
+def _rejected(plan: GpuPlan, element: ElementType, name: str) -> list[Rejection]:
+    names = (name, "queries") if name == "backward" else (name,)
+    return [each for each in plan.rejected if each.pass_name in names and each.reason.startswith(f"{element}:")]

@@ -1,0 +1,207 @@
+"""Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
+
+In: a ``Variant``, a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those at the ends
+of ``templates/cuda/forward.cuh.jinja`` and ``backward.cuh.jinja``, which take the places of the buffers from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Load
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Sum, TileCounter
+from flashgen.plan.operands import OPERANDS, RAGGED, Operand
+from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
+from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
+from flashgen.targets.gpu.model import padded, panel_width
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tiles import GpuPlan
+
+# Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
+TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
+CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ as well
+GRANULE = 16  # rows or columns of one range of what the mask reads
+
+
+def _heads(variant: Variant, heads: str = "heads") -> tuple[Factor, ...]:
+    """Those of the batch: of the sequences of a ragged one, rows are counted together."""
+    return (Factor(heads),) if variant.ragged else (Factor("batch"), Factor(heads))
+
+
+def _tiles(variant: Variant, length: str, tile: int) -> Factor:
+    """Tiles of a head's rows; in a ragged batch as many as its sequences have at most."""
+    return Factor(length, tile, "batch" if variant.ragged and tile > 1 else "")
+
+
+def operands_of(variant: Variant) -> Mapping[str, Operand]:
+    """Where the rows lie that its kernels read and write."""
+    return RAGGED if variant.ragged else OPERANDS
+
+
+def captured_elements(variant: Variant) -> dict[str, Count]:
+    """The number of elements behind each captured gradient."""
+    found: dict[str, Count] = {}
+    for gradient in variant.gradients:
+        rank = len(gradient.read.indices) if isinstance(gradient.read, Load) else 0
+        factors = tuple(Factor(dimension_field(gradient.name, axis)) for axis in range(rank))
+        found[gradient_field(gradient.name)] = Count(factors)
+    return found
+
+
+def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """Ranges of what the mask reads, and numbers of diagonals: at the start of every pass's workspace."""
+    recipe, found = recipe_of(variant), []
+    if recipe.observed_rows:
+        size = 8 * len(recipe.observed_rows)
+        found.append(Buffer("row_bounds", Count((*_heads(variant), _tiles(variant, "q_len", GRANULE)), size)))
+    if recipe.observed_columns:
+        size = 8 * len(recipe.observed_columns)
+        found.append(Buffer("column_bounds", Count((*_heads(variant), _tiles(variant, "kv_len", GRANULE)), size)))
+    return (*found, *diagonal_buffers(variant))
+
+
+def _observe(symbol: str, variant: Variant) -> list[Launch]:
+    """It starts every pass: each has a workspace of its own."""
+    recipe = recipe_of(variant)
+    found = (("q_len", recipe.observed_rows), ("kv_len", recipe.observed_columns))
+    granules = (_tiles(variant, length, GRANULE) for length, loads in found if loads)
+    ranges = (Count((*_heads(variant), each), divide=128) for each in granules)
+    counts = (*ranges, *diagonal_counts(variant, divide=128))
+    return [Launch(f"{symbol}_observe", Sum(counts), 128, 0)] if counts else []
+
+
+def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """The workspace of the forward pass whose blocks are persistent."""
+    return (*observed_buffers(variant), Buffer(TILE_COUNTER, Count((), 4), clear=True))
+
+
+def atomic_buffers(variant: Variant, *, persistent: bool) -> tuple[Buffer, ...]:
+    """The workspace where atomic additions of floats are allowed, of ``persistent`` blocks or others."""
+    recipe = recipe_of(variant)
+    if not recipe.one_pass:
+        return (*observed_buffers(variant), *_delta(variant))
+    clear = not recipe.row_state  # else the kernel of delta clears both
+    dq, tile_counter = Buffer("dq", dq_sums(variant), clear=clear), Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear)
+    return (*observed_buffers(variant), *_delta(variant), dq, *((tile_counter,) if persistent else ()))
+
+
+def dq_sums(variant: Variant) -> Count:
+    """Bytes of the sums of dQ, in whole groups of 16 rows."""
+    return Count((*_heads(variant), _tiles(variant, "q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
+
+
+def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
+    """The workspace where results have to repeat."""
+    recipe = recipe_of(variant)
+    if not recipe.captured:
+        return (*observed_buffers(variant), *_delta(variant))
+    elements = captured_elements(variant)
+    sums = (Buffer(f"exact_{name}", Count(elements[name].factors, 8), clear=True) for name in recipe.captured)
+    largest = Buffer("largest", Count((), 4 * len(recipe.captured)), clear=True)
+    return (*observed_buffers(variant), *_delta(variant), largest, *sums)
+
+
+def _delta(variant: Variant) -> tuple[Buffer, ...]:
+    has_some = recipe_of(variant).row_state
+    return (Buffer("delta", Count((*_heads(variant), Factor("q_len")), 4)),) if has_some else ()
+
+
+def forward_launches(
+    symbol: str, variant: Variant, plan: GpuPlan, element: ElementType, *, dropped: bool
+) -> PassLaunches:
+    """The forward pass."""
+    tiles = plan.by_element[element].forward
+    name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
+    grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)))
+    boxes: tuple[Box, ...] = ()
+    if tiles.tensor_copies:
+        boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+    tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
+    launch = Launch(name, grid, 32 * (tiles.warps + tiles.producers), tiles.sram_bytes, boxes, tile_counter)
+    lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
+    launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
+    buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)
+    return PassLaunches(buffers, launches, lists, operands_of(variant))
+
+
+def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
+    """One panel each of a tile of these tensors."""
+    widths = {name: padded(OPERANDS[name].columns(variant.head_dim)) for name in tensors}
+    return tuple(Box(name, rows, panel_width(width, element)) for name, width in widths.items())
+
+
+def backward_launches(
+    symbol: str,
+    variant: Variant,
+    plan: GpuPlan,
+    element: ElementType,
+    *,
+    dropped: bool,
+    deterministic: bool,
+    captured: bool = True,
+) -> PassLaunches:
+    """The backward pass. ``deterministic``: every gradient is bitwise repeatable; ``captured``: one is wanted."""
+    recipe = recipe_of(variant)
+    tiles = plan.by_element[element]
+    suffix = f"{element}{'_dropout' if dropped else ''}"
+    key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)))
+    query_grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.queries.Br)))
+    boxes = _boxes(("q", "d_o"), tiles.backward.Br, variant, element) if tiles.backward.tensor_copies else ()
+
+    def rows(how: str = "", *, clears: bool = False) -> list[Launch]:
+        if not recipe.row_state:
+            return []
+        name = f"{symbol}_rows_{element}{how if recipe.sink_gradients else ''}{CLEARS if clears else ''}"
+        grid = Count((*_heads(variant), Factor("q_len")), divide=rows_of_a_block(variant.head_dim.v, element))
+        return [Launch(name, grid, 128, 0)]
+
+    def keys(kernel: str, how: str = "") -> Launch:
+        shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
+        threads = 32 * (tiles.backward.warps + tiles.backward.producers)
+        tile_counter = (
+            TileCounter(KEY_TILE_COUNTER, tiles.backward.blocks)
+            if kernel == "backward" and tiles.backward.persistent
+            else None
+        )
+        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, threads, shared, boxes, tile_counter)
+
+    def queries(how: str = "") -> Launch:
+        name = f"{symbol}_queries_{suffix}{how}"
+        return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
+
+    observe = _observe(symbol, variant)
+    lists = lists_of_keys(symbol, f"keys_{element}", variant, element, tiles.backward, keys("keys"))
+    if not deterministic and recipe.one_pass:
+        convert = Count((*_heads(variant), _tiles(variant, "q_len", 16)), divide=4)
+        convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
+        kernels = (*rows(clears=True), keys("backward"), convert_launch)
+        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent)
+        return PassLaunches(buffers, (*observe, *made_in_workspace(lists), *kernels), lists, operands_of(variant))
+    lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
+    launches: list[Launch] = [*observe, *made_in_workspace(lists)]
+    if not deterministic or not recipe.captured:
+        buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant, persistent=False)
+        return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists, operands_of(variant))
+    if captured:
+        launches += rows("_measure")
+        launches += [keys("keys", "_measure")] if recipe.key_gradients else []
+        launches += [queries("_measure")] if recipe.query_gradients else []
+    launches += [*rows("_exact"), keys("keys", "_exact"), queries("_exact" if recipe.query_gradients else "")]
+    if captured:
+        for name, elements in captured_elements(variant).items():
+            grid = Count(elements.factors, divide=256)
+            launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
+    return PassLaunches(exact_buffers(variant), tuple(launches), lists, operands_of(variant))
+
+
+def rows_of_a_block(head_dim: int, element: ElementType) -> int:
+    """Rows of O that a block of the first kernel of the backward pass takes."""
+    chunk = 16 // element.bytes
+    chunks = head_dim // chunk if head_dim % chunk == 0 else head_dim
+    lanes = 1
+    while lanes < 32 and 2 * lanes <= chunks:
+        lanes *= 2
+    return 128 // lanes

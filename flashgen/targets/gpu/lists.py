@@ -1,0 +1,127 @@
+"""Stage 3, plan for GPUs: lists of the tiles that each tile visits, made once for all heads that share a mask.
+
+In: a ``Variant``, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps them for later calls
+(``runtime/lists.py``), of masks over captured tensors each call makes its own (``runtime/schedule.py``). The kernels
+that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import index_set
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import (
+    Field,
+    argument_fields,
+    mask_params,
+    mask_sizes,
+    param_field,
+    param_place_field,
+    ragged_fields,
+)
+from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
+from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
+
+CHUNK = 16  # bytes
+TILES_OF_CHUNK = 8
+COUNTS = 4  # bytes of a window's first chunk
+NUMBER = LENGTH = 4  # bytes: which tile a list is of; how many visits it has
+OF_QUERIES, OF_KEYS = "visits_of_queries", "visits_of_keys"
+GROUPS = {OF_QUERIES: "group_of_queries", OF_KEYS: "group_of_keys"}
+_THREADS = 128
+_ORDERED = 4  # lists of a block, a warp each
+
+
+def cuda_fields(variant: Variant) -> tuple[Field, ...]:
+    """The fields of ``struct Arguments`` as GPU kernels of a variant have them."""
+    if variant.ragged:
+        return ragged_fields(variant.spec)
+    fields = argument_fields(variant.spec)
+    if not recipe_of(variant).has_lists:
+        return fields
+    comment = "lists of what tiles visit; null: each block finds what it visits"
+    lists = tuple(Field(name, "pointer", comment, "uint4") for name in (OF_QUERIES, OF_KEYS))
+    if not recipe_of(variant).longest_first:
+        return (*fields, *lists)
+    comment = "heads whose blocks take these lists one after another"
+    return (*fields, *lists, *(Field(GROUPS[name], "i32", comment) for name in (OF_QUERIES, OF_KEYS)))
+
+
+def lists_of_queries(
+    symbol: str, which: str, variant: Variant, element: ElementType, tiles: ForwardTiles | QueryTiles, readers: Launch
+) -> tuple[VisitLists, ...]:
+    """The key tiles of each query tile, if there are lists. ``which``: the end of the names of the kernels."""
+    own, visited = ("q_len", tiles.Br), ("kv_len", tiles.Bc)
+    return _lists(OF_QUERIES, symbol, which, variant, element, own, visited, readers)
+
+
+def lists_of_keys(
+    symbol: str, which: str, variant: Variant, element: ElementType, tiles: BackwardTiles, readers: Launch
+) -> tuple[VisitLists, ...]:
+    """The query tiles of each key tile."""
+    own, visited = ("kv_len", tiles.Bc), ("q_len", tiles.Br)
+    return _lists(OF_KEYS, symbol, which, variant, element, own, visited, readers)
+
+
+def _order(field: str, variant: Variant, element: ElementType) -> Order | None:
+    """K and V are what blocks of queries read; Q, dO and the sums of dQ are those of keys."""
+    if not recipe_of(variant).longest_first:
+        return None
+    width, of_keys = (variant.head_dim.qk + variant.head_dim.v) * element.bytes, field == OF_KEYS
+    if of_keys:
+        width += variant.head_dim.qk * FLOAT
+    heads = (Factor("kv_heads" if of_keys else "heads"),)
+    return Order(
+        group=GROUPS[field],
+        heads=Count(heads if "b" in index_set(variant.keep) else (Factor("batch"), *heads)),
+        of_a_head=Count((Factor("q_len" if of_keys else "kv_len"),), width),
+    )
+
+
+def made_in_workspace(lists: tuple[VisitLists, ...]) -> tuple[Launch, ...]:
+    """The launches that a pass begins with, once the ranges of what its mask reads are there."""
+    return tuple(launch for each in lists if not each.kept for launch in each.launches)
+
+
+def _lists(
+    field: str,
+    symbol: str,
+    which: str,
+    variant: Variant,
+    element: ElementType,
+    own: tuple[str, int],
+    visited: tuple[str, int],
+    readers: Launch,
+) -> tuple[VisitLists, ...]:
+    if not recipe_of(variant).has_lists:
+        return ()
+    keep, order = variant.keep, _order(field, variant, element)
+    masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads")) if axis in index_set(keep)]
+    lists = (*masks, Factor(*own))
+    length, tile = visited
+    copies = 2 if order else 1  # in the order of tiles, and in that of lengths
+    parts = [
+        Count((*lists, Factor(length, WINDOW * tile)), copies * CHUNK),
+        Count((*lists, Factor(length, TILES_OF_CHUNK * tile)), copies * CHUNK),
+    ]
+    launches = [Launch(f"{symbol}_visits_of_{which}", Count(lists), _THREADS, VISIT_LIST, makes=field)]
+    if order:
+        parts.append(Count(lists, LENGTH))
+        ordering = Count(lists, divide=_ORDERED)
+        launches.append(Launch(f"{symbol}_order_of_{which}", ordering, _THREADS, 0, makes=field))
+    found = VisitLists(
+        field=field,
+        tiles=(own[1], tile),
+        kept=recipe_of(variant).keeps_lists,
+        order=order,
+        pairs=Count((Factor(*own), Factor(*visited))),
+        count=Count(lists),
+        readers=readers.grid,
+        parts=tuple(parts),
+        launches=tuple(launches),
+        sizes=("q_len", "kv_len", *mask_sizes(keep)),
+        params=tuple((param_field(each), param_place_field(each)) for each in mask_params(keep)),
+    )
+    return (found,)

@@ -1,0 +1,212 @@
+"""What the CUDA templates keep in shared memory, byte for byte: declared here, counted, and printed into sources.
+
+In: a variant, an element type, a tile. Out: ``Layout``s. A block of ``templates/cuda/forward.cuh.jinja`` and
+``backward.cuh.jinja`` finds its parts by the constants that are printed, and asserts what lies in each.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import Variant, linear_factor
+from flashgen.ir.types import ElementType
+from flashgen.targets.gpu.layout import Layout, Part, Words
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
+
+FLOAT = WORD = 4
+WINDOW = 1024  # tiles that one list of visits covers
+# What a block keeps beside a list of visits, in words: which rows its list is of, and what comes next.
+PLACE_OF_QUERIES = Words(
+    (
+        ("k", "where K of the head begins: in elements, or its slab of a map"),
+        ("v", "where V does"),
+        ("head", "counted through the batch"),
+        ("row0", "the first query of the tile"),
+    )
+)
+TILES_OF_QUERIES = Words(
+    (
+        ("edges", "what the list begins and ends"),
+        ("ordinal", "how many query tiles the block had before"),
+        ("number", "of the query tile"),
+        ("next", "the number of the one after it"),
+    )
+)
+PRODUCER_TILES_OF_QUERIES = Words((*TILES_OF_QUERIES.names[:2], ("parts_before", "of the lists before this one")))
+TILES_OF_KEYS = Words(
+    (
+        ("q", "where Q of the head begins: in elements, or its slab of a map"),
+        ("d_o", "where dO does"),
+        ("head", "the query head, counted through the batch"),
+        ("column0", "the first key of the tile"),
+        ("number", "of the key tile"),
+        ("next", "the number of the one after it"),
+    )
+)
+NOTES = 8  # words for any of these
+VISIT_LIST = WORD * (3 + NOTES) + 2 * WINDOW // 8 + 2 * WINDOW
+COPIED_LIST = 16 + 2 * WINDOW
+BINS = 256  # of a warp's histogram of contributions to a captured gradient
+SIGNAL = 8  # an mbarrier
+
+# Tiles that are weighed up, or chosen.
+_Forward: TypeAlias = ForwardChoice | ForwardTiles
+_Backward: TypeAlias = BackwardChoice | BackwardTiles
+_Queries: TypeAlias = QueryChoice | QueryTiles
+
+COPYING_REGISTERS = 24  # of a thread that only copies
+FINDING_REGISTERS = 32  # at least, of one that finds visits
+_REGISTERS = 65536  # of a multiprocessor
+_MOST_REGISTERS = 240
+
+
+def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
+    """Registers of a thread that multiplies, where producers keep no more than ``least``, and what these then have.
+
+    A block begins with equal shares, of a multiple of 8, and they can be dealt out again; to ask for more would wait
+    for ever.
+    """
+    whole = _REGISTERS // (32 * (warps + producers)) // 8 * 8 * (warps + producers)
+    multiplying = min((whole - least * producers) // warps // 8 * 8, _MOST_REGISTERS)
+    return multiplying, (whole - multiplying * warps) // producers // 8 * 8
+
+
+def padded(head_dim: int) -> int:
+    """A head dimension in whole matrix instructions; a large one is divided among two warps."""
+    multiple = 16 if head_dim <= 128 else 32
+    return -(-head_dim // multiple) * multiple
+
+
+def panel_width(columns: int, element: ElementType) -> int:
+    """Columns of one panel of a ``SharedTile``: 2, 4 or 8 chunks of 16 bytes."""
+    chunks = columns * element.bytes // 16
+    return (8 if chunks >= 5 else 4 if chunks >= 3 else 2) * 16 // element.bytes
+
+
+def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
+    """A ``SharedTile``: whole panels."""
+    width = panel_width(columns, element)
+    return -(-columns // width) * width * element.bytes * rows
+
+
+def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -> int:
+    """How many warpgroups share 64 rows of dQ, each with columns that end where a panel does, or all within one."""
+    row_groups = max(n for n in range(1, warps // 4 + 1) if Br // 64 % n == 0)
+    panel = panel_width(head_dim, element)
+
+    def works(count: int) -> bool:
+        width = head_dim // count
+        return count == 1 or (head_dim % (8 * count) == 0 and (width % panel == 0 or panel % width == 0))
+
+    return max(n for n in range(1, warps // 4 // row_groups + 1) if works(n))
+
+
+def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+    """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
+
+    Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
+    its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
+    """
+    Br, Bc, stages, seen = tiles.Br, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    copies, has_producers = tiles.tensor_copies, tiles.producers > 0
+    next_too, norms = tiles.begins_next, variant.uses_sqdist
+    read = copies * stages * seen * WORD * Bc
+    signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
+    parts = (
+        Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
+        Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
+        Part(
+            *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
+            "self_loading * int(sizeof(QueryPlace))",
+        ),
+        Part("LIST", "list of tiles", (1 + has_producers) * VISIT_LIST, "lists * int(sizeof(VisitList))"),
+        Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
+        Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
+        Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
+        Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
+        Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
+        Part(
+            *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
+            "has_producers * ListSignals::bytes",
+            SIGNAL,
+        ),
+    )
+    return Layout(
+        parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
+    )
+
+
+def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:
+    """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
+
+    Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
+    tiles have room for the next one's list of visits.
+    """
+    Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    more = stages if tiles.warpgroups else 1  # of dO and what rows carry
+    ds = (stages if tiles.producers else 1) * (with_dq or split > 1)
+    pairs = sum(each.level is Level.PAIR for each in variant.gradients)
+    words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
+    dq, next_too = has_producers and with_dq, with_dq and tiles.begins_next
+    signals = copies * (3 if has_producers else 2) * stages * SIGNAL
+    title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
+    parts = (
+        Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
+        Part("V", "V", tile_bytes(Bc, Dv, element), "VTile::bytes"),
+        Part("Q", "Q", stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
+        Part("O", "dO", more * tile_bytes(Br, Dv, element), "more_stages * OTile::bytes"),
+        Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
+        Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
+        Part("DQ", "dQ", dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP"),
+        Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
+        Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
+        Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
+        Part("LIST", "list of tiles", VISIT_LIST, "int(sizeof(VisitList))"),
+        Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
+        Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
+        Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
+    )
+    return Layout(parts)
+
+
+def row_words(variant: Variant) -> Words:
+    """What a row carries for dK and dV, in words of 4 bytes."""
+    seen = recipe_of(variant).observed_rows
+    names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
+    names += [("top", "what scores are counted from")] if _carries_tops(variant) else []
+    names += [("qq", "|q|²")] if variant.uses_sqdist else []
+    names += [(f"seen{number or ''}", "what the mask reads") for number in range(len(seen))]
+    return Words(tuple(names))
+
+
+def _carries_tops(variant: Variant) -> bool:
+    return variant.weights.form.exponential and linear_factor(variant) is None
+
+
+def carries_marks(variant: Variant) -> bool:
+    """Whether rows carry two bytes more that say whether their scores are extreme, in the place of a top."""
+    return variant.weights.form.exponential and linear_factor(variant) is not None
+
+
+def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Layout:
+    """Q, dO, rings of K and V, what rows carry, the visits."""
+    Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    parts = (
+        Part("Q", "Q", tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("O", "dO", tile_bytes(Br, Dv, element), "OTile::bytes"),
+        Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("ROWS", "lse, delta", 2 * FLOAT * Br, "8 * BR"),
+        Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
+        Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
+        Part("LIST", "list of tiles", VISIT_LIST, "int(sizeof(VisitList))"),
+    )
+    return Layout(parts)

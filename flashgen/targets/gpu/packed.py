@@ -1,0 +1,85 @@
+"""What a package holds of a source for GPUs: the source with all of its plan, and binaries where it was compiled."""
+
+from __future__ import annotations
+
+from flashgen.analysis.variant import Variant
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.plan.launches import Launch
+from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
+from flashgen.runtime.nvrtc import compiler_name
+from flashgen.targets.gpu.compile import GpuBinary
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.tiles import GpuPlan
+
+
+def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
+    """A kernel as ``flashgen build`` writes it."""
+    described = ManifestGpuSource(
+        file=source.file_name,
+        target=source.target,
+        symbol=source.symbol,
+        head_dim=str(source.head_dim),
+        sram_bytes=plan.sram_bytes,
+        elements=plan.elements,
+        rejected=plan.rejected,
+    )
+    if binary is None:
+        return Packed(described=described)
+    launches = _launches(variant, plan, source.symbol)
+    kernels = tuple(
+        ManifestGpuKernel(
+            each.name,
+            source.target,
+            each.registers,
+            each.shared_bytes + launches[each.name].shared_bytes,
+            each.spill_bytes,
+            each.stack_bytes,
+            launches[each.name].threads,
+        )
+        for each in binary.kernels
+    )
+    binaries = tuple(
+        Image(
+            ManifestBinary(
+                file=f"{source.name}_{part.pass_name}_{part.element}.cubin",
+                source=source.file_name,
+                compiler=compiler_name(),
+                element=str(part.element),
+                pass_name=part.pass_name,
+            ),
+            each.path.read_bytes(),
+        )
+        for part, each in binary.parts.items()
+    )
+    return Packed(described=described, binaries=binaries, kernels=kernels)
+
+
+def plan_of(described: ManifestGpuSource, spec_name: str) -> GpuPlan:
+    """The decisions of a packed source, without their reasons: those stand in the source."""
+    elements, rejected = tuple(described.elements), described.rejected
+    return GpuPlan(
+        spec_name=spec_name,
+        head_dim=described.head_dim,
+        target=described.target,
+        sram_bytes=described.sram_bytes,
+        elements=elements,
+        reasons=(),
+        rejected=rejected,
+    )
+
+
+def _launches(variant: Variant, plan: GpuPlan, symbol: str) -> dict[str, Launch]:
+    """Every launch of every pass, by its kernel."""
+    found: dict[str, Launch] = {}
+    for element in plan.by_element:
+        for dropped in (False, True):
+            passes = [forward_launches(symbol, variant, plan, element, dropped=dropped)]
+            passes += [
+                backward_launches(
+                    symbol, variant, plan, element, dropped=dropped, deterministic=deterministic, captured=captured
+                )
+                for deterministic, captured in ((False, True), (True, True), (True, False))
+            ]
+            for each in passes:
+                found |= each.kernels
+    return found

@@ -1,0 +1,196 @@
+"""Stage 3, plan for GPUs: the tiles of every pass and element type for one architecture, and why.
+
+In: a ``Variant``, an architecture, its family's recipes. Out: a ``GpuPlan`` with its reasons and what it rejected. Of
+the candidates of ``recipes.py``, in their order, every buffer that the templates keep is counted, and the first that
+fits the shared memory of a block is taken. Kernels that turned out to spill registers are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic, Span, SpecError
+from flashgen.ir.types import ElementType
+from flashgen.plan.plan import Rejection, Spill, kib
+from flashgen.plan.recipe import Decision
+from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.limits import limits
+from flashgen.targets.gpu.model import (
+    COPYING_REGISTERS,
+    FINDING_REGISTERS,
+    backward_layout,
+    dq_column_groups,
+    forward_layout,
+    padded,
+    query_layout,
+    registers,
+)
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipes import (
+    AnyChoice,
+    Candidate,
+    Choice,
+    Recipes,
+    candidates,
+)
+from flashgen.targets.gpu.registers import harmless_spill, still_spilled
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tiles import (
+    BackwardTiles,
+    ElementPlan,
+    ForwardTiles,
+    GpuPlan,
+    QueryTiles,
+    multiplying,
+    staged,
+)
+
+
+def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
+    """The plan; ``SpecError`` where the spec pins tiles that cannot work, or nothing fits a type that it asks for."""
+    refused = limits(variant)
+    if refused:
+        raise SpecError(refused, variant.spec.sources)
+    wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
+    plans: list[ElementPlan] = []
+    block, multiprocessor = kib(target.block_bytes), kib(target.sm_bytes)
+    reasons = [f"{block} of shared memory a block on {target.name}, {multiprocessor} a multiprocessor"]
+    rejected: list[Rejection] = []
+    decisions = list(recipe_of(variant).decisions)
+    for element in wanted:
+        found = _plan_element(variant, target, recipes, element, spills, reasons, rejected, decisions)
+        if found is not None:
+            plans.append(found)
+        elif variant.spec.dtypes is not None or element is not ElementType.F32:
+            message = f"no tile of '{variant.spec.name}' in {element} fits a block's shared memory at head dimension "
+            raise SpecError(
+                [
+                    Diagnostic(
+                        "E406",
+                        f"{message}{variant.head_dim}",
+                        _pinned(variant) or variant.spec.place("head_dim"),
+                        notes=(*reasons, *_shortage(variant, element, target.block_bytes, reasons, rejected)),
+                    )
+                ],
+                variant.spec.sources,
+            )
+    return GpuPlan(
+        spec_name=variant.spec.name,
+        head_dim=str(variant.head_dim),
+        target=target.name,
+        sram_bytes=target.block_bytes,
+        elements=tuple(plans),
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+        decisions=tuple(decisions),
+    )
+
+
+def _plan_element(
+    variant: Variant,
+    target: Architecture,
+    recipes: Recipes,
+    element: ElementType,
+    spills: Collection[Spill],
+    reasons: list[str],
+    rejected: list[Rejection],
+    decisions: list[Decision],
+) -> ElementPlan | None:
+    """The tiles of one element type; None, with a reason, where a pass has none that fits."""
+
+    def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
+        for candidate in found:
+            choice = candidate.row
+            needed = size(choice)
+            known = [each for each in spills if (each.element, each.pass_name) == (element, pass_name)]
+            spilled = [each.bytes for each in known if each.tile == choice]
+            guessed = max((still_spilled(variant, each, choice) for each in known), default=0)
+            if needed > target.block_bytes:
+                why = f"{element}: needs {needed / 1024:.1f} KiB, {kib(target.block_bytes)} are there"
+            elif spilled and candidate is not found[-1]:
+                why = f"{element}: {_describe(choice)} spills {max(spilled)} bytes of registers"
+            elif guessed > harmless_spill(choice) and candidate is not found[-1]:
+                why = f"{element}: {_describe(choice)} would spill about {guessed} bytes of registers"
+            else:
+                blocks = target.sm_bytes // (needed + 1024)
+                reasons.append(
+                    f"{pass_name}, {element}: B_r × B_c = {_describe(choice)}, {needed / 1024:.1f} KiB: "
+                    f"{blocks} {'block fits' if blocks == 1 else 'blocks fit'} a multiprocessor's shared memory"
+                )
+                decisions.extend(each.of(f"{pass_name}, {element}") for each in candidate.decisions)
+                return choice
+            rejected.append(Rejection(pass_name, choice.Br, choice.Bc, why))
+        reasons.append(f"{pass_name}, {element}: left out, because no tile fits")
+        return None
+
+    def forward_size(choice: ForwardChoice) -> int:
+        return forward_layout(variant, element, choice).bytes
+
+    def backward_size(choice: BackwardChoice) -> int:
+        return backward_layout(variant, element, choice, with_dq=True).bytes
+
+    def query_size(choice: QueryChoice) -> int:
+        return query_layout(variant, element, choice).bytes
+
+    forward = choose("forward", candidates("forward", variant, element, target, recipes), forward_size)
+    backward = choose("backward", candidates("backward", variant, element, target, recipes), backward_size)
+    queries = choose("queries", candidates("queries", variant, element, target, recipes), query_size)
+    if forward is None or backward is None or queries is None:
+        return None
+    finding, copying = _shares(forward, FINDING_REGISTERS), _shares(backward, COPYING_REGISTERS)
+    return ElementPlan(
+        element,
+        ForwardTiles(
+            sram_bytes=forward_size(forward), registers=finding[0], producer_registers=finding[1], **asdict(forward)
+        ),
+        BackwardTiles(
+            sram_bytes=backward_size(backward),
+            keys_sram_bytes=backward_layout(variant, element, backward, with_dq=False).bytes,
+            dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
+            if backward.warpgroups
+            else 1,
+            registers=copying[0],
+            producer_registers=copying[1],
+            **asdict(backward),
+        ),
+        QueryTiles(sram_bytes=query_size(queries), **asdict(queries)),
+    )
+
+
+def _shares(choice: ForwardChoice | BackwardChoice, least: int) -> tuple[int, int]:
+    """Registers of a thread that multiplies, and of a producer, which needs so many at least; 0 without any."""
+    return registers(choice.warps, choice.producers, least) if choice.producers else (0, 0)
+
+
+def _describe(choice: AnyChoice) -> str:
+    return f"{choice.Br} × {choice.Bc} by {multiplying(choice)}, {staged(choice)}"
+
+
+def _pinned(variant: Variant) -> Span | None:
+    """Where the schedule stands that leaves no other tiles; None where it pins nothing."""
+    schedule = variant.spec.schedule
+    pins = asdict(replace(schedule, span=None))
+    return schedule.span if any(value is not None for value in pins.values()) else None
+
+
+def _shortage(
+    variant: Variant, element: ElementType, sram: int, reasons: Sequence[str], rejected: Sequence[Rejection]
+) -> Iterator[str]:
+    """What the smallest tiles need and for what, and what was considered for the passes that were left out."""
+    forward, backward = ForwardChoice(16, 16, 1), BackwardChoice(16, 16, 1)
+    kept = {
+        "forward": forward_layout(variant, element, forward).buffers,
+        "backward": backward_layout(variant, element, backward, with_dq=recipe_of(variant).one_pass).buffers,
+    }
+    for name, sizes in kept.items():
+        if sum(sizes.values()) > sram:
+            parts = "; ".join(f"{buffer} {size}" for buffer, size in sizes.items())
+            needed = f"even a tile of 16 × 16 needs {sum(sizes.values())} bytes ({parts}); {sram} are there"
+            yield f"{name}, {element}: {needed}"
+    for lost in rejected:
+        title = f"{lost.pass_name}, {element}: "
+        if lost.reason.startswith(f"{element}: ") and any(each.startswith(f"{title}left out") for each in reasons):
+            yield f"{title}{lost.Br} × {lost.Bc} {lost.reason.removeprefix(f'{element}: ')}"

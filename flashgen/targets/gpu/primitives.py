@@ -1,0 +1,56 @@
+"""Stage 4, emit for GPUs: the primitive layer as text to paste, so that a source is one self-contained file.
+
+In: what the kernel uses. Out: the files of ``templates/cuda/primitives`` in order, without their includes of each
+other, and those of ``templates/primitives``, which CPUs have, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.emit.environment import environment, templates_folder
+from flashgen.ir.types import ElementType
+
+_PRIMITIVES = ("types.cuh", "team.cuh", "math.cuh", "captured.cuh", "shared_tile.cuh", "fragments.cuh", "reduce.cuh")
+
+C_TYPES: Mapping[ElementType, str] = {
+    ElementType.F16: "fg::half_t",
+    ElementType.BF16: "fg::bfloat_t",
+    ElementType.F32: "float",
+}
+
+
+@dataclass(frozen=True)
+class WarpgroupProducts:
+    """What a source multiplies by warpgroups: widths in tiles of 8 columns, and element types."""
+
+    tiles: tuple[int, ...]
+    elements: tuple[ElementType, ...]
+
+
+def primitives(*, dropout: bool, warpgroups: WarpgroupProducts | None = None, pieces: bool = False) -> tuple[str, ...]:
+    """The texts to paste, lowest layer first."""
+    names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()))
+    folder = templates_folder() / "cuda" / "primitives"
+    instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
+    masks = ("standard.cuh", "../../primitives/ranges.h", "observed.cuh", *(("pieces.cuh",) if pieces else ()))
+    of_masks = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in masks)
+    return (instructions, *others, *_warpgroup_primitives(warpgroups), *of_masks)
+
+
+def _warpgroup_primitives(products: WarpgroupProducts | None) -> tuple[str, ...]:
+    if products is None:
+        return ()
+    elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
+    template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
+    instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
+    folder = templates_folder() / "cuda" / "primitives"
+    others = ("warpgroup.cuh", "tensor_copies.cuh")
+    return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
+
+
+def _without_includes(header: str) -> str:
+    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)

@@ -1,0 +1,114 @@
+"""A product: what the model of time knows of a GPU beside its architecture. They stand in ``devices.toml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
+
+from flashgen.targets.gpu.target import GpuTarget
+
+if TYPE_CHECKING:
+    from flashgen.analysis.variant import Variant
+    from flashgen.ir.shape import Shape
+    from flashgen.ir.types import ElementType
+    from flashgen.plan.measured import Tile
+    from flashgen.plan.report import PassReport
+    from flashgen.targets.gpu.by_shape import Rivals
+    from flashgen.targets.gpu.tiles import GpuPlan
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One product.
+
+    ``target``: its architecture, with the shared memory of this product. ``sms`` multiprocessors at ``clock_hz``
+    (boost); ``l2_bytes`` shared by all of them, ``l2_bytes_per_clock`` where somebody has published it. Bandwidth in
+    bytes a second, dense peaks in operations a second: ``tensor_16`` for 16-bit operands and float32 sums,
+    ``tensor_tf32`` (None: there is none), ``fma`` of the float32 units. ``sources`` by figure.
+    """
+
+    name: str
+    product: str
+    target: GpuTarget
+    sms: int
+    clock_hz: float
+    l2_bytes: int
+    l2_bytes_per_clock: float | None
+    bandwidth: float
+    tensor_16: float
+    tensor_tf32: float | None
+    fma: float
+    sources: Mapping[str, str] = field(compare=False)
+    is_own: bool = False
+
+    @property
+    def identity(self) -> str | None:
+        """What tuned tiles are stored under: the name that a board gives, which a row of the table does not know."""
+        return None
+
+    @property
+    def tiles_by_element(self) -> bool:
+        """Each element type has tiles of its own."""
+        return True
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What has to be said with every plan for it."""
+        if self.is_generated_for:
+            return ()
+        return (f"kernels are not generated for {self.target.name}: this is a plan for comparison only",)
+
+    def by_length(self, variant: Variant, element: ElementType) -> Rivals | None:
+        """What short calls choose from; None where nothing is generated in this type. Raises ``SpecError``."""
+        from flashgen.targets.gpu.by_shape import rivals
+
+        return rivals(variant, self, element)
+
+    def cost(self, variant: Variant, plan: GpuPlan, shape: Shape) -> tuple[PassReport, ...]:
+        """Each pass of a plan at a shape: bytes, time, and what it is measured by."""
+        from flashgen.targets.gpu.report import pass_reports
+
+        return pass_reports(variant, self, shape, plan)
+
+    def candidates(self, variant: Variant, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
+        """Predicted seconds of what the model compares with the planner's choice, which comes first."""
+        from flashgen.targets.gpu.alternatives import predicted
+
+        return predicted(variant, self, shape, element, name)
+
+    @property
+    def is_generated_for(self) -> bool:
+        """Whether kernels are generated for it."""
+        return self.target.is_generated
+
+    def with_sram(self, size: int) -> Self:
+        """The same product with another limit to a block's shared memory."""
+        return replace(self, target=self.target.with_sram(size))
+
+    @property
+    def source(self) -> str:
+        """Every source, once."""
+        return "; ".join(dict.fromkeys(self.sources.values()))
+
+    def to_json(self) -> dict[str, object]:
+        """The figures as plain data."""
+        return {
+            "kind": "gpu",
+            "name": self.name,
+            "product": self.product,
+            "target": self.target.name,
+            "generated": self.is_generated_for,
+            "sms": self.sms,
+            "sram_bytes": self.target.block_bytes,
+            "sm_bytes": self.target.sm_bytes,
+            "clock_hz": self.clock_hz,
+            "l2_bytes": self.l2_bytes,
+            "l2_bytes_per_clock": self.l2_bytes_per_clock,
+            "bandwidth": self.bandwidth,
+            "tensor_16": self.tensor_16,
+            "tensor_tf32": self.tensor_tf32,
+            "fma": self.fma,
+            "sources": dict(self.sources),
+            "own": self.is_own,
+        }

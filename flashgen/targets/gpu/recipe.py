@@ -1,0 +1,162 @@
+"""Stage 2, decide for GPUs: what holds for all tiles of a variant, decided here once and only read afterwards.
+
+In: a ``Variant``. Out: a ``Recipe``. What depends on the tiles too (who copies and how, whether blocks are persistent)
+is in the rows that ``recipes.py`` of a family considers, and comes to plans with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from flashgen.analysis.levels import Level, observed_loads
+from flashgen.analysis.pieces import is_cut, is_irregular
+from flashgen.analysis.variant import DOT, CapturedGradient, Variant
+from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
+from flashgen.plan.arguments import gradient_field
+from flashgen.plan.recipe import FORCED, Decision
+from flashgen.targets.gpu import rules
+from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
+
+
+class Lists(Enum):
+    """Where it is written which tiles a tile visits."""
+
+    NONE = "each block finds them"
+    OF_A_CALL = "lists that the call makes"
+    KEPT = "lists that the host keeps"
+
+
+class SumsOfDq(Enum):
+    """How dQ is summed over key tiles."""
+
+    ADDED_UP = "added up by the kernel of dK and dV"
+    OWN_KERNEL = "in a kernel of its own"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How kernels for GPUs compute a variant, whatever their tiles.
+
+    ``computed``: the variant as kernels evaluate it, with reads in the place of numbers that follow from the distance;
+    ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
+    ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their lengths.
+
+    Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
+    fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
+    needed no more once there are weights. ``lag``: O is rescaled once a row's maximum has grown by more, in base 2.
+    """
+
+    computed: Variant
+    numbers: tuple[Expr, ...]
+    observed_rows: tuple[Load, ...]
+    observed_columns: tuple[Load, ...]
+    cuts: bool
+    lists: Lists
+    longest_first: bool
+    dq: SumsOfDq
+    row_state: bool
+    key_gradients: tuple[CapturedGradient, ...]
+    query_gradients: tuple[CapturedGradient, ...]
+    sink_gradients: tuple[CapturedGradient, ...]
+    captured: tuple[str, ...]
+    weights_first: bool
+    lag: int
+    decisions: tuple[Decision, ...]
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether one kernel computes dK, dV and, where results need not repeat, dQ."""
+        return self.dq is SumsOfDq.ADDED_UP
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether there may be lists of visits."""
+        return self.lists is not Lists.NONE
+
+    @property
+    def keeps_lists(self) -> bool:
+        """Whether they may be used again by a later call."""
+        return self.lists is Lists.KEPT
+
+
+@functools.lru_cache(maxsize=256)
+def recipe_of(variant: Variant) -> Recipe:
+    """The recipe of a variant."""
+    computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
+    rows, columns = observed_loads(variant.keep)
+    of_pairs = [each for each in computed.gradients if each.from_score is not None or each.from_weight is not None]
+    keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
+    queries = tuple(each for each in of_pairs if each.level is Level.ROW)
+    cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
+    longest_first = lists is not Lists.NONE and "h" not in index_set(variant.keep)
+    dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
+    weights_first = _weights_first(computed, keys)
+    return Recipe(
+        computed=computed,
+        numbers=numbers,
+        observed_rows=rows,
+        observed_columns=columns,
+        cuts=cuts,
+        lists=lists,
+        longest_first=longest_first,
+        dq=dq,
+        row_state=variant.has_row_state,
+        key_gradients=keys,
+        query_gradients=queries,
+        sink_gradients=tuple(each for each in computed.gradients if each.from_sink is not None),
+        captured=tuple(dict.fromkeys(gradient_field(each.name) for each in variant.gradients)),
+        weights_first=weights_first,
+        lag=rules.LAG.limit,
+        decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
+    )
+
+
+def _lists(variant: Variant, *, observed: bool) -> Lists:
+    if variant.ragged:  # lists are of shapes, and those of sequences lie on the device
+        return Lists.NONE
+    if is_irregular(variant.keep):
+        return Lists.KEPT
+    return Lists.OF_A_CALL if observed else Lists.NONE
+
+
+def _weights_first(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
+    """What follows the weights is linear in them, and needs no dot product."""
+    if not computed.weights.form.exponential or computed.spec.dropout is not None or computed.uses_sqdist:
+        return False
+    parts = [computed.score_by_dot, *(each.from_score for each in keys)]
+    return all(part is None or DOT not in walk(part) for part in parts) and isinstance(computed.score_by_dot, Literal)
+
+
+def _decisions(
+    variant: Variant,
+    numbers: tuple[Expr, ...],
+    lists: Lists,
+    dq: SumsOfDq,
+    cuts: bool,
+    longest_first: bool,
+) -> Iterator[Decision]:
+    of_lists = {
+        Lists.NONE: rules.EACH_FINDS,
+        Lists.OF_A_CALL: rules.LISTS_OF_A_CALL,
+        Lists.KEPT: rules.KEPT_LISTS,
+    }
+    if variant.keep_everything:
+        yield Decision("tiles to visit", "all", "nothing is masked", FORCED)
+    else:
+        yield Decision.by("tiles to visit", lists.value, of_lists[lists])
+        classes = ("cut in pieces", rules.PIECES) if cuts else ("by ranges alone", rules.RANGES_ALONE)
+        yield Decision.by("open tiles", *classes)
+    order = ("longest lists first", rules.LONGEST_FIRST) if longest_first else ("by position", rules.BY_POSITION)
+    yield Decision.by("which tile comes next", *order)
+    by_distance = ("read from a table", rules.DIAGONALS) if numbers else ("for each pair", rules.PAIR_BY_PAIR)
+    yield Decision.by("numbers by distance", *by_distance)
+    if variant.weights.form.exponential:
+        yield Decision.by("rescaling", f"beyond 2^{rules.LAG.limit}", rules.LAG)
+    if dq is SumsOfDq.ADDED_UP:
+        yield Decision.by("dQ", dq.value, rules.DQ_ADDED_UP)
+    else:
+        why = "scores use |q - k|²" if variant.uses_sqdist else "a captured gradient is summed over the keys of a row"
+        yield Decision("dQ", dq.value, why, FORCED)

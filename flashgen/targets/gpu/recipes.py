@@ -1,0 +1,222 @@
+"""Stage 2, decide for GPUs: which rows of the tables are considered, best first, and how each of them works.
+
+In: a ``Variant``, its ``Recipe``, an element type, an architecture. Out: ``Candidate``s, each with the reasons of its
+choices; where the schedule pins a tile, those that have it. What stands here is for products of one warp (mma.sync),
+which every GPU has; a family of more puts its own before them (``Recipes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from flashgen.analysis.variant import Variant, constant_factor
+from flashgen.ir.types import ElementType
+from flashgen.plan.recipe import FORCED, Decision, Rule
+from flashgen.targets.gpu import rules, tables
+from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+
+MOST_WARPS = 16
+
+AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
+Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
+
+
+@dataclass(frozen=True)
+class Considered(Generic[Choice]):
+    """Rows of a table, best first, and the rules that put them in this order."""
+
+    rows: list[Choice]
+    rules: tuple[Rule, ...]
+
+    def after(self, rows: list[Choice], rules: tuple[Rule, ...]) -> Considered[Choice]:
+        """The same behind other rows, if there are some, which other rules put first."""
+        return Considered(rows + self.rows, rules) if rows else self
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Choice]):
+    """A row with all that is decided of it, and why."""
+
+    row: Choice
+    decisions: tuple[Decision, ...]
+
+
+Completes: TypeAlias = Callable[[Variant, Recipe, ElementType, Any], Candidate[Any]]
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What a family considers for each pass, before the schedule pins any; ``complete`` decides how a row works."""
+
+    forward: Callable[[Variant, ElementType, Architecture], Considered[ForwardChoice]]
+    backward: Callable[[Variant, ElementType, Architecture], Considered[BackwardChoice]]
+    queries: Callable[[Variant, ElementType, Architecture], Considered[QueryChoice]]
+    complete: Completes
+
+
+def is_plain(variant: Variant) -> bool:
+    """Whether a pair's weight takes no more than a product and an exponential, and its mask a comparison or two."""
+    plain_score = variant.weights.form.exponential and constant_factor(variant.score) is not None
+    return plain_score and variant.spec.dropout is None and has_light_mask(variant)
+
+
+def has_light_mask(variant: Variant) -> bool:
+    """Whether the mask needs few registers: bounds on i - j do, divisions and captured tensors do not."""
+    return variant.keep.size <= rules.LIGHT_MASK.limit
+
+
+def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
+    """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
+    if element is ElementType.F32:
+        return Considered(rows_for(variant, tables.SINGLE_FORWARD), (rules.WARPS,))
+    rows, why = rows_for(variant, tables.HALF_FORWARD), [rules.WARPS]
+    if not is_plain(variant) or on.capability < 80:  # without cp.async copies take registers, too
+        most = rules.NARROW_SCORES.limit
+        rows = [row for row in rows if _accumulators(row, padded(variant.head_dim.v)) <= most] or rows
+        why.append(rules.NARROW_SCORES)
+    if on.sm_bytes <= rules.TWO_BLOCKS.limit and 64 < variant.head_dim.qk <= 128:
+        rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)
+        why.append(rules.TWO_BLOCKS)
+    return Considered(rows, tuple(why))
+
+
+def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
+    """Registers of a thread that hold its scores and its part of O."""
+    return choice.Br * (choice.Bc + head_dim) // (32 * choice.warps)
+
+
+def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
+    """The table's; masks that take registers go where a warp has half of a head dimension."""
+    rows = rows_for(variant, tables.SINGLE_BACKWARD if element is ElementType.F32 else tables.HALF_BACKWARD)
+    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
+    rows = [row for row in rows if all(width % (16 * row.split) == 0 for width in widths)]  # parts of one length
+    if variant.head_dim.qk <= rules.DIVIDED_HEADS.limit or has_light_mask(variant):
+        return Considered(rows, (rules.WARPS,))
+    rows.sort(key=lambda row: row.split == 1)
+    return Considered(rows, (rules.WARPS, rules.DIVIDED_HEADS, rules.LIGHT_MASK))
+
+
+def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:  # noqa: ARG001 - as the others
+    """The table's."""
+    single = element is ElementType.F32
+    return Considered(rows_for(variant, tables.SINGLE_QUERIES if single else tables.HALF_QUERIES), (rules.WARPS,))
+
+
+def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]) -> list[Choice]:
+    """The rows of a table for the head dimension."""
+    larger = max(variant.head_dim.qk, variant.head_dim.v)
+    return list(next(rows for most, rows in table if larger <= most))
+
+
+def complete(
+    variant: Variant,  # noqa: ARG001 - products of one warp leave no choice
+    recipe: Recipe,  # noqa: ARG001
+    element: ElementType,  # noqa: ARG001
+    row: AnyChoice,
+) -> Candidate[Any]:
+    """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
+    decisions = (
+        Decision("products", "of one warp (mma.sync)", "no row of warpgroups goes with it", FORCED),
+        Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
+        Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
+        Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
+    )
+    if isinstance(row, BackwardChoice):
+        return Candidate(replace(row, weighed=row.Br // row.split), decisions)
+    return Candidate(row, decisions)
+
+
+# Products of one warp.
+WARPS = Recipes(forward, backward, queries, complete)
+
+# -- candidates, with what the schedule pins ---------------------------------------------------------------------------
+
+
+def candidates(
+    name: str, variant: Variant, element: ElementType, on: Architecture, recipes: Recipes = WARPS
+) -> list[Candidate[Any]]:
+    """Those of a pass, or of ``queries``, of which the schedule pins nothing; none where no row has what it pins."""
+    recipe, schedule = recipe_of(variant), variant.spec.schedule
+    considered: Considered[Any]
+    match name:
+        case "forward":
+            considered = recipes.forward(variant, element, on)
+            pins = (schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
+        case "backward":
+            considered = recipes.backward(variant, element, on)
+            pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
+        case _:
+            considered, pins = recipes.queries(variant, element, on), (None,) * 4
+    why: tuple[Decision, ...]
+    if pins == (None,) * 4:
+        why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
+    else:
+        why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
+    rows: list[Any] = _pinned(considered.rows, *pins)
+    found = (recipes.complete(variant, recipe, element, row) for row in rows)
+    return [Candidate(each.row, (*each.decisions, *why)) for each in found]
+
+
+def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | None, stages: int | None) -> list[Choice]:
+    """The candidates with what the schedule pins; warps follow the tile where they are left free."""
+    if (Br, Bc, warps, stages) == (None, None, None, None):
+        return rows
+    found: dict[Choice, None] = {}
+    pins = {"Br": Br, "Bc": Bc, "warps": warps, "stages": stages}
+
+    def distance(row: Choice) -> tuple[bool, int]:
+        """Of each kind what is like the pinned tile first: whether others copy depends on how wide it is."""
+        return not row.warpgroups, sum(pin not in (None, getattr(row, name)) for name, pin in pins.items())
+
+    for row in sorted(rows, key=distance):
+        tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
+        counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
+        for count in counts:
+            candidate = _alone(replace(tile, warps=count))
+            if not list(_problems(candidate)):
+                found[candidate] = None
+                break
+    return list(found)
+
+
+def _alone(choice: Choice) -> Choice:
+    """A warpgroup alone copies for itself, beside another block: who copies for it would be left too many registers."""
+    if isinstance(choice, QueryChoice) or not 0 < choice.warps <= choice.producers:
+        return choice
+    return replace(choice, producers=0, blocks=2)
+
+
+def _problems(choice: AnyChoice) -> Iterator[str]:
+    """Why the templates cannot work with a tile; nothing where they can."""
+    if choice.Br % 16 or choice.Bc % 16:
+        yield "rows and columns come in multiples of 16"
+    if choice.warpgroups:
+        yield from _warpgroup_problems(choice)
+    if isinstance(choice, BackwardChoice):
+        if choice.warps % choice.split or choice.Bc % (16 * (choice.warps // choice.split)):
+            yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
+        if choice.Br % (16 * choice.split):
+            yield "warps that share keys divide the query rows into sixteens"
+        if choice.Br > 32 * choice.warps:
+            yield "there are fewer threads than query rows"
+        if choice.stages > 2:
+            yield "Q has one stage or two"
+    elif choice.Br % (16 * choice.warps):
+        yield "a warp has 16 or more whole query rows: write B_r as a multiple of 16 times the warps"
+
+
+def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
+    rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
+    if choice.warps % 4 or rows != 16 * choice.warps:
+        yield "a warpgroup has 64 rows"
+    if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):
+        yield "a warpgroup has 64 rows of dQ"
+    if choice.stages != 2 or width > 256:
+        yield "warpgroups have two stages of at most 256 rows"
+    if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
+        yield "the blocks of a multiprocessor leave a thread 128 registers"

@@ -1,0 +1,68 @@
+"""What ``flashgen plan`` says of each pass on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.plan.measured import PASSES
+from flashgen.plan.paper import BlockSizes
+from flashgen.plan.report import PassReport, pass_report, reason_of
+from flashgen.targets.gpu import model as gpu_model
+from flashgen.targets.gpu.alternatives import gpu_runners_up
+from flashgen.targets.gpu.bytes import kernels_of
+from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
+from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ForwardTiles, GpuPlan
+
+
+def pass_reports(variant: Variant, gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport, ...]:
+    """Forward and backward of every element type."""
+    reports = []
+    for tiles in decisions.elements:
+        element = tiles.element
+        for name in PASSES:
+            found = ((kernel, tiles.of_kernel(kernel)) for kernel in kernels_of(recipe_of(variant), name))
+            used = {_NAMES.get(kernel, kernel): each for kernel, each in found if each is not None}
+            first = next(iter(used.values()))
+            reports.append(
+                pass_report(
+                    name,
+                    element,
+                    variant,
+                    shape,
+                    tiles=tuple(used.values()),
+                    buffers={kernel: _buffers(variant, element, each) for kernel, each in used.items()},
+                    time=pass_time(variant, tiles, gpu, shape, name),
+                    sram=gpu.target.block_bytes,
+                    kernel_bytes=functools.partial(_tile_bytes, variant, element, name),
+                    runners_up=gpu_runners_up(variant, tiles, gpu, shape, name),
+                    reason=reason_of(decisions.reasons, (f"{name}, {element}", name), first),
+                )
+            )
+    return tuple(reports)
+
+
+_NAMES = {"keys": "backward"}  # the buffers of dK and dV, whoever computes dQ
+
+
+def _buffers(variant: Variant, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:
+    match tiles:
+        case ForwardTiles():
+            return gpu_model.forward_layout(variant, element, tiles).buffers
+        case BackwardTiles():
+            return gpu_model.backward_layout(variant, element, tiles, with_dq=recipe_of(variant).one_pass).buffers
+    return gpu_model.query_layout(variant, element, tiles).buffers
+
+
+def _tile_bytes(variant: Variant, element: ElementType, name: str, blocks: BlockSizes) -> int:
+    """What a kernel keeps with tiles of this size."""
+    if name == "forward":
+        return gpu_model.forward_layout(variant, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
+    tiles = BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
+    return gpu_model.backward_layout(variant, element, tiles, with_dq=True).bytes

@@ -1,0 +1,118 @@
+"""The rules of thumb that decide on every GPU, each once, with the measurement behind it.
+
+Figures are of an H200 unless they say otherwise; ``docs/notebook.md`` and ``benchmarks/README.md`` have more of each.
+"""
+
+from __future__ import annotations
+
+from flashgen.plan.recipe import Rule
+
+# -- which tiles are visited -------------------------------------------------------------------------------------------
+
+RANGES_ALONE = Rule(
+    "ranges alone",
+    "the mask compares positions, or reads captured tensors: ranges settle a tile as a whole",
+    "to look for tiles that ranges leave open took up to half of the forward pass (neighbourhoods, chunks)",
+)
+PIECES = Rule(
+    "pieces",
+    "the mask draws its blocks by a hash or by bits, so that ranges leave many tiles open: those are cut in pieces",
+    "blocks of 32: 4 times as fast",
+)
+EACH_FINDS = Rule(
+    "each block finds its tiles",
+    "rows keep a run of keys, which ranges find; a list would be another launch",
+    "two launches take longer than what fewer than 512 blocks find",
+)
+LISTS_OF_A_CALL = Rule(
+    "lists of a call",
+    "the mask reads captured tensors: what tiles visit follows from the call, and heads that share it read one list",
+    "documents, windows: lists and tiles of 128 rows together 1.1 to 1.3 times as fast at D 128",
+)
+KEPT_LISTS = Rule(
+    "kept lists",
+    "the mask follows from positions alone and a row may keep many runs of keys: the host keeps lists for later calls",
+    "at 16k tokens a block found its list by 700 to 1,200 instructions a warp, two or three tiles' worth; to copy it "
+    "takes 60",
+)
+LONGEST_FIRST = Rule(
+    "longest first",
+    "heads share lists, so that these are few, and no long one should begin last; heads go in groups that the cache "
+    "holds",
+    "1 to 3 % above the ideal balance, where the order of tiles has 6 to 15 %; over all heads at once documents of 2k "
+    "tokens took 1.3 times as long",
+)
+BY_POSITION = Rule(
+    "by position",
+    "there are no lists, or one for each head, too many to order: the last query tiles come first, under a causal mask "
+    "the longest",
+    "not measured apart",
+)
+DIAGONALS = Rule(
+    "diagonals",
+    "what i - j alone decides and takes longer than a read is computed once for each diagonal, into the workspace",
+    "T5: 81 → 316 TFLOP/s forward, 42 → 164 with backward; a table of all distances 288 → 319",
+)
+PAIR_BY_PAIR = Rule(
+    "pair by pair",
+    "nothing that i - j alone decides takes longer than a read",
+    "ALiBi, which computes it: 397 and 400 TFLOP/s",
+)
+
+# -- the backward pass -------------------------------------------------------------------------------------------------
+
+DQ_ADDED_UP = Rule(
+    "dQ added up",
+    "nothing is summed over rows: the kernel of dK and dV adds up dQ in float32, and recomputes scores once for all",
+    "tiles of 64 × 64: 13.7 ms, in two kernels 15.2",
+)
+LAG = Rule(
+    "lag",
+    "O shrinks once a row's maximum has grown by more than 2^8: weights stay below, where float32 loses nothing",
+    "as FlashAttention-4 does; not measured apart",
+    limit=8,
+)
+
+# -- tiles where one warp multiplies -----------------------------------------------------------------------------------
+
+WARPS = Rule(
+    "the table of warps",
+    "rows in the order of their times; the widest that fits is first",
+    "long sequences on an H200 without warpgroups, as targets/gpu/tables.py has them",
+)
+LIGHT_MASK = Rule(
+    "light mask",
+    "a mask of at most nine nodes (a causal window has as many) needs few registers; divisions and captured tensors do "
+    "not fit beside half a head dimension more",
+    "one condition a pair more packs predicates into bits: 130 of 800 instructions of a PARTIAL step",
+    limit=9,
+)
+NARROW_SCORES = Rule(
+    "narrow scores",
+    "a score that is more than a scaled product, dropout, a heavy mask, or copies through registers (before sm_80) "
+    "leave 168 registers of a thread for S and O",
+    "wider tiles spill: the assembler's report, tests/cuda/test_compile.py",
+    limit=168,
+)
+TWO_BLOCKS = Rule(
+    "two blocks a multiprocessor",
+    "with at most 100 KiB of shared memory a multiprocessor, above D 64, tiles of 128 × 32 come first",
+    "not measured: such a GPU was not at hand",
+    limit=100 * 1024,
+)
+DIVIDED_HEADS = Rule(
+    "divided heads",
+    "above D 64 a heavy mask takes the registers of a whole head dimension: two warps share one",
+    "spills of the whole one: the assembler's report, tests/cuda/test_compile.py",
+    limit=64,
+)
+ONE_TILE_A_BLOCK = Rule(
+    "one tile a block",
+    "several blocks share a multiprocessor, and what one begins and ends with is hidden by the others",
+    "documents at D 64 on an H200: four small blocks 232 TFLOP/s, one wide one 144",
+)
+COPIES_BY_ALL = Rule(
+    "copies by all",
+    "copies of 16 bytes (cp.async) take no registers on the way, and all warps have some to start",
+    "one warp that copies for others was slower than four that copy for themselves",
+)

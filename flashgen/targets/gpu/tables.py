@@ -1,0 +1,106 @@
+"""Tiles that are worth considering on GPUs, best first: data, read by ``recipes.py``.
+
+A row holds for head dimensions up to its first number. 16-bit types go through m16n8k16; float32 takes twice the
+shared memory and three products. Warps of the forward and the query pass have 16 or 32 rows each, those of the key pass
+16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardChoice:
+    """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them.
+
+    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
+    variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
+    next one begins with comes while this one is worked on.
+    """
+
+    Br: int
+    Bc: int
+    warps: int
+    stages: int = 1
+    q_in_registers: bool = False
+    warpgroups: bool = False
+    producers: int = 0
+    blocks: int = 1
+    tensor_copies: bool = False
+    begins_next: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardChoice:
+    """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them.
+
+    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
+    variant: ``tensor_copies`` bring Q and dO; a block that adds up dK, dV and dQ may be ``persistent``: it takes one
+    key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
+    queries whose scores a warp has in registers at a time.
+    """
+
+    Br: int
+    Bc: int
+    warps: int
+    stages: int = 1
+    split: int = 1
+    warpgroups: bool = False
+    producers: int = 0
+    blocks: int = 1
+    tensor_copies: bool = False
+    persistent: bool = False
+    begins_next: bool = False
+    weighed: int = 0
+
+
+@dataclass(frozen=True)
+class QueryChoice:
+    """B_r, B_c, warps, stages, and whether warpgroups multiply."""
+
+    Br: int
+    Bc: int
+    warps: int
+    stages: int = 1
+    warpgroups: bool = False
+
+
+F, B, Q = ForwardChoice, BackwardChoice, QueryChoice
+
+
+HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (32, (F(128, 128, 4, 1, True), F(128, 64, 4, 2, True), F(64, 64, 4), F(32, 32, 2))),
+    (64, (F(128, 128, 4), F(128, 64, 4, 2, True), F(128, 64, 4), F(64, 64, 4), F(32, 32, 2))),
+    (128, (F(128, 64, 4), F(128, 32, 4, 2), F(128, 32, 4), F(64, 64, 4), F(32, 32, 2))),
+    (192, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
+    (256, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
+)
+HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
+    (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
+    (128, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
+    (192, (B(64, 64, 8, 1, 2), B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
+    (256, (B(64, 64, 8, 1, 2), B(32, 48, 6, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
+)
+HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (64, (Q(128, 64, 8, 2), Q(128, 64, 8), Q(64, 64, 4), Q(32, 32, 2))),
+    (128, (Q(128, 64, 8), Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2))),
+    (192, (Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
+    (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
+)
+SINGLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
+    (128, (F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (256, (F(64, 32, 4), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
+)
+SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
+    (128, (B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
+    (256, (B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2), B(16, 16, 2, 1, 2))),
+)
+SINGLE_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (64, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
+    (128, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
+    (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2), Q(16, 16, 1))),
+)

@@ -1,0 +1,60 @@
+"""``GpuTarget``: what the families of GPUs share of a target; each adds its name and its recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.packed import Packed
+from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.targets.gpu import limits
+from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.compile import GpuBinary, compile_parts, spills_of
+from flashgen.targets.gpu.packed import packed
+from flashgen.targets.gpu.plan import plan_gpu
+from flashgen.targets.gpu.recipes import Recipes
+from flashgen.targets.gpu.tiles import GpuPlan
+
+
+@dataclass(frozen=True)
+class GpuTarget(Architecture):
+    """An architecture of GPUs; see ``Target`` for what each method is."""
+
+    family: ClassVar[str]
+    recipes: ClassVar[Recipes]
+    ships_binaries: ClassVar[bool] = True
+    device: ClassVar[None] = None  # an architecture is of many products
+
+    def limits(self, variant: Variant) -> tuple[Diagnostic, ...]:
+        return limits.limits(variant)
+
+    def leaves_out(self, variant: Variant) -> tuple[str, ...]:  # noqa: ARG002 - kernels have all that a schedule says
+        return ()
+
+    def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> GpuPlan:
+        spec = pins.pinned(variant.spec)
+        if pins.element is not None:
+            spec = replace(spec, dtypes=(pins.element,))
+        return plan_gpu(replace(variant, spec=spec), self, self.recipes, spills)
+
+    def emit(self, variant: Variant, plan: GpuPlan) -> KernelSource:
+        from flashgen.targets.gpu.emit import emit_cuda
+
+        return emit_cuda(variant, plan)
+
+    def compile(self, source: KernelSource, plan: GpuPlan, part: Part = WHOLE) -> GpuBinary:
+        return compile_parts(source, plan, part, self.name)
+
+    def spills(self, source: KernelSource, plan: GpuPlan, binary: GpuBinary) -> tuple[Spill, ...]:
+        return tuple(spills_of(plan, source.symbol, binary.kernels))
+
+    def packed(self, variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
+        return packed(variant, source, plan, binary)
+
+    def prepare(self, sources: Sequence[KernelSource]) -> None:
+        """Nothing: the machine at hand need not have such a GPU."""

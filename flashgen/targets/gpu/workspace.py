@@ -1,0 +1,109 @@
+"""Stage 4, emit for GPUs: where the parts of the workspace lie, as the kernels' code finds them.
+
+In: a ``Variant`` and a ``GpuPlan``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates
+ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flashgen.analysis.variant import Variant
+from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
+from flashgen.targets.gpu.diagonals import DIAGONALS
+from flashgen.targets.gpu.launches import (
+    GRANULE,
+    KEY_TILE_COUNTER,
+    TILE_COUNTER,
+    atomic_buffers,
+    exact_buffers,
+    forward_buffers,
+)
+from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tiles import GpuPlan
+
+_BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
+    "row_bounds": ("row_bounds_of", "int2"),
+    "column_bounds": ("column_bounds_of", "int2"),
+    "delta": ("delta_of", "float"),
+    "dq": ("dq_sums", "float"),
+    "largest": ("largest_of", "uint32_t"),
+    DIAGONALS: ("diagonals_of", "float"),
+    TILE_COUNTER: ("tile_counter_of", "uint32_t"),
+    KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
+}
+
+
+def workspace_code(variant: Variant, plan: GpuPlan) -> str:
+    """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
+    lines = []
+    code = _of_ragged_batches if variant.ragged else count_code
+    forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
+    persistent = any(each.backward.persistent for each in plan.elements)
+    for buffers in (*forward, atomic_buffers(variant, persistent=persistent), exact_buffers(variant)):
+        before: list[Buffer] = []
+        for buffer in buffers:
+            at = " + ".join(_aligned_code(each.bytes, code) for each in before) or "0"
+            if buffer.name in _BUFFER_FUNCTIONS:
+                more = _of_sequence(buffer.name, variant) if variant.ragged else ""
+                pointer = _pointer_code(*_BUFFER_FUNCTIONS[buffer.name], at, more)
+                if pointer not in lines:
+                    lines.append(pointer)
+            before.append(buffer)
+        sums = [each for each in buffers if each.name.startswith("exact_")]
+        if sums:
+            first = " + ".join(_aligned_code(each.bytes, code) for each in buffers if each not in sums)
+            lines.append("FG_DEVICE uint64_t* exact_sums(const Arguments& a, int k) {")
+            lines.append(f"  int64_t at = {first};")
+            for number, each in enumerate(sums[:-1]):
+                lines.append(f"  if (k > {number}) at += {_aligned_code(each.bytes, code)};")
+            lines.append("  return reinterpret_cast<uint64_t*>(static_cast<char*>(a.workspace) + at);")
+            lines.append("}")
+    return "\n".join(lines)
+
+
+def _pointer_code(function: str, c_type: str, at: str, more: str) -> str:
+    return (
+        f"FG_DEVICE {c_type}* {function}(const Arguments& a) {{\n"
+        f"  return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at}){more};\n}}"
+    )
+
+
+def _of_sequence(buffer: str, variant: Variant) -> str:
+    """What is added to the start of a buffer of a ragged batch: elements before those of the sequence."""
+    recipe = recipe_of(variant)
+    granules = {"row_bounds": ("q_begin", recipe.observed_rows), "column_bounds": ("kv_begin", recipe.observed_columns)}
+    if buffer == "delta":
+        return " + a.q_begin"
+    if buffer == "dq":
+        return f" + a.heads * first_tile<16>(a.q_begin, a.sequence) * {16 * padded(variant.head_dim.qk)}"
+    if buffer in granules:
+        begin, loads = granules[buffer]
+        return f" + a.heads * first_tile<{GRANULE}>(a.{begin}, a.sequence) * {len(loads)}"
+    return ""
+
+
+def _of_ragged_batches(count: Count | Sum) -> str:
+    """The same count over what ``Arguments`` of a sequence know of the call."""
+    code = count_code(count)
+    for field, of_the_call in (("batch", "sequences"), ("q_len", "q_rows"), ("kv_len", "kv_rows")):
+        code = code.replace(f"a.{field}", f"a.{of_the_call}")
+    return code
+
+
+def _aligned_code(count: Count | Sum, code: Callable[[Count | Sum], str]) -> str:
+    return f"fg::round_up({code(count)}, {ALIGNMENT})"
+
+
+def count_code(count: Count | Sum) -> str:
+    """A count as code over the fields of ``struct Arguments``; what it is divided by is left out."""
+    if isinstance(count, Sum):
+        return " + ".join(count_code(each) for each in count.counts)
+    factors = [_factor_code(each) for each in count.factors]
+    return " * ".join([f"int64_t({count.times})", *factors] if count.times != 1 or not factors else factors)
+
+
+def _factor_code(factor: Factor) -> str:
+    tiles = f"a.{factor.size}" if factor.tile == 1 else f"fg::ceil_div(a.{factor.size}, {factor.tile})"
+    return f"({tiles} + a.{factor.more})" if factor.more else tiles

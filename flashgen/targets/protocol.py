@@ -1,0 +1,129 @@
+"""``Target``: what the compiler asks of everything that kernels are made for, and ``Device``: of what they run on.
+
+A family is a folder of this package. It plans, emits and compiles; nobody else asks what a target is. Its files have
+the same names in each folder: ``limits`` (what is refused, whatever the tiles), ``rules`` (of thumb, by name),
+``recipes`` (how a variant is computed, and which tiles are considered, best first), ``plan`` (their numbers), ``model``
+(the bytes that they keep), ``emit``, ``compile``, ``cost`` (the time that is predicted), and ``target``, which is these
+to others. What families of GPUs share is in ``gpu``.
+
+A target is what is compiled for, an architecture perhaps; how fast that is depends on the product, so that a cost is
+asked of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.plan.measured import Pins, ShapeClass, Tile
+from flashgen.plan.packed import Packed
+from flashgen.plan.plan import Part, Plan, Spill
+from flashgen.plan.report import PassReport
+
+PlanT = TypeVar("PlanT", bound=Plan)
+BinaryT = TypeVar("BinaryT")
+
+
+class Target(Protocol[PlanT, BinaryT]):
+    """What kernels are made for. Equal ones make the same kernels; they are keys of what is remembered."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """What ``--target`` takes, and what files are named after: ``cpu``, ``sm_80``."""
+
+    @property
+    def family(self) -> str:
+        """The folder that it comes from."""
+
+    @property
+    def ships_binaries(self) -> bool:
+        """Whether a package holds binaries for it; else they are made on the machine that runs them."""
+
+    @property
+    def device(self) -> Device[PlanT, BinaryT] | None:
+        """What it is compiled for in particular, whose tuned tiles it takes; None where several products share it."""
+
+    def limits(self, variant: Variant) -> Sequence[Diagnostic]:
+        """What of the spec is refused, whatever the tiles, each with its place; empty where nothing is."""
+
+    def leaves_out(self, variant: Variant) -> Sequence[str]:
+        """A sentence for each thing that the spec says and that has no meaning here."""
+
+    def plan(self, variant: Variant, pins: Pins = ..., spills: Sequence[Spill] = ...) -> PlanT:
+        """The numbers of the first recipe that works, and why. ``SpecError`` where none does, or something is refused.
+
+        ``pins`` stand in the place of the planner's own tiles; tiles that ``spills`` name are passed over.
+        """
+
+    def emit(self, variant: Variant, plan: PlanT) -> KernelSource:
+        """The generated text."""
+
+    def compile(self, source: KernelSource, plan: PlanT, part: Part = ...) -> BinaryT:
+        """A binary, from the cache where it lies there. ``CompilerMissing``, ``CompileFailed``."""
+
+    def spills(self, source: KernelSource, plan: PlanT, binary: BinaryT) -> Sequence[Spill]:
+        """Tiles of which compiling has shown that they were a bad choice."""
+
+    def packed(self, variant: Variant, source: KernelSource, plan: PlanT, binary: BinaryT | None) -> Packed:
+        """What a generated package holds of it."""
+
+    def prepare(self, sources: Sequence[KernelSource]) -> None:
+        """Compile side by side, for the machine at hand, what a package's sources need there; nothing where unfit."""
+
+
+class ByLength(Protocol):
+    """The tiles that calls of a class take instead of the planner's own, which are for long sequences."""
+
+    def of_class(self, shape_class: ShapeClass, group: int) -> Pins:
+        """Those of one class of shapes; ``group`` query heads share a key/value head."""
+
+
+class Device(Protocol[PlanT, BinaryT]):
+    """One product: what its kernels are compiled for, and what the model of time knows of it."""
+
+    @property
+    def name(self) -> str:
+        """What ``--device`` takes."""
+
+    @property
+    def product(self) -> str:
+        """Its name for people: whose clocks are taken."""
+
+    @property
+    def target(self) -> Target[PlanT, BinaryT]:
+        """What is compiled for it."""
+
+    @property
+    def identity(self) -> str | None:
+        """What tuned tiles are stored under; None where nobody can have measured."""
+
+    @property
+    def tiles_by_element(self) -> bool:
+        """Whether element types have tiles of their own."""
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """What has to be said with every plan for it."""
+
+    def with_sram(self, size: int) -> Self:
+        """The same with another memory for a tile."""
+
+    def by_length(self, variant: Variant, element: ElementType) -> ByLength | None:
+        """The tiles that short calls choose from; None where all lengths share one plan. Raises ``SpecError``."""
+
+    def cost(self, variant: Variant, plan: PlanT, shape: Shape) -> tuple[PassReport, ...]:
+        """Each pass of a plan at a shape: bytes, time, and what it is measured by."""
+
+    def candidates(self, variant: Variant, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
+        """Predicted seconds of the tiles of a pass that are worth measuring, the planner's choice first."""
+
+
+AnyTarget = Target[Any, Any]
+AnyDevice = Device[Any, Any]

@@ -1,0 +1,163 @@
+"""Which rows are considered on Hopper, best first, and how they work: those of warpgroups, then as on every GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flashgen.analysis.boxes import classify
+from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.pieces import block_sizes
+from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Apply, Expr
+from flashgen.ir.interval import IntRange
+from flashgen.ir.types import ElementType
+from flashgen.plan.recipe import FORCED, Decision
+from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.wgmma import rules, tables
+
+_LENGTH = rules.LONG_ROWS.limit
+_FAR = _LENGTH - 128
+_FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
+
+
+def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
+    """Norms of K want everyone at once; warps that copy do so by tensor copies alone."""
+    others = WARPS.forward(variant, element, on)
+    if element is ElementType.F32 or variant.uses_sqdist:
+        return others
+    table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
+    if has_whole_rows(variant):
+        table, why = tables.HOPPER_WHOLE_FORWARD, (rules.WHOLE_ROWS,)
+    elif has_long_rows(variant):
+        table, why = tables.HOPPER_FORWARD, (rules.LONG_ROWS,)
+    elif has_small_blocks(variant):
+        table, why = tables.HOPPER_BLOCK_FORWARD, (rules.SMALL_BLOCKS,)
+    rows = rows_for(variant, table)
+    if not _copies_tensors(variant, element):
+        rows = [row for row in rows if not row.producers]
+    return others.after(rows, why)
+
+
+def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
+    """The same for dK and dV."""
+    others = WARPS.backward(variant, element, on)
+    if element is ElementType.F32 or variant.uses_sqdist:
+        return others
+    table, why = tables.HOPPER_SHORT_BACKWARD, (rules.SHORT_ROWS,)
+    if has_long_rows(variant):
+        table, why = tables.HOPPER_BACKWARD, (rules.LONG_ROWS,)
+    elif has_small_blocks(variant):
+        table, why = tables.HOPPER_BLOCK_BACKWARD, (rules.SMALL_BLOCKS,)
+    return others.after(rows_for(variant, table), why)
+
+
+def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
+    """The same for dQ."""
+    others = WARPS.queries(variant, element, on)
+    if element is ElementType.F32:
+        return others
+    table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
+    if has_small_blocks(variant):
+        table, why = tables.HOPPER_BLOCK_QUERIES, (rules.SMALL_BLOCKS,)
+    return others.after(rows_for(variant, table), why)
+
+
+def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyChoice) -> Candidate[Any]:
+    """Who copies, and how, and whether blocks are persistent."""
+    if not row.warpgroups:
+        return WARPS.complete(variant, recipe, element, row)
+    products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
+    if isinstance(row, QueryChoice):
+        alike = WARPS.complete(variant, recipe, element, row).decisions[1:]
+        return Candidate(row, (products, *alike))
+    copies = _copies_tensors(variant, element)
+    if copies:
+        staging = Decision.by("staging", "tensor copies", rules.TENSOR_COPIES)
+    else:
+        why = "maps end where tensors do, not sequences" if variant.ragged else "rows are no whole numbers of 16 bytes"
+        staging = Decision("staging", "async copies", why, FORCED)
+    has_producers = row.producers > 0
+    roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
+    common = (products, staging, Decision.by("roles", *roles))
+    if isinstance(row, ForwardChoice):
+        begins_next = copies and not has_producers and recipe.longest_first
+        return Candidate(
+            replace(row, tensor_copies=copies, begins_next=begins_next),
+            (*common, *_order_of_queries(copies=copies, begins_next=begins_next)),
+        )
+    persistent = copies and not has_producers and not (recipe.observed_rows or recipe.observed_columns)
+    begins_next = persistent and recipe.longest_first
+    few = recipe.weights_first and row.blocks > 2
+    weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
+    order = _order_of_keys(recipe, copies=copies, has_producers=has_producers, begins_next=begins_next)
+    kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
+    at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
+    return Candidate(
+        replace(row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed),
+        (*common, *order, Decision.by("weights", *kept), at_a_time),
+    )
+
+
+RECIPES = Recipes(forward, backward, queries, complete)
+
+
+def _copies_tensors(variant: Variant, element: ElementType) -> bool:
+    """Rows are whole numbers of 16 bytes, and behind a head's last there is none of another sequence."""
+    widths = (variant.head_dim.qk, variant.head_dim.v)
+    return not variant.ragged and all(width * element.bytes % 16 == 0 for width in widths)
+
+
+def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...]:
+    overlap = Decision.by("overlap", "weights of one tile beside O of the one before", rules.OVERLAP_FORWARD)
+    if not copies:
+        return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED), overlap
+    order = Decision.by("tile order", "persistent", rules.PERSISTENT)
+    if not begins_next:
+        return order, overlap
+    return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+
+
+def _order_of_keys(recipe: Recipe, *, copies: bool, has_producers: bool, begins_next: bool) -> tuple[Decision, ...]:
+    overlap = Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)
+    if not copies:
+        order = Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED)
+    elif has_producers:
+        order = Decision.by("tile order", "one tile a block", rules.KEYS_OF_PRODUCERS)
+    elif recipe.observed_rows or recipe.observed_columns:
+        order = Decision.by("tile order", "one tile a block", rules.KEYS_OF_DOCUMENTS)
+    else:
+        order = Decision.by("tile order", "persistent", rules.PERSISTENT_KEYS)
+    if not begins_next:
+        return order, overlap
+    return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+
+
+def has_long_rows(variant: Variant) -> bool:
+    """Whether queries keep keys however far back: for certain, or because the mask relates no queries to keys.
+
+    Then a block has tiles enough to hide what it begins and ends with.
+    """
+    far = Tile(IntRange(0, 0), IntRange(0, 0), IntRange(_FAR, _FAR + 127), IntRange(0, 127), _FAR_SIZES)
+    return has_whole_rows(variant) or classify(variant.keep, far) is TileClass.FULL
+
+
+def has_small_blocks(variant: Variant) -> bool:
+    """Whether the mask is drawn in blocks of fewer positions than a wide tile has."""
+    return any(size < rules.SMALL_BLOCKS.limit for axis in (ROW, COLUMN) for size in block_sizes(variant.keep, axis))
+
+
+def has_whole_rows(variant: Variant) -> bool:
+    """Whether the mask relates no queries to keys: a row has all tiles, or those before a length."""
+    return not _relates_pairs(variant.keep)
+
+
+def _relates_pairs(condition: Expr) -> bool:
+    if isinstance(condition, Apply) and condition.op in ("and", "or", "not"):
+        return any(_relates_pairs(each) for each in condition.args)
+    return level_of(condition) is Level.PAIR

@@ -1,0 +1,103 @@
+"""The rules of thumb that decide where warpgroups multiply, each once, with the measurement behind it, on an H200."""
+
+from __future__ import annotations
+
+from flashgen.plan.recipe import Rule
+
+WARPGROUPS = Rule(
+    "warpgroups",
+    "16-bit products of four warps (wgmma) take their operands from shared memory",
+    "forward at D 128 1.3 times as fast as mma.sync, nothing else changed",
+)
+TENSOR_COPIES = Rule(
+    "tensor copies",
+    "rows are whole numbers of 16 bytes: one thread starts a copy, an mbarrier counts its bytes",
+    "with persistent blocks, forward at D 128: causal and ALiBi of 2k tokens 1.22, plain 1.16, causal of 8k 1.01",
+)
+PRODUCERS = Rule(
+    "producer warps",
+    "a wide tile is the only block of its multiprocessor: warps that do not multiply copy meanwhile",
+    "1.15 times as fast, with products that overlap with the weights",
+)
+ALONE = Rule(
+    "a warpgroup alone",
+    "several blocks share a multiprocessor and hide each other's copies",
+    "documents of 900 tokens in 8k at D 64: 64 × 64 by four blocks 232 TFLOP/s, 192 × 96 with producers 144; one warp "
+    "that copies for a warpgroup was slower than four that copy for themselves",
+)
+PERSISTENT = Rule(
+    "persistent",
+    "a block takes one query tile after another: what one begins and ends with hides behind products",
+    "20,000 clocks a tile of 128 queries beside its products; forward at D 128: causal of 2k tokens 1.22, of 8k 1.01",
+)
+NEXT_TILE_EARLY = Rule(
+    "the next tile early",
+    "lists say which comes next: its list, Q and first K come while the last visits of this one are worked on",
+    "random blocks at 1/16: 0.88 of the time (8k, B 8), 0.93 (B 2), everything kept 0.90",
+)
+PERSISTENT_KEYS = Rule(
+    "persistent keys",
+    "a warpgroup alone takes one key tile after another: K and V of the next are under way while dK and dV leave",
+    "backward at 1/16 0.95 and 0.96 of the time (random blocks, butterfly), a window of 512 0.97, BigBird 1.01",
+)
+KEYS_OF_DOCUMENTS = Rule(
+    "keys of documents",
+    "the mask reads captured tensors: a block keeps to one key tile, as it would claim the next too early",
+    "documents took 1.03 to 1.06 times as long in persistent blocks",
+)
+KEYS_OF_PRODUCERS = Rule(
+    "keys of producers",
+    "producer warps only copy, and hand tiles over by barriers: they know of one key tile",
+    "not measured otherwise",
+)
+OVERLAP_FORWARD = Rule(
+    "weights beside O",
+    "S of one tile is weighed while O takes in the tile before",
+    "with producer warps 1.15; turns of the warpgroups (FlashAttention-3's ping-pong) changed little",
+)
+OVERLAP_BACKWARD = Rule(
+    "dS a step late",
+    "warpgroups take each other's dS a step late, so that one multiplies while another weighs",
+    "1.1 times as fast",
+)
+WEIGHTS_FIRST = Rule(
+    "weights first",
+    "what follows the weights is linear in them: P is formed while dP is multiplied, and dot products die early",
+    "where it does not hold (a soft-cap) the kernel spills 532 bytes at D 128, and products wait (C7512)",
+)
+ALL_AT_ONCE = Rule(
+    "both products first",
+    "derivatives need the dot product beside the weight: S and dP are there together",
+    "each of eight other tiles is slower",
+)
+WEIGHED_AT_A_TIME = Rule(
+    "queries weighed at a time",
+    "three blocks a multiprocessor leave registers for 32 queries, where P is formed before dP is there; else 64",
+    "0.96 to 0.98 of the time; with 64 the assembler made 23 waits a step instead of 6 (C7512)",
+    limit=32,
+)
+
+# -- which tiles -------------------------------------------------------------------------------------------------------
+
+WHOLE_ROWS = Rule(
+    "whole rows",
+    "the mask relates no queries to keys: every row has all tiles, and the widest hide best",
+    "nothing masked, 16k tokens: D 64 192 × 128 513 TFLOP/s, 64 × 128 by three 461; D 128 128 × 160 665, 128 × 128 605",
+)
+LONG_ROWS = Rule(
+    "long rows",
+    "queries keep keys however far back: a block has tiles enough to hide what it begins and ends with",
+    "from 8k tokens on the wide tiles win by 3 to 25 %",
+    limit=8192,
+)
+SMALL_BLOCKS = Rule(
+    "small blocks",
+    "the mask is drawn in blocks of fewer positions than a wide tile has: a tile of two visits what either keeps",
+    "dQ of random blocks of 64 at D 64, 8 of 128 kept: 0.57 ms of 3.36 by the tile of 128 rows; all kept: 6.5 of 8.5",
+    limit=128,
+)
+SHORT_ROWS = Rule(
+    "short rows",
+    "the mask leaves rows of tiles short: small blocks share a multiprocessor and hide what each begins and ends with",
+    "documents 1.3 to 2 times as fast forward, causal at 2k tokens 1.2 times",
+)

@@ -1,0 +1,96 @@
+"""Tiles that are worth considering where warpgroups multiply, best first: data, read by ``recipes.py``.
+
+A row holds for head dimensions up to its first number. Rows use products of four warps, which overlap with the rest:
+with two stages, 16 rows (or keys) a warp. They stand before those of all GPUs.
+
+What a block costs beside its tiles (finding them, first and last products, storing O) is hidden by other blocks of the
+multiprocessor, or not at all. On an H200, bfloat16, TFLOP/s of the forward pass, with warps that copy and one block a
+multiprocessor, and without them and several: documents of 900 tokens in 8k at D 64 192 × 96: 144, 64 × 64 by four
+blocks: 232; at D 128 128 × 128: 226, 64 × 48 by three: 283. ALiBi, 2k tokens, at D 64: 192 × 96: 263, 64 × 128 by
+three: 344; at D 128: 128 × 128: 373, 64 × 48 by three: 380. Nothing masked, 16k tokens: D 64 192 × 128: 513,
+64 × 128 by three: 461; D 128 128 × 160: 665, 128 × 128: 605.
+"""
+
+from __future__ import annotations
+
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+
+Q = QueryChoice
+
+
+def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
+    return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
+
+
+def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
+    """One warpgroup without producer warps; several such blocks share a multiprocessor."""
+    return ForwardChoice(64, Bc, 4, stages=2, warpgroups=True, blocks=blocks)
+
+
+def _hopper_backward(Br: int, Bc: int, warps: int) -> BackwardChoice:
+    return BackwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
+
+
+def _hopper_shared_backward(Br: int, blocks: int) -> BackwardChoice:
+    """The same for 64 keys."""
+    return BackwardChoice(Br, 64, 4, stages=2, warpgroups=True, blocks=blocks)
+
+
+# dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
+HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (
+        64,
+        (
+            _hopper(192, 128, 12),
+            _hopper_shared(112, 3),
+            _hopper(192, 96, 12),
+            _hopper(128, 128, 8),
+            _hopper(128, 64, 8),
+        ),
+    ),
+    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
+    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+)
+# The same where the mask relates no queries to keys, so that every row has all tiles.
+HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper(192, 128, 12), *HOPPER_FORWARD[0][1])),
+    (128, (_hopper(128, 160, 8), *HOPPER_FORWARD[1][1])),
+    HOPPER_FORWARD[2],
+)
+# The same where masks leave rows of tiles short.
+HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
+    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+)
+# The same where they are drawn in blocks smaller than a wide tile.
+HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    HOPPER_SHORT_FORWARD[0],
+    (128, (_hopper_shared(64, 2), _hopper_shared(48, 3), _hopper(128, 64, 8))),
+    HOPPER_SHORT_FORWARD[2],
+)
+HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
+    (128, (_hopper_backward(64, 128, 8),)),
+    (256, ()),
+)
+HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (_hopper_shared_backward(64, 3), _hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
+    (128, (_hopper_backward(64, 128, 8), _hopper_shared_backward(64, 2))),
+    (256, ()),
+)
+HOPPER_BLOCK_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    HOPPER_SHORT_BACKWARD[0],
+    (128, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
+    (256, ()),
+)
+HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (128, (Q(128, 64, 8, 2, warpgroups=True),)),
+    (256, ()),
+)
+# Where masks are drawn in small blocks: a tile of two of them visits what either keeps. Random blocks of 64 at D 64,
+# 8 of 128 kept: 0.57 ms of 3.36 by the tile of 128 rows; all kept: 6.5 of 8.5.
+HOPPER_BLOCK_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (128, (Q(64, 64, 4, 2, warpgroups=True),)),
+    (256, ()),
+)

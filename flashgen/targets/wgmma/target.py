@@ -1,0 +1,29 @@
+"""``WgmmaTarget``: an architecture of this family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.wgmma.limits import ARCHITECTURES
+from flashgen.targets.wgmma.recipes import RECIPES
+
+
+@dataclass(frozen=True)
+class WgmmaTarget(GpuTarget):
+    """One architecture."""
+
+    family = "wgmma"
+    recipes = RECIPES
+
+
+def targets() -> Mapping[str, WgmmaTarget]:
+    """Those that there are, by name."""
+    return _TARGETS
+
+
+_TARGETS: Mapping[str, WgmmaTarget] = MappingProxyType(
+    {each.name: WgmmaTarget(**asdict(each)) for each in ARCHITECTURES}
+)

@@ -1,0 +1,258 @@
+"""Captured tensors for any spec: noise for tests, and values such as users have, for times and pictures.
+
+In: an ``AttentionSpec`` and the sizes of a call. Out: its captured tensors, in the declared element types.
+``random_captured`` draws one by its type and shape alone, as noise that is legal: a mask of noise has neither full nor
+empty tiles. ``realistic_captured`` decides by its use as well:
+
+    booleans    of keys or queries  padding: a run of what is kept, then what is not; a square of the queries: a tree
+                of pairs            causal; of blocks: a band, the first row and column, a tenth of all others
+    ids         along the sequence  documents: sorted, in runs, the same runs in every tensor of as many rows
+    bounds      of a position       what it is compared with: a length, a prefix, the start or the end of its document
+    indices     into a tensor       a permutation, as of pages, where there are no more of them than places; else any
+    floats                          biases of size 1; slopes of heads small and positive
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Load, index_set, literal, size, substitute, walk
+from flashgen.ir.operators import OPERATORS
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.reference.dense import constant_number
+from flashgen.reference.shard import Shard
+from flashgen.runtime.signature import TORCH_DTYPES
+
+_KEPT_BY_NOISE = 0.75
+_FAR_BLOCKS = 0.1
+_SEQUENCES = (size("Nq"), size("Nk"))
+
+
+def sizes_of(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
+    """``B``, ``H``, ``Nq``, … of a call that is no shard."""
+    return Shard(shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len).sizes(head_dim.qk, head_dim.v)
+
+
+def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
+    """The declared shape of a captured tensor at these sizes."""
+    sizes: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes_of(shape, head_dim).items()}
+    return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
+
+
+def random_captured(
+    spec: AttentionSpec, tensor: CapturedTensor, shape: Shape, head_dim: HeadDim, generator: torch.Generator
+) -> Tensor:
+    """One captured tensor at these sizes: ids that index lie inside what they index, those along a sequence in runs."""
+    extents = tensor_shape(tensor, shape, head_dim)
+    dtype = TORCH_DTYPES[tensor.element]
+    if tensor.element is ElementType.BOOL:
+        return torch.rand(extents, generator=generator) < _KEPT_BY_NOISE
+    if tensor.element.is_floating:
+        per_head = len(extents) == 1 and tensor.shape == (size("H"),)
+        values = torch.rand(extents, generator=generator) / 2 if per_head else torch.randn(extents, generator=generator)
+        return values.to(dtype)
+    limit = _index_limit(spec, tensor.name, shape, head_dim)
+    if limit is not None:
+        return torch.randint(0, max(limit, 1), extents, generator=generator).to(dtype)
+    along_sequence = bool(extents) and bool({size("Nq"), size("Nk")} & set(walk(tensor.shape[-1])))
+    if along_sequence:
+        documents = _documents(extents[-1])
+        return torch.randint(0, documents + 1, extents, generator=generator).sort(dim=-1).values.to(dtype)
+    return torch.randint(0, max(shape.kv_len, 1) + 1, extents, generator=generator).to(dtype)
+
+
+def realistic_captured(
+    spec: AttentionSpec, shape: Shape, head_dim: HeadDim, *, seed: int = 0, names: frozenset[str] | None = None
+) -> Mapping[str, Tensor]:
+    """Captured tensors by name, of ``names`` or all, on the CPU; each is the same for the same seed."""
+    drawing = _Drawing(spec, shape, head_dim, seed)
+    return {tensor.name: drawing.values(tensor) for tensor in spec.tensors if names is None or tensor.name in names}
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The tensors of one call: documents are the same in all of them."""
+
+    spec: AttentionSpec
+    shape: Shape
+    head_dim: HeadDim
+    seed: int
+    _cuts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def values(self, tensor: CapturedTensor) -> Tensor:
+        """One tensor."""
+        extents = tensor_shape(tensor, self.shape, self.head_dim)
+        generator = torch.Generator().manual_seed(self.seed + self.spec.tensors.index(tensor))
+        found = None
+        if 0 not in extents and extents:
+            if tensor.element is ElementType.BOOL:
+                found = self._booleans(tensor, extents, generator)
+            elif not tensor.element.is_floating:
+                found = self._integers(tensor, extents, generator)
+        if found is None:
+            return random_captured(self.spec, tensor, self.shape, self.head_dim, generator)
+        return found.expand(extents).to(TORCH_DTYPES[tensor.element]).contiguous()
+
+    def _booleans(self, tensor: CapturedTensor, extents: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        loads = _loads(self.spec, tensor.name)
+        if tensor.shape[-2:] == (size("Nq"), size("Nq")):
+            kept = _tree(extents[-1], generator)
+        elif tensor.shape[-2:] == _SEQUENCES:
+            kept = torch.ones(extents[-2:], dtype=torch.bool).tril(extents[-1] - extents[-2])
+        elif len(extents) > 1 and _are_blocks(loads):
+            kept = _blocks(extents, generator)
+        elif tensor.shape[-1] in _SEQUENCES:
+            kept = _runs(extents, generator)
+        else:
+            return None
+        return kept ^ self._hides(loads)
+
+    def _hides(self, loads: tuple[Load, ...]) -> bool:
+        """Whether a pair is left out where the tensor is true, as where it marks padding."""
+        return simplify(substitute(_keep(self.spec), {each: literal(value=True) for each in loads})) == literal(
+            value=False
+        )
+
+    def _integers(self, tensor: CapturedTensor, extents: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        along = tensor.shape[-1] in _SEQUENCES
+        limit = _index_limit(self.spec, tensor.name, self.shape, self.head_dim)
+        if limit is not None and extents[-1] <= max(limit, 1):
+            count = math.prod(extents)
+            if count <= limit:
+                return torch.randperm(limit, generator=generator)[:count].view(extents)
+            rows = [torch.randperm(limit, generator=generator)[: extents[-1]] for _ in range(count // extents[-1])]
+            return torch.stack(rows).view(extents)
+        if along:
+            return self._along(tensor, extents, limit)
+        if limit is not None:
+            return None
+        if tensor.shape[-1] == apply("add", size("B"), literal(1)):
+            return torch.linspace(0, self.shape.kv_len, extents[-1]).round()
+        bounds = _bounds(self.spec, tensor.name)
+        longest = self.shape.kv_len
+        if bounds and not self._ends(bounds):  # a prefix, beside which others are kept
+            return torch.randint(longest // 8, longest // 2 + 1, extents, generator=generator)
+        return torch.randint((longest + 1) // 2, longest + 1, extents, generator=generator)
+
+    def _along(self, tensor: CapturedTensor, extents: tuple[int, ...], limit: int | None) -> Tensor:
+        """What stands at each position of a sequence: its document, or where that starts or ends."""
+        rows, length = math.prod(extents[:-1]), extents[-1]
+        cuts = self._document_ends(rows, length)
+        if limit is not None:
+            cuts = cuts[:, cuts.shape[1] - min(cuts.shape[1], max(limit, 1)) :].contiguous()
+        positions = torch.arange(length).expand(rows, length).contiguous()
+        documents = torch.searchsorted(cuts, positions, right=True).clamp(max=cuts.shape[1] - 1)
+        bound = next(iter(_bounds(self.spec, tensor.name)), None)
+        if bound is None:
+            return documents.view(extents)
+        ends = cuts.gather(1, documents)
+        if _is_upper(bound, tensor.name):
+            return (ends if bound.op in ("lt", "gt") else ends - 1).view(extents)
+        starts = torch.cat([torch.zeros_like(cuts[:, :1]), cuts[:, :-1]], 1).gather(1, documents)
+        return (starts if bound.op in ("le", "ge") else starts - 1).view(extents)
+
+    def _document_ends(self, rows: int, length: int) -> Tensor:
+        """[rows, documents]: the position after the last of each; at the same shares of any length."""
+        if rows not in self._cuts:
+            generator = torch.Generator().manual_seed(self.seed)
+            count = _documents(max(self.shape.q_len, self.shape.kv_len))
+            inner = torch.rand(rows, count - 1, generator=generator).sort(-1).values
+            self._cuts[rows] = torch.cat([inner, torch.ones(rows, 1)], 1)
+        return (self._cuts[rows] * length).round().long().contiguous()
+
+    def _ends(self, bounds: tuple[Apply, ...]) -> bool:
+        """Whether nothing is kept where the comparisons do not hold."""
+        off: dict[Expr, Expr] = {each: literal(value=False) for each in bounds}
+        return simplify(substitute(_keep(self.spec), off)) == literal(value=False)
+
+
+def _documents(length: int) -> int:
+    return max(1, math.isqrt(length) // 2)
+
+
+def _runs(extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """True up to a length between half of the last dimension and all of it."""
+    length = extents[-1]
+    lengths = torch.randint((length + 1) // 2, length + 1, (*extents[:-1], 1), generator=generator)
+    return torch.arange(length).expand(extents) < lengths
+
+
+def _tree(count: int, generator: torch.Generator) -> Tensor:
+    """[count, count]: whether the second is the first or one of its ancestors; parents come before their children."""
+    ancestors = torch.eye(count, dtype=torch.bool)
+    for node in range(1, count):
+        parent = int(torch.randint(max(0, node - 4), node, (), generator=generator))
+        ancestors[node] |= ancestors[parent]
+    return ancestors
+
+
+def _blocks(extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Blocks within one of the diagonal, the first row and column, and some others, as BigBird has them."""
+    rows, columns = (torch.arange(extent) for extent in extents[-2:])
+    near = (rows[:, None] * extents[-1] // extents[-2] - columns).abs() <= 1
+    kept = near | (rows == 0)[:, None] | (columns == 0)
+    return kept | (torch.rand(extents, generator=generator) < _FAR_BLOCKS)
+
+
+def _keep(spec: AttentionSpec) -> Expr:
+    return spec.mask if spec.layout is None else apply("and", spec.mask, spec.layout.keep)
+
+
+def _loads(spec: AttentionSpec, name: str) -> tuple[Load, ...]:
+    """Where mask and layout read a tensor."""
+    return tuple(node for node in walk(_keep(spec)) if isinstance(node, Load) and node.tensor == name)
+
+
+def _are_blocks(loads: tuple[Load, ...]) -> bool:
+    """Whether the last two indices are those of a block of queries and a block of keys."""
+    return bool(loads) and all(
+        "i" in index_set(load.indices[-2]) and "j" in index_set(load.indices[-1]) for load in loads
+    )
+
+
+def _bounds(spec: AttentionSpec, name: str) -> tuple[Apply, ...]:
+    """The comparisons of a value of a tensor with what is none of its values."""
+    return tuple(
+        node
+        for node in walk(_keep(spec))
+        if isinstance(node, Apply)
+        and OPERATORS[node.op].is_comparison
+        and node.op not in ("eq", "ne")
+        and sum(any(isinstance(each, Load) and each.tensor == name for each in walk(side)) for side in node.args) == 1
+    )
+
+
+def _is_upper(bound: Apply, name: str) -> bool:
+    """Whether the tensor's value is the larger side of a comparison."""
+    on_the_right = any(isinstance(each, Load) and each.tensor == name for each in walk(bound.args[1]))
+    return on_the_right == (bound.op in ("lt", "le"))
+
+
+def _index_limit(spec: AttentionSpec, name: str, shape: Shape, head_dim: HeadDim) -> int | None:
+    """The smallest dimension that elements of this tensor index, None where they index nothing."""
+    limits = []
+    extents = {tensor.name: tensor_shape(tensor, shape, head_dim) for tensor in spec.tensors}
+    for node in walk(*_expressions(spec)):
+        if isinstance(node, Load):
+            for position, index in enumerate(node.indices):
+                if any(isinstance(inner, Load) and inner.tensor == name for inner in walk(index)):
+                    limits.append(extents[node.tensor][position])
+    return min(limits, default=None)
+
+
+def _expressions(spec: AttentionSpec) -> Iterator[Expr]:
+    yield spec.score
+    yield spec.mask
+    if spec.layout is not None:
+        yield spec.layout.keep
+    if spec.weights.expression is not None:
+        yield spec.weights.expression

@@ -1,0 +1,177 @@
+"""How kernels for ragged batches find their sequences: planted mistakes show, and dense ones have none of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.backends import kernel_variant, launches_of
+from flashgen.compiled import CompiledKernel, compiled
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
+from flashgen.runtime import lengths, ragged
+from flashgen.runtime.emulated import EmulatedKernel
+from flashgen.runtime.emulator import EmulatorError, compile_program
+from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.runtime.schedule import Compiled
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.registry import GPUS
+from flashgen.verification.verify import relative_error
+
+TARGET = GPUS["sm_80"]
+TEXT = """
+attention planted {
+    head_dim 16
+    dtype f32
+    tensor slope: f32[B] grad
+    tensor short: i32[B, Nk]
+    score s - slope[b] * (Nq - i) * (Nk + j) / 4000
+    mask short[b, j] > 0 and i - j < 70
+}
+"""
+LENGTHS = ((20, 20), (0, 3), (1, 90), (100, 70), (3, 0), (17, 17))
+# What is planted: a text of the source and what stands in its place.
+MISTAKES = {
+    "two sequences share a tile": ("begin / tile + sequence", "begin / tile"),
+    "the last of equal begins": (", first + own) <= place", ", first + own) < place"),
+    "keys of the next one": ("begin_of(call.k_starts, a.kv_rows, n);", "begin_of(call.k_starts, a.kv_rows, n + 1);"),
+    "as many keys as queries": (
+        "a.kv_len = begin_of(call.k_starts, a.kv_rows, n + 1) - a.kv_begin",
+        "a.kv_len = a.q_len",
+    ),
+    "the first sequence's b": ("a.b_start = call.b_start + n", "a.b_start = call.b_start"),
+    "Nq of all": ("a.q_total = a.q_len", "a.q_total = call.q_len"),
+    "O of the call's first rows": ("fg::moved<T>(call.o, a.q_begin * (call.heads * 16))", "call.o"),
+    "O as one head's rows": (
+        "static_cast<T*>(a.o) + first * 16, a.heads * 16",
+        "static_cast<T*>(a.o) + first * 16, 16",
+    ),
+    "lse as of a dense call": ("return a.q_rows;", "return a.q_len;"),
+    "ranges of another's keys": ("+ a.heads * first_tile<16>(a.kv_begin, a.sequence) * 1", ""),
+}
+OF_THE_BACKWARD_PASS = {
+    "delta of another sequence": (" + a.q_begin;", ";"),
+    "sums of dQ of another sequence": ("a.heads * first_tile<16>(a.q_begin, a.sequence) * 256", "0"),
+    "dK as one head's rows": ("(a.dk) + first * 16, a.kv_heads * 16", "(a.dk) + first * 16, 16"),
+    "d(lse) of the call's first rows": ("fg::moved<float>(call.d_lse, a.q_begin * 1)", "call.d_lse"),
+}
+
+
+@functools.cache
+def emitted() -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
+    spec = flashgen.loads(TEXT, backend="reference").spec
+    return spec, compiled(kernel_variant(spec, spec.head_dims[0], ragged=True), TARGET)
+
+
+def changed(name: str, *changes: tuple[str, str]) -> AttentionOp:
+    """The op with changes in the text of its kernels, each in one place."""
+    spec, kernel = emitted()
+    text = kernel.source.text
+    for old, new in changes:
+        assert squeezed(text).count(squeezed(old)) == 1, old
+        text = planted(text, old, new)
+    element = ElementType.F32
+    find = launches_of(kernel.variant, kernel.plan, kernel.source.symbol, element)
+    compiled_by_pass: dict[str, Compiled[Any]] = {}
+
+    def of_pass(which: Any, values: Any) -> Compiled[Any]:
+        if which not in compiled_by_pass:
+            program = compile_program(text, name=kernel.source.name, kernels=frozenset(find(which, values).kernels))
+            compiled_by_pass[which] = Compiled(program, find)
+        return compiled_by_pass[which]
+
+    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_pass)
+    return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: own}, backend="emulator"))
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def planted(text: str, old: str, new: str) -> str:
+    """The text with one piece of it replaced, wherever its lines are broken."""
+    places = [at for at, letter in enumerate(text) if not letter.isspace()]
+    first = squeezed(text).index(squeezed(old))
+    return text[: places[first]] + new + text[places[first + len(squeezed(old)) - 1] + 1 :]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def errors(op: AttentionOp, *, backward: bool) -> list[float]:
+    q_rows, k_rows = (sum(each) for each in zip(*LENGTHS, strict=True))
+    q_starts, k_starts = (torch.tensor([0, *each]).cumsum(0).int() for each in zip(*LENGTHS, strict=True))
+    q, k, v = random(q_rows, 2, 16, seed=0), random(k_rows, 2, 16, seed=1), random(k_rows, 2, 16, seed=2)
+    slope, d_o, d_lse = random(len(LENGTHS), seed=3), random(q_rows, 2, 16, seed=4), random(2, q_rows, seed=5)
+    short = torch.arange(90).expand(len(LENGTHS), 90) % 45 < torch.arange(10, 40, 5)[:, None]
+    found: list[list[Tensor]] = []
+    for function in (op.varlen, op.reference.varlen):
+        leaves = [x.clone().requires_grad_(backward) for x in (q, k, v, slope)]
+        rows = (leaves[0], leaves[1], leaves[2], q_starts, k_starts)
+        o, lse = function(*rows, slope=leaves[3], short=short.int(), return_lse=True)
+        results = [o.detach(), lse.detach()]
+        if backward:
+            arriving = (d_o.to(o.dtype), torch.where(lse.isfinite(), d_lse.to(lse.dtype), 0))
+            results += torch.autograd.grad((o, lse), leaves, arriving)
+        found.append(results)
+    return [relative_error(own, exact) for own, exact in zip(*found, strict=True)]
+
+
+def shows(op: AttentionOp, *, backward: bool) -> bool:
+    """Whether the emulator says so, or results do."""
+    try:
+        return max(errors(op, backward=backward)) > 1e-3
+    except EmulatorError:
+        return True
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_without_a_mistake_all_is_right(backward: bool) -> None:
+    assert max(errors(changed("planted_nothing"), backward=backward)) < 1e-5
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_both_passes_show(mistake: str) -> None:
+    op = changed(f"planted_sequence_{list(MISTAKES).index(mistake)}", MISTAKES[mistake])
+    assert shows(op, backward=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", OF_THE_BACKWARD_PASS)
+def test_mistakes_of_the_backward_pass_show(mistake: str) -> None:
+    op = changed(f"planted_backwards_{list(OF_THE_BACKWARD_PASS).index(mistake)}", OF_THE_BACKWARD_PASS[mistake])
+    assert shows(op, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return begin < 0 ? 0 : begin < rows ? begin : rows;", "return begin;"),
+        ("a.kv_len < call.kv_most ? a.kv_len : call.kv_most", "a.kv_len"),
+    ],
+)
+def test_what_keeps_kernels_inside_is_needed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has checked cu_seqlens."""
+    monkeypatch.setattr(ragged, "lengths", lengths.unseen_lengths)
+    op = changed(f"planted_bound_{len(new)}", (old, new))
+    q, starts = random(60, 2, 16, seed=0), torch.tensor([0, -7, 30, 60], dtype=torch.int32)
+    if "most" in old:
+        starts = torch.tensor([0, 0, 0, 60], dtype=torch.int32)
+    short = torch.ones(3, 20, dtype=torch.int32)
+    with pytest.raises(EmulatorError):
+        op.varlen(q, q, q, starts, starts, 20, 20, slope=torch.zeros(3), short=short)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_dense_kernels_know_of_no_sequences(target: str) -> None:
+    spec, _ = emitted()
+    dense = compiled(kernel_variant(spec, spec.head_dims[0]), GPUS[target]).source.text
+    assert not any(word in dense for word in ("q_starts", "sequence_of", "kv_rows", "struct Call"))

@@ -1,0 +1,88 @@
+"""What one rank does wrong is said on every rank, by name, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+import flashgen
+from flashgen.distributed import context_parallel, partition
+from tests.distributed.ranks import run
+
+TEXT = "attention packed { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] }"
+
+
+def _messages() -> list[str]:
+    """What is said of each mistake, which rank 1 makes alone."""
+    op = flashgen.loads(TEXT)
+    other = flashgen.loads("attention causal { head_dim 16 mask causal }")
+    is_wrong = dist.get_rank() == 1
+    x, long = torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 11, 16)
+    doc = torch.zeros(1, 20, dtype=torch.int32)
+    dealt = partition(op, 20, 2, doc=doc)
+    sharded, held = context_parallel(op, partition=dealt), context_parallel(op)
+
+    def wrong(bad: Callable[[], Any], good: Callable[[], Any]) -> str:
+        try:
+            (bad if is_wrong else good)()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def right() -> Any:
+        return sharded(x, x, x, doc=doc)
+
+    return [
+        wrong(lambda: sharded(long, long, long, doc=doc), right),
+        wrong(lambda: sharded(x, x, x), right),
+        wrong(lambda: sharded(x, x, x, doc=doc + torch.arange(20, dtype=torch.int32)), right),
+        wrong(lambda: sharded(x, long, x, doc=doc), right),
+        wrong(lambda: sharded(x.half(), x.half(), x.half(), doc=doc), right),
+        wrong(lambda: sharded(x, x, x, doc=doc, return_lse=True), right),
+        wrong(lambda: context_parallel(other)(x, x, x), lambda: held(x, x, x, doc=doc)),
+        wrong(lambda: held(x[..., :8], x[..., :8], x, doc=doc), lambda: held(x, x, x, doc=doc)),
+        wrong(*[lambda: context_parallel(op, method="ulysses")(*[torch.zeros(1, 3, 10, 16)] * 3, doc=doc)] * 2),
+        wrong(*[lambda: context_parallel(op, method="ring")] * 2),
+        wrong(*[lambda: context_parallel(op, cast("Any", "cp"))] * 2),
+        wrong(*[lambda: context_parallel(op, partition=partition(op, 20, 3, doc=doc))] * 2),
+        wrong(right, right),
+    ]
+
+
+def test_every_rank_says_what_one_did_wrong() -> None:
+    first, second = run(_messages, 2)
+    assert first == second
+    expected = [
+        "ValueError: rank 1: 'q' has 11 rows; the partition says 10",
+        "TypeError: rank 1: the mask of 'packed' reads the tensor 'doc': it was not given",
+        "ValueError: ranks differ in what the mask reads",
+        "ValueError: rank 1: q, k and v have 10, 11 and 10 rows",
+        "ValueError: ranks differ in 'q': rank 0 has [1, 2, n, 16] torch.float32",
+        "ValueError: ranks differ in options: rank 0 has return_lse False",
+        "ValueError: ranks differ in the op",
+        "ValueError: rank 1: head dimension 8 of q and 16 of v; 'packed' is compiled for 16",
+        "ValueError: method 'ulysses': 3 query heads cannot be dealt out to 2 ranks; 'all_gather' can",
+        "NotImplementedError: method 'ring' does not exist yet",
+        "TypeError: 'mesh' must be a DeviceMesh or a process group, not str",
+        "ValueError: the partition is for 3 ranks; the group has 2",
+        "nothing",
+    ]
+    for said, wanted in zip(first, expected, strict=True):
+        assert said.startswith(wanted), said
+
+
+def _whole_and_back() -> list[float]:
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    dealt = partition(op, 23, dist.get_world_size())
+    x = torch.arange(46.0).reshape(2, 23).requires_grad_()
+    own = dealt.shard(x, 1)
+    again = dealt.gather(own, 1)
+    (gradient,) = torch.autograd.grad((again * x.detach()).sum(), x)
+    return [float((again - x).abs().max().detach()), float((gradient - x).abs().max().detach())]
+
+
+def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
+    assert run(_whole_and_back, 3) == [[0.0, 0.0]] * 3

@@ -1,0 +1,241 @@
+"""What is compiled, and when: equal mods once, other values and lengths never again."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from flashgen.flex import create_block_mask, flex_attention, from_mods, ops, to_spec
+from tests.flex.helpers import assert_close, gradients, inputs, judged
+
+SLOPES = torch.rand(4)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What was compiled meanwhile; nothing is known before."""
+    ops.family.cache_clear()
+    ops.compiled.cache_clear()
+    ops._TRACES.clear()
+    found: list[Any] = []
+    make: Any = vars(ops)["load_spec"]
+
+    def load_spec(spec: Any, *more: Any) -> Any:
+        found.append(spec)
+        return make(spec, *more)
+
+    monkeypatch.setattr(ops, "load_spec", load_spec)
+    yield found
+    ops.family.cache_clear()
+    ops.compiled.cache_clear()
+
+
+def check(mod: Any, mask: Any = None, **shape: int) -> None:
+    q, k, v = (x.detach() for x in inputs(**shape))
+    mask_of = None if mask is None else create_block_mask(mask, None, None, q.shape[2], k.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    mine = flex_attention(q, k, v, mod, mask_of, enable_gqa=gqa, backend="reference")
+    assert_close(mine, judged(q, k, v, mod, mask)[0])
+
+
+def bias(slopes: torch.Tensor, cap: float, reach: int) -> Any:
+    def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        near = torch.clamp(q - kv, -reach, reach)
+        return cap * torch.tanh((score + slopes[h] * near) / cap)
+
+    return mod
+
+
+def test_equal_mods_compile_once(compiled: list[Any]) -> None:
+    for cap, reach in ((5.0, 3), (7.5, 3), (2.0, 11), (5.0, 3)):
+        check(bias(torch.rand(4), cap, reach))
+
+    def another(s: Any, b: Any, h: Any, i: Any, j: Any, *, table: Any = SLOPES, most: float = 3.0, w: int = 2) -> Any:
+        low, high = -w, w
+        return most * ((s + table[h] * (i - j).clamp(low, high)) / most).tanh()
+
+    check(another)
+    assert len(compiled) == 1
+
+
+def test_a_trace_is_used_again_and_a_changed_number_noticed(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+    make: Any = vars(ops)["trace"]
+
+    def trace(*args: Any) -> Any:
+        traced.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(ops, "trace", trace)
+    for cap in (5.0, 6.0, 7.0):
+        check(bias(torch.rand(4), cap, 3))
+    assert len(traced) == 1
+
+    def counted(n: int) -> Any:
+        def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            for _ in range(n):
+                score = score * 1.5
+            return score
+
+        return mod
+
+    for n in (1, 2, 1, 2):
+        check(counted(n))
+    assert len(traced) == 3  # one for each number that Python asked for
+    assert len(compiled) == 3
+
+
+def test_other_lengths_compile_nothing(compiled: list[Any]) -> None:
+    for length in (24, 37, 64):
+        documents = (torch.arange(length) // 9).expand(2, -1)
+        relative = torch.randn(2 * length - 1)
+
+        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any = relative) -> Any:
+            return s + table[q - kv + table.shape[0] // 2]
+
+        check(mod, lambda b, h, q, kv, ids=documents: ids[b, q] == ids[b, kv], q_len=length, kv_len=length)
+    assert len(compiled) == 1
+
+
+def test_a_table_that_happens_to_be_as_long_stays_one(compiled: list[Any]) -> None:
+    """A buffer of 64 entries, longer than what is read, keeps its length when the lengths reach it."""
+    ids = torch.arange(64) // 9
+    for length in (24, 37, 64, 30):
+        check(None, lambda b, h, q, kv: ids[q] == ids[kv], q_len=length, kv_len=length)
+    assert len(compiled) == 1
+
+
+def test_values_that_python_decides_by_belong_to_the_trace(compiled: list[Any]) -> None:
+    class Layer:
+        window = 4
+        causal = True
+
+        def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            keep = (q - kv).abs() < self.window if self.window > 0 else q >= 0
+            return keep & (q >= kv) if self.causal else keep
+
+    layer = Layer()
+    for layer.window in (4, 9, -1):
+        check(None, layer.mask)
+    layer.causal = False
+    layer.window = 6
+    check(None, layer.mask)
+    assert len(compiled) == 3
+
+
+def test_grouped_heads_mixed_dimensions_scale_and_lse() -> None:
+    q, k, _ = inputs(kv_heads=2, q_len=9, kv_len=24)
+    v = torch.randn(2, 2, 24, 5, requires_grad=True)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + 0.1 * h
+
+    for scale in (None, 0.3, 1.7):
+        mine = flex_attention(q, k, v, mod, scale=scale, enable_gqa=True, return_lse=True, backend="reference")
+        theirs = judged(q, k, v, mod, scale=scale)
+        for x, y in zip((*mine, *gradients(mine, [q, k, v])), (*theirs, *gradients(theirs, [q, k, v])), strict=True):
+            assert_close(x, y, 1e-4)
+    o, aux = flex_attention(
+        q, k, v, mod, enable_gqa=True, return_aux=torch_flex.AuxRequest(lse=True), backend="reference"
+    )
+    assert_close(aux.lse, judged(q, k, v, mod)[1])
+    assert o.shape == (2, 4, 9, 5)
+
+
+def test_rows_without_a_key_are_zero() -> None:
+    q, k, v = inputs()
+    mask = create_block_mask(lambda b, h, i, j: (i >= 5) & (j <= i), None, None, 24, 24)
+    o, lse = flex_attention(q, k, v, None, mask, return_lse=True, backend="reference")
+    assert (o[:, :, :5] == 0).all()
+    assert (lse[:, :, :5] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_on_kernels(dtype: torch.dtype) -> None:
+    slopes = torch.rand(4, dtype=dtype, requires_grad=True)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s + slopes[h].float() * (kv - q)  # PyTorch would round the product otherwise
+
+    q, k, v = (x.detach().to(dtype) for x in inputs())
+    o = flex_attention(q, k, v, mod, deterministic=True)
+    assert o.dtype == dtype
+    assert_close(o, judged(q, k, v, mod)[0], 2e-2)
+    o.float().sum().backward()
+    assert slopes.grad is not None
+    assert slopes.grad.dtype == dtype
+
+
+def test_tensors_that_only_a_mask_reads_need_no_gradient() -> None:
+    border = torch.randn(24, requires_grad=True)
+    check(None, lambda b, h, q, kv: border[kv] > border[q] - 0.5)
+
+
+def test_from_mods_gives_the_op_and_what_is_captured() -> None:
+    slopes, window = torch.rand(4, requires_grad=True), 6
+    op, captured = from_mods(
+        score_mod=lambda s, b, h, q, kv: s - slopes[h] * (q - kv),
+        mask_mod=create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window), None, None, 24, 24),
+        head_dim=8,
+        backend="reference",
+    )
+    assert captured["slopes"] is slopes
+    assert captured["window"] == 6
+    q, k, v = inputs()
+    op(q, k, v, **captured).sum().backward()
+    assert slopes.grad is not None
+
+
+def test_the_text_has_the_users_names_and_numbers() -> None:
+    cap, documents = 20.0, torch.zeros(2, 24, dtype=torch.long)
+
+    def capped(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    def packed(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (documents[b, q] == documents[b, kv]) & (q >= kv)
+
+    assert to_spec(score_mod=capped, mask_mod=packed) == (
+        "attention capped_packed {\n"
+        "    head_dim 64\n"
+        "    param cap: f32 = 20.0\n"
+        "    tensor documents: i64[B, Nk]\n"
+        "    score tanh(s / cap) * cap\n"
+        "    mask documents[b, i] == documents[b, j] and i >= j\n"
+        "}\n"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamo_is_not_imported_for_an_eager_call() -> None:
+    code = """
+import sys, torch
+from flashgen.flex import create_block_mask, flex_attention
+q = torch.rand(1, 1, 8, 16)
+flex_attention(q, q, q, lambda s, b, h, i, j: s + (i - j), backend="reference")
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_torch_compile_breaks_the_graph_and_is_right() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24)
+
+    def block(q: torch.Tensor) -> torch.Tensor:
+        return flex_attention(q.sin(), k, v, bias(SLOPES, 5.0, 3), mask, backend="reference").cos()  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    assert_close(torch.compile(block, backend="eager")(q), block(q), 1e-6)
+    op, captured = from_mods(score_mod=bias(SLOPES, 5.0, 3), mask_mod=mask, head_dim=8, backend="reference")
+    whole = torch.compile(lambda q: op(q.sin(), k, v, **captured).cos(), backend="eager", fullgraph=True)
+    assert_close(whole(q), block(q), 1e-6)

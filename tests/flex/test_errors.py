@@ -1,0 +1,115 @@
+"""What cannot be traced is named with the user's own file and line, and with what to write instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashgen.diagnostics import SpecError
+from flashgen.flex import create_block_mask, flex_attention, to_spec
+from tests.flex.helpers import inputs
+
+TABLE = torch.zeros(4, 8)
+
+
+def branch(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    if q > kv:
+        return s
+    return s * 2
+
+
+def loop(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    for _ in range(q):
+        s = s + 1
+    return s
+
+
+MISTAKES: list[tuple[Callable[..., Any], str, str]] = [
+    (branch, "E601", "write torch.where"),
+    (loop, "E601", "'range'"),
+    (lambda s, b, h, q, kv: s * math.exp(q), "E601", "instead of math's"),
+    (lambda s, b, h, q, kv: s + q.item(), "E601", ".item()"),
+    (lambda s, b, h, q, kv: s + int(q), "E601", "x.int()"),
+    (lambda s, b, h, q, kv: max(s, 0.0), "E601", "torch.where"),
+    (lambda s, b, h, q, kv: s + np.minimum(q, 3), "E601", "NumPy"),
+    (lambda s, b, h, q, kv: torch.expm1(s), "E602", "torch.exp(x) - 1"),
+    (lambda s, b, h, q, kv: torch.erfinv(s), "E602", "'erfinv'"),
+    (lambda s, b, h, q, kv: s + torch.rand(()), "E602", "at random"),
+    (lambda s, b, h, q, kv: s.detach(), "E602", "detach"),
+    (lambda s, b, h, q, kv: torch.stack([s, s]).sum(), "E602", "one by one"),
+    (lambda s, b, h, q, kv: s + TABLE[h], "E603", "TABLE[…, …]"),
+    (lambda s, b, h, q, kv: s + TABLE, "E603", "shape [4, 8]"),
+    (lambda s, b, h, q, kv: s + TABLE[h, s], "E603", "index.int()"),
+    (lambda s, b, h, q, kv: s + TABLE[h, q, kv], "E603", "3 indices"),
+    (lambda s, b, h, q, kv: s + TABLE[99, q], "E603", "index 99"),
+    (lambda s, b, h, q, kv: s + TABLE[h].sum(), "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: (q - kv).to(torch.float16), "E603", "would round"),
+    (lambda s, b, h, q, kv: q >= kv, "E603", "returns a tensor of torch.bool"),
+    (lambda s, b, h, q, kv: None, "E603", "returns nothing"),
+    (lambda s, b, h, q, kv: s + q * 3_000_000_000, "E604", "3000000000"),
+    (lambda s, b, h, q, kv: s + undefined, "E606", "NameError"),  # type: ignore[name-defined] # noqa: F821
+]
+
+
+@pytest.mark.parametrize(("mod", "code", "words"), MISTAKES)
+def test_a_mistake_is_shown_where_it_is(mod: Any, code: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        to_spec(score_mod=mod)
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == code
+    assert words in str(caught.value)
+    first, span = mod.__code__.co_firstlineno, diagnostic.span
+    assert span is not None
+    assert span.file == __file__
+    assert span.line == first + (1 if mod in (branch, loop) else 0)
+    assert span.end_column > span.column
+
+
+def test_a_mistake_in_a_helper_is_shown_there() -> None:
+    def helper(x: Any) -> Any:
+        return 1 if x else 0
+
+    with pytest.raises(SpecError) as caught:
+        to_spec(score_mod=lambda s, b, h, q, kv: s + helper(q > kv))
+    span = caught.value.diagnostics[0].span
+    assert span is not None
+    assert span.line == helper.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize("mod", [lambda b, h, q, kv: q - kv, lambda b, h, q, kv: True])
+def test_masks_are_boolean(mod: Any) -> None:
+    with pytest.raises(SpecError, match="boolean tensor is expected"):
+        to_spec(mask_mod=mod)
+
+
+def test_products_of_positions_beyond_32_bits_are_refused() -> None:
+    q = torch.zeros(1, 1, 70_000, 4)
+    with pytest.raises(SpecError, match=r"'i \* j' reaches 4899860001"):
+        flex_attention(q, q, q, lambda s, b, h, i, j: s + i * j, backend="reference")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kernel_options": {"bwd_BLOCK_M1": 32}}, "bwd_BLOCK_M1"),
+        ({"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND"),
+        ({"return_aux": torch.nn.attention.flex_attention.AuxRequest(max_scores=True)}, "max_scores"),
+        ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 25, 24)}, "25 queries"),
+        ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, 3, None, 24, 24)}, "3 batch entries"),
+    ],
+)
+def test_arguments_are_refused_by_name(change: Any, words: str) -> None:
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=words):
+        flex_attention(q, k, v, **change, backend="reference")
+
+
+def test_grouped_queries_are_asked_for() -> None:
+    q, k, v = inputs(kv_heads=2)
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        flex_attention(q, k, v, backend="reference")

@@ -1,0 +1,159 @@
+"""Who judges the judge: planted errors are found, borderline inputs are told apart, crashes are findings."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.fuzz import judge as judge_module
+from flashgen.fuzz.compiling import compiled
+from flashgen.fuzz.draws import CallDraw, Case, Machine
+from flashgen.fuzz.inputs import arguments, plain, shown
+from flashgen.fuzz.judge import compare, judge, reference
+from flashgen.fuzz.workers import Workers
+from flashgen.runtime.op import AttentionOp
+
+CALL = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3)
+CACHED = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3, page=4, new=1, spare=1).of_cache([(20, 3), (9, 0)], 33, 2)
+TILED = Machine("tiled")
+PLAIN = "attention drawn { head_dim 16  mask causal }"
+
+
+def test_nothing_is_wrong_with_what_is_right(tmp_path: Path) -> None:
+    shard = CallDraw(0, "bf16", (1, 2, 1, 20, 33), starts=(1, 2, 16, 5), more=(0, 2, 0, 16), totals=True, wants="q")
+    verdict = judge(Case(PLAIN, (CALL, shard, CACHED), TILED), tmp_path)
+    assert (verdict.findings, verdict.refused, verdict.results) == ((), "", 5 + 3 + 2)
+
+
+def test_empty_calls_of_types_that_no_tile_fits_are_right(tmp_path: Path) -> None:
+    """float32 at head dimension 256 is refused on Turing once there is something to compute."""
+    calls = tuple(CallDraw(0, "f32", (1, 1, 1, rows, 1)) for rows in (0, 1))
+    verdict = judge(Case("attention drawn { head_dim 256 }", calls[:1], Machine("emulator", "sm_75")), tmp_path)
+    assert (verdict.findings, verdict.refused, verdict.kinds) == ((), "", ("no kernels",))
+    verdict = judge(Case("attention drawn { head_dim 256 }", calls[1:], Machine("emulator", "sm_75")), tmp_path)
+    assert "no tile fits" in verdict.refused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ("attention drawn { head_dim 16  mask causal  score 1.001 * s }", {"o", "lse", "dq", "dk", "dv"}),
+        ("attention drawn { head_dim 16  mask j < i }", {"o", "lse", "dq", "dk", "dv"}),
+        ("attention drawn { head_dim 16  mask causal  score s + 0.001 }", {"lse"}),
+    ],
+)
+def test_a_planted_error_is_found(wrong: str, names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a spec that differs a little, judged by the formula of the right one."""
+    right = flashgen.loads(PLAIN, backend="reference").spec
+
+    class Swapped(AttentionOp):
+        @property
+        def spec(self):  # type: ignore[no-untyped-def]
+            return right
+
+    def swapped(case: Case, scratch: Path) -> AttentionOp:
+        return Swapped(compiled(Case(wrong, case.calls, case.machine), scratch)._parts)
+
+    monkeypatch.setattr(judge_module, "compiled", swapped)
+    for call, seen in ((CALL, names), (CACHED, names & {"o", "lse"})):
+        verdict = judge(Case(PLAIN, (call,), TILED), tmp_path)
+        assert {each.kind.removeprefix("wrong ") for each in verdict.findings} == seen
+
+
+def test_a_step_within_rounding_is_borderline_and_a_wrong_step_is_not() -> None:
+    """Steps so small that float32 and float64 take some of them differently, in results that are otherwise the same."""
+    spec = flashgen.loads("attention drawn { head_dim 16  score floor(s * 100000) / 50000 }", backend="reference").spec
+    call = CallDraw(0, "f32", (1, 1, 1, 64, 64), seed=1)
+    values = arguments(spec, call)
+    single = reference(spec, values, plain(values.inputs), call, torch.float32)
+    shifted = {name: x + 1e-3 * x.abs().max() for name, x in single.items()}
+    exact = reference(spec, values, plain(values.inputs), call, torch.float64)
+    assert not torch.allclose(single["lse"].double(), exact["lse"], rtol=0, atol=1e-6)
+    wrong, _ = compare(spec, call, values, single)
+    assert not wrong
+    wrong, _ = compare(spec, call, values, shifted)
+    assert "o" in wrong
+    assert "lse" in wrong
+
+
+@pytest.mark.parametrize(
+    ("weight", "size", "is_wrong"), [("exp(s)", -900, False), ("exp(s)", 900, False), ("relu(s)", -900, True)]
+)
+def test_rows_that_float64_loses_are_borderline_and_empty_ones_are_not(weight: str, size: int, is_wrong: bool) -> None:
+    """exp(-900) is 0 in float64, and exp(900) infinite, where a softmax has weights; relu(-900) is 0 for everyone."""
+    head = f"attention drawn {{ head_dim 16  score s + ({size})"
+    spec = flashgen.loads(f"{head}  weights normalize({weight}) }}", backend="reference").spec
+    softmax = flashgen.loads(f"{head} }}", backend="reference").spec
+    call = CallDraw(0, "f32", (1, 1, 1, 8, 9), seed=1)
+    values = arguments(spec, call)
+    own = reference(softmax, values, plain(values.inputs), call, torch.float32)
+    wrong, borderline = compare(spec, call, values, own)
+    assert ("lse" in wrong) == is_wrong
+    assert (borderline > 0) != is_wrong
+
+
+def test_other_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter(range(100))
+    run = judge_module.run
+
+    def unsteady(*given):  # type: ignore[no-untyped-def]
+        found = run(*given)
+        return found | {"dk": found["dk"] * (1 + 1e-7 * next(runs))}
+
+    monkeypatch.setattr(judge_module, "run", unsteady)
+    repeatable = CallDraw(0, "f32", (1, 2, 1, 20, 33), deterministic=True)
+    (finding,) = judge(Case(PLAIN, (repeatable,), TILED), tmp_path).findings
+    assert finding.kind == "other bits"
+    assert "dk" in finding.detail
+    assert not judge(Case(PLAIN, (CALL,), TILED), tmp_path).findings
+
+
+def test_a_refusal_is_no_finding_and_another_error_is(tmp_path: Path) -> None:
+    outside = "attention drawn { head_dim 16  tensor t: f32[4]  score s + t[4] }"
+    assert judge(Case(outside, (CALL,), TILED), tmp_path).refused.startswith("E211")
+    (finding,) = judge(Case("attention drawn { head_dim 16  score t }", (CALL,), TILED), tmp_path).findings
+    assert finding.kind == "check E101"
+
+
+@pytest.mark.parametrize("view", ["strided", "transposed", "offset", "padded", "negated", "conjugated"])
+def test_views_show_the_values(view: str) -> None:
+    x = torch.randn(2, 3, 5, 4)
+    there = shown(x, view)
+    assert torch.equal(there, x)
+    layout = (there.is_contiguous(), there.is_neg(), there.storage_offset())
+    assert layout != (True, False, 0)
+
+
+def _abort(connection: Connection, _scratch: str) -> None:
+    connection.recv()
+    os.abort()
+
+
+def _sleep(connection: Connection, _scratch: str) -> None:
+    connection.recv()
+    time.sleep(1000)
+
+
+def test_a_crash_is_a_finding(tmp_path: Path) -> None:
+    case = Case(PLAIN, (CALL,), TILED)
+    with Workers(2, 60.0, tmp_path, serve=_abort) as workers:
+        found = [verdict for _, verdict in workers.judge_all([case] * 3, lambda each: each)]
+    assert [each.findings[0].kind for each in found] == ["crash"] * 3
+    assert "SIGABRT" in found[0].findings[0].detail
+
+
+def test_what_takes_too_long_is_a_finding(tmp_path: Path) -> None:
+    with Workers(1, 3.0, tmp_path, serve=_sleep) as workers:
+        verdict = workers.judge(Case(PLAIN, (CALL,), TILED))
+    assert verdict.findings[0].kind == "hangs"
+
+
+def test_the_process_of_a_case_is_fresh(tmp_path: Path) -> None:
+    with Workers(1, 100.0, tmp_path) as workers:
+        assert workers.judge(Case(PLAIN, (CALL,), TILED)).results == 5

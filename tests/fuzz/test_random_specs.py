@@ -1,0 +1,30 @@
+"""Specs that nobody has seen before, on every backend, with a new seed each time."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import pytest
+
+from tests.cli.helpers import flashgen_process
+
+# What a core judges in about 15 seconds.
+SPECS = {"cpu": 6, "tiled": 20, "emulator sm_75": 2, "emulator sm_80": 2, "emulator sm_90a": 2}
+
+
+@pytest.mark.parametrize("machine", SPECS)
+def test_random_specs(machine: str) -> None:
+    """To repeat a failure: the command that the message begins with."""
+    backend, _, target = machine.partition(" ")
+    arguments = ["--backend", backend, *(["--target", target] if target else [])]
+    arguments += ["--seed", str(random.SystemRandom().randrange(2**31)), "--count", str(SPECS[machine])]
+    done = flashgen_process("fuzz", *arguments, "--jobs", "1", "--attempts", "0", "--json", seconds=280)
+    sys.stdout.write(f"flashgen fuzz {' '.join(arguments)}\n")
+    assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
+    summary = json.loads(done.stdout)
+    assert summary["specs"] == SPECS[machine]
+    # A target may refuse all of a few: head dimensions above 256, pinned tiles that do not fit.
+    assert summary["results"] > 0 or summary["judged"] == 0, summary["refused"]
+    assert summary["judged"] + sum(summary["refused"].values()) == summary["specs"]

@@ -1,0 +1,133 @@
+"""``op.varlen`` on a GPU: numbers, graphs that are replayed on other lengths, and no wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.signature import TORCH_DTYPES
+from tests.gpu.helpers import REPRESENTATIVE, operator
+from tests.numeric.helpers import dtypes
+from tests.numeric.test_ragged import MIXED, Batch, batch, check, nested, results
+
+cuda: Any = torch.cuda
+
+
+def on_gpu(given: Batch) -> Batch:
+    captured = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.captured.items()}
+    q_starts, k_starts = (x.cuda() for x in given.starts)
+    q, k, v, d_o, d_lse = (x.cuda() for x in (given.q, given.k, given.v, given.d_o, given.d_lse))
+    return Batch(q, k, v, (q_starts, k_starts), captured, d_o, d_lse)
+
+
+def i32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "relative_bias", "bigbird", "gaussian_regression"])
+def test_of_the_gallery(name: str) -> None:
+    op = operator(name)
+    for element in dtypes(op.spec):
+        given = on_gpu(batch(op, dtype=TORCH_DTYPES[element]))
+        check(op, given)
+        check(op, given, deterministic=True)
+
+
+def test_a_giant_beside_a_thousand_small_ones() -> None:
+    op = operator("causal")
+    lengths = ((4000, 4000), *((n % 7, n % 5) for n in range(1000)))
+    check(op, on_gpu(batch(op, lengths, dtype=torch.bfloat16)))
+
+
+def test_repeatable() -> None:
+    op = operator("alibi")
+    given = on_gpu(batch(op, dtype=torch.bfloat16))
+    first, second = (results(op.varlen, given, op, deterministic=True) for _ in range(2))
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+def test_a_graph_takes_other_lengths() -> None:
+    """Forward and backward captured once; cu_seqlens change in place, the number of sequences and of rows does not."""
+    op = operator("causal")
+    batches = ((100, 5, 0, 300), (1, 200, 201, 3), (405, 0, 0, 0))
+    given = on_gpu(batch(op, [(n, n) for n in batches[0]], dtype=torch.bfloat16))
+    starts = given.starts[0].clone()
+    q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
+
+    def step() -> tuple[Tensor, ...]:
+        o = op.varlen(q, k, v, starts, starts, deterministic=True)
+        return (o.detach(), *torch.autograd.grad(o, (q, k, v), given.d_o))
+
+    beside = cuda.Stream()
+    beside.wait_stream(cuda.current_stream())
+    with cuda.stream(beside):
+        for _ in range(3):
+            step()
+    cuda.current_stream().wait_stream(beside)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        captured = step()
+    for lengths in batches:
+        starts.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        graph.replay()
+        torch.cuda.synchronize()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
+def test_what_has_to_know_lengths_is_refused_in_a_graph() -> None:
+    op = flashgen.loads("attention own { head_dim 64  param ell: f32 = 1 / Nk  score ell * s }", backend="cuda")
+    q, starts = torch.randn(8, 1, 64, device="cuda"), i32(0, 3, 8)
+    op.varlen(q, q, q, starts, starts)
+    with pytest.raises(ValueError, match="'ell' follows from the lengths"), cuda.graph(cuda.CUDAGraph()):
+        op.varlen(q, q, q, starts, starts)
+
+
+def test_a_call_does_not_wait() -> None:
+    op = operator("causal")
+    given = on_gpu(batch(op, dtype=torch.bfloat16))
+    results(op.varlen, given, op)
+    torch.cuda.synchronize()
+    cuda._sleep(200_000_000)  # about a tenth of a second
+    done = cuda.Event()
+    results(op.varlen, given, op)
+    done.record()
+    assert not done.query()
+    torch.cuda.synchronize()
+
+
+def bad_starts(op: AttentionOp, starts: Tensor) -> None:
+    q = torch.randn(60, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    right = i32(0, 20, 30, 60)
+    for own in ((starts, right), (right, starts), (starts, starts)):
+        o = op.varlen(q, q, q, *own)
+        torch.autograd.grad(o.float().nan_to_num().sum(), q)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 20, 5, 60), (0, -7, 30, 60), (0, 20, 900, 2**31 - 1), (0, 20, 30, 40), (9, 20, 30, 60)]
+)
+def test_numbers_that_nobody_checked(numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read or written outside of tensors: the device goes on working. Asked to, the host names them."""
+    op = operator("causal")
+    bad_starts(op, i32(*numbers))
+    monkeypatch.setenv("FLASHGEN_CHECK_LENGTHS", "1")
+    with pytest.raises(ValueError, match="'cu_seqlens_q'"):
+        bad_starts(op, i32(*numbers))
+
+
+def test_jagged_tensors_through_the_plain_call() -> None:
+    op = operator("causal")
+    given = on_gpu(batch(op, MIXED, dtype=torch.bfloat16))
+    q, k, v = nested(given.q, given.starts[0]), nested(given.k, given.starts[1]), nested(given.v, given.starts[1])
+    o, lse = op(q, k, v, return_lse=True)
+    rows, sums = op.varlen(given.q, given.k, given.v, *given.starts, return_lse=True)
+    assert torch.equal(o.transpose(1, 2).values(), rows)
+    assert torch.equal(lse.values(), sums)

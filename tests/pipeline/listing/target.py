@@ -1,0 +1,55 @@
+"""The target, and those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import Diagnostic
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.packed import ManifestKernel, Packed
+from flashgen.plan.plan import WHOLE, Part, Spill
+from tests.pipeline.listing import limits
+from tests.pipeline.listing.compile import compile_listing, spills
+from tests.pipeline.listing.emit import emit_listing
+from tests.pipeline.listing.plan import ListingPlan, plan_listing
+
+
+@dataclass(frozen=True)
+class ListingTarget:
+    name: ClassVar[str] = "listing"
+    family: ClassVar[str] = "listing"
+    ships_binaries: ClassVar[bool] = False
+    device: ClassVar[None] = None
+
+    def limits(self, variant: Variant) -> tuple[Diagnostic, ...]:
+        return limits.limits(variant)
+
+    def leaves_out(self, variant: Variant) -> tuple[str, ...]:
+        return ("'warps' of the schedule: a listing has none",) if variant.spec.schedule.warps else ()
+
+    def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> ListingPlan:
+        return plan_listing(variant, spills)
+
+    def emit(self, variant: Variant, plan: ListingPlan) -> KernelSource:
+        return emit_listing(variant, plan)
+
+    def compile(self, source: KernelSource, plan: ListingPlan, part: Part = WHOLE) -> str:
+        return compile_listing(source)
+
+    def spills(self, source: KernelSource, plan: ListingPlan, binary: str) -> tuple[Spill, ...]:
+        return spills(plan)
+
+    def packed(self, variant: Variant, source: KernelSource, plan: ListingPlan, binary: str | None) -> Packed:
+        head_dim = str(source.head_dim)
+        return Packed(ManifestKernel(source.file_name, self.name, source.symbol, head_dim, plan.tile, plan.tile))
+
+    def prepare(self, sources: Sequence[KernelSource]) -> None:
+        """A listing is made nowhere but here."""
+
+
+def targets() -> Mapping[str, ListingTarget]:
+    return {"listing": ListingTarget()}

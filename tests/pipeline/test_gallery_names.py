@@ -1,0 +1,52 @@
+"""Specs that come with flashgen, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import flashgen
+from flashgen import gallery
+from flashgen.diagnostics import SpecError
+from tests.cli.helpers import flashgen as command
+
+TEXT = "attention mine { head_dim 16 }"
+
+
+def test_every_spec_has_its_name() -> None:
+    assert {"alibi", "causal", "t5"} <= set(gallery.names())
+    for name in gallery.names():
+        assert Path(gallery.spec_file(name)).is_file()
+
+
+def test_a_name_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert flashgen.load("alibi", backend="reference").spec.name == "alibi"
+    assert [each.name for each in flashgen.check("t5").specs] == ["t5"]
+    outcome = command("check", "causal")
+    assert outcome.code == 0
+    assert command("plan", "causal").code == 0
+
+
+def test_a_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alibi").write_text(TEXT)
+    assert flashgen.load("alibi", backend="reference").spec.name == "mine"
+
+
+@pytest.mark.parametrize("name", ["alibi.attn", "./alibi", "specs/alibi", "nothing_like_it", "", "a\0b"])
+def test_what_is_no_name_of_the_gallery(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="E001"):
+        flashgen.load(name, backend="reference")
+
+
+def test_the_nearest_names_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="did you mean 'alibi'"):
+        flashgen.load("aliby", backend="reference")
+    outcome = command("plan", "caussal")
+    assert outcome.code == 2
+    assert "Did you mean 'causal', of the specs that come with flashgen?" in outcome.stderr
+    assert "did you mean 'causal'" in command("check", "caussal").stderr
