@@ -112,6 +112,16 @@ NORMALIZE = Form(
     share=literal(1.0),
     needs="the weight that it divides by its sum",
 )
+NORMALIZE2 = Form(
+    name="normalize2",
+    word="normalize2",
+    formula="P = w / √(Σ w²), w = {}",
+    gradient=f"P = w(S) / Z   {_DELTA}   dS = w'(S) ∘ (dP - delta P) / Z",
+    term=apply("mul", WEIGHT, WEIGHT),
+    denominator=apply("sqrt", TOTAL),
+    share=PROBABILITY,
+    needs="the weight that it divides by the root of its sum of squares",
+)
 POINTWISE = Form(
     name="pointwise",
     word="",
@@ -119,7 +129,7 @@ POINTWISE = Form(
     gradient="P = w(S)   dP = dO Vᵀ   dS = w'(S) ∘ dP",
 )
 
-FORMS: Mapping[str, Form] = MappingProxyType({each.name: each for each in (SOFTMAX, NORMALIZE, POINTWISE)})
+FORMS: Mapping[str, Form] = MappingProxyType({each.name: each for each in (SOFTMAX, NORMALIZE, NORMALIZE2, POINTWISE)})
 
 
 @dataclass(frozen=True)

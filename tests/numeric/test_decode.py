@@ -185,6 +185,7 @@ SPLIT = {
     "sink": "score s - 0.1 * (i - j)  weights softmax(sink = 0.5)",
     "far": "score s - 1000 * (i - j)",
     "relu": "weights normalize(relu(s))",
+    "squares": "weights normalize2(s)",
     "sigmoid": "weights sigmoid(s - 3)",
     "window": "mask causal and i - j < 9",
     "distance": "score s - 0.3 * sqdist",
