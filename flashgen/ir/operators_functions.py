@@ -46,6 +46,7 @@ def _same(name: str) -> Library:
 
 _RSQRT = Library(("rsqrt",), lambda x: 1 / np.sqrt(x))
 _SIGMOID = Library(("sigmoid", "special_expit", "expit"), lambda x: 1 / (1 + np.exp(-x)))
+_ATAN = Library(("atan", "arctan"), np.arctan)
 _ERF = Library(("erf",), lambda x: np.asarray(_erf(x)).astype(np.asarray(x).dtype))
 
 
@@ -146,6 +147,11 @@ def _by_softplus(x: Expr) -> Expr:
 # ∂sin x = cos x, ∂cos x = -sin x
 def _by_sin(x: Expr) -> Expr:
     return real_node("cos", x)
+
+
+# ∂atan x = 1/(1 + x²)
+def _by_atan(x: Expr) -> Expr:
+    return real_node("div", ONE, real_node("add", ONE, real_node("mul", x, x)))
 
 
 def _by_cos(x: Expr) -> Expr:
@@ -255,6 +261,7 @@ ROWS = (
     _function("softplus", _softplus, _by_softplus, increasing(_log_1_exp, 0.0), _WIDE, _log_1_exp, Cost(2, 6)),
     _function("sin", _same("sin"), _by_sin, interval_float.sin, _WIDE, math.sin, Cost(1, 3)),
     _function("cos", _same("cos"), _by_cos, interval_float.cos, _WIDE, math.cos, Cost(1, 3)),
+    _function("atan", _ATAN, _by_atan, increasing(math.atan), _NEAR, math.atan, Cost(1, 16)),
     _function("floor", _floor, ZERO, interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink),
     _function("ceil", _ceil, ZERO, interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink),
     _function("round", _round, ZERO, interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink),

@@ -591,6 +591,7 @@ FG_DEVICE float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
 
 FG_DEVICE float sin(float x) { return sinf(x); }
 FG_DEVICE float cos(float x) { return cosf(x); }
+FG_DEVICE float atan(float x) { return atanf(x); }
 FG_DEVICE float pow(float x, float y) { return powf(x, y); }
 
 }  // namespace fg
@@ -1645,6 +1646,7 @@ FG_FUNCTION Float rsqrt(Float x) {
 }
 FG_FUNCTION Float tanh(Float x) { return approximate(::tanh(x.lo), ::tanh(x.hi), x.nan); }
 FG_FUNCTION Float erf(Float x) { return approximate(::erf(x.lo), ::erf(x.hi), x.nan); }
+FG_FUNCTION Float atan(Float x) { return approximate(::atan(x.lo), ::atan(x.hi), x.nan); }
 FG_FUNCTION double logistic(double x) {
   return x >= 0 ? 1 / (1 + ::exp(-x)) : ::exp(x) / (1 + ::exp(x));
 }

@@ -503,7 +503,7 @@ template <class T> FG_INLINE auto elements(const T* tensor, int64_t index, int n
 // with -fwrapv). A float function of a scalar is lane 0 of the vector function, so that all levels agree, but for what
 // the compiler fuses into multiply-adds.
 // Accuracy in units in the last place, over the whole range: 1 for exp, exp2, log, log1p, pow; 1.6 for log2, erf, sin,
-// cos, softplus; 2.5 for tanh, sigmoid, exp2_bounded; 3 for silu; 5 for gelu. Subnormal results are right
+// cos, softplus; 1.8 for atan; 2.5 for tanh, sigmoid, exp2_bounded; 3 for silu; 5 for gelu. Subnormal results are right
 // unless said.
 // NaN propagates, infinities and signed zeros behave as in C. tests/cpu_primitives holds all of this.
 // Needs -fno-math-errno -fno-trapping-math, must not be built with -ffast-math. On AVX-512 machines GCC needs
@@ -954,6 +954,20 @@ FG_INLINE VecF gelu(VecF x) {
   return select(lt(a, 0.5f), near, select(lt(x, 0.0f), tail, x - tail));
 }
 
+// ---- the arc tangent ---------------------------------------------------------------------------------------------
+
+// An angle of 0, pi/4 or pi/2 and atan(t), |t| <= tan(pi/8): beside pi/4 t = (|x| - 1) / (|x| + 1), beside pi/2 -1 /
+// |x|.
+FG_INLINE VecF atan(VecF x) {
+  const VecF a = abs(x);
+  const VecB far = gt(a, 0x1.3504f3p+1f), middle = gt(a, 0x1.a8279ap-2f);
+  const VecF t = select(far, -1.0f, select(middle, a - 1.0f, a)) / select(far, a, select(middle, a + 1.0f, 1.0f));
+  const VecF eighths = select(far, 2.0f, select(middle, 1.0f, 0.0f)), z = t * t;  // of a turn, pi/4 in two parts
+  const VecF p = polynomial(z, -0x1.55554ap-2f, 0x1.9991aep-3f, -0x1.23b6bcp-3f, 0x1.b20238p-4f, -0x1.f25666p-5f);
+  return copy_sign(eighths * 0x1.921fb6p-1f + (t + (t * z * p - eighths * 0x1.777a5cp-26f)), x);
+}
+
+FG_SCALAR_BY_VECTOR(atan)
 FG_SCALAR_BY_VECTOR(exp2_bounded)
 FG_SCALAR_BY_VECTOR(exp2)
 FG_SCALAR_BY_VECTOR(exp)
@@ -1427,6 +1441,7 @@ FG_FUNCTION Float rsqrt(Float x) {
 }
 FG_FUNCTION Float tanh(Float x) { return approximate(::tanh(x.lo), ::tanh(x.hi), x.nan); }
 FG_FUNCTION Float erf(Float x) { return approximate(::erf(x.lo), ::erf(x.hi), x.nan); }
+FG_FUNCTION Float atan(Float x) { return approximate(::atan(x.lo), ::atan(x.hi), x.nan); }
 FG_FUNCTION double logistic(double x) {
   return x >= 0 ? 1 / (1 + ::exp(-x)) : ::exp(x) / (1 + ::exp(x));
 }

@@ -370,6 +370,7 @@ FG_FUNCTION Float rsqrt(Float x) {
 }
 FG_FUNCTION Float tanh(Float x) { return approximate(::tanh(x.lo), ::tanh(x.hi), x.nan); }
 FG_FUNCTION Float erf(Float x) { return approximate(::erf(x.lo), ::erf(x.hi), x.nan); }
+FG_FUNCTION Float atan(Float x) { return approximate(::atan(x.lo), ::atan(x.hi), x.nan); }
 FG_FUNCTION double logistic(double x) {
   return x >= 0 ? 1 / (1 + ::exp(-x)) : ::exp(x) / (1 + ::exp(x));
 }

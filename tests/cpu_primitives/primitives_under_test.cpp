@@ -48,7 +48,7 @@ int fused() {
   }
 #define FLOAT(f) UNARY(f, float, float)
 FLOAT(exp) FLOAT(exp2) FLOAT(exp2_bounded) FLOAT(log) FLOAT(log2) FLOAT(log1p) FLOAT(sqrt) FLOAT(rsqrt)
-FLOAT(tanh) FLOAT(sigmoid) FLOAT(silu) FLOAT(relu) FLOAT(gelu) FLOAT(erf) FLOAT(softplus) FLOAT(sin) FLOAT(cos)
+FLOAT(tanh) FLOAT(sigmoid) FLOAT(silu) FLOAT(relu) FLOAT(gelu) FLOAT(erf) FLOAT(softplus) FLOAT(sin) FLOAT(cos) FLOAT(atan)
 FLOAT(floor) FLOAT(ceil) FLOAT(round) FLOAT(sign) FLOAT(abs)
 using int32 = int32_t;
 UNARY(abs, int32, int32) UNARY(sign, int32, int32) UNARY(popcount, int32, int32)

@@ -49,6 +49,7 @@ FUNCTIONS = {
     "relu": (lambda x: np.where(x <= 0, 0, x), 0, 0),
     "sin": (np.sin, 1.7, 0),
     "cos": (np.cos, 1.7, 0),
+    "atan": (np.arctan, 1.8, 0),
 }
 
 
@@ -81,7 +82,7 @@ def test_exp2_bounded(primitives: ctypes.CDLL) -> None:
 
 def test_signed_zeros(primitives: ctypes.CDLL) -> None:
     zeros = padded(np.array([0.0, -0.0], np.float32))
-    for name in ("tanh", "erf", "sin", "log1p", "sqrt", "floor", "ceil", "round", "gelu", "silu"):
+    for name in ("tanh", "erf", "sin", "atan", "log1p", "sqrt", "floor", "ceil", "round", "gelu", "silu"):
         assert np.array_equal(np.signbit(unary(primitives, name, zeros)), np.signbit(zeros)), name
 
 

@@ -46,7 +46,7 @@ TABLE = {
     "where": {f"b{pair}": result for pair, result in (NUMERIC | {"bb": "b"}).items()},
     "clamp": {a + b + c: "i" if a + b + c == "iii" else "f" for a in "if" for b in "if" for c in "if"},
     "hash": {"i" * n: "i" for n in (1, 2, 3)},
-    **dict.fromkeys(("exp", "exp2", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos"), FUNCTION),
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "atan"), FUNCTION),
     **dict.fromkeys(("tanh", "sigmoid", "silu", "relu", "gelu", "erf", "softplus"), FUNCTION),
     **dict.fromkeys(("floor", "ceil", "round"), FUNCTION),
 }

@@ -124,6 +124,15 @@ def test_a_call_finds_what_looking_finds(body: str) -> None:
         assert (counts.rows, counts.groups) == ((found * rows).sum(), (found * -(-rows // 16)).sum())
 
 
+@pytest.mark.parametrize(("signed", "visited"), [(1, 0), (2, 4)])
+def test_a_call_computes_what_no_position_changes(signed: int, visited: int) -> None:
+    """Its value, as kernels do: a range of atan(0.0) holds more than 0."""
+    keep = variant("head_dim 16 param signed: i32 mask 0.0 != atan(-5.0 + 5.0 * (signed % 2)) + 0.1 - 0.1").keep
+    sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": 20, "Nk": 20}
+    call = Call(Shape(1, 1, 1, 20, 20), (0, 0, 0, 0), sizes, {"signed": signed}, loads_of_kernels({}))
+    assert counts_of_call(keep, call, 16, 16).visited == visited
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", BY_POSITIONS)
 def test_bytes_of_a_shape_are_those_of_a_call(name: str, target: str) -> None:

@@ -181,6 +181,7 @@ FG_DEVICE float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
 
 FG_DEVICE float sin(float x) { return sinf(x); }
 FG_DEVICE float cos(float x) { return cosf(x); }
+FG_DEVICE float atan(float x) { return atanf(x); }
 FG_DEVICE float pow(float x, float y) { return powf(x, y); }
 
 }  // namespace fg
