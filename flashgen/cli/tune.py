@@ -80,9 +80,10 @@ def tune(
 ) -> None:
     """Measure the candidates of a spec on the device at hand, and keep the winner.
 
-    Every candidate takes turns with the planner's choice. Winners are kept by device, spec and class of shapes, and
-    later loads of the spec use the one that was tuned last; tiles that the spec pins stay as they are. Ctrl-C keeps
-    what was measured, and the next run goes on from there.
+    Every candidate takes turns with the planner's choice. Winners are kept by device, spec and class of shapes.
+    Calls of later loads take the winner of the nearest class, as long as no size is more than four times as large or as
+    small; others take the planner's. Tiles that the spec pins stay as they are. Ctrl-C keeps what was measured, and the
+    next run goes on from there.
     """
     from flashgen.benchmark.device import cuda_is_there
     from flashgen.tuned import TunedStore

@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from flashgen.diagnostics import SpecError, nearest, quoted_list
 from flashgen.flex.captured import Captured, Lifting
-from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING, Plain
+from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
 from flashgen.flex.indexing import extents, index, row_answer
 from flashgen.flex.numbers import Guards, Host, Number, Recipe
 from flashgen.flex.places import border, refuse, refuse_at, refuse_raised
+from flashgen.flex.rules import Plain
 from flashgen.flex.values import FLOAT, Row, Session, Symbolic, Value, convert, scalar_of, symbolic
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position

@@ -95,4 +95,7 @@ class Shard:
                     f"({name}_start = {start}, local length {length})"
                 )
             if total >= MOST_POSITIONS:
-                raise ValueError(f"'{name}_total' is {total}; it must be less than {MOST_POSITIONS} (2**30)")
+                raise ValueError(
+                    f"'{name}_total' is {total}; it must be less than {MOST_POSITIONS} (2**30) "
+                    f"({name}_start = {start}, local length {length})"
+                )

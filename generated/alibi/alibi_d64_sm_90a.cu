@@ -2836,6 +2836,117 @@ template <class T> struct Block {
     if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
   }
 
+  FG_DEVICE void multiply_window() {
+    await_q();
+    if (visits.count() == 0) return release_q();
+    if constexpr (!P::tensor_copies) copy_next_part(0);
+    Weights p;
+    if (visits.partials() > 0) first<true>(p);
+    else first<false>(p);
+    int n = 1;
+    multiply_visits(p, n);
+    release_q();
+    await_part(n);
+    fg::begin_products(o, p);
+    fg::start_product_across(o, p, v_tile(n - 1));
+    fg::warpgroup_commit();
+    fg::wait_products<0>(o, p);
+    release_part(n);
+  }
+  // Up to the last one, whose V remains.
+  FG_DEVICE void multiply_visits(Weights& p, int& n) {
+#pragma unroll 1
+    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(p, n);
+#pragma unroll 1
+    for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
+  }
+
+  FG_DEVICE void await_q() const {
+    if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
+  }
+  FG_DEVICE void release_q() const {
+    if (has_producers && ends()) q_signals().release(visits.noted(&Notes::ordinal));
+  }
+  // Without warps that copy, where the places of part n are free.
+  FG_DEVICE void copy_next_part(int n) {
+    if constexpr (P::tensor_copies) {
+      // in turn: what it takes a warp, others wait for
+      if (threadIdx.x == 32 * fg::stage_of<P::warps>(n)) start_part(n);
+      return;
+    }
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BC;
+      fg::copy_rows_async<threads, D>(k_tile(n), rows_of_k<T>(a, visits.noted(&Notes::k)), first, kv_len - first);
+    }
+    if (n > 0) {
+      const int first = visits.tile(n - 1) * BC;
+      fg::copy_rows_async<threads, DV>(v_tile(n - 1), rows_of_v<T>(a, visits.noted(&Notes::v)), first, kv_len - first);
+    }
+    fg::copy_async_commit();
+  }
+  FG_DEVICE void await_part(int n) {
+    if constexpr (P::tensor_copies) {
+      if constexpr (!has_producers) Team::barrier();  // everyone is done with the places of part n + 1
+      signals().await(parts_before + n);
+      return;
+    }
+    fg::copy_async_wait<0>();
+    fg::publish_shared();
+    Team::barrier();  // part n is there, and everyone is done with the places of part n + 1
+    if (n < visits.count()) copy_next_part(n + 1);
+  }
+  FG_DEVICE void release_part([[maybe_unused]] int n) const {
+    if constexpr (has_producers) signals().release(parts_before + n);
+  }
+  // Without warps that copy, once products run that hide what it takes a thread.
+  FG_DEVICE void follow_part(int n) {
+    if constexpr (self_loading) {
+      copy_next_part(n + 1);
+    }
+  }
+
+  template <bool masked> FG_DEVICE void first(Weights& p) {
+    await_part(0);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
+    fg::warpgroup_commit();
+    fg::wait_products<0>(s);
+    float shrink[2];  // of what the windows before have left in O
+    if (scores<masked>(s, 0, shrink)) rescale(shrink);
+    weigh_tile<masked>(s, 0);
+    release_part(0);
+    fg::round_into(p, s);
+  }
+
+  template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
+    await_part(n);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s, o, p);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
+    fg::warpgroup_commit();
+    fg::start_product_across(o, p, v_tile(n - 1));
+    fg::warpgroup_commit();
+    follow_part(n);
+    fg::wait_products<1>(s);
+    float shrink[2];
+    const bool grown = scores<masked>(s, n, shrink);
+    weigh_tile<masked>(s, n);
+    if (grown) {  // two waits: with one, the assembler would move it before the exponentials
+      fg::wait_products<0>(o, p);
+      rescale(shrink);
+    } else {
+      fg::wait_products<0>(o, p);
+    }
+    release_part(n);
+    fg::round_into(p, s);
+  }
+
+  // Scores to P.
+  template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
+    exponentials(s);
+  }
+
   // ---- persistent blocks ----
   // They take one query tile after another. A list of visits stands for one window of one query tile.
 
@@ -2851,6 +2962,7 @@ template <class T> struct Block {
     fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
     fg::shared_store(&visits.notes()->ordinal, ordinal);
   }
+
 // -- with producer warps --
   // Of the warps that do not multiply one streams Q and the parts, the others find what the next tile visits: what
   // begins and ends a tile is hidden by products of another.
@@ -2961,117 +3073,6 @@ template <class T> struct Block {
     if (visits.count() == NO_MORE) return false;
     parts_before = visits.noted(&Notes::parts_before);
     return true;
-  }
-
-  FG_DEVICE void multiply_window() {
-    await_q();
-    if (visits.count() == 0) return release_q();
-    if constexpr (!P::tensor_copies) copy_next_part(0);
-    Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
-    int n = 1;
-    multiply_visits(p, n);
-    release_q();
-    await_part(n);
-    fg::begin_products(o, p);
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    fg::wait_products<0>(o, p);
-    release_part(n);
-  }
-  // Up to the last one, whose V remains.
-  FG_DEVICE void multiply_visits(Weights& p, int& n) {
-#pragma unroll 1
-    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(p, n);
-#pragma unroll 1
-    for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
-  }
-
-  FG_DEVICE void await_q() const {
-    if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
-  }
-  FG_DEVICE void release_q() const {
-    if (has_producers && ends()) q_signals().release(visits.noted(&Notes::ordinal));
-  }
-  // Without warps that copy, where the places of part n are free.
-  FG_DEVICE void copy_next_part(int n) {
-    if constexpr (P::tensor_copies) {
-      // in turn: what it takes a warp, others wait for
-      if (threadIdx.x == 32 * fg::stage_of<P::warps>(n)) start_part(n);
-      return;
-    }
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      fg::copy_rows_async<threads, D>(k_tile(n), rows_of_k<T>(a, visits.noted(&Notes::k)), first, kv_len - first);
-    }
-    if (n > 0) {
-      const int first = visits.tile(n - 1) * BC;
-      fg::copy_rows_async<threads, DV>(v_tile(n - 1), rows_of_v<T>(a, visits.noted(&Notes::v)), first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE void await_part(int n) {
-    if constexpr (P::tensor_copies) {
-      if constexpr (!has_producers) Team::barrier();  // everyone is done with the places of part n + 1
-      signals().await(parts_before + n);
-      return;
-    }
-    fg::copy_async_wait<0>();
-    fg::publish_shared();
-    Team::barrier();  // part n is there, and everyone is done with the places of part n + 1
-    if (n < visits.count()) copy_next_part(n + 1);
-  }
-  FG_DEVICE void release_part([[maybe_unused]] int n) const {
-    if constexpr (has_producers) signals().release(parts_before + n);
-  }
-  // Without warps that copy, once products run that hide what it takes a thread.
-  FG_DEVICE void follow_part(int n) {
-    if constexpr (self_loading) {
-      copy_next_part(n + 1);
-    }
-  }
-
-  template <bool masked> FG_DEVICE void first(Weights& p) {
-    await_part(0);
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
-    fg::warpgroup_commit();
-    fg::wait_products<0>(s);
-    float shrink[2];  // of what the windows before have left in O
-    if (scores<masked>(s, 0, shrink)) rescale(shrink);
-    weigh_tile<masked>(s, 0);
-    release_part(0);
-    fg::round_into(p, s);
-  }
-
-  template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
-    await_part(n);
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s, o, p);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
-    fg::warpgroup_commit();
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    follow_part(n);
-    fg::wait_products<1>(s);
-    float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
-    weigh_tile<masked>(s, n);
-    if (grown) {  // two waits: with one, the assembler would move it before the exponentials
-      fg::wait_products<0>(o, p);
-      rescale(shrink);
-    } else {
-      fg::wait_products<0>(o, p);
-    }
-    release_part(n);
-    fg::round_into(p, s);
-  }
-
-  // Scores to P.
-  template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
-    exponentials(s);
   }
 
   // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
@@ -3586,6 +3587,85 @@ template <class T, bool atomic, Adding how> struct Block {
     return {a, u, x, visits.noted(&Notes::head), {first, fg::min(BC, kv_len - first)}};
   }
 
+  // ---- prologue ----
+
+  FG_DEVICE void run() {
+    if constexpr (P::producers > 0) {
+      static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
+                    (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
+                    "nobody waits for registers that there are not");
+      if (is_producer()) {
+        fg::give_registers<P::producer_registers>();
+        copy_windows();
+      } else {
+        fg::take_registers<P::registers>();
+        compute();
+      }
+    } else {
+      compute();
+    }
+  }
+
+  FG_DEVICE void compute() {
+    const Place place = locate(block_number(a));
+    begin_keys(place);
+    visit_heads(place);
+    store_keys(this->place());
+  }
+  // K and V are on their way, and it is known which they are.
+  FG_DEVICE void begin_keys(const Place& place) const {
+    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
+    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
+    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
+    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
+    fg::copy_async_commit();
+    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
+  }
+
+  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
+  FG_DEVICE void visit_heads(const Place& place) {
+    fg::clear(dk);
+    fg::clear(dv);
+#pragma unroll 1
+    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
+      const Place own = this->place();
+      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
+      x = make_head(a, u, b, h);
+      Team::barrier();  // everyone is done with the head before
+      if (threadIdx.x == 0) {
+        if constexpr (P::tensor_copies) {  // slabs in the place of elements
+          fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
+          fg::shared_store(&visits.notes()->d_o, fg::slab_of(maps->d_o, b, h));
+        } else {
+          fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
+          fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
+        }
+        fg::shared_store(&visits.notes()->head, head);
+      }
+      Team::barrier();
+      x.origin = int(a.kv_start) + column0();
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
+        columns[k] = c;
+      }
+      sum_by_slope = 0.0f;
+#pragma unroll 1
+      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
+        if constexpr (P::producers > 0) fg::barrier_meet(LIST_FREE, P::threads);
+        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
+        if constexpr (P::tensor_copies) make_signals(n > 0 || window > 0);
+        Team::barrier();  // everyone is done with the last tiles of the window before
+        if constexpr (P::warpgroups) multiply_window();
+        else visit();
+      }
+      finish_head();
+    }
+    finish_keys();
+  }
+
+  // ---- mainloop ----
+
   // The tiles of one window.
   FG_DEVICE void visit() {
     load_q(0);
@@ -3644,7 +3724,73 @@ template <class T, bool atomic, Adding how> struct Block {
       load_q(n + 1);
     }
   }
-// ---- by warpgroups, of 64 keys each ----
+
+  // This lane's first query of a tile.
+  FG_DEVICE int begin_of_tile(int row0) const {
+    return int(a.q_start) + row0 + part * 8 * s_tiles + fg::fragment_column(0);
+  }
+  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
+  template <bool masked>
+  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
+    const int row0 = visits.tile(n) * BR;
+    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
+    float sum_by_slope = 0.0f;  // short sums of sums lose less than one long sum
+    const int keys = kv_len - column0();
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
+        Row r = make<masked>(n, row0, row);
+        // one conversion for the whole tile
+        r.near = fg::to_float(begin_of_tile(row0) - x.origin), r.step = float(8 * t + e);
+        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
+        const float top = fg::shared_load(rows(RowWords::top, n) + row) - row_score(a, u, x, r);
+#pragma unroll
+        for (int k = 0; k < 2 * m_tiles; ++k) {
+          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
+          const Column& c = columns[k];
+          [[maybe_unused]] bool kept = true;
+          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
+          const float dot = value;
+          const float e_ = score(a, u, x, r, c, dot);
+          kept = kept && e_ != -INFINITY;
+          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
+          float d_weight = d_value;
+          const float d_score = p * (d_weight - delta);
+          value = p;
+          d_value = d_score;
+          // ∂L/∂slope[h]
+          if (kept) sum_by_slope += d_score * score_by_slope(a, u, x, r, c, dot);
+        }
+      }
+    this->sum_by_slope += sum_by_slope;
+  }
+  FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
+
+  // dQ += dS K: the warps divide the tile into rows and, where there are more of them, into columns.
+  FG_DEVICE void add_to_dq(int n) {
+    const int row0 = visits.tile(n) * BR;
+    constexpr int row_warps = fg::largest_divisor(BR / 16, P::warps), row_tiles = BR / 16 / row_warps;
+    constexpr int column_warps = fg::largest_divisor(DP / 16, P::warps / row_warps), q_tiles = DP / 8 / column_warps;
+    const int warp = fg::warp_index(), row = warp % row_warps * 16 * row_tiles, column = warp / row_warps * 8 * q_tiles;
+    if (warp / row_warps >= column_warps) return;
+    fg::Accumulators<row_tiles, q_tiles> dq;
+    fg::clear(dq);
+    fg::product_across(dq, ds_tile(n), row, k_tile(), column);
+    const int groups = (q_len + 15) / 16;  // of 16 rows
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      const int group = (row0 + row) / 16 + m;
+      if (group >= groups) continue;
+      float* const sums =
+          dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * groups + group) * (16 * DP) + column / 8 * 128;
+#pragma unroll
+      for (int t = 0; t < q_tiles; ++t) fg::global_add_fragment(sums + 128 * t, dq.at[m][t]);
+    }
+  }
+
+  // ---- by warpgroups, of 64 keys each ----
   // A product runs while the next one's operand is computed. Warps of their own copy Q, dO and what rows carry; without
   // such warps everyone copies a tile while the one before is worked on, and what hides the rest is another block.
   // Where tensor copies bring Q and dO, one thread starts those of a tile, and the others wait for its signal.
@@ -4042,70 +4188,7 @@ template <class T, bool atomic, Adding how> struct Block {
     fg::bulk_commit();
   }
 
-  // This lane's first query of a tile.
-  FG_DEVICE int begin_of_tile(int row0) const {
-    return int(a.q_start) + row0 + part * 8 * s_tiles + fg::fragment_column(0);
-  }
-  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
-  template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
-    const int row0 = visits.tile(n) * BR;
-    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
-    float sum_by_slope = 0.0f;  // short sums of sums lose less than one long sum
-    const int keys = kv_len - column0();
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
-        Row r = make<masked>(n, row0, row);
-        // one conversion for the whole tile
-        r.near = fg::to_float(begin_of_tile(row0) - x.origin), r.step = float(8 * t + e);
-        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
-        const float top = fg::shared_load(rows(RowWords::top, n) + row) - row_score(a, u, x, r);
-#pragma unroll
-        for (int k = 0; k < 2 * m_tiles; ++k) {
-          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
-          const Column& c = columns[k];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
-          const float dot = value;
-          const float e_ = score(a, u, x, r, c, dot);
-          kept = kept && e_ != -INFINITY;
-          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-          // ∂L/∂slope[h]
-          if (kept) sum_by_slope += d_score * score_by_slope(a, u, x, r, c, dot);
-        }
-      }
-    this->sum_by_slope += sum_by_slope;
-  }
-  FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
-
-  // dQ += dS K: the warps divide the tile into rows and, where there are more of them, into columns.
-  FG_DEVICE void add_to_dq(int n) {
-    const int row0 = visits.tile(n) * BR;
-    constexpr int row_warps = fg::largest_divisor(BR / 16, P::warps), row_tiles = BR / 16 / row_warps;
-    constexpr int column_warps = fg::largest_divisor(DP / 16, P::warps / row_warps), q_tiles = DP / 8 / column_warps;
-    const int warp = fg::warp_index(), row = warp % row_warps * 16 * row_tiles, column = warp / row_warps * 8 * q_tiles;
-    if (warp / row_warps >= column_warps) return;
-    fg::Accumulators<row_tiles, q_tiles> dq;
-    fg::clear(dq);
-    fg::product_across(dq, ds_tile(n), row, k_tile(), column);
-    const int groups = (q_len + 15) / 16;  // of 16 rows
-#pragma unroll
-    for (int m = 0; m < row_tiles; ++m) {
-      const int group = (row0 + row) / 16 + m;
-      if (group >= groups) continue;
-      float* const sums =
-          dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * groups + group) * (16 * DP) + column / 8 * 128;
-#pragma unroll
-      for (int t = 0; t < q_tiles; ++t) fg::global_add_fragment(sums + 128 * t, dq.at[m][t]);
-    }
-  }
+  // ---- epilogue ----
 
   // The gradients of captured values that do not go further than one query head.
   FG_DEVICE void finish_head() {
@@ -4149,81 +4232,6 @@ template <class T, bool atomic, Adding how> struct Block {
     Team::barrier();
     fg::store_rows<threads, D>(to_dk, k_tile(), int(threadIdx.x), 0, BC, place.count);
     fg::store_rows<threads, DV>(to_dv, v_tile(), int(threadIdx.x), 0, BC, place.count);
-  }
-
-  FG_DEVICE void run() {
-    if constexpr (P::producers > 0) {
-      static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
-                    (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
-                    "nobody waits for registers that there are not");
-      if (is_producer()) {
-        fg::give_registers<P::producer_registers>();
-        copy_windows();
-      } else {
-        fg::take_registers<P::registers>();
-        compute();
-      }
-    } else {
-      compute();
-    }
-  }
-
-  FG_DEVICE void compute() {
-    const Place place = locate(block_number(a));
-    begin_keys(place);
-    visit_heads(place);
-    store_keys(this->place());
-  }
-  // K and V are on their way, and it is known which they are.
-  FG_DEVICE void begin_keys(const Place& place) const {
-    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
-    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
-    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
-    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
-    fg::copy_async_commit();
-    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
-  }
-
-  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
-  FG_DEVICE void visit_heads(const Place& place) {
-    fg::clear(dk);
-    fg::clear(dv);
-#pragma unroll 1
-    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
-      const Place own = this->place();
-      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
-      x = make_head(a, u, b, h);
-      Team::barrier();  // everyone is done with the head before
-      if (threadIdx.x == 0) {
-        if constexpr (P::tensor_copies) {  // slabs in the place of elements
-          fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
-          fg::shared_store(&visits.notes()->d_o, fg::slab_of(maps->d_o, b, h));
-        } else {
-          fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
-          fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
-        }
-        fg::shared_store(&visits.notes()->head, head);
-      }
-      Team::barrier();
-      x.origin = int(a.kv_start) + column0();
-#pragma unroll
-      for (int k = 0; k < 2 * m_tiles; ++k) {
-        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
-        columns[k] = c;
-      }
-      sum_by_slope = 0.0f;
-#pragma unroll 1
-      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-        if constexpr (P::producers > 0) fg::barrier_meet(LIST_FREE, P::threads);
-        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
-        if constexpr (P::tensor_copies) make_signals(n > 0 || window > 0);
-        Team::barrier();  // everyone is done with the last tiles of the window before
-        if constexpr (P::warpgroups) multiply_window();
-        else visit();
-      }
-      finish_head();
-    }
-    finish_keys();
   }
 };
 

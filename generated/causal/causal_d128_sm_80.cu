@@ -2590,6 +2590,7 @@ template <class Find> FG_DEVICE RowOffset row_offset(const Arguments& a, float l
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache
 // still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
+
 // ---- delta = rowsum(dO ∘ O) - d(lse) ----
 // A block takes `rows` rows, `lanes` neighbouring threads each; the blocks together clear the sums of dQ, if need be.
 
@@ -2781,6 +2782,58 @@ template <class T, bool atomic> struct Block {
     return {a, u, x, visits.noted(&Notes::head), {first, fg::min(BC, kv_len - first)}};
   }
 
+  // ---- prologue ----
+
+  FG_DEVICE void run() {
+    const Place place = locate(block_number(a));
+    begin_keys(place);
+    visit_heads(place);
+    store_keys(this->place());
+  }
+  // K and V are on their way, and it is known which they are.
+  FG_DEVICE void begin_keys(const Place& place) const {
+    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
+    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
+    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
+    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
+    fg::copy_async_commit();
+    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
+  }
+
+  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
+  FG_DEVICE void visit_heads(const Place& place) {
+    fg::clear(dk);
+    fg::clear(dv);
+#pragma unroll 1
+    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
+      const Place own = this->place();
+      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
+      x = make_head(a, u, b, h);
+      Team::barrier();  // everyone is done with the head before
+      if (threadIdx.x == 0) {
+        fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
+        fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
+        fg::shared_store(&visits.notes()->head, head);
+      }
+      Team::barrier();
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
+        columns[k] = c;
+      }
+#pragma unroll 1
+      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
+        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
+        Team::barrier();  // everyone is done with the last tiles of the window before
+        visit();
+      }
+      finish_head();
+    }
+    finish_keys();
+  }
+
+  // ---- mainloop ----
+
   // The tiles of one window.
   FG_DEVICE void visit() {
     load_q(0);
@@ -2839,6 +2892,7 @@ template <class T, bool atomic> struct Block {
       load_q(n + 1);
     }
   }
+
   // Whether the scores of a row of this warp's part of a tile are extreme. The products of such rows are counted from
   // what the forward pass has counted them from.
   FG_DEVICE bool any_extreme(int n) const {
@@ -2919,6 +2973,8 @@ template <class T, bool atomic> struct Block {
     }
   }
 
+  // ---- epilogue ----
+
   // The gradients of captured values that do not go further than one query head.
   FG_DEVICE void finish_head() {
   }
@@ -2950,54 +3006,6 @@ template <class T, bool atomic> struct Block {
     Team::barrier();
     fg::store_rows<threads, D>(to_dk, k_tile(), int(threadIdx.x), 0, BC, place.count);
     fg::store_rows<threads, DV>(to_dv, v_tile(), int(threadIdx.x), 0, BC, place.count);
-  }
-
-  FG_DEVICE void run() {
-    const Place place = locate(block_number(a));
-    begin_keys(place);
-    visit_heads(place);
-    store_keys(this->place());
-  }
-  // K and V are on their way, and it is known which they are.
-  FG_DEVICE void begin_keys(const Place& place) const {
-    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
-    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
-    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
-    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
-    fg::copy_async_commit();
-    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
-  }
-
-  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
-  FG_DEVICE void visit_heads(const Place& place) {
-    fg::clear(dk);
-    fg::clear(dv);
-#pragma unroll 1
-    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
-      const Place own = this->place();
-      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
-      x = make_head(a, u, b, h);
-      Team::barrier();  // everyone is done with the head before
-      if (threadIdx.x == 0) {
-        fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
-        fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
-        fg::shared_store(&visits.notes()->head, head);
-      }
-      Team::barrier();
-#pragma unroll
-      for (int k = 0; k < 2 * m_tiles; ++k) {
-        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
-        columns[k] = c;
-      }
-#pragma unroll 1
-      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
-        Team::barrier();  // everyone is done with the last tiles of the window before
-        visit();
-      }
-      finish_head();
-    }
-    finish_keys();
   }
 };
 

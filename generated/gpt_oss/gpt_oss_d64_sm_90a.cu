@@ -2810,88 +2810,6 @@ template <class T> struct Block {
     if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
   }
 
-  // ---- persistent blocks ----
-  // They take one query tile after another. A list of visits stands for one window of one query tile.
-
-  static constexpr int BEGINS = 1, ENDS = 2;  // a query tile, by the edges of a list
-  static constexpr int NO_MORE = -1;          // in the place of a count
-
-  FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
-  FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
-  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + BR - 1) / BR); }
-  // By one thread: what the others read of a list beside the visits.
-  FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
-    note(place, head);
-    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
-    fg::shared_store(&visits.notes()->ordinal, ordinal);
-  }
-
-  // -- where those who multiply do all --
-  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
-
-  FG_DEVICE void run_self_loading() {
-    if (threadIdx.x == 0) {
-      q_signals().make(false, threads, 1);
-      // As if query tile -1 had ended.
-      set_visits(visits.list, 0, 0, 0);
-      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
-      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
-    }
-    next_work_tile = fg::block_index();
-    Team::barrier();
-#pragma unroll 1
-    for (bool first = true;; first = false) {
-      const Place before = this->place();
-      const bool ended = !first && ends();
-      advance_window();
-      if (ended) finish(before);
-      if (visits.count() == NO_MORE) return;
-      if (begins()) {
-        const Place place = this->place();
-        enter(place);
-        begin(place);
-      }
-      multiply_window();
-    }
-  }
-
-  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
-  // and starts what it begins with.
-  FG_DEVICE void advance_window() {
-    const bool another = ends();
-    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
-    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
-    Team::barrier();
-    const int number = visits.noted(another ? &Notes::next : &Notes::number);
-    if (number >= work_tiles()) {
-      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
-      Team::barrier();
-      return;
-    }
-    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
-    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
-    const Place place = locate(number);
-    const Head head = prepare(place, number, window, ordinal);
-    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
-    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
-    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
-  }
-  FG_DEVICE void fetch_next_work_tile() {
-    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
-  }
-  // What is done once it is known where a window's query tile lies.
-  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
-    const Head head = head_at(place);
-    if (threadIdx.x == 0) {
-      note(place, head, window, ordinal);
-      if (window == 0) {
-        fg::shared_store(&visits.notes()->number, number);
-        start_q(place, head, ordinal);
-      }
-    }
-    return head;
-  }
-
   FG_DEVICE void multiply_window() {
     await_q();
     if (visits.count() == 0) return release_q();
@@ -3002,6 +2920,88 @@ template <class T> struct Block {
   // Scores to P.
   template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
     exponentials(s);
+  }
+
+  // ---- persistent blocks ----
+  // They take one query tile after another. A list of visits stands for one window of one query tile.
+
+  static constexpr int BEGINS = 1, ENDS = 2;  // a query tile, by the edges of a list
+  static constexpr int NO_MORE = -1;          // in the place of a count
+
+  FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
+  FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
+  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + BR - 1) / BR); }
+  // By one thread: what the others read of a list beside the visits.
+  FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
+    note(place, head);
+    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
+    fg::shared_store(&visits.notes()->ordinal, ordinal);
+  }
+
+  // -- where those who multiply do all --
+  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
+
+  FG_DEVICE void run_self_loading() {
+    if (threadIdx.x == 0) {
+      q_signals().make(false, threads, 1);
+      // As if query tile -1 had ended.
+      set_visits(visits.list, 0, 0, 0);
+      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
+      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
+    }
+    next_work_tile = fg::block_index();
+    Team::barrier();
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+      const Place before = this->place();
+      const bool ended = !first && ends();
+      advance_window();
+      if (ended) finish(before);
+      if (visits.count() == NO_MORE) return;
+      if (begins()) {
+        const Place place = this->place();
+        enter(place);
+        begin(place);
+      }
+      multiply_window();
+    }
+  }
+
+  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
+  // and starts what it begins with.
+  FG_DEVICE void advance_window() {
+    const bool another = ends();
+    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
+    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
+    Team::barrier();
+    const int number = visits.noted(another ? &Notes::next : &Notes::number);
+    if (number >= work_tiles()) {
+      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
+      Team::barrier();
+      return;
+    }
+    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
+    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
+    const Place place = locate(number);
+    const Head head = prepare(place, number, window, ordinal);
+    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
+    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
+    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
+  }
+  FG_DEVICE void fetch_next_work_tile() {
+    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
+  }
+  // What is done once it is known where a window's query tile lies.
+  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
+    const Head head = head_at(place);
+    if (threadIdx.x == 0) {
+      note(place, head, window, ordinal);
+      if (window == 0) {
+        fg::shared_store(&visits.notes()->number, number);
+        start_q(place, head, ordinal);
+      }
+    }
+    return head;
   }
 
   // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
@@ -3553,6 +3553,86 @@ template <class T, bool atomic, Adding how> struct Block {
     return {a, u, x, visits.noted(&Notes::head), {first, fg::min(BC, kv_len - first)}};
   }
 
+  // ---- prologue ----
+
+  FG_DEVICE void run() {
+    if constexpr (P::producers > 0) {
+      static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
+                    (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
+                    "nobody waits for registers that there are not");
+      if (is_producer()) {
+        fg::give_registers<P::producer_registers>();
+        copy_windows();
+      } else {
+        fg::take_registers<P::registers>();
+        compute();
+      }
+    } else {
+      compute();
+    }
+  }
+
+  FG_DEVICE void compute() {
+    if constexpr (persistent) return run_persistent();
+    const Place place = locate(block_number(a));
+    begin_keys(place);
+    visit_heads(place);
+    store_keys(this->place());
+  }
+  // K and V are on their way, and it is known which they are.
+  FG_DEVICE void begin_keys(const Place& place) const {
+    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
+    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
+    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
+    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
+    fg::copy_async_commit();
+    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
+  }
+
+  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
+  // `first`: it is the block's first key tile; `started`: its list and its first tile of queries are on their way.
+  FG_DEVICE void visit_heads(const Place& place, bool first = true, bool started = false) {
+    fg::clear(dk);
+    fg::clear(dv);
+#pragma unroll 1
+    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
+      const Place own = n == 0 ? place : this->place();
+      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
+      x = make_head(a, u, b, h);
+      Team::barrier();  // everyone is done with the head before
+      if (threadIdx.x == 0) {
+        if constexpr (P::tensor_copies) {  // slabs in the place of elements
+          fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
+          fg::shared_store(&visits.notes()->d_o, fg::slab_of(maps->d_o, b, h));
+        } else {
+          fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
+          fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
+        }
+        fg::shared_store(&visits.notes()->head, head);
+      }
+      Team::barrier();
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
+        columns[k] = c;
+      }
+#pragma unroll 1
+      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
+        if constexpr (P::producers > 0) fg::barrier_meet(LIST_FREE, P::threads);
+        const bool begins = n == 0 && window == 0;
+        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
+        if constexpr (P::tensor_copies) if (!(started && begins)) make_signals(!first || !begins);
+        Team::barrier();  // everyone is done with the last tiles of the window before
+        if constexpr (P::warpgroups) multiply_window(begins, started && begins);
+        else visit();
+      }
+      finish_head();
+    }
+    finish_keys();
+  }
+
+  // ---- mainloop ----
+
   // The tiles of one window.
   FG_DEVICE void visit() {
     load_q(0);
@@ -3611,7 +3691,88 @@ template <class T, bool atomic, Adding how> struct Block {
       load_q(n + 1);
     }
   }
-// ---- by warpgroups, of 64 keys each ----
+
+  // Whether the scores of a row of this warp's part of a tile are extreme. The products of such rows are counted from
+  // what the forward pass has counted them from.
+  FG_DEVICE bool any_extreme(int n) const {
+    static_assert(s_tiles <= 16, "a lane looks at four rows");
+    const int lane = fg::lane_index();
+    const uint16_t* const own = marks(n) + part * 8 * s_tiles;
+    uint2 four = {0, 0};
+    if (lane < 2 * s_tiles) four = fg::shared_load(reinterpret_cast<const uint2*>(own) + lane);
+    return fg::ballot((four.x | four.y) != 0) != 0;
+  }
+  FG_DEVICE void count_from_tops(fg::Accumulators<m_tiles, s_tiles>& s, int n) const {
+    const int64_t row0 = int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR;
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
+        float top = 0.0f;
+        if (fg::shared_load(marks(n) + row) != 0) top = fg::global_load(a.lse_parts + 2 * (row0 + row));
+#pragma unroll
+        for (int k = 0; k < 2 * m_tiles; ++k) {
+          float& value = s.at[k / 2][t][k % 2 * 2 + e];
+          value = __fadd_rn(value, -top);
+        }
+      }
+  }
+  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
+  template <bool masked>
+  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
+    const int row0 = visits.tile(n) * BR;
+    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
+    if (any_extreme(n)) count_from_tops(s, n);
+    const int keys = kv_len - column0();
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
+        Row r = make<masked>(n, row0, row);
+        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
+#pragma unroll
+        for (int k = 0; k < 2 * m_tiles; ++k) {
+          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
+          const Column& c = columns[k];
+          [[maybe_unused]] bool kept = true;
+          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
+          const float dot = value;
+          float p = fg::exp2_approximate(dot * 0.18033688f - lse);
+          if (masked && !kept) p = 0.0f;
+          float d_weight = d_value;
+          const float d_score = p * (d_weight - delta);
+          value = p;
+          d_value = d_score;
+        }
+      }
+  }
+  FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
+
+  // dQ += dS K: the warps divide the tile into rows and, where there are more of them, into columns.
+  FG_DEVICE void add_to_dq(int n) {
+    const int row0 = visits.tile(n) * BR;
+    constexpr int row_warps = fg::largest_divisor(BR / 16, P::warps), row_tiles = BR / 16 / row_warps;
+    constexpr int column_warps = fg::largest_divisor(DP / 16, P::warps / row_warps), q_tiles = DP / 8 / column_warps;
+    const int warp = fg::warp_index(), row = warp % row_warps * 16 * row_tiles, column = warp / row_warps * 8 * q_tiles;
+    if (warp / row_warps >= column_warps) return;
+    fg::Accumulators<row_tiles, q_tiles> dq;
+    fg::clear(dq);
+    fg::product_across(dq, ds_tile(n), row, k_tile(), column);
+    const int groups = (q_len + 15) / 16;  // of 16 rows
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) {
+      const int group = (row0 + row) / 16 + m;
+      if (group >= groups) continue;
+      float* const sums =
+          dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * groups + group) * (16 * DP) + column / 8 * 128;
+#pragma unroll
+      for (int t = 0; t < q_tiles; ++t) fg::global_add_fragment(sums + 128 * t, dq.at[m][t]);
+    }
+  }
+
+  // ---- by warpgroups, of 64 keys each ----
   // A product runs while the next one's operand is computed. Warps of their own copy Q, dO and what rows carry; without
   // such warps everyone copies a tile while the one before is worked on, and what hides the rest is another block.
   // Where tensor copies bring Q and dO, one thread starts those of a tile, and the others wait for its signal.
@@ -3997,85 +4158,7 @@ template <class T, bool atomic, Adding how> struct Block {
     fg::bulk_commit();
   }
 
-  // Whether the scores of a row of this warp's part of a tile are extreme. The products of such rows are counted from
-  // what the forward pass has counted them from.
-  FG_DEVICE bool any_extreme(int n) const {
-    static_assert(s_tiles <= 16, "a lane looks at four rows");
-    const int lane = fg::lane_index();
-    const uint16_t* const own = marks(n) + part * 8 * s_tiles;
-    uint2 four = {0, 0};
-    if (lane < 2 * s_tiles) four = fg::shared_load(reinterpret_cast<const uint2*>(own) + lane);
-    return fg::ballot((four.x | four.y) != 0) != 0;
-  }
-  FG_DEVICE void count_from_tops(fg::Accumulators<m_tiles, s_tiles>& s, int n) const {
-    const int64_t row0 = int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR;
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
-        float top = 0.0f;
-        if (fg::shared_load(marks(n) + row) != 0) top = fg::global_load(a.lse_parts + 2 * (row0 + row));
-#pragma unroll
-        for (int k = 0; k < 2 * m_tiles; ++k) {
-          float& value = s.at[k / 2][t][k % 2 * 2 + e];
-          value = __fadd_rn(value, -top);
-        }
-      }
-  }
-  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
-  template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
-    const int row0 = visits.tile(n) * BR;
-    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
-    if (any_extreme(n)) count_from_tops(s, n);
-    const int keys = kv_len - column0();
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
-        Row r = make<masked>(n, row0, row);
-        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
-#pragma unroll
-        for (int k = 0; k < 2 * m_tiles; ++k) {
-          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
-          const Column& c = columns[k];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
-          const float dot = value;
-          float p = fg::exp2_approximate(dot * 0.18033688f - lse);
-          if (masked && !kept) p = 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-        }
-      }
-  }
-  FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
-
-  // dQ += dS K: the warps divide the tile into rows and, where there are more of them, into columns.
-  FG_DEVICE void add_to_dq(int n) {
-    const int row0 = visits.tile(n) * BR;
-    constexpr int row_warps = fg::largest_divisor(BR / 16, P::warps), row_tiles = BR / 16 / row_warps;
-    constexpr int column_warps = fg::largest_divisor(DP / 16, P::warps / row_warps), q_tiles = DP / 8 / column_warps;
-    const int warp = fg::warp_index(), row = warp % row_warps * 16 * row_tiles, column = warp / row_warps * 8 * q_tiles;
-    if (warp / row_warps >= column_warps) return;
-    fg::Accumulators<row_tiles, q_tiles> dq;
-    fg::clear(dq);
-    fg::product_across(dq, ds_tile(n), row, k_tile(), column);
-    const int groups = (q_len + 15) / 16;  // of 16 rows
-#pragma unroll
-    for (int m = 0; m < row_tiles; ++m) {
-      const int group = (row0 + row) / 16 + m;
-      if (group >= groups) continue;
-      float* const sums =
-          dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * groups + group) * (16 * DP) + column / 8 * 128;
-#pragma unroll
-      for (int t = 0; t < q_tiles; ++t) fg::global_add_fragment(sums + 128 * t, dq.at[m][t]);
-    }
-  }
+  // ---- epilogue ----
 
   // The gradients of captured values that do not go further than one query head.
   FG_DEVICE void finish_head() {
@@ -4117,40 +4200,6 @@ template <class T, bool atomic, Adding how> struct Block {
     fg::store_rows<threads, DV>(to_dv, v_tile(), int(threadIdx.x), 0, BC, place.count);
   }
 
-  FG_DEVICE void run() {
-    if constexpr (P::producers > 0) {
-      static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
-                    (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
-                    "nobody waits for registers that there are not");
-      if (is_producer()) {
-        fg::give_registers<P::producer_registers>();
-        copy_windows();
-      } else {
-        fg::take_registers<P::registers>();
-        compute();
-      }
-    } else {
-      compute();
-    }
-  }
-
-  FG_DEVICE void compute() {
-    if constexpr (persistent) return run_persistent();
-    const Place place = locate(block_number(a));
-    begin_keys(place);
-    visit_heads(place);
-    store_keys(this->place());
-  }
-  // K and V are on their way, and it is known which they are.
-  FG_DEVICE void begin_keys(const Place& place) const {
-    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
-    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
-    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
-    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
-    fg::copy_async_commit();
-    if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
-  }
-
   // ---- persistent blocks ----
   // They take one key tile after another. K and V of the next one are on their way while dK and dV leave.
 
@@ -4179,48 +4228,6 @@ template <class T, bool atomic, Adding how> struct Block {
   // Once the products of a key tile have begun.
   FG_DEVICE void note_next() {
     if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
-  }
-
-  // dK and dV, and what goes no further than one key tile, of the query heads that share it.
-  // `first`: it is the block's first key tile; `started`: its list and its first tile of queries are on their way.
-  FG_DEVICE void visit_heads(const Place& place, bool first = true, bool started = false) {
-    fg::clear(dk);
-    fg::clear(dv);
-#pragma unroll 1
-    for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
-      const Place own = n == 0 ? place : this->place();
-      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
-      x = make_head(a, u, b, h);
-      Team::barrier();  // everyone is done with the head before
-      if (threadIdx.x == 0) {
-        if constexpr (P::tensor_copies) {  // slabs in the place of elements
-          fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
-          fg::shared_store(&visits.notes()->d_o, fg::slab_of(maps->d_o, b, h));
-        } else {
-          fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
-          fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
-        }
-        fg::shared_store(&visits.notes()->head, head);
-      }
-      Team::barrier();
-#pragma unroll
-      for (int k = 0; k < 2 * m_tiles; ++k) {
-        Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
-        columns[k] = c;
-      }
-#pragma unroll 1
-      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-        if constexpr (P::producers > 0) fg::barrier_meet(LIST_FREE, P::threads);
-        const bool begins = n == 0 && window == 0;
-        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
-        if constexpr (P::tensor_copies) if (!(started && begins)) make_signals(!first || !begins);
-        Team::barrier();  // everyone is done with the last tiles of the window before
-        if constexpr (P::warpgroups) multiply_window(begins, started && begins);
-        else visit();
-      }
-      finish_head();
-    }
-    finish_keys();
   }
 };
 

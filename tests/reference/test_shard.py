@@ -76,6 +76,10 @@ def test_sizes() -> None:
         ({"q_start": -1}, "'q_start' is -1"),
         ({"kv_total": 5}, "'kv_total' is 5, but this call reaches to 6"),
         ({"b_total": 2**30}, "'b_total' is 1073741824; it must be less than"),
+        (
+            {"q_start": 2**40},
+            "'q_total' is 1099511627781; it must be less than 1073741824 (2**30) (q_start = 1099511627776",
+        ),
     ],
 )
 def test_offsets_that_cannot_be(change: dict[str, int], message: str) -> None:

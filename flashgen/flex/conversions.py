@@ -1,0 +1,170 @@
+"""What PyTorch's conversions mean in a mod, values that are made there, and what is asked of one."""
+
+from __future__ import annotations
+
+import torch
+
+from flashgen.flex.places import refuse
+from flashgen.flex.rules import Plain, Rule, Rules
+from flashgen.flex.values import FLOAT, INT, NARROW, Session, Symbolic, Value, convert, scalar_of
+
+RULES = Rules()
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+_BITS = {
+    torch.bool: 1, torch.int8: 7, torch.uint8: 8, torch.int16: 15, torch.uint16: 16, torch.int32: 31, torch.uint32: 32,
+    torch.int64: 63, torch.float16: 16, torch.bfloat16: 16, torch.float32: 32, torch.float64: 64,
+}  # fmt: skip
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value in another of PyTorch's types."""
+    if value.dtype is dtype:
+        return value
+    if dtype not in _BITS:
+        refuse("E603", f"a mod cannot convert to {dtype}")
+    before, after = scalar_of(value.dtype), scalar_of(dtype)
+    loses = _BITS[dtype] < _BITS.get(value.dtype, 0) or (before is FLOAT and after is INT)
+    if after is FLOAT and dtype in (torch.float16, torch.bfloat16) and (loses or before is INT):
+        refuse(
+            "E603",
+            f"converting to {dtype} would round, and a mod is computed in 32 bits",
+            hints=("leave the conversion out",),
+        )
+    if after is INT and dtype in NARROW and loses:
+        refuse("E603", f"converting to {dtype} would drop bits", hints=("convert to torch.int32",))
+    return Value(convert(value.expr, after), dtype)
+
+
+def _caster(dtype: torch.dtype) -> Rule:
+    return lambda s, x, memory_format=None: cast(s.value(x), dtype)  # noqa: ARG005
+
+
+for _name, _dtype in _CASTS.items():
+    RULES[_name] = _caster(_dtype)
+
+
+@RULES.of("to", "type", "type_as", "_to_copy")
+def _converted(s: Session, x: object, *targets: object, dtype: object = None, **_others: object) -> Value:
+    """``x.to(dtype)``, ``x.to(other)``; a device, ``copy`` and ``non_blocking`` change nothing here."""
+    value = s.value(x)
+    for target in (*targets, dtype):
+        if isinstance(target, torch.dtype):
+            value = cast(value, target)
+        elif isinstance(target, torch.Tensor):
+            value = cast(value, target.held if isinstance(target, Symbolic) else target.dtype)
+    return value
+
+
+@RULES.of("clone", "contiguous", "__pos__", "positive", "alias", "view_as_real", "__deepcopy__")
+def _itself(s: Session, x: object, *_: object, memory_format: object = None) -> Value:  # noqa: ARG001
+    return s.value(x)
+
+
+@RULES.of("detach")
+def _detached(s: Session, x: object) -> Value:
+    value = s.value(x)
+    if scalar_of(value.dtype) is FLOAT:
+        refuse(
+            "E602",
+            "a mod cannot detach a value from the gradient",
+            hints=("detach the captured tensor outside of the mod",),
+        )
+    return value
+
+
+# -- values made anew --------------------------------------------------------------------------------------------------
+
+
+def _alone(size: object) -> None:
+    if isinstance(size, (tuple, list, torch.Size)) and len(size) == 0:
+        return
+    refuse("E603", "a mod makes numbers, not tensors with dimensions", hints=("give the size ()",))
+
+
+def _made(s: Session, value: object, dtype: object, otherwise: torch.dtype) -> Value:
+    made = s.value(value)
+    return cast(made._replace(weak=False), dtype if isinstance(dtype, torch.dtype) else otherwise)
+
+
+@RULES.of("new_full")
+def _new_full(s: Session, x: object, size: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
+    _alone(size)
+    return _made(s, fill_value, dtype, s.value(x).dtype)
+
+
+def _new(value: int) -> Rule:
+    def rule(s: Session, x: object, *sizes: object, size: object = (), dtype: object = None, **_: object) -> Value:
+        for each in (*sizes, size):
+            _alone(each)
+        return _made(s, value, dtype, s.value(x).dtype)
+
+    return rule
+
+
+RULES["new_zeros"], RULES["new_ones"] = _new(0), _new(1)
+
+
+@RULES.of("new_tensor")
+def _new_tensor(s: Session, x: object, data: object, *, dtype: object = None, **_: object) -> Value:
+    return _made(s, data, dtype, s.value(x).dtype)
+
+
+@RULES.of("full_like")
+def _full_like(s: Session, x: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
+    return _made(s, fill_value, dtype, s.value(x).dtype)
+
+
+def _like(value: int) -> Rule:
+    return lambda s, x, *, dtype=None, **_: _made(s, value, dtype, s.value(x).dtype)
+
+
+RULES["zeros_like"], RULES["ones_like"] = _like(0), _like(1)
+
+
+@RULES.of("tensor", "as_tensor", "scalar_tensor", "asarray")
+def _tensor(s: Session, data: object, *, dtype: object = None, **_: object) -> Value:
+    return _made(s, data, dtype, s.value(data).dtype)
+
+
+@RULES.of("full")
+def _full(s: Session, size: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
+    _alone(size)
+    return _made(s, fill_value, dtype, s.value(fill_value).dtype)
+
+
+# -- what is asked of a value ------------------------------------------------------------------------------------------
+
+
+RULES.update(
+    {
+        "get:dtype": lambda s, x: Plain(s.value(x).dtype),
+        "get:device": lambda s, _: Plain(s.device),
+        "get:is_cuda": lambda s, _: Plain(s.device.type == "cuda"),
+        "get:is_cpu": lambda s, _: Plain(s.device.type == "cpu"),
+        "get:shape": lambda *_: Plain(torch.Size(())),
+        "get:ndim": lambda *_: Plain(0),
+        "get:requires_grad": lambda *_: Plain(False),
+        "get:layout": lambda *_: Plain(torch.strided),
+        "dim": lambda *_: Plain(0),
+        "numel": lambda *_: Plain(1),
+        "size": lambda *_: Plain(torch.Size(())),
+        "is_floating_point": lambda s, x: Plain(s.value(x).dtype.is_floating_point),
+        "is_complex": lambda *_: Plain(False),
+        "is_contiguous": lambda *_: Plain(True),
+    }
+)

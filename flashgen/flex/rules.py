@@ -1,0 +1,79 @@
+"""What the tables of PyTorch's functions share: a rule a function, by the names of it, and what rules are made of.
+
+A rule takes a ``Session`` and the arguments as the mod gave them, and gives a symbolic value. Types and promotion are
+PyTorch's; an int has 64 bits there and 32 here, where ``overflow.py`` says whether that makes a difference. Numbers of
+16 bits are computed with in 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from flashgen.flex.places import refuse
+from flashgen.flex.values import FLOAT, NARROW, Session, Value, convert, node, promoted, scalar_of
+from flashgen.ir.expr import Expr
+
+Rule = Callable[..., Any]
+RuleOf = TypeVar("RuleOf", bound=Rule)
+
+
+class Rules(dict[str, Rule]):
+    """Rules by the names of functions and methods, which share them."""
+
+    def of(self, *names: str) -> Callable[[RuleOf], RuleOf]:
+        """Enter the function below under these names."""
+
+        def enter(function: RuleOf) -> RuleOf:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return enter
+
+
+class Plain:
+    """An answer that is no value of the mod."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+
+def common(*operands: Value, wraps: bool = True) -> tuple[torch.dtype, tuple[Expr, ...]]:
+    """The type of a result and the operands in it. ``wraps``: the result may leave the range of the type."""
+    dtype = promoted(*operands)
+    if wraps and dtype in NARROW:
+        refuse(
+            "E603",
+            f"arithmetic in {dtype} wraps at the ends of that type, which kernels do not do",
+            hints=("convert what is read first: t[h, kv_idx].int()",),
+        )
+    return dtype, tuple(convert(each.expr, scalar_of(dtype)) for each in operands)
+
+
+def numbers(s: Session, op: str, *operands: object, wraps: bool = True) -> Value:
+    """An operator over numbers of one type."""
+    dtype, args = common(*(s.value(each) for each in operands), wraps=wraps)
+    if dtype is torch.bool:
+        refuse("E603", f"PyTorch has no '{op}' for booleans", hints=("convert one of them: mask.int(), mask.float()",))
+    return Value(node(op, *args), dtype)
+
+
+def floats(s: Session, op: str, *operands: object) -> Value:
+    """An operator over floats; ints and booleans become such, in PyTorch's default type."""
+    dtype, args = reals(s, *operands)
+    return Value(node(op, *args), dtype)
+
+
+def reals(s: Session, *operands: object) -> tuple[torch.dtype, tuple[Expr, ...]]:
+    """Operands as floats, and the type of a result."""
+    values = [s.value(each) for each in operands]
+    dtype = promoted(*values)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    return dtype, tuple(convert(each.expr, FLOAT) for each in values)
+
+
+def swapped(rule: Rule) -> Rule:
+    """The same with its operands exchanged, as Python's reflected methods have them."""
+    return lambda s, x, y: rule(s, y, x)
