@@ -36,6 +36,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
 ) -> Any:
     """Attention over a cache: ``q`` [B, Nq, H, D] → ``o`` [B, Nq, H, Dv]; with ``return_softmax_lse`` ``(o, lse)``.
 
@@ -49,6 +52,9 @@ def flash_attn_with_kvcache(
     ``rotary_cos`` and ``rotary_sin``, [Nmax or more, R / 2], rotate the first R ≤ D features of q and of the new k,
     neighbours as pairs (``rotary_interleaved``) or halves. New keys are rotated by the rows that they are written to.
     Queries are rotated by the same rows where ``causal`` or a window counts positions; else all as the first new row.
+
+    A cache of ``torch.float8_e4m3fn`` is multiplied by ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one number;
+    k and v, of the type of q, are written to it divided by these.
 
     It runs on CPUs. There are no gradients. Raises ``ValueError`` and ``TypeError`` by name for arguments that do not
     fit.
@@ -74,7 +80,8 @@ def flash_attn_with_kvcache(
         k_rows = _rotated(k, angles(new), rotary_interleaved).transpose(1, 2)
     cached = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     places: dict[str, Any] = {
-        "block_table": block_table, "cache_batch_idx": cache_batch_idx, "leftpad": cache_leftpad
+        "block_table": block_table, "cache_batch_idx": cache_batch_idx, "leftpad": cache_leftpad,
+        "k_descale": k_descale, "v_descale": v_descale,
     }  # fmt: skip
     if batch > 0 and _has_short_sequences(cache_seqlens, new, queries):
         cache = cache_of(*cached, cache_seqlens, new=new, **places)
@@ -83,7 +90,7 @@ def flash_attn_with_kvcache(
         parts = [
             layer.op()(
                 cached[0][b : b + 1],
-                *(cache.rows(x, b, length, padding) for x in cached[1:]),
+                *(x.to(q.dtype) for x in cache.sequence(cached[1], cached[2], b, length, padding)),
                 return_lse=True,
                 **{name: x[b : b + 1] if name == "slopes" else x for name, x in captured.items()},
             )

@@ -26,6 +26,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     if not any(tile.kind for tile in tiles.values()):  # a target of one kind of kernel
         ragged = ", ragged" if call.lengths else ", cache" if call.cached else ""
         ragged += " in pages" if call.page and call.cached else ""
+        ragged += " of 8 bits" if call.eight_bits else ""
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
     symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
     if plan and any(each.sequences for each in counted):

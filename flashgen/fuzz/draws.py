@@ -58,7 +58,8 @@ class CallDraw:
     ragged batch, of queries and of keys; without them the call is dense. Then the shape holds the longest. ``cached``
     are the rows of each sequence in a cache, and those of them in front that are not its own; the shape holds the rows
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
-    ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody.
+    ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
+    of 8 bits and their factors.
     """
 
     head_dim: int
@@ -83,6 +84,7 @@ class CallDraw:
     new: int = 0
     splits: int = 0
     spare: int = 0
+    eight_bits: bool = False
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
         """The same call of these sequences."""
@@ -301,6 +303,7 @@ def _of_cache(chance: random.Random, drawn: CallDraw) -> CallDraw:
         new=chance.choice((0, 0, 1, queries)) if min(lengths) else 0,
         splits=chance.choice((0, 0, 0, 1, 2, 3, 7)),
         spare=chance.choice((0, 1, 3)),
+        eight_bits=chance.random() < 0.3,
     )
     return held.of_cache(cached, room, queries)
 

@@ -21,6 +21,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.reference.shard import Shard
+from flashgen.runtime.eight_bits import to_8_bits
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs, tensor_shape
@@ -39,7 +40,7 @@ class Held:
     """Where the rows of a cache lie: row n of sequence b in ``outer[b, n]``, its entry or page, at ``inner[n]``.
 
     ``cached`` are the rows of each sequence and those in front that are not its own, ``new`` those that a call writes.
-    ``names`` are the arguments of a call that say so.
+    ``names`` are the arguments of a call that say so. ``factors`` are what keys and values of 8 bits are multiplied by.
     """
 
     outer: Tensor
@@ -47,6 +48,16 @@ class Held:
     cached: tuple[tuple[int, int], ...]
     new: int
     names: Mapping[str, Any]
+    factors: tuple[Tensor, Tensor] | None = None
+
+    def sequence(self, k: Tensor, v: Tensor, b: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of rows of a sequence, [Hkv, rows, width], as numbers."""
+        k, v = (self.rows(x, b, first, end) for x in (k, v))
+        if self.factors is None:
+            return k, v
+        wide = torch.float64 if k.dtype is torch.float64 else torch.float32
+        k, v = (x.to(wide) * factor[b, :, None, None] for x, factor in zip((k, v), self.factors, strict=True))
+        return k, v
 
     def rows(self, x: Tensor, b: int, first: int, end: int) -> Tensor:
         """Rows of a sequence, [Hkv, rows, width]."""
@@ -163,6 +174,8 @@ def arguments(spec: AttentionSpec, call: CallDraw, device: str = "cpu") -> Argum
     held = None
     if call.cached:
         local_inputs, held = _in_cache(local_inputs, call)
+        if call.eight_bits:  # which no view negates
+            views = {name: view for name, view in views.items() if name not in ("k", "v")}
         if call.new:  # rows that lie at the same place of memory could not be written
             views = {name: view for name, view in views.items() if name not in ("k", "v") or "expanded" not in view}
     own = (_rows(local_inputs, call.lengths) if call.lengths else local_inputs).to(device)
@@ -226,6 +239,15 @@ def _in_cache(inputs: Inputs, call: CallDraw) -> tuple[Inputs, Held]:
         order = torch.arange(batch)[:, None]
     n = torch.arange(room)
     held = Held(order[:, n // page], n % page, call.cached, call.new, names)
+
+    factors = None
+    if call.eight_bits:
+        # Of few bits, so that a float32 product with a number of 8 bits is exact.
+        drawn = torch.rand((2, batch, call.shape[2]), generator=generator) + 0.1
+        factors = (drawn[0].bfloat16().float(), drawn[1].bfloat16().float())
+        names |= {"k_descale": factors[0], "v_descale": factors[1]}
+        inputs = replace(inputs, k=to_8_bits(inputs.k[:batch], factors[0]), v=to_8_bits(inputs.v[:batch], factors[1]))
+        held = replace(held, factors=factors)
 
     def cache(x: Tensor) -> Tensor:
         found = x.new_full((batch * pages + call.spare, x.shape[1], page if call.page else room, x.shape[3]), torch.nan)

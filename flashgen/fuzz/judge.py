@@ -161,11 +161,10 @@ def _cached(op: AttentionOp, held: Held, q: Tensor, k: Tensor, v: Tensor, **othe
     """Rows that the call is to write are NaN in the cache before."""
     if not held.new:
         return op.decode(q, k, v, **others)
-    new = []
+    written = [held.sequence(k, v, b, first, end) for b, (first, end) in enumerate(held.written)]
+    new = [torch.stack(rows).to(q.dtype) for rows in zip(*written, strict=True)]
     for x in (k, v):
-        rows = [held.rows(x, b, first, end) for b, (first, end) in enumerate(held.written)]
-        new.append(torch.stack(rows))
-        held.put(x, [math.nan] * len(rows), held.written)
+        held.put(x, [math.nan] * len(written), held.written)
     return op.decode(q, k, v, k=new[0], v=new[1], **others)
 
 
@@ -209,7 +208,7 @@ def _dense_of_cache(
         if shard.is_empty:
             continue
         length, padding = held.cached[b]
-        k, v = (held.rows(x, b, padding, length)[None] for x in (given.k, given.v))
+        k, v = (x[None] for x in held.sequence(given.k, given.v, b, padding, length))
         rows, sums = _dense(spec, values, dataclasses.replace(given, q=given.q[b : b + 1], k=k, v=v), shard, dtype)
         o[b] = rows[0]
         if sums is not None:

@@ -142,9 +142,9 @@ def _fewer_sequences(call: CallDraw) -> Iterator[CallDraw]:
 
 def _smaller_caches(call: CallDraw) -> Iterator[CallDraw]:
     """Without a cache, or with one that holds less, in a plainer way."""
-    plain = replace(call, cached=(), page=0, new=0, splits=0, spare=0)
+    plain = replace(call, cached=(), page=0, new=0, splits=0, spare=0, eight_bits=False)
     yield plain
-    for name in ("new", "splits", "spare", "dtype", "head_dim", "seed"):
+    for name in ("eight_bits", "new", "splits", "spare", "dtype", "head_dim", "seed"):
         yield replace(call, **{name: getattr(_PLAIN_CALL, name)})
     queries, room = call.shape[3:]
     if call.page:

@@ -276,7 +276,8 @@ class Builder:
             statements.append(Statement("layout", f"layout block {self.block}: {{0}}", (keep,)))
         statements += [each for each in (weights, self.dropout()) if each is not None]
         if self.dtypes and self.chance.random() < 0.15:
-            statements.append(Statement("dtype", f"dtype {', '.join(self.dtypes)}"))
+            caches = ["f8e4m3"] if self.chance.random() < 0.5 else []
+            statements.append(Statement("dtype", f"dtype {', '.join([*self.dtypes, *caches])}"))
         pin = self.chance.choice(self.pins)
         if pin:
             statements.append(Statement("schedule", f"schedule {{{{ {pin} }}}}"))

@@ -13,7 +13,7 @@ from flashgen.diagnostics.span import Source, Span
 from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, literal, score_input, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule, Statement
 from flashgen.ir.text import text
-from flashgen.ir.types import ScalarType
+from flashgen.ir.types import ElementType, ScalarType
 
 _WORTH_A_NAME = 6  # parts that an expression has at least
 
@@ -37,7 +37,8 @@ def _statements(spec: AttentionSpec) -> list[tuple[str, str]]:
     """Every statement: its word, and what follows."""
     found = [("head_dim", ", ".join(map(str, spec.head_dims)))]
     if spec.dtypes is not None:
-        found.append(("dtype", ", ".join(map(str, spec.dtypes))))
+        types = (*spec.dtypes, ElementType.F8E4M3) if spec.has_f8_caches else spec.dtypes
+        found.append(("dtype", ", ".join(map(str, types))))
     found += [("param", declared(each)) for each in spec.params]
     found += [("tensor", declared(each)) for each in spec.tensors]
     if spec.scale != _default_scale():

@@ -20,6 +20,7 @@ class ElementType(Enum):
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
+    F8E4M3 = "f8e4m3"
     I32 = "i32"
     I64 = "i64"
     BOOL = "bool"
@@ -27,7 +28,7 @@ class ElementType(Enum):
     @property
     def bytes(self) -> int:
         """Size of one element in memory."""
-        return {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i64": 8, "bool": 1}[self.value]
+        return {"f32": 4, "f16": 2, "bf16": 2, "f8e4m3": 1, "i32": 4, "i64": 8, "bool": 1}[self.value]
 
     @property
     def scalar(self) -> ScalarType:

@@ -32,7 +32,10 @@ OP_ARGUMENTS = frozenset(
 )
 
 PARAM_TYPES: Mapping[str, ScalarType] = {"f32": ScalarType.FLOAT, "i32": ScalarType.INT}
-ELEMENT_TYPES: Mapping[str, ElementType] = {element.value: element for element in ElementType}
+# Of captured tensors.
+ELEMENT_TYPES: Mapping[str, ElementType] = {
+    element.value: element for element in ElementType if element is not ElementType.F8E4M3
+}
 
 Declaring = syntax.Const | syntax.Param | syntax.Tensor | syntax.Let
 _DECLARING = (syntax.Const, syntax.Param, syntax.Tensor, syntax.Let)

@@ -26,7 +26,7 @@ from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
 
 MAX_HEAD_DIM = 512
-DTYPES = ("f16", "bf16", "f32")
+DTYPES = ("f16", "bf16", "f32", "f8e4m3")
 SCHEDULE_ENTRIES = tuple(name for name in Schedule.__dataclass_fields__ if name != "span")
 
 _INT_ONLY = (ScalarType.INT,)
@@ -85,18 +85,26 @@ def _head_dim(block: Block, node: syntax.Expression) -> int | None:
 
 
 def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | None:
-    """``dtype f16, bf16``."""
+    """``dtype f16, bf16``; with ``f8e4m3`` among them for caches of keys and values, beside one of the others."""
     found: list[ElementType] = []
     sound = True
     for name in statement.names:
         if name.text not in DTYPES:
-            _bad_type(block, name, "q, k, v and o", DTYPES)
+            _bad_type(block, name, "q, k, v, o and caches", DTYPES)
             sound = False
         elif ElementType(name.text) in found:
             block.report.add("E304", f"'{name.text}' is named twice", name.span)
             sound = False
         else:
             found.append(ElementType(name.text))
+    if sound and found == [ElementType.F8E4M3]:
+        block.report.add(
+            "E110",
+            "'f8e4m3' is an element type of caches alone",
+            statement.names[0].span,
+            hints=("name the types of q and o, too: dtype bf16, f8e4m3",),
+        )
+        return None
     return tuple(found) if sound else None
 
 
@@ -107,6 +115,10 @@ _OTHER_SPELLINGS = {
     "half": "f16",
     "float16": "f16",
     "fp16": "f16",
+    "fp8": "f8e4m3",
+    "f8": "f8e4m3",
+    "e4m3": "f8e4m3",
+    "float8_e4m3fn": "f8e4m3",
     "bfloat16": "bf16",
     "int": "i32",
     "int32": "i32",
@@ -118,7 +130,7 @@ _OTHER_SPELLINGS = {
 
 def _bad_type(block: Block, name: syntax.Name, what: str, allowed: Sequence[str]) -> None:
     """Report a type that does not exist, or not for this."""
-    known = name.text in ELEMENT_TYPES
+    known = name.text in {element.value for element in ElementType}
     message = f"'{name.text}' is no element type of {what}" if known else f"unknown element type '{name.text}'"
     meant = _OTHER_SPELLINGS.get(name.text)
     hints = (f"did you mean '{meant}'?",) if meant in allowed else suggestion(name.text, allowed)

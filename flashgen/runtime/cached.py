@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flashgen.reference import tiled
 from flashgen.reference.shard import Shard
-from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, match
+from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
 from flashgen.runtime.conversion import is_integral, require
+from flashgen.runtime.eight_bits import F8, F8_CODE, factors_of, from_8_bits, to_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import LibraryKernel
 from flashgen.runtime.ragged import (
@@ -36,17 +37,20 @@ from flashgen.runtime.signature import CACHED, Form
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the keys and values of B sequences lie, all int32 and checked by ``check``.
+    """Where the keys and values of B sequences lie, all but factors int32 and checked by ``check``.
 
     ``lengths`` [B] are the rows of each, ``padding`` [B] those in front that are not its own. Rows lie in entry
     ``entries[b]`` of the cache [entries, Hkv, Nmax, D] or, where ``blocks`` [B, P] has columns, in pages
-    ``blocks[b, 0]``, ``blocks[b, 1]``, … of one [pages, Hkv, page, D].
+    ``blocks[b, 0]``, ``blocks[b, 1]``, … of one [pages, Hkv, page, D]. Numbers of 8 bits are multiplied by
+    ``k_factors`` and ``v_factors`` [B, Hkv], float32, or as they are where these have no rows.
     """
 
     lengths: Tensor
     padding: Tensor
     entries: Tensor
     blocks: Tensor
+    k_factors: Tensor
+    v_factors: Tensor
 
     @property
     def is_paged(self) -> bool:
@@ -57,8 +61,15 @@ class Cache:
         """The rows that there may be."""
         return int(self.blocks.shape[1] * cache.shape[2] if self.is_paged else cache.shape[2])
 
-    def rows(self, cache: Tensor, number: int, length: int, padding: int) -> Tensor:
-        """The rows of a sequence, [1, Hkv, rows, width]."""
+    def sequence(self, k: Tensor, v: Tensor, number: int, length: int, padding: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of a sequence, [1, Hkv, rows, width], as numbers of more than 8 bits."""
+        k, v = (self._rows(x, number, length, padding) for x in (k, v))
+        if k.dtype is not F8:
+            return k, v
+        k_factors, v_factors = (x[number] if x.numel() else None for x in (self.k_factors, self.v_factors))
+        return from_8_bits(k, k_factors), from_8_bits(v, v_factors)
+
+    def _rows(self, cache: Tensor, number: int, length: int, padding: int) -> Tensor:
         if not self.is_paged:
             return cache[int(self.entries[number]), :, padding:length][None]
         pages = cache[self.blocks[number, : -(-length // max(1, cache.shape[2]))].long()]
@@ -109,6 +120,8 @@ def cache_of(
     block_table: object,
     cache_batch_idx: object,
     leftpad: object,
+    k_descale: object = None,
+    v_descale: object = None,
 ) -> Cache:
     """The cache of a call, with what is ``new`` in it; values are not looked at. Raises what the op raises."""
     for name, x, form in (
@@ -143,7 +156,11 @@ def cache_of(
     else:
         match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
         entries = torch.arange(batch, dtype=torch.int32, device=q.device)
-    return Cache(found + new, padding, entries, blocks)
+    factors = [
+        factors_of(name, given, x, (batch, k_cache.shape[1]), q.device)
+        for name, given, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache))
+    ]
+    return Cache(found + new, padding, entries, blocks, *factors)
 
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
@@ -164,13 +181,17 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
 
 
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k and v [B, Hkv, new, width] behind the rows of each sequence. Raises ``ValueError`` and ``TypeError``."""
+    """Write k and v [B, Hkv, new, width] behind the rows of each sequence, divided by the factors of a cache of 8 bits.
+
+    Raises ``ValueError`` and ``TypeError``.
+    """
     new = k.shape[2]
     for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = (cache.lengths.shape[0], to.shape[1], new, to.shape[3])
         if x.dim() != 4 or tuple(x.shape) != wanted:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
-        if x.dtype is not to.dtype or x.device != to.device:
+        fits = x.dtype in ELEMENTS if to.dtype is F8 else x.dtype is to.dtype
+        if not fits or x.device != to.device:
             raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
     places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k.device)
     if cache.is_paged:
@@ -185,8 +206,11 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
     inside = functools.partial(_inside, places, outer, capacity, count)
     require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
     require(functools.partial(_differ, outer, inner), places, "two rows of k and v lie at the same place of the cache")
-    k_cache[outer, :, inner] = k.transpose(1, 2)
-    v_cache[outer, :, inner] = v.transpose(1, 2)
+    for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
+        if cached.dtype is F8:  # whose rows are written as bytes
+            cached.view(torch.uint8)[outer, :, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
+        else:
+            cached[outer, :, inner] = x.transpose(1, 2)
 
 
 def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
@@ -208,9 +232,9 @@ class CachedEngine(Engine):
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts, as of a dense call."""
-        *own_list, lengths, padding, entries, blocks = tensors
+        *own_list, lengths, padding, entries, blocks, k_factors, v_factors = tensors
         own: Tensors = tuple(own_list)
-        cache = Cache(lengths, padding, entries, blocks)
+        cache = Cache(lengths, padding, entries, blocks, k_factors, v_factors)
         q, k, v = own[0], own[1], own[2]
         checker = self.checker
         assert isinstance(checker, CachedChecker)
@@ -243,7 +267,8 @@ class CachedEngine(Engine):
         table = blocks.data_ptr() if cache.is_paged else 0
         places = (
             *(0, 0, lengths.data_ptr(), padding.data_ptr(), entries.data_ptr(), table),
-            *(blocks.shape[1], k.shape[2], given[-1]),
+            *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(q, k)),
+            *(x.data_ptr() if x.numel() else 0 for x in (k_factors, v_factors)),
         )
         prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
         if prepared is None:
@@ -297,8 +322,12 @@ def cached_sequences(
             b_total=b_total, h_total=h_total, q_total=length, kv_total=length,
         )  # fmt: skip
         if not shard.is_empty:
-            own = (q[number][None], cache.rows(k, number, length, padding), cache.rows(v, number, length, padding))
-            yield number, shard, own
+            yield number, shard, (q[number][None], *cache.sequence(k, v, number, length, padding))
+
+
+def element_of_cache(q: Tensor, k: Tensor) -> int:
+    """The code of what a cache holds, which is of the type of q or of 8 bits."""
+    return F8_CODE if k.dtype is F8 else ELEMENTS[q.dtype]
 
 
 class CachedChecker(RaggedChecker):
@@ -330,3 +359,17 @@ class CachedChecker(RaggedChecker):
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             check_captured(declared, tensor, sizes, q.device)
         return shard, sizes
+
+    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if k.dtype is not F8 and v.dtype is not F8:
+            super()._check_types(q, k, v)
+            return
+        if k.dtype is not v.dtype:
+            raise TypeError(f"'k_cache' is {k.dtype}, but 'v_cache' is {v.dtype}; both are of 8 bits, or neither")
+        if not self.spec.has_f8_caches:
+            known = ", ".join(map(str, self.dtypes))
+            raise TypeError(
+                f"'k_cache' and 'v_cache' are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype "
+                "statement, too"
+            )
+        super()._check_types(q, q, q)

@@ -478,8 +478,8 @@ class AttentionOp(BaseOp):
         cache_batch_idx: Tensor | None = None,
         leftpad: Tensor | None = None,
         num_splits: Any = 0,
-        k_descale: Any = None,
-        v_descale: Any = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
         return_lse: bool = False,
         b_start: int = 0,
         h_start: int = 0,
@@ -498,11 +498,13 @@ class AttentionOp(BaseOp):
         has room for. The keys of a head are computed in ``num_splits`` parts, which threads share and which are merged;
         0: as many as the lengths ask for. Nothing is dropped. There are no gradients.
 
+        The cache may be of 8 bits, ``torch.float8_e4m3fn``, beside q of more: then ``k_descale`` and ``v_descale``,
+        float32 [B, Hkv] or one number, are what its keys and values are multiplied by, by default 1, and k and v are
+        written divided by them, no further out than ±448.
+
         Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache.
         """
         self._check_names("decode", CACHED)
-        if k_descale is not None or v_descale is not None:
-            raise ValueError("k_descale and v_descale go with caches of 8 bits, which this version does not have")
         splits = as_number(num_splits, whole=True)
         if splits is None or splits < 0:
             raise ValueError(
@@ -512,14 +514,14 @@ class AttentionOp(BaseOp):
             raise ValueError("k and v are written to the cache together: pass both, or neither")
         cache = cache_of(
             q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
-            cache_batch_idx=cache_batch_idx, leftpad=leftpad,
+            cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
         bound = self._signature.bind(captured) if captured or self._signature.names else ()
         nothing = 0.0 if self._signature.has_dropout else None
         tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
         if k is not None and v is not None:
             append(cache, k_cache, v_cache, k, v)
-        places = (cache.lengths, cache.padding, cache.entries, cache.blocks)
+        places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
         return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
 
 

@@ -187,7 +187,7 @@ class RaggedEngine(Engine):
         self, kernel: Kernel, name: PassName, values: Sequence[float], found: Lengths, each: PerSequence
     ) -> Prepared:
         assert isinstance(kernel, LibraryKernel), "others prepare themselves"
-        places = (found.q_starts.ctypes.data, found.k_starts.ctypes.data, 0, 0, 0, 0, 0, 0, 0)
+        places = (found.q_starts.ctypes.data, found.k_starts.ctypes.data, *(0,) * 10)
         prepared = kernel.prepare_ragged(name, values, struct_of(each, found.count, *places))
         if prepared is None:
             raise no_ragged_kernels(self.spec.name)
@@ -463,9 +463,11 @@ def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[
 
 
 def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
-    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what changes with them."""
+    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what a cache holds (a code
+    and two tables), what changes with them.
+    """
     tables = each.tables()
-    return struct.pack(f"@q6P3q{len(tables)}P", count, *places, *tables)
+    return struct.pack(f"@q6P4q{2 + len(tables)}P", count, *places, *tables)
 
 
 def no_ragged_kernels(name: str, what: str = "varlen") -> ValueError:

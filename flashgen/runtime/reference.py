@@ -137,6 +137,8 @@ class Reference:
         block_table: Tensor | None = None,
         cache_batch_idx: Tensor | None = None,
         leftpad: Tensor | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
         dtype: torch.dtype | None = torch.float64,
         return_lse: bool = False,
         b_start: int = 0,
@@ -151,7 +153,7 @@ class Reference:
         """
         cache = cache_of(
             q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
-            cache_batch_idx=cache_batch_idx, leftpad=leftpad,
+            cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
         tensors, params = self._bound(q, k_cache, v_cache, captured, dtype, return_lse, None)
         if k is not None and v is not None:

@@ -396,5 +396,5 @@ def _autocast(op: Registered, device: str, *args: Any) -> Any:
 
 
 def _is_castable(x: Tensor) -> bool:
-    """Autocast leaves float64 and everything that is not floating alone."""
-    return x.is_floating_point() and x.dtype is not torch.float64
+    """Autocast leaves float64, what has 8 bits, and everything that is not floating alone."""
+    return x.is_floating_point() and x.dtype is not torch.float64 and x.element_size() > 1

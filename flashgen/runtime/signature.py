@@ -63,7 +63,7 @@ RAGGED = Form("_varlen", ("cu_seqlens_q", "cu_seqlens_k"), ("b_start", "h_start"
 _WHOLE = ("b_total", "h_total")
 CACHED = Form(
     "_decode",
-    ("cache_seqlens", "leftpad", "cache_batch_idx", "block_table"),
+    ("cache_seqlens", "leftpad", "cache_batch_idx", "block_table", "k_descale", "v_descale"),
     ("b_start", "h_start", *_WHOLE, "num_splits"),
     _WHOLE,
     4,

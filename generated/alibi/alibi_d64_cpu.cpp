@@ -374,9 +374,9 @@ FG_INLINE VecF shifted_in(VecF x, VecF before) {
 
 // Layer 2 of the CPU primitives: storage types to and from the float32 (or int32, bool) that is computed with.
 //
-// Contract: element types f32 (float), f16, bf16, i32 (int32_t), i64 (int64_t, narrowed modulo 2^32), bool. Conversions
-// to f16 and bf16 round to nearest even; NaN, infinities and subnormals are right. Vectors of integer operations, no
-// half-precision hardware and no denormal arithmetic.
+// Contract: element types f32 (float), f16, bf16, f8e4m3 (read alone), i32 (int32_t), i64 (int64_t, narrowed modulo
+// 2^32), bool. Conversions to f16 and bf16 round to nearest even; NaN, infinities and subnormals are right. Vectors of
+// integer operations, no half-precision hardware and no denormal arithmetic.
 
 namespace fg {
 
@@ -385,6 +385,9 @@ struct f16 {
 };
 struct bf16 {
   uint16_t bits;
+};
+struct f8e4m3 {
+  uint8_t bits;
 };
 
 // ---- 16-bit floats, in the low halves of the lanes ---------------------------------------------------------------
@@ -414,6 +417,15 @@ FG_INLINE VecI lanes_of(VecF x, f16) {
   return select(ge(magnitude, (127 + 16) << 23), special, finite) | ((bits(x) >> 16) & 0x8000);
 }
 
+// ---- 8-bit floats: four bits of exponent, no infinities ----------------------------------------------------------
+
+FG_INLINE VecF float_of(VecI lanes, f8e4m3) {
+  const VecI magnitude = (lanes & 0x7f) << 20, regular = magnitude + ((127 - 7) << 23);
+  const VecI subnormal = bits(from_bits(regular + (1 << 23)) - 0x1p-6f);
+  const VecI finite = select(lt(magnitude, 1 << 23), subnormal, regular);
+  return from_bits(select(ge(magnitude, 0x7f << 20), 0x7fc00000, finite) | (lanes & 0x80) << 24);
+}
+
 // ---- loads and stores of W elements ------------------------------------------------------------------------------
 
 typedef uint16_t Words __attribute__((vector_size(2 * W)));
@@ -430,6 +442,11 @@ FG_INLINE VecB load_elements(const bool* p) {
   Bytes x;
   std::memcpy(&x, p, sizeof(x));
   return ne(__builtin_convertvector(__builtin_convertvector(x, Words), VecI), 0);
+}
+FG_INLINE VecF load_elements(const f8e4m3* p) {
+  Bytes x;
+  std::memcpy(&x, p, sizeof(x));
+  return float_of(__builtin_convertvector(__builtin_convertvector(x, Words), VecI), f8e4m3());
 }
 template <class Half> FG_INLINE VecF load_elements(const Half* p) {
   Words x;
@@ -461,6 +478,12 @@ template <class T> inline void to_float(float* dst, const T* src, int64_t n) {
   int64_t k = 0;
   for (; k + W <= n; k += W) store(dst + k, load_elements(src + k));
   if (k < n) store_elements(dst + k, load_elements(src + k, int(n - k)), int(n - k));
+}
+// n elements to float32, each times a factor.
+template <class T> inline void to_float_times(float* dst, const T* src, int64_t n, float factor) {
+  int64_t k = 0;
+  for (; k + W <= n; k += W) store(dst + k, load_elements(src + k) * factor);
+  if (k < n) store_elements(dst + k, load_elements(src + k, int(n - k)) * factor, int(n - k));
 }
 template <class T> inline void from_float(T* dst, const float* src, int64_t n) {
   int64_t k = 0;
@@ -2253,6 +2276,8 @@ struct Pages {
 struct Call : Arguments {
   RowStrides rows_of_o, rows_of_lse, rows_of_dq, rows_of_dk, rows_of_dv;
   Pages k_pages, v_pages;
+  int key_element;                    // of k and v
+  const float *k_scales, *v_scales;  // of a cache of 8 bits, [kv_heads]; null: 1
   bool rows_are_heads;  // all at the position of the first: query heads that share a key/value head
 };
 
@@ -2366,7 +2391,8 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int DP = int(round_up(round_up(D, W), MR)), DVP = int(round_up(round_up(DV, W), MR));
 static_assert(DP % W == 0 && DVP % W == 0, "register blocks divide vectors, or the other way round");
 
-constexpr int64_t element_bytes(int element) { return element == 0 ? 4 : 2; }
+constexpr int F32 = 0, BF16 = 1, F16 = 2, F8E4M3 = 3;  // what an element is; the last in a cache alone
+constexpr int64_t element_bytes(int element) { return element == F32 ? 4 : element == F8E4M3 ? 1 : 2; }
 
 // A dense call: each of its results is contiguous, [B, H, N, width].
 inline Call packed(const Arguments& arguments) {
@@ -2375,6 +2401,7 @@ inline Call packed(const Arguments& arguments) {
   };
   Call a{};
   static_cast<Arguments&>(a) = arguments;
+  a.key_element = a.element;
   a.rows_of_o = rows(a.heads, a.q_len, DV), a.rows_of_lse = rows(a.heads, a.q_len, 1),
       a.rows_of_dq = rows(a.heads, a.q_len, D);
   a.rows_of_dk = rows(a.kv_heads, a.kv_len, D), a.rows_of_dv = rows(a.kv_heads, a.kv_len, DV);
@@ -2387,6 +2414,7 @@ struct HeadRows {
   int64_t stride;  // of rows, in elements
   int element;
   Pages pages{};
+  float scale = 1.0f;  // what 8-bit numbers are multiplied by
 
   // Of a row, in elements.
   int64_t offset(int64_t row) const {
@@ -2400,9 +2428,9 @@ struct HeadRows {
   }
 };
 inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h,
-                             int64_t stride_n, const Pages& pages = {}) {
+                             int64_t stride_n, const Pages& pages = {}, float scale = 1.0f) {
   const int64_t offset = (b * stride_b + h * stride_h) * element_bytes(element);
-  return {static_cast<const char*>(base) + offset, stride_n, element, pages};
+  return {static_cast<const char*>(base) + offset, stride_n, element, pages, scale};
 }
 
 // Copies rows first … first + count to float32, `ld` apart. Columns up to `ld` and rows up to `padded` are filled:
@@ -2410,10 +2438,12 @@ inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t s
 inline void load_rows(float* to, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
   for (int row = 0; row < count; ++row) {
     const int64_t offset = from.offset(first + row);
-    if (from.element == 0)
+    if (from.element == F32)
       fg::to_float(to + row * ld, static_cast<const float*>(from.at) + offset, width);
-    else if (from.element == 1)
+    else if (from.element == BF16)
       fg::to_float(to + row * ld, static_cast<const fg::bf16*>(from.at) + offset, width);
+    else if (from.element == F8E4M3)
+      fg::to_float_times(to + row * ld, static_cast<const fg::f8e4m3*>(from.at) + offset, width, from.scale);
     else
       fg::to_float(to + row * ld, static_cast<const fg::f16*>(from.at) + offset, width);
     for (int d = width; d < ld; ++d) to[row * ld + d] = 0.0f;
@@ -2444,7 +2474,7 @@ struct Rows {
 // The rows as they lie, where they are float32 and need no padding; else a copy in `scratch`.
 inline Rows rows_in_place(
     float* scratch, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
-  if (from.element == 0 && width == ld && count == padded && from.is_run(first, count))
+  if (from.element == F32 && width == ld && count == padded && from.is_run(first, count))
     return {static_cast<const float*>(from.at) + from.offset(first), from.stride};
   load_rows(scratch, ld, width, from, first, count, padded);
   return {scratch, ld};
@@ -2455,9 +2485,9 @@ inline void store_rows(
     void* to, int element, int64_t first, int64_t stride, const float* from, int ld, int width, int count) {
   for (int row = 0; row < count; ++row) {
     const int64_t offset = first + int64_t(row) * stride;
-    if (element == 0)
+    if (element == F32)
       fg::from_float(static_cast<float*>(to) + offset, from + row * ld, width);
-    else if (element == 1)
+    else if (element == BF16)
       fg::from_float(static_cast<fg::bf16*>(to) + offset, from + row * ld, width);
     else
       fg::from_float(static_cast<fg::f16*>(to) + offset, from + row * ld, width);
@@ -2468,7 +2498,7 @@ inline void store_rows(
 inline void store_transposed(void* to, int element, int64_t first, int64_t stride, const float* from, int64_t ld,
                              float* scratch,
                              int padded, int width, int count) {
-  if (element == 0 && width == padded && count % W == 0) {
+  if (element == F32 && width == padded && count % W == 0) {
     fg::transpose_to(static_cast<float*>(to) + first, stride, from, ld, width, count);
     return;
   }
@@ -2882,9 +2912,9 @@ template <int parts> struct MatrixProducts {
       const int64_t source = first + std::min(row, count - 1);
       if (row >= count && past == PastEnd::zeros) {
         fg::clear_row<parts>(to, row, depth(width));
-      } else if (parts == 1) {
+      } else if (parts == 1 && from.element == BF16) {
         fg::put_row(to, row, static_cast<const fg::bf16*>(from.at) + from.offset(source), width);
-      } else if (from.element == 0 && width % fg::matrix_depth == 0) {
+      } else if (from.element == F32 && width % fg::matrix_depth == 0) {
         fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + from.offset(source), width, largest);
       } else {
         alignas(64) float features[depth(width)];
@@ -2901,7 +2931,8 @@ template <int parts> struct MatrixProducts {
 
     void load(const HeadRows& from, KeyRows rows) {
       const int padded = depth(rows.count);
-      if (parts == 1 && width == depth(width) && rows.count == padded && from.is_run(rows.first, rows.count)) {
+      if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded &&
+          from.is_run(rows.first, rows.count)) {
         keys = {static_cast<const fg::bf16*>(from.at) + from.offset(rows.first), W * from.stride, fg::matrix_depth, 0,
                 from.stride, true};
       } else {
@@ -3045,7 +3076,7 @@ template <class Later> class Spread {
 template <class Pass>
 inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
 #if FLASHGEN_MATRIX_PRODUCTS
-  if (fg::has_matrix_registers() && a.element == 1) return pass(MatrixProducts<1>());
+  if (fg::has_matrix_registers() && a.element == BF16) return pass(MatrixProducts<1>());
   const bool is_repaid = a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
   if (fg::has_matrix_registers() && is_repaid) return pass(MatrixProducts<3>());
 #endif
@@ -3185,8 +3216,11 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0, i0 = place.i0;
   const int rows = place.rows, places = place.places, vectors = place.vectors;
   const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
-  const HeadRows k = rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n, a.k_pages);
-  const HeadRows v = rows_of_head(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n, a.v_pages);
+  const float k_scale = a.k_scales ? a.k_scales[hkv] : 1.0f, v_scale = a.v_scales ? a.v_scales[hkv] : 1.0f;
+  const HeadRows k =
+      rows_of_head(a.k, a.key_element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n, a.k_pages, k_scale);
+  const HeadRows v =
+      rows_of_head(a.v, a.key_element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n, a.v_pages, v_scale);
 
   const int count = find_visits(a, u, x, place.place0, places, BC<Products>, visits);
   int from = 0, to = count;
@@ -3922,6 +3956,8 @@ struct Ragged {
   const int32_t *entries, *blocks;     // and which entry of the cache it is, or its pages, [sequences, blocks_each]
   int64_t blocks_each, page_rows;
   int64_t splits;  // of the keys of each query tile; 0: as many as lengths ask for
+  int64_t key_element;               // of a cache
+  const float *k_scales, *v_scales;  // what its numbers are multiplied by, [sequences, kv_heads]; null: 1
 };
 
 namespace ragged {
@@ -3938,15 +3974,19 @@ inline int64_t kv_len(const Ragged& r, int64_t number) {
 // that is seen on. q, o and lse are [B, H, N, …], k and v [entries or pages, Hkv, rows, width].
 inline Call cached_sequence_of(const Arguments& all, const Ragged& r, int64_t number) {
   Call a = packed(all);
-  const int64_t bytes = element_bytes(all.element), before = r.padding[number], length = r.lengths[number];
+  const int64_t bytes = element_bytes(all.element), key_bytes = element_bytes(int(r.key_element)),
+      before = r.padding[number], length = r.lengths[number];
   const int64_t entry = r.blocks ? 0 : r.entries[number], rows = r.blocks ? 0 : before;
-  const auto from = [bytes](const void* at, int64_t offset) -> const void* {
-    return static_cast<const char*>(at) + offset * bytes;
+  const auto from = [](const void* at, int64_t offset, int64_t each) -> const void* {
+    return static_cast<const char*>(at) + offset * each;
   };
-  a.q = from(all.q, number * all.q_stride_b), a.o = static_cast<char*>(all.o) + number * a.rows_of_o.b * bytes;
+  a.q = from(all.q, number * all.q_stride_b, bytes), a.o = static_cast<char*>(all.o) + number * a.rows_of_o.b * bytes;
   a.lse = all.lse ? all.lse + number * a.rows_of_lse.b : nullptr;
-  a.k = from(all.k, entry * all.k_stride_b + rows * all.k_stride_n),
-      a.v = from(all.v, entry * all.v_stride_b + rows * all.v_stride_n);
+  a.k = from(all.k, entry * all.k_stride_b + rows * all.k_stride_n, key_bytes);
+  a.v = from(all.v, entry * all.v_stride_b + rows * all.v_stride_n, key_bytes);
+  a.key_element = int(r.key_element);
+  if (r.k_scales) a.k_scales = r.k_scales + number * all.kv_heads;
+  if (r.v_scales) a.v_scales = r.v_scales + number * all.kv_heads;
   if (r.blocks) {
     const int32_t* const table = r.blocks + number * r.blocks_each;
     a.k_pages = {table, r.page_rows, all.k_stride_b, before}, a.v_pages = {table, r.page_rows, all.v_stride_b, before};
@@ -3964,6 +4004,7 @@ inline Call sequence_of(const Arguments& all, const Ragged& r, int64_t number) {
   if (!r.q_starts) return cached_sequence_of(all, r, number);
   Call a{};
   static_cast<Arguments&>(a) = all;
+  a.key_element = a.element;
   const int64_t q0 = r.q_starts[number], k0 = r.k_starts[number], bytes = element_bytes(all.element);
   const auto from = [bytes](const void* at, int64_t row, int64_t stride) -> const void* {
     return at ? static_cast<const char*>(at) + row * stride * bytes : nullptr;
@@ -4006,7 +4047,7 @@ inline void for_each_kind(const Arguments& all, const Ragged& r, int tile_rows, 
   std::vector<int32_t> short_ones, others;
   bool differ = false;
 #if FLASHGEN_MATRIX_PRODUCTS
-  differ = fg::has_matrix_registers() && all.element != 1;
+  differ = fg::has_matrix_registers() && all.element != BF16;
 #endif
   for (int64_t n = 0; n < r.sequences; ++n) {
     if (q_len(all, r, n) == 0 && kv_len(r, n) == 0) continue;

@@ -175,6 +175,7 @@ STORAGE(int32, int32) STORAGE(int64_t, int32) STORAGE(bool, int32)
 
 void f16_to_float(float* out, const f16* in, int64_t n) { to_float(out, in, n); }
 void bf16_to_float(float* out, const bf16* in, int64_t n) { to_float(out, in, n); }
+void f8e4m3_to_float_times(float* out, const f8e4m3* in, int64_t n, float factor) { to_float_times(out, in, n, factor); }
 void f16_from_float(f16* out, const float* in, int64_t n) { from_float(out, in, n); }
 void bf16_from_float(bf16* out, const float* in, int64_t n) { from_float(out, in, n); }
 

@@ -1,4 +1,4 @@
-"""Storage types: every 16-bit float both ways, and all ways of reading elements of a captured tensor."""
+"""Storage types: every 16-bit float both ways, 8-bit ones, and all ways of reading elements of a captured tensor."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def test_to_float(primitives: ctypes.CDLL, name: str, kind: torch.dtype, length:
     assert out[-1] == -77
     number = ~np.isnan(want)
     assert np.array_equal(np.signbit(out[:-1][number]), np.signbit(want[number]))
+
+
+@pytest.mark.parametrize("length", [256, 37, 3])
+def test_8_bits_times_a_factor(primitives: ctypes.CDLL, length: int) -> None:
+    source = np.arange(256, dtype=np.uint8)[-length:].copy()
+    out = np.full(length + 1, -77, np.float32)
+    primitives.f8e4m3_to_float_times(pointer(out), pointer(source), long(length), ctypes.c_float(0.3))
+    want = torch.from_numpy(source).view(torch.float8_e4m3fn).float() * 0.3
+    assert np.array_equal(out[:-1], want.numpy(), equal_nan=True)
+    assert out[-1] == -77
 
 
 @pytest.mark.parametrize(("name", "kind"), [("f16", torch.float16), ("bf16", torch.bfloat16)])

@@ -158,6 +158,7 @@ def spec(
         name="test",
         head_dims=(HeadDim(64, 64),),
         dtypes=None,
+        has_f8_caches=True,
         constants=tuple(constants.items()),
         params=(),
         tensors=captured,

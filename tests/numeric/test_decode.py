@@ -300,7 +300,7 @@ def test_what_is_wrong_is_named(said: str, backend: str) -> None:
 def test_what_is_not_there_is_refused_by_name() -> None:
     op = loaded(CAUSAL, "cpu")
     q, k, v = inputs()
-    with pytest.raises(ValueError, match="k_descale and v_descale go with caches of 8 bits"):
+    with pytest.raises(ValueError, match="'k_descale' goes with a cache of 8 bits"):
         op.decode(q, k, v, 4, k_descale=torch.ones(3, 2))
     with pytest.raises(ValueError, match="'num_splits' is -1"):
         op.decode(q, k, v, 4, num_splits=-1)

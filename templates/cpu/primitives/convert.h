@@ -1,6 +1,6 @@
 // Layer 2 of the CPU primitives: storage types to and from the float32 (or int32, bool) that is computed with.
 //
-// Contract: element types f32 (float), f16, bf16, i32 (int32_t), i64 (int64_t, narrowed modulo 2^32), bool. Conversions
+// Contract: element types f32 (float), f16, bf16, f8e4m3 (read alone), i32 (int32_t), i64 (int64_t, narrowed modulo 2^32), bool. Conversions
 // to f16 and bf16 round to nearest even; NaN, infinities and subnormals are right. Vectors of integer operations, no
 // half-precision hardware and no denormal arithmetic.
 #pragma once
@@ -13,6 +13,9 @@ struct f16 {
 };
 struct bf16 {
   uint16_t bits;
+};
+struct f8e4m3 {
+  uint8_t bits;
 };
 
 // ---- 16-bit floats, in the low halves of the lanes ---------------------------------------------------------------
@@ -42,6 +45,15 @@ FG_INLINE VecI lanes_of(VecF x, f16) {
   return select(ge(magnitude, (127 + 16) << 23), special, finite) | ((bits(x) >> 16) & 0x8000);
 }
 
+// ---- 8-bit floats: four bits of exponent, no infinities ----------------------------------------------------------
+
+FG_INLINE VecF float_of(VecI lanes, f8e4m3) {
+  const VecI magnitude = (lanes & 0x7f) << 20, regular = magnitude + ((127 - 7) << 23);
+  const VecI subnormal = bits(from_bits(regular + (1 << 23)) - 0x1p-6f);
+  const VecI finite = select(lt(magnitude, 1 << 23), subnormal, regular);
+  return from_bits(select(ge(magnitude, 0x7f << 20), 0x7fc00000, finite) | (lanes & 0x80) << 24);
+}
+
 // ---- loads and stores of W elements ------------------------------------------------------------------------------
 
 typedef uint16_t Words __attribute__((vector_size(2 * W)));
@@ -58,6 +70,11 @@ FG_INLINE VecB load_elements(const bool* p) {
   Bytes x;
   std::memcpy(&x, p, sizeof(x));
   return ne(__builtin_convertvector(__builtin_convertvector(x, Words), VecI), 0);
+}
+FG_INLINE VecF load_elements(const f8e4m3* p) {
+  Bytes x;
+  std::memcpy(&x, p, sizeof(x));
+  return float_of(__builtin_convertvector(__builtin_convertvector(x, Words), VecI), f8e4m3());
 }
 template <class Half> FG_INLINE VecF load_elements(const Half* p) {
   Words x;
@@ -89,6 +106,12 @@ template <class T> inline void to_float(float* dst, const T* src, int64_t n) {
   int64_t k = 0;
   for (; k + W <= n; k += W) store(dst + k, load_elements(src + k));
   if (k < n) store_elements(dst + k, load_elements(src + k, int(n - k)), int(n - k));
+}
+// n elements to float32, each times a factor.
+template <class T> inline void to_float_times(float* dst, const T* src, int64_t n, float factor) {
+  int64_t k = 0;
+  for (; k + W <= n; k += W) store(dst + k, load_elements(src + k) * factor);
+  if (k < n) store_elements(dst + k, load_elements(src + k, int(n - k)) * factor, int(n - k));
 }
 template <class T> inline void from_float(T* dst, const float* src, int64_t n) {
   int64_t k = 0;
