@@ -1799,6 +1799,95 @@ inline __attribute__((noinline)) void transpose_to(
 
 }  // namespace fg
 
+// Layer 3 of the CPU primitives: products with few query rows, as in generation, where rows would not fill the lanes of
+// a vector.
+//
+// Contract: float32; features are lanes. Widths are whole vectors: what lies behind the last feature is zero on one
+// side. R rows, of which scores have whole vectors: lanes behind the last row are copies of it. Sums do not depend on
+// how keys are cut.
+
+namespace fg {
+
+constexpr int most_few_rows = 4;
+
+// The sums of W vectors, lane by lane, in their order: halves are added pair by pair.
+FG_INLINE VecF sums_of(VecF x[W]) {
+  FG_UNROLL for (int count = W / 2; count > 0; count /= 2)
+    for (int i = 0; i < count; ++i) x[i] = interleave_low(x[i], x[i + count]) + interleave_high(x[i], x[i + count]);
+  return x[0];
+}
+
+// S[j][i] = Σ_d K[j][d] Q[i][d] of `keys` keys. Leading dimensions in floats.
+template <int R>
+inline __attribute__((noinline)) void scores_of_rows(int keys, int width, const float* k, int64_t ldk, const float* q,
+                                                     int64_t ldq, float* s,
+                                                     int64_t lds, Ahead& ahead) {
+  const int lines = width * int(sizeof(float)) / line_bytes;
+  for (int first = 0; first < keys; first += W) {
+    const int count = keys - first < W ? keys - first : W;
+    VecF parts[R][W] = {};
+    for (int j = 0; j < count; ++j) {
+      const float* const key = k + (first + j) * ldk;
+      VecF sum[R] = {};
+      for (int d = 0; d < width; d += W) {
+        const VecF features = load(key + d);
+        FG_UNROLL for (int i = 0; i < R; ++i) sum[i] += features * load(q + i * ldq + d);
+      }
+      FG_UNROLL for (int i = 0; i < R; ++i) parts[i][j] = sum[i];
+      ahead.ask(lines);
+    }
+    float of_row[R][W];
+    FG_UNROLL for (int i = 0; i < R; ++i) store(of_row[i], sums_of(parts[i]));
+    for (int j = 0; j < count; ++j) {
+      VecF row = broadcast(of_row[0][j]);
+      FG_UNROLL for (int i = 1; i < R; ++i) row = select(ge(iota(), i), broadcast(of_row[i][j]), row);
+      store(s + (first + j) * lds, row);
+    }
+  }
+}
+
+// Oᵀ[d][i] += Σ_j V[j][d] P[j][i], of V vectors of features.
+template <int R, int V>
+FG_INLINE void values_of_block(int keys, const float* v, int64_t ldv, const float* p, int64_t ldp, float* o,
+                               int64_t ldo, int lines, Ahead& ahead) {
+  VecF sum[R][V] = {};
+  for (int j = 0; j < keys; ++j) {
+    VecF features[V];
+    FG_UNROLL for (int n = 0; n < V; ++n) features[n] = load(v + j * ldv + n * W);
+    FG_UNROLL for (int i = 0; i < R; ++i) {
+      const VecF weight = broadcast(p[j * ldp + i]);
+      FG_UNROLL for (int n = 0; n < V; ++n) sum[i][n] += weight * features[n];
+    }
+    ahead.ask(lines);
+  }
+  for (int i = 0; i < R; ++i)
+    for (int n = 0; n < V; ++n) {
+      float of_row[W];
+      store(of_row, sum[i][n]);
+      for (int l = 0; l < W; ++l) o[(n * W + l) * ldo + i] += of_row[l];
+    }
+}
+template <int R>
+inline __attribute__((noinline)) void values_of_rows(int keys, int width, const float* v, int64_t ldv, const float* p,
+                                                     int64_t ldp, float* o,
+                                                     int64_t ldo, Ahead& ahead) {
+  constexpr int V = R == 4 && block_vectors == 2 ? 2 : 4;  // R * V sums and V vectors of features in registers
+  const auto lines_of = [](int vectors) { return vectors * W * int(sizeof(float)) / line_bytes; };
+  int d = 0;
+  for (; d + V * W <= width; d += V * W)
+    values_of_block<R, V>(keys, v + d, ldv, p, ldp, o + d * ldo, ldo, lines_of(V), ahead);
+  for (; d < width; d += W) values_of_block<R, 1>(keys, v + d, ldv, p, ldp, o + d * ldo, ldo, lines_of(1), ahead);
+}
+
+// with_rows(rows, f): f of the number of rows that are computed, at least `rows` of `most_few_rows`.
+template <class F> FG_INLINE void with_rows(int rows, const F& f) {
+  if (rows == 1) return f(std::integral_constant<int, 1>());
+  if (rows == 2) return f(std::integral_constant<int, 2>());
+  return f(std::integral_constant<int, most_few_rows>());
+}
+
+}  // namespace fg
+
 // Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
 //
 // Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16
@@ -2732,11 +2821,25 @@ struct VectorProducts {
   struct Right {
     const float* at;
     int64_t ld;
+    int few = 0;  // rows, where features are lanes: then Q has rows of features
   };
   static void product(
       int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
+    if (b.few) return few_product(M, K, a, b, c, ldc, ahead);
     fg::tile_product(M, vectors, K, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
   }
+  // Sᵀ = K Qᵀ of M keys, or Oᵀ += Vᵀ Pᵀ of M features and K keys.
+  static void few_product(int M, int K, Left a, Right b, float* c, int64_t ldc, fg::Ahead& ahead) {
+    fg::with_rows(b.few, [&](auto rows) {
+      if (a.column == 1)
+        fg::scores_of_rows<rows>(M, int(round_up(K, W)), a.at, a.row, b.at, b.ld, c, ldc, ahead);
+      else
+        fg::values_of_rows<rows>(K, M, a.at, a.column, b.at, b.ld, c, ldc, ahead);
+    });
+  }
+  // The rows of a call that are few enough for this, else 0. Tiles have no say: they differ with the number of threads.
+  static int few_rows(const Arguments& a) { return a.q_len <= fg::most_few_rows ? int(a.q_len) : 0; }
+  static int key_rows(int count, int few) { return few ? count : int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
   struct Later {
     int steps() const { return 0; }
@@ -2757,8 +2860,8 @@ struct VectorProducts {
   template <int most, int width, bool features_first> struct alignas(64) Keys {
     static constexpr int ld = int(round_up(round_up(width, W), MR));
 
-    void load(const HeadRows& from, KeyRows rows) {
-      at = rows_in_place(copy, ld, width, from, rows.first, rows.count, int(round_up(rows.count, key_multiple)));
+    void load(const HeadRows& from, KeyRows rows, int few = 0) {
+      at = rows_in_place(copy, ld, width, from, rows.first, rows.count, key_rows(rows.count, few));
     }
     Left by_key() const { return {at.at, at.ld, 1}; }
     Left by_feature() const { return {at.at, 1, at.ld}; }
@@ -2776,7 +2879,9 @@ struct VectorProducts {
       if (past == PastEnd::zeros && count < padded) std::fill(copy + count * ld, copy + padded * ld, 0.0f);
       fg::transpose_to(turned, turned_ld, at.at, at.ld, padded, width);
     }
-    Right by_feature(int vector) const { return {turned + vector * W, turned_ld}; }
+    Right by_feature(int vector, int few = 0) const {
+      return few ? Right{at.at, at.ld, few} : Right{turned + vector * W, turned_ld};
+    }
     Right by_row(int vector) const { return {at.at + vector * W * at.ld, at.ld}; }
 
     float copy[most * ld];
@@ -2796,7 +2901,7 @@ struct VectorProducts {
     }
     void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
     Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
-    Right of_keys(int vector) const { return {scores + vector * W, ld}; }
+    Right of_keys(int vector, int few = 0) const { return {scores + vector * W, ld, few}; }
 
     float scores[round_up(keys, MR) * ld];
   };
@@ -2812,6 +2917,8 @@ template <int parts> struct MatrixProducts {
   static constexpr int row_vectors = fg::matrix_depth / W;
   static constexpr int fewest_rows = parts == 1 ? fg::matrix_depth : 64;  // K and V are laid out for each
   static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
+  static int few_rows(const Arguments&) { return 0; }
+  static int key_rows(int count, int /*few*/) { return int(round_up(count, key_multiple)); }
 
   using Left = fg::Images;
   using Right = fg::Images;
@@ -2868,7 +2975,7 @@ template <int parts> struct MatrixProducts {
   template <int most, int width, bool features_first> struct alignas(64) Keys {
     static constexpr int size = depth(most) * depth(width);
 
-    void load(const HeadRows& from, KeyRows rows) {
+    void load(const HeadRows& from, KeyRows rows, int /*few*/ = 0) {
       const int padded = depth(rows.count);
       if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded &&
           from.is_run(rows.first, rows.count)) {
@@ -2899,7 +3006,9 @@ template <int parts> struct MatrixProducts {
       fg::pair_columns<parts>(in_order(features, width), left, padded, depth(width));
       if (rows_first) fg::pair_rows<parts>(in_order(rows, most), left, padded, depth(width));
     }
-    Right by_feature(int vector) { return in_order(features + parts * vector * W * depth(width), width, finite); }
+    Right by_feature(int vector, int /*few*/ = 0) {
+      return in_order(features + parts * vector * W * depth(width), width, finite);
+    }
     Right by_row(int vector) { return in_order(rows + parts * vector * W * W, most, finite); }
 
     fg::bf16 copy[parts * size];
@@ -2942,7 +3051,7 @@ template <int parts> struct MatrixProducts {
     Left by_key(int vector) {
       return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true};
     }
-    Right of_keys(int vector) {
+    Right of_keys(int vector, int /*few*/ = 0) {
       return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true};
     }
     fg::bf16* pairs_of(int vector) {
@@ -3151,7 +3260,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   constexpr int ld = Scratch<Products>::ld, strip = decltype(t.s)::strip;
   const Head& x = place.x;
   const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0, i0 = place.i0;
-  const int rows = place.rows, places = place.places, vectors = place.vectors;
+  const int rows = place.rows, places = place.places, vectors = place.vectors, few = Products::few_rows(a);
   const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
   const float k_scale = a.k_scales ? a.k_scales[hkv] : 1.0f, v_scale = a.v_scales ? a.v_scales[hkv] : 1.0f;
   const HeadRows k =
@@ -3173,9 +3282,9 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     const Visit& visit = visits[n];
     const KeyRows keys = key_rows(a, visit, BC<Products>),
         next = n + 1 < to ? key_rows(a, visits[n + 1], BC<Products>) : KeyRows{};
-    const int columns = keys.count, padded = int(round_up(columns, Products::key_multiple));
-    t.k.load(k, keys);
-    t.v.load(v, keys);
+    const int columns = keys.count, padded = Products::key_rows(columns, few);
+    t.k.load(k, keys, few);
+    t.v.load(v, keys, few);
     for (int j = 0; j < columns; ++j) {
       t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
     }
@@ -3185,11 +3294,12 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     using Later = typename Products::Later;
     const auto scores = [&](int first) {
       return Later{first < part.last ? padded : 0, part.end_of_strip(first, strip) - first, Products::depth(D),
-                   t.k.by_key(), t.q.by_feature(first),
+                   t.k.by_key(), t.q.by_feature(first, few),
                    t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
     };
     const auto values = [&](int first, int end) {
-      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first),
+      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(),
+                   t.s.of_keys(first, few),
                    t.ot + first * W, ld, fg::Begin::accumulate, next_v};
     };
     // While one strip is weighed, the one before it meets V and the next one is scored.

@@ -66,6 +66,7 @@ _PRIMITIVES = (
     "../../primitives/ranges.h",
     "captured.h",
     "tile_product.h",
+    "few_rows.h",
     "matrix_product.h",
 )
 
