@@ -49,6 +49,9 @@ def _loaded(place: str) -> Any:
     module, colon, names = place.partition(":")
     if not colon or not module or not names:
         raise click.UsageError(f"'{place}' is not of the form module:function")
+    file = Path(module)
+    if file.suffix == ".py":
+        raise click.UsageError(f"'{module}' is a file; name the module: {'.'.join(file.with_suffix('').parts)}:{names}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)
@@ -73,11 +76,13 @@ def _kind(place: str, mod: Any) -> str:
     import inspect
 
     try:
-        arguments = inspect.signature(mod).parameters.values()
+        arguments = list(inspect.signature(mod).parameters.values())
     except (TypeError, ValueError):
         raise click.UsageError(f"the arguments that '{place}' takes are not known (--score, --mask)") from None
-    count = sum(each.default is each.empty and each.kind in (0, 1) for each in arguments)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    count = sum(each.default is each.empty and each.kind in places for each in arguments)
     if count not in (4, 5):
+        taken = "any number of" if any(each.kind is each.VAR_POSITIONAL for each in arguments) else count
         known = "a mask_mod takes 4, a score_mod 5 (--score, --mask)"
-        raise click.UsageError(f"'{place}' takes {count} arguments; {known}")
+        raise click.UsageError(f"'{place}' takes {taken} arguments; {known}")
     return "score" if count == 5 else "mask"

@@ -26,6 +26,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """Attention: ``q`` [B, Nq, H, D], ``k`` [B, Nk, Hkv, D], ``v`` [B, Nk, Hkv, Dv] → ``o`` [B, Nq, H, Dv].
 
@@ -33,7 +35,9 @@ def flash_attn_func(
     stands at key i + Nk − Nq and sees the keys from ``left`` before it to ``right`` after it; below 0 is without a
     limit, and ``causal`` sets right to 0. A row without a key is 0. ``softmax_scale`` None is 1/√D. ``softcap`` c > 0
     makes scores c·tanh(s/c). ``alibi_slopes``, [H] or [B, H], add −slope·|i + Nk − Nq − j|, and receive a gradient.
-    ``dropout_p`` drops weights; torch's generator decides which. ``deterministic`` makes gradients bitwise repeatable.
+    ``s_aux`` [H] are sinks: a score for each head that enters the denominator and has no value; they receive a
+    gradient, too. ``dropout_p`` drops weights; torch's generator decides which. ``deterministic`` makes gradients
+    bitwise repeatable.
 
     With ``return_attn_probs`` returns ``(o, lse, None)``: ``lse`` [B, H, Nq], float32, the natural logarithm of the
     denominator, differentiable, −inf for a row without a key. FlashAttention's third result, the weights with the signs
@@ -41,10 +45,11 @@ def flash_attn_func(
 
     Raises ``ValueError`` and ``TypeError`` by name for arguments that do not fit.
     """
-    _check(q, k, v, alibi_slopes)
+    _check(q, k, v, alibi_slopes, s_aux)
     layer, captured = layer_of(
-        (q, v, q.shape[0]), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+        (q, v, q.shape[0]), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux,
+        return_attn_probs,
+    )  # fmt: skip
     result = layer.op()(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -67,6 +72,7 @@ def layer_of(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: Tensor | None,
+    s_aux: Tensor | None,
     return_attn_probs: bool,
 ) -> tuple[Layer, dict[str, Any]]:
     """What FlashAttention's options ask for, and what is captured; ``inputs`` are q, v and the number of sequences.
@@ -98,10 +104,13 @@ def layer_of(
         captured["cap"] = softcap
     if alibi_slopes is not None:
         captured["slopes"] = alibi_slopes.expand(batch, q.shape[-2])
+    if s_aux is not None:
+        captured["sinks"] = s_aux
     layer = Layer(
         head_dim=(int(q.shape[-1]), int(v.shape[-1])),
         softcap=softcap > 0,
         slopes=alibi_slopes is not None,
+        sinks=s_aux is not None,
         dropout=dropout_p > 0,
         mask=conjunction(conditions),
         declarations=tuple(declarations),
@@ -119,11 +128,13 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """``flash_attn_func`` of one tensor ``qkv`` [B, N, 3, H, D], which holds q, k and v."""
     q, k, v = _unpacked("qkv", qkv, 3, "[B, N, 3, H, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(q, k, v, *options, s_aux=s_aux)
 
 
 def flash_attn_kvpacked_func(
@@ -137,11 +148,13 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """``flash_attn_func`` of ``q`` [B, Nq, H, D] and one tensor ``kv`` [B, Nk, 2, Hkv, D], which holds k and v."""
     k, v = _unpacked("kv", kv, 2, "[B, Nk, 2, Hkv, D]")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(q, k, v, *options, s_aux=s_aux)
 
 
 def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
@@ -160,7 +173,7 @@ def _unpacked(name: str, packed: Tensor, count: int, form: str) -> tuple[Tensor,
     return packed.unbind(2)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, s_aux: Tensor | None) -> None:
     """Raise where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
     for name, x, form in (("q", q, "[B, Nq, H, D]"), ("k", k, "[B, Nk, Hkv, D]"), ("v", v, "[B, Nk, Hkv, Dv]")):
         if not isinstance(x, Tensor):
@@ -173,17 +186,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None
         raise ValueError(f"{shapes}: expected q [B, Nq, H, D], k [B, Nk, Hkv, D], v [B, Nk, Hkv, Dv]")
     if k.shape[2] == 0 or heads % k.shape[2]:
         raise ValueError(f"'q' has {heads} heads and 'k' has {k.shape[2]}; H must be a multiple of Hkv")
-    check_slopes(alibi_slopes, batch, heads)
+    check_of_heads(alibi_slopes, s_aux, batch, heads)
 
 
-def check_slopes(alibi_slopes: object, batch: int, heads: int) -> None:
-    """Raise ``ValueError`` and ``TypeError`` where ALiBi's slopes are none."""
-    if alibi_slopes is None:
-        return
-    if not isinstance(alibi_slopes, Tensor):
-        raise TypeError(f"'alibi_slopes' must be a tensor [H] or [B, H], not {type(alibi_slopes).__name__}")
-    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
-        raise ValueError(
-            f"'alibi_slopes' has shape {list(alibi_slopes.shape)}; [H] = [{heads}] or [B, H] = [{batch}, {heads}] "
-            "is expected"
-        )
+def check_of_heads(alibi_slopes: object, s_aux: object, batch: int, heads: int) -> None:
+    """Raise ``ValueError`` and ``TypeError`` where ALiBi's slopes or sinks are none."""
+    for name, x, forms in (
+        ("alibi_slopes", alibi_slopes, {"[H]": (heads,), "[B, H]": (batch, heads)}),
+        ("s_aux", s_aux, {"[H]": (heads,)}),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor {' or '.join(forms)}, not {type(x).__name__}")
+        if tuple(x.shape) not in forms.values():
+            wanted = " or ".join(f"{form} = {list(shape)}" for form, shape in forms.items())
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {wanted} is expected")

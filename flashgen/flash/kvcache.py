@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.flash.dense import check_slopes, layer_of
+from flashgen.flash.dense import check_of_heads, layer_of
 from flashgen.runtime.cached import append, cache_of
 
 
@@ -37,6 +37,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    s_aux: Tensor | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
 ) -> Any:
@@ -61,7 +62,7 @@ def flash_attn_with_kvcache(
     """
     _check(q, k_cache, v_cache, k, v)
     (batch, queries, heads, _), new = q.shape, 0 if k is None else k.shape[1]
-    check_slopes(alibi_slopes, batch, heads)
+    check_of_heads(alibi_slopes, s_aux, batch, heads)
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("'cache_seqlens' is missing: it says behind which rows k and v are written")
@@ -70,7 +71,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
     k_rows, v_rows = (None if x is None else x.transpose(1, 2) for x in (k, v))
     layer, captured = layer_of(
-        (q, v_cache, batch), 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
+        (q, v_cache, batch), 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_softmax_lse
     )
     if rotary_cos is not None or rotary_sin is not None:
         counts = causal or max(window_size) >= 0

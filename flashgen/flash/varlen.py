@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashgen.flash.dense import check_slopes, layer_of
+from flashgen.flash.dense import check_of_heads, layer_of
 
 
 def flash_attn_varlen_func(
@@ -29,6 +29,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: None = None,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """Attention within each sequence: ``q`` [Tq, H, D], ``k`` [Tk, Hkv, D], ``v`` [Tk, Hkv, Dv] → ``o`` [Tq, H, Dv].
 
@@ -48,9 +50,9 @@ def flash_attn_varlen_func(
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(f"'cu_seqlens_q' must be a tensor of cumulative lengths, not {type(cu_seqlens_q).__name__}")
     batch, heads = cu_seqlens_q.numel() - 1, q.shape[1]
-    check_slopes(alibi_slopes, batch, heads)
+    check_of_heads(alibi_slopes, s_aux, batch, heads)
     layer, captured = layer_of(
-        (q, v, batch), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+        (q, v, batch), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
     )
     result = layer.op().varlen(
         q,

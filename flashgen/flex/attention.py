@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def flex_attention(
     """
     call = _outside if torch.compiler.is_dynamo_compiling() else _attend
     options = (scale, enable_gqa, return_lse, kernel_options, return_aux, deterministic, backend)
-    return call(query, key, value, score_mod, block_mask, *options)
+    return call(query, key, value, score_mod, block_mask, *options)  # whole graphs: the op of flashgen.flex.from_mods
 
 
 def _attend(
@@ -100,7 +101,12 @@ def _attend(
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
     op: Any = found.op
-    result = op(query, key, value, return_lse=wants_lse, deterministic=deterministic, **captured)
+    try:
+        result = op(query, key, value, return_lse=wants_lse, deterministic=deterministic, **captured)
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):
+            raise
+        raise type(error)(_in_the_users_names(str(error), found.names, bound.trace.names)) from error
     if return_aux is None:
         return result
     o, lse = result if wants_lse else (result, None)
@@ -110,6 +116,12 @@ def _attend(
 # Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
 # torch.compiler.disable, which would import Dynamo here and not when it is called.
 _outside: Any = _disable_dynamo(_attend)
+
+
+def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]) -> str:
+    """What an op of a family says, with the names that captured values have in the mods."""
+    known = {own: theirs for own, theirs in zip(plain, names, strict=True) if theirs}
+    return re.sub(r"\b[tp]\d+\b", lambda found: known.get(found[0], found[0]), message)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

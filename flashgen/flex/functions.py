@@ -35,15 +35,19 @@ DECISIONS: Mapping[str, str] = MappingProxyType(
         "nonzero": "'.nonzero()'",
     }
 )
+_INSTEAD_OF_NUMPY = "write torch's functions instead of NumPy's, and capture arrays as tensors: torch.from_numpy(x)"
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "__bool__": "write torch.where(condition, x, y), and '&', '|', '~' for 'and', 'or', 'not'",
         "__int__": "write x.int()",
         "__float__": "write x.float(), and torch's functions instead of math's",
+        "__index__": "for a list of numbers, capture a tensor and index it: torch.tensor([…])[h]",
+        "__format__": "leave it out: a mod is run once, without numbers",
+        "__repr__": "leave it out: a mod is run once, without numbers",
         "item": "leave it out: a value without dimensions is a number here",
-        "__array__": "write torch's functions instead of NumPy's",
-        "__array_wrap__": "write torch's functions instead of NumPy's",
-        "numpy": "write torch's functions instead of NumPy's",
+        "__array__": _INSTEAD_OF_NUMPY,
+        "__array_wrap__": _INSTEAD_OF_NUMPY,
+        "numpy": _INSTEAD_OF_NUMPY,
     }
 )
 MISSING: Mapping[str, str] = MappingProxyType(

@@ -6,6 +6,7 @@ PyTorch's, with the columns of the expression that was being evaluated.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,21 +35,31 @@ def refuse_at(
     raise_at(place_of(function), code, message, notes, hints)
 
 
-def refuse_raised(error: BaseException) -> NoReturn:
-    """Raise a ``SpecError`` for an error that a mod raised by itself."""
+def refuse_raised(error: BaseException, mod: object) -> NoReturn:
+    """Raise a ``SpecError`` for an error that a mod raised by itself: where it did, else where the mod begins."""
     place, trace = None, error.__traceback__
     while trace is not None:
         if not _is_ours(trace.tb_frame.f_code):
             place = _span(trace.tb_frame, trace.tb_lasti)
         trace = trace.tb_next
+    place = place or place_of(mod)
+    if isinstance(error, KeyError) and any(isinstance(key, torch.Tensor) for key in error.args):
+        raise_at(
+            place,
+            "E601",
+            "a dict asks for a value that is known to the kernel alone, one for each pair",
+            hints=("capture a tensor and index it: torch.tensor([…])[h]",),
+        )
     message = f"the mod raised {type(error).__name__}: {str(error).strip() or 'without a message'}"
     raise_at(place, "E606", message.splitlines()[0])
 
 
 def place_of(function: object) -> Span | None:
-    """The line where a function begins."""
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
+    """The line where a function of the user's begins; that of ``__call__`` where an object is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if not isinstance(code, CodeType) or _is_ours(code):
         return None
     line = linecache.getline(code.co_filename, code.co_firstlineno)
     return _whole_line(code.co_filename, code.co_firstlineno, line)

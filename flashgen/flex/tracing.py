@@ -8,6 +8,7 @@ alone are computed, as the mod says.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -166,12 +167,46 @@ def _what(result: object) -> str:
         return "a row of a tensor"
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)} and {result.dtype}"
-    return "nothing" if result is None else f"{type(result).__name__} {result!r}"
+    if isinstance(result, (bool, int, float, str)):
+        return f"{type(result).__name__} {result!r}"
+    return "nothing" if result is None else f"an object of {type(result).__name__}"
+
+
+_ARGUMENTS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
+_OTHER_ROLE = {
+    "score_mod": ("mask_mod", "as a mask_mod it goes through block_mask=create_block_mask(mod, B, H, Q_LEN, KV_LEN)"),
+    "mask_mod": ("score_mod", "as a score_mod it is passed as score_mod=mod"),
+}
+
+
+def _check_arguments(own: Mod, role: str) -> None:
+    """Raise where a mod cannot be called as its role is: ``TypeError`` for what is no function, else ``SpecError``."""
+    names = _ARGUMENTS[role]
+    if not callable(own):
+        raise TypeError(f"'{role}' must be a function of ({', '.join(names)}), not {type(own).__name__}")
+    try:
+        signature = inspect.signature(own)
+    except (TypeError, ValueError):  # one that is written in C has none
+        return
+    if _takes(signature, names):
+        return
+    other, hint = _OTHER_ROLE[role]
+    message = f"a {role} is called with ({', '.join(names)}), but this one takes {signature}"
+    refuse_at(own, "E606", message, hints=(hint,) if _takes(signature, _ARGUMENTS[other]) else ())
+
+
+def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 @border
 def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
     """The mod's result for symbolic positions."""
+    _check_arguments(own, "score_mod" if first else "mask_mod")
     positions = [symbolic(position(name), torch.int64) for name in _NAMES_OF_POSITIONS]
     try:
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(), _Watch(session):
@@ -182,7 +217,7 @@ def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
             refuse_at(own, diagnostic.code, diagnostic.message, notes=diagnostic.notes, hints=diagnostic.hints)
         raise
     except Exception as error:
-        refuse_raised(error)
+        refuse_raised(error, own)
 
 
 class _Watch(TorchFunctionMode):

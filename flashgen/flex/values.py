@@ -236,15 +236,16 @@ class Session:
         return self._slots[id(tensor)]
 
     def _check_readable(self, tensor: Tensor) -> None:
-        name = self.names.get(id(tensor), "a captured tensor")
+        known = self.names.get(id(tensor))
+        name = f"'{known}'" if known else "a tensor that the mod makes"
         if tensor.dtype not in _ELEMENTS and tensor.dtype not in _CONVERTED:
             refuse(
                 "E605",
-                f"'{name}' holds {tensor.dtype}, which kernels do not read",
+                f"{name} holds {tensor.dtype}, which kernels do not read",
                 hints=("convert it outside of the mod",),
             )
         if 0 in tensor.shape:
-            refuse("E605", f"'{name}' has shape {list(tensor.shape)}: there is nothing to read")
+            refuse("E605", f"{name} has shape {list(tensor.shape)}: there is nothing to read")
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ _COMMENT = re.compile(r"#[^\n]*")
 
 def read_source(path: Path, name: str) -> Source:
     """The text of a file under the given name; raises ``SpecError``."""
+    if "{" in name and "}" in name and not os.path.lexists(path):
+        raise _refused("E001", "<text>", "this is the text of a spec, no file's name", "flashgen.loads takes it")
     try:
         if not _is_read_to_an_end(path):
             raise _refused("E001", name, "this is a pipe or a device, not a file", _PIPE_HINT)

@@ -29,10 +29,14 @@ class MultiheadAttention(nn.Module):
     that learns nothing, its ``state_dict`` loads as it is. ``spec`` is the file of a spec or a loaded op; it is built
     for embed_dim // num_heads columns whatever head dimensions it names. ``kv_heads`` (default: ``num_heads``) may be
     fewer. ``sizes``, ``initial``, ``name``, ``const``, ``backend``: as in ``Attention``, which is ``self.attention``.
+    It may stand in for PyTorch's in ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
 
     ``dropout`` drops attention weights while training; 0 leaves what the spec says. ``add_bias_kv`` and
     ``add_zero_attn`` are refused, and so is ``need_weights``: the weights are never made.
     """
+
+    # PyTorch's encoder layers ask for it: they would take the projections' weights and compute plain attention.
+    _qkv_same_embed_dim = False
 
     def __init__(
         self,

@@ -69,6 +69,8 @@ def check_starts(name: str, starts: object) -> Tensor:
             f"'{name}' has shape {list(starts.shape)}; [B + 1] is expected, where each of B sequences begins and the "
             "last one ends"
         )
+    if starts.dtype is torch.int64:  # what is too large for 32 bits stays too large for the rows that there are
+        starts = starts.clamp(-(2**31), 2**31 - 1)
     return starts if starts.dtype is torch.int32 else starts.to(torch.int32)
 
 

@@ -53,6 +53,8 @@ def sequences(q: Tensor, k: Tensor, v: Tensor, places: tuple[object, ...]) -> Se
     (q_rows, q_offsets), (k_rows, k_offsets), (v_rows, v_offsets) = (
         _rows(name, x) for name, x in (("q", q), ("k", k), ("v", v))
     )
+    if q_offsets.shape != k_offsets.shape:
+        raise ValueError(f"'q' has {q_offsets.shape[0] - 1} sequences and 'k' has {k_offsets.shape[0] - 1}")
     _check_same(k_offsets, v_offsets)
     return Sequences(q_rows, k_rows, v_rows, q_offsets, k_offsets)
 

@@ -156,6 +156,8 @@ class Signature:
         return values
 
     def _unknown(self, name: str) -> TypeError:
+        if name in OPTIONS:
+            return TypeError(f"unknown argument '{name}': dense calls take it, this one does not")
         near = difflib.get_close_matches(name, [*self.names, *OPTIONS], n=2)
         hint = f"; did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
         takes = f". The spec declares {', '.join(repr(each) for each in self.names)}" if self.names and not near else ""

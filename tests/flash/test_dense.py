@@ -25,6 +25,7 @@ def formula(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse as FlashAttention's documentation defines them."""
     (batch, q_len, heads, width), (kv_len, kv_heads) = q.shape, k.shape[1:3]
@@ -47,6 +48,8 @@ def formula(
     if right >= 0:
         kept &= j <= at + right
     lse = s.masked_fill(~kept, -math.inf).logsumexp(-1)
+    if s_aux is not None:
+        lse = torch.where(kept.any(-1), torch.logaddexp(lse, s_aux.double()[:, None]), -math.inf)
     weights = torch.where(kept, torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), 0.0)
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
@@ -103,6 +106,13 @@ def test_slopes_of_alibi_and_their_gradients(shape: tuple[int, ...], causal: boo
     assert_equal(leaves, {"alibi_slopes": slopes, "causal": causal})
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(19, 37), (37, 19)])
+def test_sinks_and_their_gradients(q_len: int, kv_len: int) -> None:
+    """Also where rows have no key."""
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    assert_equal([*inputs(q_len, kv_len), sinks], {"s_aux": sinks, "causal": True})
+
+
 def test_heads_of_keys_and_head_dimension_of_values() -> None:
     q, k, _ = inputs(9, 21, heads=6, kv_heads=1)
     v = torch.randn(2, 21, 1, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -141,7 +151,7 @@ def test_packed_forms() -> None:
 def test_dropout_drops_and_rescales() -> None:
     q, k, _ = (x.detach() for x in inputs(48, 64, kv_heads=4, width=64))
     v = torch.eye(64).expand(2, 4, 64, 64).transpose(1, 2)  # o is the matrix of weights
-    kept = flash_attn_func(q, k, v)
+    kept = formula(q, k, v)[0].float()
     torch.manual_seed(5)
     dropped = flash_attn_func(q, k, v, 0.25)
     survived = dropped != 0
@@ -203,6 +213,8 @@ def test_whole_graphs(dynamic: bool) -> None:
         ({"window_size": (1, 2, 3)}, ValueError, "'window_size' is"),
         ({"alibi_slopes": torch.zeros(3)}, ValueError, r"'alibi_slopes' has shape \[3\]"),
         ({"alibi_slopes": 0.5}, TypeError, "'alibi_slopes' must be a tensor"),
+        ({"s_aux": torch.zeros(2, 4)}, ValueError, r"'s_aux' has shape \[2, 4\]; \[H\] = \[4\] is expected"),
+        ({"s_aux": 0.5}, TypeError, r"'s_aux' must be a tensor \[H\], not float"),
         ({"dropout_p": 1.0}, ValueError, "'dropout_p' is 1.0"),
         ({"k": torch.zeros(2, 4, 40, 16)}, ValueError, "H must be a multiple of Hkv|expected q"),
         ({"q": torch.zeros(33, 4, 16)}, ValueError, r"'q' has shape \[33, 4, 16\]; \[B, Nq, H, D\]"),

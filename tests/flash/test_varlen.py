@@ -16,13 +16,13 @@ Q_STARTS, K_STARTS = (torch.tensor([0, *each]).cumsum(0).to(torch.int32) for eac
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.randn(48, 4, 32), torch.randn(38, 2, 32), torch.randn(38, 2, 32)
+    return torch.randn(48, 4, 16), torch.randn(38, 2, 16), torch.randn(38, 2, 16)  # test_dense.py's kernels
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": True},
+        {"causal": True, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
         {"causal": True, "window_size": (5, 0), "softcap": 20.0, "alibi_slopes": torch.rand(4, 4)},
     ],
 )

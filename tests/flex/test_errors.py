@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,13 @@ MISTAKES: list[tuple[Callable[..., Any], str, str]] = [
     (lambda s, b, h, q, kv: q >= kv, "E603", "returns a tensor of torch.bool"),
     (lambda s, b, h, q, kv: None, "E603", "returns nothing"),
     (lambda s, b, h, q, kv: s + q * 3_000_000_000, "E604", "3000000000"),
+    (lambda s, b, h, q, kv: s + [0.5, 1.0, 2.0, 4.0][h], "E601", "torch.tensor([…])[h]"),
+    (lambda s, b, h, q, kv: s + {0: 1.0}[h], "E601", "a dict asks"),
+    (lambda s, b, h, q, kv: (s, s), "E603", "returns an object of tuple"),
+    (lambda b, h, q, kv: q >= kv, "E606", "this one takes (b, h, q, kv)"),
+    (lambda b, h, q, kv: q >= kv, "E606", "block_mask=create_block_mask(mod"),
+    (lambda s: s, "E606", "this one takes (s)"),
+    (lambda s, b, h, q, kv: s + torch.zeros(0)[q], "E605", "a tensor that the mod makes has shape [0]"),
     (lambda s, b, h, q, kv: s + undefined, "E606", "NameError"),  # type: ignore[name-defined] # noqa: F821
 ]
 
@@ -79,6 +87,35 @@ def test_a_mistake_in_a_helper_is_shown_there() -> None:
     span = caught.value.diagnostics[0].span
     assert span is not None
     assert span.line == helper.__code__.co_firstlineno + 1
+
+
+def test_a_mod_that_fails_inside_of_pytorch_is_shown_where_it_begins() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s + q
+
+    with pytest.raises(SpecError) as caught:
+        to_spec(score_mod=functools.partial(torch.vmap(mod, in_dims=1)))
+    assert caught.value.diagnostics[0].code == "E606"
+    with pytest.raises(SpecError) as caught:
+        to_spec(mask_mod=functools.partial(mod, torch.zeros(()), torch.zeros(())))
+    span = caught.value.diagnostics[0].span
+    assert span is not None
+    assert (span.file, span.line) == (__file__, mod.__code__.co_firstlineno)
+
+
+def test_what_is_no_function_is_named() -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"'score_mod' must be a function of \(score, b, h, q_idx, kv_idx\), not str"):
+        flex_attention(q, k, v, "alibi", backend="reference")  # type: ignore[arg-type]
+
+
+def test_errors_of_a_call_have_the_users_names() -> None:
+    q, k, v = inputs()
+    short, slopes = torch.zeros(10), torch.eye(4).to_sparse()
+    with pytest.raises(ValueError, match="index 'i' of tensor 'short' is 23, but dimension 0 of it has 10 entries"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h, h] + short[i], backend="reference")
+    with pytest.raises(TypeError, match=r"'slopes' has layout .*: pass slopes\.to_dense\(\)"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h, h], backend="reference")
 
 
 @pytest.mark.parametrize("mod", [lambda b, h, q, kv: q - kv, lambda b, h, q, kv: True])

@@ -21,6 +21,8 @@ def local(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < WINDOW)
 def wrong(b, h, q_idx, kv_idx):
     return True if q_idx > kv_idx else False
+def anything(*given):
+    return given[0]
 """
 
 
@@ -52,6 +54,8 @@ def test_the_spec_is_printed_and_checks(folder: Path) -> None:
         ("mods_of_mine:alibbi", "Did you mean 'alibi'", 2),
         ("no_such_module:f", "cannot be imported", 2),
         ("mods_of_mine", "module:function", 2),
+        ("mods_of_mine.py:alibi", "name the module: mods_of_mine:alibi", 2),
+        ("mods_of_mine:anything", "any number of arguments", 2),
         ("mods_of_mine:WINDOW", "not a function", 2),
         ("torch:relu", "arguments", 2),
         ("math:sin", "takes 1 arguments", 2),

@@ -141,3 +141,22 @@ def test_what_is_wrong_is_named(plain: Any) -> None:
         MultiheadAttention(32, 3, spec=plain)
     with pytest.raises(ValueError, match=r"'dropout' is 1\.5"):
         MultiheadAttention(32, 2, 1.5, spec=plain)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_an_encoder_layer_of_pytorch(training: bool, plain: Any) -> None:
+    """Which would take the projections and compute plain attention by itself, where it may."""
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(32, 2, 48, dropout=0.0, batch_first=True).train(training)
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = MultiheadAttention(32, 2, batch_first=True, spec=plain)
+    ours.load_state_dict(theirs.state_dict())
+    x, padding = random(2, 9, 32), torch.arange(9) > torch.tensor([[8], [5]])
+    causal = nn.Transformer.generate_square_subsequent_mask(9) < 0
+    with torch.set_grad_enabled(training):
+        for given in ({}, {"src_mask": causal, "is_causal": True}, {"src_key_padding_mask": padding}):
+            kept = ~padding if "src_key_padding_mask" in given else torch.ones(2, 9, dtype=torch.bool)
+            torch.testing.assert_close(ours(x, **given)[kept], theirs(x, **given)[kept], rtol=1e-4, atol=1e-5)
+        of_spec = copy.deepcopy(theirs)
+        of_spec.self_attn = MultiheadAttention(32, 2, batch_first=True, spec=flashgen.loads(ALIBI))
+        assert not torch.allclose(of_spec.train(training)(x), theirs(x))

@@ -264,13 +264,15 @@ WRONG: dict[str, dict[str, Any]] = {
     "'cu_seqlens_k' ends at 7, but k and v have 6 rows": {"cu_seqlens_k": i32(0, 1, 2, 7)},
     "'cu_seqlens_q' ends at 5, but q has 6 rows": {"cu_seqlens_q": i32(0, 1, 2, 5)},
     "'cu_seqlens_k' begins with -1": {"cu_seqlens_k": i32(-1, 1, 2, 6)},
+    "'cu_seqlens_q' falls from 1 to -2147483648": {"cu_seqlens_q": torch.tensor([0, 1, 2 - 2**32, 6])},
+    "'cu_seqlens_k' ends at 2147483647": {"cu_seqlens_k": torch.tensor([0, 1, 2, 6 + 2**32])},
     "both are \\[B \\+ 1\\]": {"cu_seqlens_k": i32(0, 6)},
     "'cu_seqlens_q' is torch.float32": {"cu_seqlens_q": torch.tensor([0.0, 1, 2, 6])},
     "'cu_seqlens_q' must be a tensor": {"cu_seqlens_q": [0, 1, 2, 6]},
     "'cu_seqlens_q' has shape \\[4, 1\\]": {"cu_seqlens_q": i32(0, 1, 2, 6)[:, None]},
     "'max_seqlen_q' is 3, but sequence 2": {"max_seqlen_q": 3},
     "'max_seqlen_k' must be an int": {"max_seqlen_k": 6.0},
-    "unknown argument 'q_start'": {"q_start": 2},
+    "unknown argument 'q_start': dense calls take it": {"q_start": 2},
     "'q' has shape \\[1, 6, 2, 16\\]; \\[Tq, H, D\\]": {"q": torch.zeros(1, 6, 2, 16)},
     "'k' has shape \\[6, 2, 8\\]": {"k": torch.zeros(6, 2, 8)},
     "'v' has shape \\[5, 2, 16\\]; dimension 0": {"v": torch.zeros(5, 2, 16)},
@@ -333,10 +335,11 @@ def test_operators_are_what_they_say() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
-def test_compiled_whole_and_with_other_lengths() -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_whole_and_with_other_lengths(compiler: str) -> None:
     op = operator("causal", "cpu")
 
-    @torch.compile(fullgraph=True, dynamic=True)
+    @torch.compile(backend=compiler, fullgraph=True, dynamic=True)
     def program(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         return torch.relu(op.varlen(q, k, v, cu_q, cu_k))
 
@@ -402,5 +405,7 @@ def test_nested_tensors_that_are_none_of_ours() -> None:
         op(q, given.k, k)
     with pytest.raises(ValueError, match="'v' is a NestedTensor of other lengths than 'k'"):
         op(k, k, nested(given.q[:, :2], given.starts[0]))
+    with pytest.raises(ValueError, match="'q' has 10 sequences and 'k' has 1"):
+        op(q, *[nested(given.k, i32(0, len(given.k)))] * 2)
     with pytest.raises(ValueError, match="NestedTensors hold whole ones"):
         op(q, k, k, q_start=1)

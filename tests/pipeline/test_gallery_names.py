@@ -50,3 +50,9 @@ def test_the_nearest_names_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcome.code == 2
     assert "Did you mean 'causal', of the specs that come with flashgen?" in outcome.stderr
     assert "did you mean 'causal'" in command("check", "caussal").stderr
+
+
+@pytest.mark.parametrize("text", ["attention x { head_dim 16 }", "attention x {\n" + " " * 999 + "}"])
+def test_the_text_of_a_spec_in_place_of_a_file(text: str) -> None:
+    with pytest.raises(SpecError, match=r"this is the text of a spec, no file's name\n.*flashgen.loads takes it"):
+        flashgen.load(text)
