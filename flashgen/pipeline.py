@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.analysis.index_checks import index_diagnostics
-from flashgen.analysis.variant import analyse
+from flashgen.analysis.variant import Variant, analyse
 from flashgen.answers import Answer, answer, errors_of, warnings_of
 from flashgen.choice import planned, planned_at, tile_choices
 from flashgen.compiled import Assembled, CompiledKernel, assembled, compiled
@@ -178,8 +178,12 @@ def report_file(
 
     on, at = device_named(device or "local", sram), shape or DEFAULT_SHAPE
     checked = read_file(path, constants)
-    variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
-    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants)
+    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants_of(checked))
+
+
+def variants_of(checked: Checked) -> tuple[Variant, ...]:
+    """Every spec of a file at each of its head dimensions."""
+    return tuple(analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
 
 
 def device_names() -> tuple[str, ...]:

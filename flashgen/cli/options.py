@@ -114,6 +114,17 @@ def read_seconds(text: str | float) -> float:
     return seconds
 
 
+def read_rate(text: str | float) -> float:
+    """Bytes a second."""
+    try:
+        rate = float(text)
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is no number of bytes a second such as 450e9") from None
+    if not 0 < rate < float("inf"):
+        raise click.BadParameter(f"{rate:g} bytes a second are not in the range x>0")
+    return rate
+
+
 def check_countable(shape: Shape) -> None:
     """Refuse lengths at which the model would count tiles for minutes."""
     if max(shape.q_len, shape.kv_len) > _LONGEST_COUNTED:

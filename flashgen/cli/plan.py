@@ -15,10 +15,13 @@ from flashgen.cli.options import (
     check_countable,
     json_option,
     planned_device_option,
+    read_numbers,
+    read_rate,
     set_option,
     shape_option,
     spec_argument,
 )
+from flashgen.cli.plan_ranks import Asked, show_ranks
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
@@ -40,6 +43,27 @@ _MOST_REJECTED = 8  # of a pass, that are shown
     help="Plan as if the device had this much SRAM.",
 )
 @shape_option
+@click.option(
+    "--ranks",
+    type=read_numbers("rank count"),
+    metavar="N,...",
+    default=None,
+    help="Spread the sequence over so many devices, up to 1024: what each method takes; with --link.",
+)
+@click.option(
+    "--link",
+    type=read_rate,
+    metavar="BYTES/S",
+    default=None,
+    help="What a rank sends and receives in a second; 450e9: NVLink of an H100, 50e9: 400 Gb/s.",
+)
+@click.option(
+    "--tokens",
+    type=read_numbers("length"),
+    metavar="N,...",
+    default=None,
+    help="Positions of each rank; default: 8192, with --shape its Nq over the ranks.",
+)
 @set_option
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also the reasons of the recipe, buffers, the paper's tiles, runners-up."
@@ -50,6 +74,9 @@ def plan(
     device: str | None,
     sram: int | None,
     shape: Shape | None,
+    ranks: tuple[int, ...] | None,
+    link: float | None,
+    tokens: tuple[int, ...] | None,
     constants: tuple[tuple[str, Constant], ...],
     verbose: bool,
     as_json: bool,
@@ -58,6 +85,10 @@ def plan(
 
     Times are predicted, not measured; HBM bytes stand beside those of standard attention and of the paper's algorithm.
     --verbose and --json tell everything that is known.
+
+    With --ranks and --link it says instead what flashgen.distributed is
+    predicted to take on several devices: time of the busiest rank by method,
+    what it waits for, imbalance, bytes, and where communication stops hiding.
     """
     from flashgen.pipeline import report_file
 
@@ -67,6 +98,9 @@ def plan(
         )
     if shape is not None:
         check_countable(shape)
+    if ranks is not None or link is not None or tokens is not None:
+        show_ranks(file, device, sram, shape, Asked.of(ranks, link, tokens, shape), dict(constants), as_json=as_json)
+        return
     reports = report_file(file, device=device, sram=sram, shape=shape, constants=dict(constants))
     if as_json:
         print_json([entry.to_json() for entry in reports])

@@ -29,6 +29,8 @@ Span = tuple[int, int]  # positions, the second is behind the last
 
 MOST_BLOCKS = 256  # of keys, so that a look at a mask takes milliseconds
 MOST_ROWS = 8  # parts of a span of queries that are looked at
+_SETTLED_AT_ONCE = 4096  # boxes of single spans; of more, boxes of many come first
+_COARSE = 32  # of these along queries, and along keys
 _MOST_HEADS = 64  # pairs of b and h; where masks have more, nothing is known of b and h beyond these
 
 
@@ -104,21 +106,55 @@ def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[n
     pairs = [(b, h) for b in batches for h in heads]
     if len(pairs) > _MOST_HEADS:
         return np.full((len(queries), len(keys)), 0.5)
-    q, k = np.array(queries, np.int64), np.array(keys, np.int64)
-    rows, columns = (each.ravel() for each in np.meshgrid(np.arange(len(q)), np.arange(len(k)), indexing="ij"))
-    some = (q[rows, 1] > q[rows, 0]) & (k[columns, 1] > k[columns, 0])
-    total = np.zeros(len(rows))
-    for b, h in pairs:
+    q, k = _Spans(queries), _Spans(keys)
+    found = np.zeros((len(queries), len(keys)))
+    if q.count and k.count:
+        shares = sum(_shares(mask, place, q, k) for place in pairs)
+        found[np.ix_(q.places, k.places)] = shares / len(pairs)
+    return found
+
+
+class _Spans:
+    """Those of some spans that hold something, ascending; ``places`` says where they stood."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        ends = np.array(spans, np.int64)
+        order = np.argsort(ends[:, 0], kind="stable")
+        self.places = order[ends[order, 1] > ends[order, 0]]
+        self.starts, self.stops = ends[self.places].T
+        self.count = len(self.places)
+
+    def steps(self, parts: int) -> NDArray[np.int64]:
+        """Where parts of about as many spans begin, and the end."""
+        return np.linspace(0, self.count, min(parts, self.count) + 1).astype(np.int64)
+
+
+def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray[np.float64]:
+    """The shares of one head: boxes of many spans are settled at once, or halved."""
+    found = np.zeros((q.count, k.count))
+    rows, columns = (spans.steps(spans.count if q.count * k.count <= _SETTLED_AT_ONCE else _COARSE) for spans in (q, k))
+    r0, c0 = (each.ravel() for each in np.meshgrid(rows[:-1], columns[:-1], indexing="ij"))
+    r1, c1 = (each.ravel() for each in np.meshgrid(rows[1:], columns[1:], indexing="ij"))
+    while len(r0):
         boxes = Boxes(
-            b=np.full(len(rows), b),
-            h=np.full(len(rows), h),
-            first_i=q[rows, 0],
-            last_i=np.maximum(q[rows, 1] - 1, q[rows, 0]),
-            first_j=k[columns, 0],
-            last_j=np.maximum(k[columns, 1] - 1, k[columns, 0]),
+            b=np.full(len(r0), place[0]),
+            h=np.full(len(r0), place[1]),
+            first_i=q.starts[r0],
+            last_i=q.stops[r1 - 1] - 1,
+            first_j=k.starts[c0],
+            last_j=k.stops[c1 - 1] - 1,
             sizes=mask.sizes,
             params=mask.params,
         )
         classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
-        total += np.where(classes == EMPTY, 0.0, np.where(classes == FULL, 1.0, 0.5))
-    return np.where(some, total / len(pairs), 0.0).reshape(len(q), len(k))
+        single = (r1 - r0 == 1) & (c1 - c0 == 1)
+        found[r0[single], c0[single]] = np.select([classes == EMPTY, classes == FULL], [0.0, 1.0], 0.5)[single]
+        for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == FULL)].tolist():
+            found[x0:x1, y0:y1] = 1.0
+        left = ~single & (classes != EMPTY) & (classes != FULL)
+        r0, r1, c0, c1 = r0[left], r1[left], c0[left], c1[left]
+        across = r1 - r0 >= c1 - c0
+        middle = np.where(across, (r0 + r1) // 2, (c0 + c1) // 2)
+        r0, r1 = np.concatenate([r0, np.where(across, middle, r0)]), np.concatenate([np.where(across, middle, r1), r1])
+        c0, c1 = np.concatenate([c0, np.where(across, c0, middle)]), np.concatenate([np.where(across, c1, middle), c1])
+    return found

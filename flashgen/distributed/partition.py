@@ -6,6 +6,7 @@ In: an op, a length, the number of ranks, what the mask reads. Out: a ``Partitio
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -128,7 +129,11 @@ def partition(
     if method not in METHODS:
         raise ValueError(f"unknown method '{method}'; known are {', '.join(map(repr, METHODS))}")
     sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Nq": N, "Nk": N}
-    mask = mask_of(op.spec, op.spec.head_dims[0], sizes, captured)
+    return dealt(mask_of(op.spec, op.spec.head_dims[0], sizes, captured), N, world, method)
+
+
+def dealt(mask: Mask, N: int, world: int, method: str = "balanced") -> Partition:
+    """The same of a mask."""
     parts = {"contiguous": 1, "head_tail": 2}.get(method)
     if parts is not None:
         blocks = _padded(cuts(0, N, parts * world), parts * world)
@@ -174,12 +179,14 @@ def _in_mirror(world: int, parts: int) -> list[int]:
 def _by_weight(weights: Sequence[float], world: int, most: int) -> list[int]:
     """The heaviest block that is left goes to the rank with the least work that has less than ``most`` blocks."""
     owners = [0] * len(weights)
-    load, room = [0.0] * world, [most] * world
+    room = [most] * world
+    least = [(0.0, rank) for rank in range(world)]  # a heap
     for n in sorted(range(len(weights)), key=lambda n: (-weights[n], n)):
-        rank = min((r for r in range(world) if room[r]), key=lambda r: (load[r], r))
+        load, rank = heapq.heappop(least)
         owners[n] = rank
-        load[rank] += weights[n]
         room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(least, (load + weights[n], rank))
     return owners
 
 
@@ -212,12 +219,14 @@ def _work(mask: Mask, length: int, spans: Sequence[Span]) -> list[float]:
     keys = cuts(0, length, MOST_BLOCKS)
     widths = np.array([stop - start for start, stop in keys], np.float64)
     size = max(length // MOST_BLOCKS, 1)
-    found = []
-    for start, stop in spans:
-        if stop == start:
-            found.append(0.0)
-            continue
-        rows = cuts(start, stop, max((stop - start) // size, 1))
-        heights = np.array([last - first for first, last in rows], np.float64)
-        found.append(float(heights @ (kept(mask, rows, keys) @ widths)))
+    rows = [
+        (owner, row)
+        for owner, (start, stop) in enumerate(spans)
+        if stop > start
+        for row in cuts(start, stop, max((stop - start) // size, 1))
+    ]
+    heights = np.array([last - first for _, (first, last) in rows], np.float64)
+    pairs = heights * (kept(mask, [row for _, row in rows], keys) @ widths)
+    owners = np.array([owner for owner, _ in rows], np.int64)
+    found: list[float] = np.bincount(owners, weights=pairs, minlength=len(spans)).tolist()
     return found

@@ -64,6 +64,11 @@ def _has_memory(x: Any) -> bool:
     return not (is_functorch_wrapped_tensor(x) or x.is_meta or x._is_zerotensor())
 
 
+def has_distributed(tensors: Sequence[Any]) -> bool:
+    """Whether some of these are DTensors, whose class is not imported to ask."""
+    return any(type(x).__name__ == "DTensor" for x in tensors)
+
+
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
     return not is_compiling() and _are_functorch_transforms_active()

@@ -30,7 +30,7 @@ from flashgen.runtime.call import Rest
 from flashgen.runtime.conversion import WHOLE, offset_arguments
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.flops import count_flops
-from flashgen.runtime.plain import check_tensors, is_plain, is_what_it_seems, transforming, with_memory
+from flashgen.runtime.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
 
 NAMESPACE = "flashgen"
@@ -90,6 +90,11 @@ def register(
                 replace(first, engine=engine, first=first) if first is not None else _register(name, engine, remember)
             )
         return engines[identity]
+
+
+def first_of(name: str) -> Registered:
+    """The op whose engine the operators of this name run."""
+    return next(iter(_registry()[name].values()))
 
 
 def registered_names() -> tuple[str, ...]:
@@ -310,6 +315,11 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     check_tensors(op.signature.inputs_by_name, tensors)
+    if has_distributed(tensors):
+        from flashgen.runtime import dtensor  # noqa: PLC0415 - takes a second, and most never need it
+
+        dtensor.learn(op.name)
+        tensors = dtensor.prepared(op.signature, tensors)
     if not is_compiling():
         tensors = with_memory(tensors)
     if transforming():

@@ -139,3 +139,50 @@ def test_a_malformed_file_is_wrong_usage(file: Path, no_devices_of_ones_own: Pat
         assert str(no_devices_of_ones_own) in done.stderr
         assert "Traceback" not in done.stderr
     assert flashgen("check", file).code == 0  # nothing to do with devices
+
+
+def test_ranks_are_simulated(file: Path) -> None:
+    asked = ["--device", "a100", "--ranks", "2,8", "--link", "300e9", "--tokens", "1024,4096"]
+    done = flashgen("plan", file, *asked)
+    assert done.code == 0, done.stderr
+    for words in (
+        "tiny, head_dim 64, bf16, on 'a100' (NVIDIA A100 SXM4 80 GB); B,H,Hkv = 1,16,16; 300 GB/s a rank",
+        "of the busiest rank; all is predicted",
+        "4,096 positions a rank",
+        "ring, forward: communication",
+    ):
+        assert words in done.stdout, words
+    found = json.loads(flashgen("plan", file, *asked, "--json").stdout)
+    assert [(each["ranks"], each["shape"]["q_len"]) for each in found] == [
+        (2, 2048),
+        (8, 8192),
+        (2, 8192),
+        (8, 32768),
+    ]
+    ring = found[1]["methods"][0]
+    assert [each["pass"] for each in ring["passes"]] == ["forward", "backward"]
+    assert (
+        ring["passes"][0]["sent_bytes"]["total"] == sum(14 - rank for rank in range(8)) * 512 * 16 * 2 * 64 * 2
+    )  # dealt head and tail
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ranks", "8"], "--ranks goes with --link"),
+        (["--link", "1e9"], "--link goes with --ranks"),
+        (["--tokens", "100"], "--tokens goes with --ranks"),
+        (["--ranks", "2048", "--link", "1e9"], "--ranks 2048: up to 1024 are simulated"),
+        (["--ranks", "two", "--link", "1e9"], "'two' is no list of rank counts"),
+        (["--ranks", "8", "--link", "fast"], "'fast' is no number of bytes a second"),
+        (["--ranks", "8", "--link", "-1"], "-1 bytes a second are not in the range"),
+        (["--ranks", "8", "--link", "1e9", "--shape", "1,1,1,64,32"], "Nq and Nk have to be equal"),
+        (["--ranks", "8", "--link", "1e9", "--shape", "1,1,1,4,4"], "4 positions on 8 ranks"),
+        (["--ranks", "1024", "--link", "1e9", "--tokens", "1000000"], "tiles are counted up to"),
+    ],
+)
+def test_what_ranks_cannot_be_is_said(file: Path, options: list[str], says: str) -> None:
+    done = flashgen("plan", file, *options)
+    assert done.code == 2
+    assert says in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
