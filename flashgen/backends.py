@@ -22,7 +22,10 @@ from flashgen.gpu_backend import (
     CudaProvider,
     EmulatorProvider,
     Package,
+    RowsOf,
+    cached_kernel,
     call_of,
+    is_cached,
     kernel_variant,
     launches_of,
     ragged_kernel,
@@ -56,6 +59,9 @@ __all__ = [
     "kernel_variant",
     "launches_of",
     "providers",
+    "RowsOf",
+    "cached_kernel",
+    "is_cached",
     "ragged_kernel",
 ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from flashgen.package.manifest import Manifest
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
-from flashgen.plan.measured import Pins
+from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.plan import CallKind, Part
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
@@ -35,9 +36,10 @@ from flashgen.runtime.schedule import Compiled, DeviceSize, schedule
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts
-from flashgen.targets.gpu.explain import GpuPass, explain_gpu
-from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
+from flashgen.targets.gpu.launches import backward_launches, cached_launches, forward_launches
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
@@ -50,6 +52,16 @@ if TYPE_CHECKING:
     from flashgen.runtime.emulator import Program
 
 ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16)  # by the codes of ``struct Arguments``
+
+
+class RowsOf(Enum):
+    """What kernels take the rows of."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+    CACHED = "cached"
+
+
 BOTH: tuple[PassName, PassName] = ("forward", "backward")
 
 # A generated package: its folder, and what it says of itself.
@@ -60,6 +72,8 @@ def launches_of(
     variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
+    if variant.cached:
+        return lambda _name, _values: cached_launches(symbol, variant, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
 
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
@@ -98,6 +112,24 @@ def _steps(
     return [step for part in found.parts for step in part.steps]
 
 
+def _over_cache(
+    variant: Variant,
+    plan: GpuPlan,
+    symbol: str,
+    layout: ArgumentLayout,
+    asked: Asked,
+    size: DeviceSize,
+    resources: Mapping[str, Resources],
+) -> tuple[GpuPass, int]:
+    """The launches of a call over a cache, and in how many parts keys are."""
+    launches = cached_launches(symbol, variant, plan, asked.element)
+    assert launches.splits is not None, "keys over a cache may be split"
+    known = {name: int(value) for name, value in asked.values.items()}
+    splits = launches.splits.values(known, size.multiprocessors)["splits"]
+    steps = _steps(launches, layout, asked.call.head_dim, asked, size)
+    return GpuPass(plan, steps, resources), splits
+
+
 # -- the emulator ------------------------------------------------------------------------------------------------------
 
 
@@ -106,21 +138,21 @@ class EmulatorProvider:
 
     Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
     for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
-    ``ragged``: those for ragged batches, which the kernels of the others lead to.
+    ``rows``: those for ragged batches, or for caches, which the kernels of the others lead to.
     """
 
     def __init__(
-        self, spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, ragged: bool = False
+        self, spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, rows: RowsOf = RowsOf.DENSE
     ) -> None:
-        self.spec, self.target, self.ragged, self._cache = spec, target, ragged, cache
+        self.spec, self.target, self.rows, self._cache = spec, target, rows, cache
         self.kernel = functools.cache(self._kernel)
 
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
         return self.kernel(head_dim)
 
-    def compiled(self, head_dim: HeadDim) -> CompiledKernel[GpuPlan, GpuBinary]:
+    def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
         """What runs."""
-        return compiled(kernel_variant(self.spec, head_dim, ragged=self.ragged), self.target)
+        return compiled(kernel_variant(self.spec, head_dim, self.rows), self.target, pins)
 
     def plans(self) -> Mapping[HeadDim, GpuPlan]:
         """By head dimension."""
@@ -146,32 +178,51 @@ class EmulatorProvider:
         gpu = product_of(self.target)
         return explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
 
+    def explain_cached(self, name: str, asked: Asked) -> Explanation:
+        """One call over a cache."""
+        cached, head_dim, gpu = self._other(RowsOf.CACHED), asked.call.head_dim, product_of(self.target)
+        kernel = cached.compiled(head_dim, _pins(cached.compiled(head_dim), asked.element, asked.values))
+        _check_element(kernel.variant, kernel.plan, asked.element, self.target)
+        emulated = cached(head_dim, 0)
+        own = (kernel.variant, kernel.plan, kernel.source.symbol)
+        forward, splits = _over_cache(*own, emulated.layout, asked, emulated.size, {})
+        device = f"emulated {gpu.product}"
+        return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, splits)
+
+    def _other(self, rows: RowsOf) -> EmulatorProvider:
+        return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows)
+
     def _kernel(self, head_dim: HeadDim) -> EmulatedKernel:
         from flashgen.runtime.emulated import EmulatedKernel
         from flashgen.runtime.emulator import compile_program
 
-        variant = kernel_variant(self.spec, head_dim, ragged=self.ragged)
+        variant = kernel_variant(self.spec, head_dim, self.rows)
 
         @functools.cache
-        def launches(element: ElementType) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
-            kernel = self.compiled(head_dim)
+        def launches(element: ElementType, pins: Pins) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+            kernel = self.compiled(head_dim, pins)
             plan = kernel.plan
             _check_element(variant, plan, element, self.target)
             return launches_of(variant, plan, kernel.source.symbol, element)
 
         @functools.cache
-        def program(kernels: frozenset[str]) -> Program:
-            source = self.compiled(head_dim).source
+        def program(kernels: frozenset[str], pins: Pins) -> Program:
+            source = self.compiled(head_dim, pins).source
             return compile_program(source.text, name=source.name, cache=self._cache, kernels=kernels)
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
             """What the call's pass starts: the host's compiler takes a second for each kernel."""
-            own = launches(call_of(values)[0])
-            return Compiled(program(frozenset(own(name, values).kernels)), own)
+            element = call_of(values)[0]
+            pins = _pins(self.compiled(head_dim), element, values)
+            own = launches(element, pins)
+            return Compiled(program(frozenset(own(name, values).kernels), pins), own)
 
-        others = EmulatorProvider(self.spec, self.target, cache=self._cache, ragged=True)
-        varlen = None if self.ragged else functools.partial(others, head_dim, 0)
-        return EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, find, varlen=varlen)
+        def other(rows: RowsOf) -> Callable[[], EmulatedKernel] | None:
+            return functools.partial(self._other(rows), head_dim, 0) if self.rows is RowsOf.DENSE else None
+
+        layout = ArgumentLayout(cuda_fields(variant))
+        varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
+        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached)
 
 
 def _check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -213,13 +264,13 @@ class CudaProvider:
     """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
 
     A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
-    source that was edited runs whatever the call. ``ragged``: kernels for ragged batches, which the others lead to;
-    their tiles are the planner's own, and packages have none. Calls raise ``CudaMissing``, ``NvrtcMissing``,
+    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, or for caches, which the others
+    lead to; their tiles are the planner's own, and packages have none. Calls raise ``CudaMissing``, ``NvrtcMissing``,
     ``UnsupportedGpu``, ``CompileFailed``.
     """
 
-    def __init__(self, spec: AttentionSpec, package: Package | None = None, *, ragged: bool = False) -> None:
-        self.spec, self.package, self.ragged = spec, package, ragged
+    def __init__(self, spec: AttentionSpec, package: Package | None = None, *, rows: RowsOf = RowsOf.DENSE) -> None:
+        self.spec, self.package, self.rows = spec, package, rows
         self.board = functools.cache(self._board)
         self.kernel = functools.cache(self._kernel)
         self.choices = functools.cache(self._choices)
@@ -234,7 +285,10 @@ class CudaProvider:
     ) -> tuple[Ready, tuple[str, ...]]:
         """What a pass of a call runs, and why it has these tiles."""
         element, shape = call_of(values)
-        pins = self.choices(head_dim, index).of_call(element, shape)
+        if self.rows is RowsOf.CACHED:
+            pins = _pins(compiled(self._variant(head_dim), self.board(index).target), element, values)
+        else:
+            pins = self.choices(head_dim, index).of_call(element, shape)
         return self._of_pins(head_dim, index, element, name, kind_of(name, values), pins)
 
     def plans(self) -> Mapping[HeadDim, GpuPlan]:
@@ -263,6 +317,21 @@ class CudaProvider:
             passes[each] = GpuPass(ready.plan, steps, resources, reasons)
         variant = kernel_variant(self.spec, head_dim)
         return explain_gpu(name, "cuda", board.name, variant, board.gpu, asked, passes)
+
+    def explain_cached(self, name: str, asked: Asked) -> Explanation:
+        """One call over a cache."""
+        cached, head_dim, index = self._other(RowsOf.CACHED), asked.call.head_dim, asked.call.device.index or 0
+        ready, _ = cached.of_call(head_dim, index, "forward", asked.values)
+        board, variant = self.board(index), kernel_variant(self.spec, head_dim, RowsOf.CACHED)
+        resources = {said.name: said for said in ready.resources}
+        own = (variant, ready.plan, ready.source.symbol)
+        forward, splits = _over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
+        return explain_cache(name, "cuda", board.name, variant, board.gpu, asked, forward, splits)
+
+    def _other(self, rows: RowsOf) -> CudaProvider:
+        provider = CudaProvider(self.spec, rows=rows)
+        provider.board = self.board
+        return provider
 
     def _of_pins(
         self, head_dim: HeadDim, index: int, element: ElementType, name: PassName, kind: CallKind, pins: Pins
@@ -295,7 +364,7 @@ class CudaProvider:
         return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
 
     def _variant(self, head_dim: HeadDim) -> Variant:
-        return kernel_variant(self.spec, head_dim, ragged=self.ragged)
+        return kernel_variant(self.spec, head_dim, self.rows)
 
     def _board(self, index: int) -> Board:
         driver = cuda.CupyDriver(index)
@@ -312,14 +381,16 @@ class CudaProvider:
             ready, _ = self.of_call(head_dim, index, name, values)
             return Compiled(ready.path, launches_of(variant, ready.plan, ready.source.symbol, element))
 
-        others = CudaProvider(self.spec, ragged=True)
-        others.board = self.board
-        varlen = None if self.ragged else functools.partial(others, head_dim, index)
-        return cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, board.driver, find, varlen=varlen)
+        def other(rows: RowsOf) -> Callable[[], cuda.CudaKernel] | None:
+            return functools.partial(self._other(rows), head_dim, index) if self.rows is RowsOf.DENSE else None
+
+        layout = ArgumentLayout(cuda_fields(variant))
+        varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
+        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached)
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)
-        if self.ragged:  # what was measured is of dense calls
+        if self.rows is not RowsOf.DENSE:  # what was measured is of dense calls
             return TileChoices(variant, board.gpu, by_length=False)
         return tile_choices(variant, board.gpu, board.name)
 
@@ -353,14 +424,37 @@ class CudaProvider:
 
 
 @functools.lru_cache(maxsize=64)
-def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, *, ragged: bool = False) -> Variant:
-    """The spec at a head dimension; remembered, as each pass of a call asks for it."""
-    return replace(analyse(spec, head_dim), ragged=ragged)
+def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf.DENSE) -> Variant:
+    """The spec at a head dimension, without gradients over caches; remembered, as each pass of a call asks for it."""
+    variant = analyse(spec, head_dim)
+    if rows is RowsOf.CACHED:
+        return replace(variant, cached=True, gradients=())
+    return replace(variant, ragged=rows is RowsOf.RAGGED)
 
 
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What ragged batches run on the emulator of a target."""
-    return compiled(kernel_variant(spec, head_dim, ragged=True), GPUS[target])
+    return compiled(kernel_variant(spec, head_dim, RowsOf.RAGGED), GPUS[target])
+
+
+def cached_kernel(
+    spec: AttentionSpec, head_dim: HeadDim, target: str, values: Mapping[str, float]
+) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
+    variant, element = kernel_variant(spec, head_dim, RowsOf.CACHED), call_of(values)[0]
+    return compiled(variant, GPUS[target], _pins(compiled(variant, GPUS[target]), element, values))
+
+
+def is_cached(values: Mapping[str, float]) -> bool:
+    """Whether a call is one over a cache, by the values of its arguments."""
+    return "cache_lengths" in values
+
+
+def _pins(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
+    """What a call takes where nothing was tuned: the planner's own tiles, but over a cache those for its rows."""
+    if not kernel.variant.cached:
+        return PLANNERS_OWN
+    return pins_of_rows(kernel.variant, kernel.plan, element, int(values["group_rows"]))
 
 
 def _as_packaged(brought: Packaged, part: Part, *why: str) -> Ready:

@@ -93,8 +93,11 @@ def loads_of(tensors: Mapping[str, Any]) -> LoadRange:
     return rule
 
 
-def loads_of_kernels(tensors: Mapping[str, Any]) -> LoadRange:
-    """What kernels know of the elements of a tile: all of a row or a column, few of a pair, nothing beside a NaN."""
+def loads_of_kernels(tensors: Mapping[str, Any], *, observed: bool = True) -> LoadRange:
+    """What kernels know of the elements of a tile: all of a row or a column, few of a pair, nothing beside a NaN.
+
+    Where rows and columns are not ``observed``, few of these, too.
+    """
     loads = loads_of(tensors)
 
     def rule(load: Load, indices: tuple[Range, ...]) -> Range:
@@ -102,7 +105,8 @@ def loads_of_kernels(tensors: Mapping[str, Any]) -> LoadRange:
         if array is None:
             return full(load.type)
         spans = [_slice(r, extent) for r, extent in zip(indices, array.shape, strict=True)]
-        if level_of(load) is Level.PAIR and any(span.stop - span.start > MOST_ELEMENTS for span in spans):
+        is_looked_up = level_of(load) is Level.PAIR or not observed
+        if is_looked_up and any(span.stop - span.start > MOST_ELEMENTS for span in spans):
             return full(load.type)
         found = loads(load, indices)
         return FULL_FLOAT if isinstance(found, FloatRange) and found.may_be_nan else found

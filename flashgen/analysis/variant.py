@@ -86,7 +86,8 @@ class Variant:
     conditions on positions found in the score; a pair has weight 0 where it is false. ``score_by_dot`` is the whole
     derivative by dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
-    tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own.
+    tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
+    they take caches, of which each sequence's last queries are a part of a dense call.
     """
 
     spec: AttentionSpec
@@ -100,6 +101,7 @@ class Variant:
     gradients: tuple[CapturedGradient, ...]
     proofs: tuple[IndexProof, ...] = field(repr=False)
     ragged: bool = False
+    cached: bool = False
 
     @property
     def uses_sqdist(self) -> bool:

@@ -57,8 +57,9 @@ def flash_attn_with_kvcache(
     A cache of ``torch.float8_e4m3fn`` is multiplied by ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one number;
     k and v, of the type of q, are written to it divided by these.
 
-    It runs on CPUs. There are no gradients. Raises ``ValueError`` and ``TypeError`` by name for arguments that do not
-    fit.
+    On a GPU the host waits for ``cache_seqlens`` where fewer rows are new than there are queries, and these are two or
+    more: a sequence may be shorter than they are. There are no gradients. Raises ``ValueError`` and ``TypeError`` by
+    name for arguments that do not fit.
     """
     _check(q, k_cache, v_cache, k, v)
     (batch, queries, heads, _), new = q.shape, 0 if k is None else k.shape[1]
@@ -113,6 +114,8 @@ def _has_short_sequences(cache_seqlens: object, new: int, queries: int) -> bool:
     if new >= queries or torch.compiler.is_compiling():
         return False
     if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.is_cuda and queries == 1:  # a sequence without a row keeps nothing, which kernels see
+            return False
         return not cache_seqlens.is_meta and bool((cache_seqlens + new < queries).any())
     return isinstance(cache_seqlens, int) and cache_seqlens + new < queries
 

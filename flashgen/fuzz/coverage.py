@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashgen.backends import ragged_kernel
+from flashgen.backends import cached_kernel, is_cached, ragged_kernel
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import head_dim_of
 from flashgen.ir.spec import AttentionSpec
@@ -29,6 +29,12 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         ragged += " of 8 bits" if call.eight_bits else ""
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
     symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
+    over_cache = [each for each in counted if is_cached(each.values)]
+    if plan and over_cache:
+        cached = cached_kernel(spec, head_dim, plan.target, over_cache[0].values)
+        tile, parts = cached.plan.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
+        pages = ", in pages" if call.page else ""
+        return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
     if plan and any(each.sequences for each in counted):
         kernel = ragged_kernel(spec, head_dim, plan.target)
         tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol

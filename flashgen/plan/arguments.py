@@ -97,25 +97,54 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
 # Of ragged batches: where sequences begin among which rows, and as long as one may be.
 STARTS = {"q_starts": "q", "k_starts": "k and v"}
 _MOST = {"q_most": "queries", "kv_most": "keys"}
+# Of caches: where the rows of sequences lie, and the sizes of what they lie in.
+PLACES = {
+    "cache_lengths": "[batch]: the rows of each sequence in the cache",
+    "cache_padding": "[batch]: those in front that are not its own",
+    "cache_places": "[batch]: the entry of each sequence, where there are no pages",
+    "block_table": "[batch, table_columns]: the pages of each sequence; null where it has an entry",
+}
+_CACHE_SIZES = {
+    "cache_entries": "entries of the cache, or its pages",
+    "cache_rows": "of an entry, or of a page",
+    "table_columns": "of block_table",
+    "group_rows": "queries of all heads that share a key/value head, the rows of its tiles",
+}
+SPLITS = {"splits": "parts of a sequence's keys, by a block each", "merges": "1 where there are several, else 0"}
 _ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
 
 
 def ragged_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """The same of kernels for ragged batches, whose lengths are those of all rows, and batch that of sequences."""
-    fields = argument_fields(spec)
     starts = [
         Field(name, "const pointer", f"where sequences begin among the rows of {rows}, [batch + 1]", "int32_t", True)
         for name, rows in STARTS.items()
     ]
+    most = [Field(name, "i64", f"{rows} that a sequence may have") for name, rows in _MOST.items()]
+    return _with_sequences(spec, starts, most)
+
+
+def cached_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels for caches, whose keys are as many as a sequence has room for.
+
+    The last ones are decided when a call is scheduled, from the number of splits that was asked for.
+    """
+    places = [Field(name, "const pointer", comment, "int32_t", True) for name, comment in PLACES.items()]
+    sizes = [Field(name, "i64", comment) for name, comment in _CACHE_SIZES.items()]
+    return _with_sequences(spec, places, [*sizes, *(Field(each, "i32", says) for each, says in SPLITS.items())])
+
+
+def _with_sequences(spec: AttentionSpec, places: list[Field], sizes: list[Field]) -> tuple[Field, ...]:
+    """The fields of a call, where its sequences are, and tables of what changes with them."""
+    fields = argument_fields(spec)
     comment = "[batch], where it follows from a sequence's lengths; else null"
     kinds = {each.name: each.kind for each in fields}
     tables = [
         Field(table, "const pointer", comment, _ELEMENTS[kinds[name]], True)
         for name, table in fields_of_sequences(spec).items()
     ]
-    most = [Field(name, "i64", f"{rows} that a sequence may have") for name, rows in _MOST.items()]
     varying = sum(each.varies for each in fields)
-    return (*fields[:varying], *starts, *tables, *fields[varying:], *most)
+    return (*fields[:varying], *places, *tables, *fields[varying:], *sizes)
 
 
 def fields_of_sequences(spec: AttentionSpec) -> Mapping[str, str]:

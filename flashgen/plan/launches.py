@@ -150,17 +150,45 @@ class VisitLists:
 
 
 @dataclass(frozen=True)
+class Splits:
+    """Into how many parts the keys of a sequence are split, for a block each; the parts are merged in a fixed order.
+
+    ``field`` says how many were asked for (0: as many as leave no multiprocessor without ``blocks``), and then how many
+    there are; ``merges`` is 1 where these are several. ``work_tiles`` is the number of blocks of one part, ``visited``
+    that of tiles of keys that a sequence has at most, of which a part that nobody asked for has ``least`` or more.
+    """
+
+    field: str
+    merges: str
+    work_tiles: Count
+    visited: Count
+    blocks: int
+    least: int
+
+    def values(self, sizes: Mapping[str, int], multiprocessors: int) -> dict[str, int]:
+        """Both fields; what follows from sizes and the device alone is the same for each call of a shape."""
+        visited = max(self.visited.value(sizes), 1)
+        count = sizes[self.field]
+        if count == 0:
+            most = self.blocks * multiprocessors // max(self.work_tiles.value(sizes), 1)
+            count = min(most, visited // self.least)
+        count = max(1, min(count, visited))
+        return {self.field: count, self.merges: int(count > 1)}
+
+
+@dataclass(frozen=True)
 class PassLaunches:
     """One pass: its workspace and its kernels, in order, and the lists that these read where there are some.
 
     Among the ``launches`` are those that make lists in the workspace, not those of lists that the host keeps.
-    ``operands`` say where the rows lie that they read and write.
+    ``operands`` say where the rows lie that they read and write, ``splits`` how many blocks share a sequence's keys.
     """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
     lists: tuple[VisitLists, ...] = ()
     operands: Mapping[str, Operand] = field(default_factory=lambda: OPERANDS, repr=False, compare=False)
+    splits: Splits | None = None
 
     @property
     def kernels(self) -> Mapping[str, Launch]:

@@ -1,9 +1,9 @@
 """Operands: the tensors of rows that kernels read and write, each declared once.
 
-Stage 3, plan. In: nothing. Out: ``OPERANDS``, and ``RAGGED``, the same of ragged batches. An operand says where its row
-[b, h, n] lies, of what type its elements are, and how many make a row. The fields of ``struct Arguments``, the
-addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a shard begins all follow.
-Captured tensors have shapes of the spec's, and are declared by it.
+Stage 3, plan. In: nothing. Out: ``OPERANDS``, and ``RAGGED`` and ``CACHED``, the same of ragged batches and of caches.
+An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of
+``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
+shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Rows(Enum):
     PACKED_STRIDED = "strides of h and n, in elements, are arguments; that of b is none"
     PACKED = "one behind the other, in the order of n and h"
     PACKED_HEADS = "one behind the other, in the order of h and n"
+    # Those of caches: b counts its entries, or its pages, of which numbers in memory name those of a sequence.
+    CACHED = "strides of an entry or page, h and n, in elements, are arguments"
 
     @property
     def has_strides(self) -> bool:
         """Whether strides are arguments."""
-        return self in (Rows.STRIDED, Rows.PACKED_STRIDED)
+        return self in (Rows.STRIDED, Rows.PACKED_STRIDED, Rows.CACHED)
 
     @property
     def is_packed(self) -> bool:
@@ -75,6 +77,8 @@ class Operand:
     @property
     def counts(self) -> tuple[str, str, str]:
         """The integer fields that say how many b, h and n there are."""
+        if self.rows is Rows.CACHED:
+            return ("cache_entries", "kv_heads", "cache_rows")
         return ("batch", "heads", "q_len") if self.of_queries else ("batch", "kv_heads", "kv_len")
 
     @property
@@ -94,6 +98,8 @@ class Operand:
         if self.rows.is_packed:
             rows, heads = ("Tq", "H") if self.of_queries else ("Tk", "Hkv")
             axes = f"{heads}, {rows}" if self.rows is Rows.PACKED_HEADS else f"{rows}, {heads}"
+        if self.rows is Rows.CACHED:
+            axes = "entries or pages, Hkv, rows"
         return f"[{axes}]" if self.width is Width.ONE else f"[{axes}, {self.width.value}]"
 
     def columns(self, head_dim: HeadDim) -> int:
@@ -168,4 +174,8 @@ RAGGED: Mapping[str, Operand] = MappingProxyType(
         each.name: replace(each, rows=Rows.PACKED_HEADS if each.elements is _F32 else _PACKED[each.rows])
         for each in _OPERANDS
     }
+)
+# Over caches k and v lie in entries or pages of many sequences; queries, and what is written of them, as ever.
+CACHED: Mapping[str, Operand] = MappingProxyType(
+    {each.name: replace(each, rows=Rows.CACHED) if each.name in ("k", "v") else each for each in _OPERANDS}
 )

@@ -7,7 +7,7 @@ those of a call, and raise what it raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.reference.philox import drop_threshold
+from flashgen.runtime.cached import sizes_of_cache
 from flashgen.runtime.call import ELEMENTS, Call, Rest
 from flashgen.runtime.engine import Engine
+from flashgen.runtime.kernel import LibraryKernel
 from flashgen.runtime.signature import TORCH_DTYPES
 
 _TYPES = {dtype: element for element, dtype in TORCH_DTYPES.items()}
@@ -63,6 +65,26 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
         if is_learned:
             values[gradient_field(name)] = float(asks or not any(wanted))
     return Asked(call, _TYPES[inputs[0].dtype], values, known)
+
+
+def ask_of_cache(
+    engine: Engine,
+    tensors: Sequence[Any],
+    block_table: Tensor | None,
+    numbers: Sequence[int | None],
+    splits: int,
+    device: torch.device,
+) -> Asked:
+    """The same of a call over a cache, whose ``engine`` this is. ``numbers`` place it in the whole."""
+    k = tensors[1]
+    if block_table is not None and block_table.dim() != 2:
+        raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
+    columns = 0 if block_table is None else block_table.shape[1]
+    rest: Any = (*numbers, k.shape[2] * max(columns, 1)), False
+    asked = ask(engine, tensors, rest, 0.0 if engine.signature.has_dropout else None, device)
+    if asked.call.is_empty or isinstance(asked.call.kernel, LibraryKernel | None):
+        return asked
+    return replace(asked, values={**asked.values, **sizes_of_cache(asked.call, k, columns, splits)})
 
 
 def placed(x: Any, device: torch.device) -> Any:

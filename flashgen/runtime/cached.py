@@ -1,5 +1,8 @@
 """Runs an op over caches of keys and values: the queries are the last ones of each sequence.
 
+On a GPU the host knows neither how long sequences are nor where they lie, unless a call asks for what follows from
+that: kernels find their rows by themselves, and stay inside of the cache whatever the numbers say.
+
 In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: o
 [B, H, Nq, Dv], lse [B, H, Nq]. Each sequence means what a dense call of a part of it means: Nq and Nk are its rows in
 the cache, queries begin at Nq less their number, keys at its left padding. Captured tensors have the sizes of the
@@ -17,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from flashgen.ir.spec import HeadDim
 from flashgen.reference import tiled
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
@@ -28,6 +32,7 @@ from flashgen.runtime.ragged import (
     PerSequence,
     RaggedChecker,
     check_memory,
+    checks_lengths,
     no_ragged_kernels,
     readable,
     struct_of,
@@ -160,7 +165,7 @@ def cache_of(
         factors_of(name, given, x, (batch, k_cache.shape[1]), q.device)
         for name, given, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache))
     ]
-    return Cache(found + new, padding, entries, blocks, *factors)
+    return Cache(found + new if new else found, padding, entries, blocks, *factors)
 
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
@@ -183,7 +188,8 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     """Write k and v [B, Hkv, new, width] behind the rows of each sequence, divided by the factors of a cache of 8 bits.
 
-    Raises ``ValueError`` and ``TypeError``.
+    On a GPU nobody waits: rows that lie outside of the cache stop the device before one is written, and of two at one
+    place one stays; where lengths are checked both have names. Raises ``ValueError`` and ``TypeError``.
     """
     new = k.shape[2]
     for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
@@ -193,6 +199,8 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         fits = x.dtype in ELEMENTS if to.dtype is F8 else x.dtype is to.dtype
         if not fits or x.device != to.device:
             raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
+    if k.is_cuda and checks_lengths():
+        cache.check(k_cache, new)
     places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k.device)
     if cache.is_paged:
         page = k_cache.shape[2]
@@ -205,7 +213,9 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
     capacity = cache.capacity(k_cache)
     inside = functools.partial(_inside, places, outer, capacity, count)
     require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
-    require(functools.partial(_differ, outer, inner), places, "two rows of k and v lie at the same place of the cache")
+    if not k.is_cuda or checks_lengths():
+        of_two = "two rows of k and v lie at the same place of the cache"
+        require(functools.partial(_differ, outer, inner), places, of_two)
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
         if cached.dtype is F8:  # whose rows are written as bytes
             cached.view(torch.uint8)[outer, :, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
@@ -238,10 +248,11 @@ class CachedEngine(Engine):
         q, k, v = own[0], own[1], own[2]
         checker = self.checker
         assert isinstance(checker, CachedChecker)
-        checker.check_device(q)
-        found = cache.check(k, q.shape[2])
         given: Any = rest[0]
         numbers: Any = (*given[:-1], cache.capacity(k))
+        found: Sequence[tuple[int, int]] = ()
+        if self._sees(own, lengths, cache.capacity(k)):
+            found = cache.check(k, q.shape[2])
         call = checker.find(own, (numbers, rest[1]))
         pairs = [(length, length) for length, _ in found]
         checker.check_lengths(call.head_dim, call.sizes, pairs)
@@ -263,8 +274,10 @@ class CachedEngine(Engine):
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), 0, 0, 0, 0, 0, 0
         ]  # fmt: skip
         self._add(values, call, captured, self._no_gradients)
-        assert isinstance(kernel, LibraryKernel), "others are refused when shapes are checked"
         table = blocks.data_ptr() if cache.is_paged else 0
+        if not isinstance(kernel, LibraryKernel):
+            self._run_on_gpu(call, values, cache, (k, given[-1]), each)
+            return o, lse, parts
         places = (
             *(0, 0, lengths.data_ptr(), padding.data_ptr(), entries.data_ptr(), table),
             *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(q, k)),
@@ -275,6 +288,39 @@ class CachedEngine(Engine):
             raise no_ragged_kernels(self.spec.name, "decode")
         self._run(call, prepared, values)
         return o, lse, parts
+
+    def _sees(self, own: Tensors, lengths: Tensor, capacity: int) -> bool:
+        """Whether the host looks at what says where rows lie. On a GPU it waits for nothing that kernels do without."""
+        q, v, checker = own[0], own[2], self.checker
+        assert isinstance(checker, CachedChecker)
+        if not (q.is_cuda and lengths.is_cuda and self.kernels):
+            return True
+        why = checker.asks_lengths(HeadDim(q.shape[3], v.shape[3]), own, (capacity, capacity))
+        if why and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"'{self.spec.name}': {why}, so that the host has to wait for cache_seqlens, which it cannot while a "
+                "graph is captured"
+            )
+        return bool(why)
+
+    def _run_on_gpu(
+        self, call: Call, values: list[float], cache: Cache, given: tuple[Tensor, int], each: PerSequence
+    ) -> None:
+        """Run kernels for GPUs, which find sequences in the cache by themselves. ``given``: it, and the splits."""
+        kernel, (k, splits) = call.kernel, given
+        assert kernel is not None, "there is one"
+        places = [cache.lengths, cache.padding, cache.entries, cache.blocks if cache.is_paged else None]
+        tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in each.arrays()]
+        values += [address(x) for x in (*places, *tables)]
+        known = sizes_of_cache(call, k, cache.blocks.shape[1], splits)
+        settled, layout = list(call.settled), kernel.layout
+        for name, number in known.items():
+            settled[layout.slots[name] - layout.varying] = number
+        key = tuple(known.values())
+        prepared = call.backward.get(key)  # there is no backward pass
+        if prepared is None:
+            prepared = call.backward[key] = kernel.prepare("forward", (*values, *settled))
+        self._run(call, prepared, values)
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002
         """There are none. Raises ``RuntimeError``."""
@@ -309,6 +355,13 @@ class CachedEngine(Engine):
         return o, lse, q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
 
 
+def sizes_of_cache(call: Call, k: Tensor, columns: int, splits: int) -> dict[str, int]:
+    """What kernels for GPUs are told of a cache, k, of a table of pages with so many columns, and of splits."""
+    group_rows = call.shard.q_len * (call.shard.heads // call.shard.kv_heads)
+    known = {"cache_entries": k.shape[0], "cache_rows": k.shape[2], "table_columns": columns}
+    return known | {"group_rows": group_rows, "splits": splits}
+
+
 def cached_sequences(
     whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
 ) -> Iterator[tuple[int, Shard, tuple[Tensor, Tensor, Tensor]]]:
@@ -338,7 +391,14 @@ class CachedChecker(RaggedChecker):
         shard, sizes = self.check_cached(q, k, v, tensors, numbers)
         _, kernel = self.check_what_runs(q, k, v, tensors)
         if kernel is not None and not isinstance(kernel, LibraryKernel):
-            raise no_ragged_kernels(self.spec.name, "decode")
+            if kernel.cached is None:
+                raise no_ragged_kernels(self.spec.name, "decode")
+            if k.dtype is F8:
+                raise ValueError(
+                    f"'{self.spec.name}': caches of 8 bits need kernels for CPUs; on a GPU keep them in {q.dtype}, or "
+                    "load the spec with backend='reference'"
+                )
+            kernel = kernel.cached()
         return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
 
     def check_cached(

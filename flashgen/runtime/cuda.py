@@ -100,6 +100,7 @@ class CudaKernel:
     list_cache: ListCache[Written] = field(default_factory=ListCache)
     row_alignment: int = ROW_ALIGNMENT
     varlen: Callable[[], Kernel] | None = None
+    cached: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import STARTS, gradient_field, table_field, tensor_field
+from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
@@ -82,6 +82,7 @@ class EmulatedKernel:
     row_alignment: int = ROW_ALIGNMENT
     list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
     varlen: Callable[[], Kernel] | None = None
+    cached: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
@@ -105,19 +106,38 @@ class EmulatedKernel:
 
     def _sequences(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
         """What a ragged call is for each of its sequences, as its kernels find it."""
+        if PLACES.keys() <= known.keys():
+            yield from self._sequences_of_cache(known)
         if any(name not in known for name in STARTS):
             return
-        tables = {
-            each.name.removeprefix(table_field("")): (_WORDS[each.element] * known["batch"]).from_address(at)
-            for each in self.layout.fields
-            if each.name.startswith(table_field("")) and (at := known[each.name])
-        }
+        tables = self._tables(known)
         starts = [(ctypes.c_int32 * (known["batch"] + 1)).from_address(known[name]) for name in STARTS]
         for number in range(known["batch"]):
             q_len, kv_len = (each[number + 1] - each[number] for each in starts)
             own = {"batch": 1, "b_start": known["b_start"] + number}
             own |= {"q_len": q_len, "q_total": q_len, "kv_len": kv_len, "kv_total": kv_len}
             yield own | {name: table[number] for name, table in tables.items()}
+
+    def _sequences_of_cache(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
+        """What a call over a cache is for each of its sequences."""
+        tables = self._tables(known)
+        lengths, padding = (
+            (ctypes.c_int32 * known["batch"]).from_address(known[name]) for name in ("cache_lengths", "cache_padding")
+        )
+        for number in range(known["batch"]):
+            length = min(max(lengths[number], 0), known["kv_len"])
+            before = min(max(padding[number], 0), length)
+            own = {"batch": 1, "b_start": known["b_start"] + number, "kv_len": length - before, "kv_start": before}
+            own |= {"q_start": max(length - known["q_len"], 0), "q_total": max(length, known["q_len"])}
+            yield own | {"kv_total": max(length, 1)} | {name: table[number] for name, table in tables.items()}
+
+    def _tables(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What changes from sequence to sequence, by the names of fields."""
+        return {
+            each.name.removeprefix(table_field("")): (_WORDS[each.element] * known["batch"]).from_address(at)
+            for each in self.layout.fields
+            if each.name.startswith(table_field("")) and (at := known[each.name])
+        }
 
     def _run_part(
         self, name: PassName, program: Program, launches: PassLaunches, part: Part, values: Values
@@ -142,7 +162,7 @@ class EmulatedKernel:
         for offset, size in part.clear:
             ctypes.memset(workspace + offset, 0, size)
         made: list[Report] = []
-        places: dict[str, float] = {}
+        places: dict[str, float] = {name: own[self.layout.slots[name]] for name in SPLITS if name in self.layout.slots}
         for lists in part.lists:
             held = self.list_cache.find(lists, values, partial(self._make, lists, program, own, allocations, made))
             if held is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import (
+    PLACES,
     STARTS,
     Field,
     dimension_field,
@@ -48,6 +49,10 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: 
             return 8
         case name if name in STARTS:
             return 4 * (known["batch"] + 1)
+        case "block_table":
+            return 4 * known["batch"] * known["table_columns"]
+        case name if name in PLACES:
+            return 4 * known["batch"]
         case name if name.startswith(table_field("")):
             return 4 * known["batch"]
         case name if name.startswith(param_place_field("")):

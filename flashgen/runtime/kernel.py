@@ -87,6 +87,10 @@ class Kernel(Protocol):
     def varlen(self) -> Callable[[], Kernel] | None:
         """What gives the kernel for ragged batches, which is another one with more fields; None: there is none such."""
 
+    @property
+    def cached(self) -> Callable[[], Kernel] | None:
+        """The same for the one over caches."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -130,6 +134,7 @@ class LibraryKernel:
     row_alignment: int = 1
     ragged: RaggedPasses | None = None
     varlen: Callable[[], Kernel] | None = None
+    cached: Callable[[], Kernel] | None = None
 
     @classmethod
     def load(

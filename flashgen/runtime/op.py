@@ -21,7 +21,7 @@ from flashgen.ir.spec_text import declared
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.plans import Plans
 from flashgen.runtime import cuda
-from flashgen.runtime.asked import Asked, ask, placed
+from flashgen.runtime.asked import Asked, ask, ask_of_cache, placed
 from flashgen.runtime.cached import CachedEngine, append, cache_of
 from flashgen.runtime.conversion import (
     as_number,
@@ -92,6 +92,14 @@ class Shows(Protocol):
 
     def explain(self, name: str, asked: Asked) -> Explanation:
         """What a call runs, of an op of this name."""
+
+
+@runtime_checkable
+class ShowsCaches(Shows, Protocol):
+    """One that says what runs over caches, too."""
+
+    def explain_cached(self, name: str, asked: Asked) -> Explanation:
+        """What a call over a cache runs, of an op of this name."""
 
 
 def make_op(
@@ -495,14 +503,16 @@ class AttentionOp(BaseOp):
         ``cache_batch_idx`` int32 [B] says which entries of the cache are meant; rows before ``leftpad`` int32 [B] are
         not seen. Nq and Nk both mean ``cache_seqlens[b] + new``, j counts the rows of the cache, and i those of the
         queries, of which the last is the last row. In shapes of captured tensors Nq and Nk are the rows that the cache
-        has room for. The keys of a head are computed in ``num_splits`` parts, which threads share and which are merged;
-        0: as many as the lengths ask for. Nothing is dropped. There are no gradients.
+        has room for. The keys of a head are computed in ``num_splits`` parts, which threads or a GPU's blocks share and
+        which are merged; 0: as many as the lengths, on a GPU the room, ask for. Nothing is dropped. There are no
+        gradients.
 
         The cache may be of 8 bits, ``torch.float8_e4m3fn``, beside q of more: then ``k_descale`` and ``v_descale``,
         float32 [B, Hkv] or one number, are what its keys and values are multiplied by, by default 1, and k and v are
         written divided by them, no further out than ±448.
 
-        Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache.
+        Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache. Nobody waits
+        for those on a GPU: the nearest that lie within are taken, unless ``FLASHGEN_CHECK_LENGTHS`` is set.
         """
         self._check_names("decode", CACHED)
         splits = as_number(num_splits, whole=True)
@@ -523,6 +533,39 @@ class AttentionOp(BaseOp):
             append(cache, k_cache, v_cache, k, v)
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
         return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
+
+    def explain_decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_table: Tensor | None = None,
+        num_splits: int = 0,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        **captured: Any,
+    ) -> Explanation:
+        """What ``decode`` runs for these arguments on a GPU, or on the emulator, and why, without running it.
+
+        Takes those arguments that it depends on; tensors as ``explain`` does. Bytes and time are those of a full cache.
+        Raises what ``decode`` raises, and ``ValueError`` where other kernels run, or none.
+        """
+        device = self._device()
+        tensors = self._positional(
+            (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
+        )
+        numbers = (b_start, h_start, b_total, h_total)
+        asked = ask_of_cache(self._cached.engine, tensors, block_table, numbers, num_splits, device)
+        shows = self._shows(asked.call.device.type)
+        if not isinstance(shows, ShowsCaches) or asked.call.is_empty:
+            raise ValueError(
+                f"'{self.spec.name}': explain_decode says what calls with pairs run on GPUs and on the emulator; "
+                f"q is on {asked.call.device}, with backend={self._parts.backend!r}"
+            )
+        return shows.explain_cached(self.spec.name, asked)
 
 
 def _repeatable(deterministic: bool | None) -> bool:

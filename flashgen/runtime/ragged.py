@@ -50,8 +50,14 @@ from flashgen.runtime.signature import RAGGED, Form
 # lengths of a sequence then is at those of the longest.
 _GROW = frozenset({"add", "mul", "min", "max"})
 _MOST_LENGTHS = 1 << 16
-# Has the host look at cu_seqlens that lie on a GPU, whose kernels else take them as they come.
+# Has the host look at cu_seqlens on a GPU, and at what says where rows of a cache are: kernels else take them as they
+# come.
 CHECK_LENGTHS = "FLASHGEN_CHECK_LENGTHS"
+
+
+def checks_lengths() -> bool:
+    """Whether the host waits for numbers that lie on a GPU, to name what is wrong with them."""
+    return os.environ.get(CHECK_LENGTHS, "").strip() not in ("", "0")
 
 
 class RaggedEngine(Engine):
@@ -274,18 +280,9 @@ class RaggedChecker(CallChecker):
         self._may_shrink = tuple(each for each in spec.tensors if not all(map(_grows, each.shape)))
         self._checked: set[object] = set()
 
-    def check_device(self, q: Tensor) -> None:
-        """Raise ``ValueError`` where no kernel for caches runs."""
-        if self._is_reference or q.is_cpu or q.is_meta:
-            return
-        raise ValueError(
-            f"q is on {q.device}; '{self.spec.name}' has kernels for caches on CPUs alone. On a GPU pass all keys so "
-            "far with q_start; backend='reference' runs anywhere"
-        )
-
     def asks_lengths(self, head_dim: HeadDim, tensors: Sequence[Any], most: tuple[int | None, int | None]) -> str:
         """Why the host has to know the lengths of sequences; nothing where it does without."""
-        if os.environ.get(CHECK_LENGTHS, "").strip() not in ("", "0"):
+        if checks_lengths():
             return f"{CHECK_LENGTHS} is set"
         if self._proofs_of(head_dim) or self._may_shrink:
             return "indices of captured tensors are checked for the lengths of each sequence"

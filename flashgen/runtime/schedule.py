@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
-from flashgen.plan.operands import Operand, span
+from flashgen.plan.operands import Operand, Rows, span
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Step, Values
 from flashgen.runtime.lists import SharedLists, makes_lists
 
@@ -145,6 +145,10 @@ def _shards(
     group = known["heads"] // kv_heads
 
     strided = [each for each in operands.values() if each.rows.has_strides]
+    if any(each.rows is Rows.CACHED for each in strided):
+        _check_cache(known, head_dim, most, strided)
+        yield _Shard(0, batch, 0, kv_heads)
+        return
     if strided[0].rows.is_packed:
         _check_sequences(known, head_dim, most, strided)
         yield _Shard(0, batch, 0, kv_heads)
@@ -176,6 +180,18 @@ def _check_sequences(known: Mapping[str, int], head_dim: HeadDim, most: int, str
         )
     if max(known["heads"] * known["q_len"], known["kv_heads"] * known["kv_len"]) > most:
         raise ValueError(f"all sequences together have more than {most} rows of heads; kernels take fewer")
+
+
+def _check_cache(known: Mapping[str, int], head_dim: HeadDim, most: int, strided: Sequence[Operand]) -> None:
+    """Kernels index by 32 bits from where a sequence's queries begin, and an entry or a page."""
+    alone = {**known, "batch": 1, "cache_entries": min(known["cache_entries"], 1)}
+    if any(each.reach(head_dim, alone) > most for each in strided):
+        raise ValueError(
+            f"the queries of a sequence, or an entry or page of the cache, reach over more than {most} elements; "
+            "kernels take fewer rows: pages may hold any number of them together"
+        )
+    if known["batch"] * known["heads"] * known["q_len"] > most:
+        raise ValueError(f"all queries together are more than {most} rows of heads; kernels take fewer")
 
 
 def _halves(count: int) -> Iterator[int]:
@@ -222,6 +238,8 @@ def _part(
 ) -> Part:
     changes = _changes(known, shard)
     sizes = {**known, **changes}
+    found = launches.splits.values(sizes, device.multiprocessors) if launches.splits else {}
+    sizes |= found
     made = [each for each in launches.lists if makes_lists(each, sizes, eager=eager)]
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
@@ -235,7 +253,7 @@ def _part(
     moves = {} if is_whole else _moves(known, shard, head_dim, launches.operands)
     orders = [each.order for each in launches.lists if each.order]
     groups = {each.group: each.heads_of_a_group(sizes, device.cache_bytes // 2) for each in orders}
-    changed = groups if is_whole else changes | groups
+    changed = (found | groups) if is_whole else (changes | found | groups)
     return Part(
         changes=tuple((layout.slots[name], value) for name, value in changed.items()),
         moves=tuple((layout.slots[name], distance) for name, distance in moves.items() if distance),

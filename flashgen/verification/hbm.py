@@ -11,11 +11,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.backends import ELEMENTS, kernel_variant, launches_of, ragged_kernel
+from flashgen.backends import ELEMENTS, cached_kernel, is_cached, kernel_variant, launches_of, ragged_kernel
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
-from flashgen.targets.gpu.bytes import COUNTED, bytes_of_call, bytes_of_sequences
+from flashgen.targets.gpu.bytes import COUNTED, bytes_of_caches, bytes_of_call, bytes_of_sequences
 from flashgen.verification.inputs import Inputs
 
 
@@ -41,12 +41,21 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
     for each in counted:
         if each.name not in found:
             element, symbol = ELEMENTS[int(each.values["element"])], source.symbol
+            if is_cached(each.values):
+                kernel = cached_kernel(op.spec, head_dim, plan.target, each.values)
+                own = kernel.plan.by_element[element]
+                predicted = bytes_of_caches(each.sequences, kernel.variant, own, each.values, captured)
+                found[each.name] = HbmBytes(sum(predicted.values()), _counted(each))
+                continue
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
-            moved = (each.report.traffic[name].total for name in COUNTED if name in each.report.traffic)
-            found[each.name] = HbmBytes(sum(predicted.values()), sum(moved))
+            found[each.name] = HbmBytes(sum(predicted.values()), _counted(each))
     return found
+
+
+def _counted(each: Counted) -> int:
+    return sum(each.report.traffic[name].total for name in COUNTED if name in each.report.traffic)

@@ -708,10 +708,11 @@ template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + 
 template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }
 
 // Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero.
+// Where a row lies `from.at` says.
 // Rows that are no whole number of chunks go element by element. `threads` threads take part, `thread` of which is this
 // one.
-template <int threads, int width, class Tile>
-FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count, int thread) {
+template <int threads, int width, class Tile, class From>
+FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count, int thread) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
   constexpr int step = threads / lanes;  // rows at a time
@@ -744,15 +745,14 @@ FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from,
 }
 
 // The same by all threads of a block.
-template <int threads, int width, class Tile>
-FG_DEVICE void copy_rows_async(Tile to, GlobalRows<typename Tile::element> from, int first, int count) {
+template <int threads, int width, class Tile, class From>
+FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count) {
   copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
 }
 
-// Stores rows 0 … count - 1 of `width` elements.
-template <int threads, int width, class Tile>
-FG_DEVICE void store_rows(
-    StridedRows<typename Tile::element> to, Tile from, int thread, int first, int rows, int count) {
+// Stores rows 0 … count - 1 of `width` elements where `row_of` says.
+template <int threads, int width, class Tile, class To>
+FG_DEVICE void store_rows(To to, Tile from, int thread, int first, int rows, int count) {
   using T = typename Tile::element;
   constexpr int chunk = Tile::chunk, chunks = (width + chunk - 1) / chunk, lanes = power_of_two_above(chunks, threads);
   static_assert(threads % lanes == 0, "a row is stored by neighbouring threads");
@@ -764,7 +764,7 @@ FG_DEVICE void store_rows(
     const int column = column0 + part * chunk;
     if (row >= count || (chunks % lanes != 0 && column >= width)) continue;
     const Chunk<T> values = shared_load(reinterpret_cast<const Chunk<T>*>(from.at(row, column)));
-    T* const place = to.base + int64_t(row) * to.stride + column;
+    T* const place = row_of<width>(to, row) + column;
     if (width % chunk == 0) {
       global_store(reinterpret_cast<Chunk<T>*>(place), values);
     } else {
@@ -773,12 +773,6 @@ FG_DEVICE void store_rows(
         if (column + e < width) global_store(place + e, values.element[e]);
     }
   }
-}
-
-// The same, packed one after another from `to` on.
-template <int threads, int width, class Tile>
-FG_DEVICE void store_rows(typename Tile::element* to, Tile from, int thread, int first, int rows, int count) {
-  store_rows<threads, width>(StridedRows<typename Tile::element>{to, width}, from, thread, first, rows, count);
 }
 
 // |row|² of a row that is in shared memory.
@@ -2676,7 +2670,6 @@ template <class T> struct Block {
   fg::Accumulators<m_tiles, o_tiles> o;
   float row_max[2 * m_tiles];  // of the scores, as of the last rescaling
   float row_sum[2 * m_tiles];  // of this lane's columns
-
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
   struct Place {
     int head, row0;  // counted through the batch; its first query
@@ -2744,7 +2737,6 @@ template <class T> struct Block {
     }
     fg::copy_async_commit();
   }
-
   FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
     return {a, u, head, place.head, {place.row0, row_count(place)}};
   }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.backends import kernel_variant, launches_of
+from flashgen.backends import RowsOf, kernel_variant, launches_of
 from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
@@ -67,7 +67,7 @@ OF_THE_BACKWARD_PASS = {
 @functools.cache
 def emitted() -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     spec = flashgen.loads(TEXT, backend="reference").spec
-    return spec, compiled(kernel_variant(spec, spec.head_dims[0], ragged=True), TARGET)
+    return spec, compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.RAGGED), TARGET)
 
 
 def changed(name: str, *changes: tuple[str, str]) -> AttentionOp:

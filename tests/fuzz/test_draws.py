@@ -170,7 +170,7 @@ def test_caches_are_drawn_and_cut_down(drawn: list[Draw]) -> None:
         assert room % max(1, call.page) == 0
         assert all(queries <= length <= room and 0 <= padding <= length for length, padding in call.cached)
         assert call.new <= min(length for length, _ in call.cached)
-    assert not any(call.cached for each in range(50) for call in draw(each, Machine("emulator", "sm_80")).calls)
+    assert any(call.cached for each in range(50) for call in draw(each, Machine("emulator", "sm_80")).calls)
     first = next(each for each in drawn if any(call.cached and call.page and call.new for call in each.calls))
     small = shrink(first, lambda each: any(call.cached and call.page for call in each.calls), 2000)
     (call,) = small.calls

@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flashgen.analysis.boxes import EMPTY, Boxes, classify_tiles
 from flashgen.analysis.observed import by_position
 from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import index_set
 from flashgen.ir.shape import Shape
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
 from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
-from flashgen.targets.gpu.launches import CLEARS, dq_sums, rows_of_a_block
+from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums, part_buffers, rows_of_a_block
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
@@ -36,6 +42,7 @@ COUNTED = (
     *(name for name in OPERANDS if name != "lse_parts"),  # of extreme rows, whose number nobody knows
     *(DELTA.name, "workspace.dq"),
     *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
+    *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}"),
 )
 _THREADS = 128  # of the kernel of delta
 _WARP = 32
@@ -124,6 +131,83 @@ def bytes_of_sequences(
         found.update(bytes_of_call(dense, tiles, symbol, alone, {**values, "batch": 1}, captured))
         if launch.kernel.endswith(CLEARS):
             found["workspace.dq"] += dq_sums(variant).value(values)
+    return found
+
+
+def bytes_of_caches(
+    sequences: Sequence[Mapping[str, Any]],
+    variant: Variant,
+    tiles: ElementPlan,
+    values: Mapping[str, Any],
+    captured: Mapping[str, Any],
+) -> Mapping[str, int]:
+    """Of a call over a cache: K and V once for a tile of the rows of all heads that share them, Q once for each part.
+
+    What says where rows lie comes from caches, and is left out.
+    """
+    head_dim, element = variant.head_dim, tiles.element.bytes
+    keys = sum(_keys_of_group(variant, tiles, {**values, **own}, captured) for own in sequences)
+    rows = math.prod(int(values[each]) for each in ("batch", "heads", "q_len"))
+    found = Counter({"q": int(values["splits"]) * rows * head_dim.qk * element, "o": rows * head_dim.v * element})
+    found.update({"k": keys * head_dim.qk * element, "v": keys * head_dim.v * element})
+    if values["lse"]:
+        found["lse"] = rows * FLOAT
+    times = {PART_O: 2, PART_ROWS: (1 + _LANES) * variant.has_row_state}
+    for buffer in part_buffers(variant, tiles.forward):
+        found[f"workspace.{buffer.name}"] = times[buffer.name] * buffer.bytes.value(values)
+    return found
+
+
+def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, Any], captured: Mapping[str, Any]) -> int:
+    """The keys that a sequence's blocks visit: of a tile of rows what one of its heads and queries may keep."""
+    Br, Bc, kv_len = tiles.forward.Br, tiles.forward.Bc, int(values["kv_len"])
+    heads, kv_heads, rows = (int(values[each]) for each in ("heads", "kv_heads", "group_rows"))
+    group, columns = heads // kv_heads, -(-kv_len // Bc)
+    starts = np.arange(columns, dtype=np.int64) * Bc
+    lengths = np.minimum(Bc, kv_len - starts)
+    if variant.keep_everything:
+        return kv_heads * -(-rows // Br) * kv_len
+    found = 0
+    for kv_head in range(kv_heads):
+        for first in range(0, rows, Br):
+            last = min(first + Br, rows) - 1
+            own = range(first % group, last % group + 1) if first // group == last // group else range(group)
+            own = own if "h" in index_set(variant.keep) else range(1)
+            visited = np.zeros(columns, dtype=np.bool_)
+            for head in own:
+                queries = (first // group, last // group)
+                visited |= _visited(variant, values, captured, kv_head * group + head, queries, (starts, lengths))
+            found += int(lengths[visited].sum())
+    return found
+
+
+def _visited(
+    variant: Variant,
+    values: Mapping[str, Any],
+    captured: Mapping[str, Any],
+    head: int,
+    queries: tuple[int, int],
+    columns: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> NDArray[np.bool_]:
+    """Which tiles of keys, that begin there and are so long, some queries of a head may keep."""
+    starts, lengths = columns
+    totals = {"B": "b_total", "H": "h_total", "Nq": "q_total", "Nk": "kv_total"}
+    sizes = {each: int(values[field]) for each, field in totals.items()}
+    sizes["Hkv"] = sizes["H"] // (int(values["heads"]) // int(values["kv_heads"]))
+    at, ones = {each: int(values[f"{each}_start"]) for each in ("b", "h", "q", "kv")}, np.ones_like(starts)
+    boxes = Boxes(
+        b=at["b"] * ones,
+        h=(at["h"] + head) * ones,
+        first_i=(at["q"] + queries[0]) * ones,
+        last_i=(at["q"] + queries[1]) * ones,
+        first_j=at["kv"] + starts,
+        last_j=at["kv"] + starts + lengths - 1,
+        sizes=sizes,
+        params={param.name: _as_passed(values[param_field(param.name)]) for param in variant.spec.params},
+        computed=True,
+    )
+    loads = loads_of_kernels(captured, observed=False)
+    found: NDArray[np.bool_] = classify_tiles(variant.keep, boxes, loads=loads) != EMPTY
     return found
 
 

@@ -19,16 +19,17 @@ DIAGONALS = "diagonals"
 def with_diagonals(variant: Variant) -> Variant:
     """The variant as kernels for GPUs compute it; gradients of reads are summed by pairs as before.
 
-    Sequences of a ragged batch have diagonals of their own, as many together as there are rows: no table pays.
+    Sequences of a ragged batch have diagonals of their own, as many together as there are rows, and over a cache a pair
+    is looked at once: no table pays.
     """
-    if variant.ragged:
+    if variant.ragged or variant.cached:
         return variant
     return over_diagonals(variant, takes_longer_than_a_read, sums=False)
 
 
 def diagonal_numbers(variant: Variant) -> tuple[Expr, ...]:
     """What lies in memory for each diagonal."""
-    return () if variant.ragged else diagonal_values(with_diagonals(variant))
+    return () if variant.ragged or variant.cached else diagonal_values(with_diagonals(variant))
 
 
 def diagonal_indices(variant: Variant) -> frozenset[str]:

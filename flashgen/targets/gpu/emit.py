@@ -207,6 +207,8 @@ class _Context:
     bytes_of_list: int
     notes: str
     ragged: bool
+    cached: bool
+    mask_by_head: bool  # of caches: heads that share keys have masks of their own
     addressing: str
     sequence_code: tuple[str, ...]
     of_sequences: tuple[tuple[str, str], ...]  # fields, and those of their tables
@@ -251,7 +253,11 @@ class _Context:
 
 def cuda_symbol(variant: Variant) -> str:
     """What every kernel's name begins with."""
-    return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{'_ragged' if variant.ragged else ''}"
+    return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{_form(variant)}"
+
+
+def _form(variant: Variant) -> str:
+    return "_cached" if variant.cached else "_ragged" if variant.ragged else ""
 
 
 def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
@@ -309,6 +315,8 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         gradient.read: _gradient(gradient, label, recipe.captured, placement, hook, row_functions, chained)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     }
+    has_sequences = variant.ragged or variant.cached
+    has_dropout = spec.dropout is not None and not variant.cached  # over a cache nothing is dropped
     loads = (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
@@ -325,7 +333,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=primitives(dropout=spec.dropout is not None, warpgroups=warpgroups, pieces=pieces is not None),
+        primitives=primitives(dropout=has_dropout, warpgroups=warpgroups, pieces=pieces is not None),
         recipe=recipe,
         warpgroups=warpgroups is not None,
         forward=_forward(variant, recipe, plan),
@@ -336,9 +344,11 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         bytes_of_list=VISIT_LIST,
         notes=_notes(),
         ragged=variant.ragged,
+        cached=variant.cached,
+        mask_by_head="h" in index_set(variant.keep),
         addressing=addressing_code(operands_of(variant), variant.head_dim),
-        sequence_code=sequence_code(operands_of(variant), variant.head_dim) if variant.ragged else (),
-        of_sequences=tuple(fields_of_sequences(spec).items()) if variant.ragged else (),
+        sequence_code=sequence_code(operands_of(variant), variant.head_dim) if has_sequences else (),
+        of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
         row_words=row_words(variant).places("RowWords"),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         hooks=template_hooks(placement.hooks()),
@@ -351,7 +361,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
         compiled_parts=(
             *_PARTS,
-            *(_DROPOUT if spec.dropout is not None else ()),
+            *(_DROPOUT if has_dropout else ()),
             *(each.name.upper() for each in elements),
         ),
         elements=elements,
@@ -359,7 +369,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         weights=WeightCode(variant.weights.form),
         sqdist=variant.uses_sqdist,
         distance=placement.measures_distance,
-        dropout=spec.dropout is not None,
+        dropout=has_dropout,
         sink=sink_code,
         params=tuple(
             _Param(

@@ -7,7 +7,7 @@ In: a ``Call`` that was checked, what of it kernels are told, and the compiled k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
@@ -18,6 +18,7 @@ from flashgen.runtime.asked import Asked
 from flashgen.runtime.kernel import Step
 from flashgen.runtime.nvrtc import Resources
 from flashgen.targets.explained import placed, with_prediction
+from flashgen.targets.gpu.bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
@@ -67,6 +68,46 @@ def explain_gpu(
         passes=tuple(found),
         reasons=tuple(reasons),
         rejected=tuple(rejected),
+    )
+
+
+def explain_cache(
+    name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: Asked, forward: GpuPass, splits: int
+) -> Explanation:
+    """The same of a call over a cache that is full: it takes at least as long as its bytes."""
+    tiles, values = forward.plan.by_element[asked.element], {**asked.values, "splits": splits, "merges": splits > 1}
+    q_len, room = int(values["q_len"]), int(values["kv_len"])
+    own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
+    sequences = [own | {"b_start": int(values["b_start"]) + n} for n in range(int(values["batch"]))]
+    moved = sum(bytes_of_caches(sequences, variant, tiles, values, {}).values())
+    made = replace(
+        _gpu_pass("forward", tiles.forward, forward),
+        hbm_bytes=moved,
+        seconds=moved / gpu.bandwidth,
+        limited_by="memory, if nothing else holds it up; a sequence that does not fill the cache takes less",
+        at_most=True,
+    )
+    parts = f"the keys of a sequence in {splits} parts, merged by a second kernel" if splits > 1 else "keys in one part"
+    return Explanation(
+        name=name,
+        backend=backend,
+        device=device,
+        target=forward.plan.target,
+        head_dim=str(variant.head_dim),
+        element=str(asked.element),
+        shape=asked.shape,
+        passes=(made,),
+        reasons=(
+            *_of_element(forward.plan, asked.element, "forward"),
+            f"{int(values['group_rows'])} rows of queries for a key/value head",
+            parts,
+            *(
+                f"{each.question}: {each.choice}: {each.reason}"
+                for each in dict.fromkeys(forward.plan.decisions)
+                if each.about in ("", f"forward, {asked.element}") and each.question != "tiles"
+            ),
+        ),
+        rejected=tuple(_rejected(forward.plan, asked.element, "forward")),
     )
 
 

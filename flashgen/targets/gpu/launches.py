@@ -13,17 +13,21 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
-from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Sum, TileCounter
-from flashgen.plan.operands import OPERANDS, RAGGED, Operand
+from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
+from flashgen.plan.operands import CACHED, OPERANDS, RAGGED, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
-from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
 TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
 CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ as well
+# What a part of a sequence's keys leaves for the merge: O as lanes hold it, and of each row what its sums are of.
+PART_O, PART_ROWS = "part_o", "part_rows"
+MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them bring it no faster
+LEAST_TILES = 4  # of keys, of a part that nobody asked for
 GRANULE = 16  # rows or columns of one range of what the mask reads
 
 
@@ -39,6 +43,8 @@ def _tiles(variant: Variant, length: str, tile: int) -> Factor:
 
 def operands_of(variant: Variant) -> Mapping[str, Operand]:
     """Where the rows lie that its kernels read and write."""
+    if variant.cached:
+        return CACHED
     return RAGGED if variant.ragged else OPERANDS
 
 
@@ -126,6 +132,36 @@ def forward_launches(
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
     buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)
     return PassLaunches(buffers, launches, lists, operands_of(variant))
+
+
+def work_tiles(tiles: ForwardTiles) -> Count:
+    """Blocks of one part of the keys: the tiles of rows of every sequence and key/value head."""
+    return Count((Factor("batch"), Factor("kv_heads"), Factor("group_rows", tiles.Br)))
+
+
+def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
+    """The workspace over caches; none where keys are not split."""
+    factors = (*work_tiles(tiles).factors, Factor("splits"), Factor("merges"))
+    return (
+        Buffer(PART_O, Count(factors, 4 * tiles.Br * padded(variant.head_dim.v))),
+        Buffer(PART_ROWS, Count(factors, 8 * tiles.Br)),
+    )
+
+
+def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
+    """The forward pass over a cache: a kernel for the parts of keys, and one that merges them."""
+    tiles = plan.by_element[element].forward
+    blocks = work_tiles(tiles)
+    threads = 32 * tiles.warps
+    parts = Count((*blocks.factors, Factor("splits")))
+    merges = Count((*blocks.factors, Factor("merges")))
+    launches = (
+        Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merges, threads, tiles.sram_bytes),
+    )
+    at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
+    splits = Splits("splits", "merges", blocks, Count((Factor("kv_len", tiles.Bc),)), at_a_time, LEAST_TILES)
+    return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
 
 
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:

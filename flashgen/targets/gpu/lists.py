@@ -13,6 +13,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import (
     Field,
     argument_fields,
+    cached_fields,
     mask_params,
     mask_sizes,
     param_field,
@@ -38,6 +39,8 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
     """The fields of ``struct Arguments`` as GPU kernels of a variant have them."""
     if variant.ragged:
         return ragged_fields(variant.spec)
+    if variant.cached:
+        return cached_fields(variant.spec)
     fields = argument_fields(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields

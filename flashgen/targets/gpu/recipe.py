@@ -86,7 +86,8 @@ class Recipe:
 def recipe_of(variant: Variant) -> Recipe:
     """The recipe of a variant."""
     computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
-    rows, columns = observed_loads(variant.keep)
+    # A tile of a cache is visited once: to look at what its mask reads would take as long as to look at the pairs.
+    rows, columns = ((), ()) if variant.cached else observed_loads(variant.keep)
     of_pairs = [each for each in computed.gradients if each.from_score is not None or each.from_weight is not None]
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
@@ -115,7 +116,7 @@ def recipe_of(variant: Variant) -> Recipe:
 
 
 def _lists(variant: Variant, *, observed: bool) -> Lists:
-    if variant.ragged:  # lists are of shapes, and those of sequences lie on the device
+    if variant.ragged or variant.cached:  # lists are of shapes, and those of sequences lie on the device
         return Lists.NONE
     if is_irregular(variant.keep):
         return Lists.KEPT
@@ -149,12 +150,18 @@ def _decisions(
         yield Decision.by("tiles to visit", lists.value, of_lists[lists])
         classes = ("cut in pieces", rules.PIECES) if cuts else ("by ranges alone", rules.RANGES_ALONE)
         yield Decision.by("open tiles", *classes)
-    order = ("longest lists first", rules.LONGEST_FIRST) if longest_first else ("by position", rules.BY_POSITION)
-    yield Decision.by("which tile comes next", *order)
-    by_distance = ("read from a table", rules.DIAGONALS) if numbers else ("for each pair", rules.PAIR_BY_PAIR)
-    yield Decision.by("numbers by distance", *by_distance)
+    if variant.cached:
+        yield Decision.by("rows of a tile", "the query heads of a key/value head", rules.FEW_ROWS)
+        yield Decision.by("keys of a tile", "as many as leave room for others", rules.WARPS_OF_A_MULTIPROCESSOR)
+    else:
+        order = ("longest lists first", rules.LONGEST_FIRST) if longest_first else ("by position", rules.BY_POSITION)
+        yield Decision.by("which tile comes next", *order)
+        by_distance = ("read from a table", rules.DIAGONALS) if numbers else ("for each pair", rules.PAIR_BY_PAIR)
+        yield Decision.by("numbers by distance", *by_distance)
     if variant.weights.form.exponential:
         yield Decision.by("rescaling", f"beyond 2^{rules.LAG.limit}", rules.LAG)
+    if variant.cached:
+        return
     if dq is SumsOfDq.ADDED_UP:
         yield Decision.by("dQ", dq.value, rules.DQ_ADDED_UP)
     else:

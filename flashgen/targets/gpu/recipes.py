@@ -16,11 +16,13 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.model import forward_layout, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tiles import ForwardTiles
 
 MOST_WARPS = 16
+_FEW_ROWS = (16, 32)
 
 AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
 Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
@@ -72,6 +74,9 @@ def has_light_mask(variant: Variant) -> bool:
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
+    if variant.cached:
+        table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
+        return Considered(rows_for(variant, table), (rules.FEW_ROWS,))
     if element is ElementType.F32:
         return Considered(rows_for(variant, tables.SINGLE_FORWARD), (rules.WARPS,))
     rows, why = rows_for(variant, tables.HALF_FORWARD), [rules.WARPS]
@@ -114,14 +119,14 @@ def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]
 
 
 def complete(
-    variant: Variant,  # noqa: ARG001 - products of one warp leave no choice
+    variant: Variant,
     recipe: Recipe,  # noqa: ARG001
     element: ElementType,  # noqa: ARG001
     row: AnyChoice,
 ) -> Candidate[Any]:
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
     decisions = (
-        Decision("products", "of one warp (mma.sync)", "no row of warpgroups goes with it", FORCED),
+        Decision("products", "of one warp (mma.sync)", _why_one_warp(variant), FORCED),
         Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
         Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
         Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
@@ -129,6 +134,25 @@ def complete(
     if isinstance(row, BackwardChoice):
         return Candidate(replace(row, weighed=row.Br // row.split), decisions)
     return Candidate(row, decisions)
+
+
+def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
+    """Over caches: the tiles of a call whose key/value heads have so many rows, no larger than the planner's own.
+
+    At most two are beside these, because each is another compilation.
+    """
+    Br = next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
+    tiles = own if Br == own.Br else replace(own, Br=Br, warps=Br // 16)
+    while tiles.Bc > 16:
+        blocks = sram_bytes // forward_layout(variant, element, tiles).bytes
+        if tiles is own or blocks * tiles.warps >= rules.WARPS_OF_A_MULTIPROCESSOR.limit:
+            break
+        tiles = replace(tiles, Bc=tiles.Bc // 2)
+    return tiles
+
+
+def _why_one_warp(variant: Variant) -> str:
+    return "a cache has few rows of queries, a warpgroup 64" if variant.cached else "no row of warpgroups goes with it"
 
 
 # Products of one warp.

@@ -7,6 +7,21 @@ from __future__ import annotations
 
 from flashgen.plan.recipe import Rule
 
+# -- over caches -------------------------------------------------------------------------------------------------------
+
+FEW_ROWS = Rule(
+    "few rows",
+    "the query heads of a key/value head are the rows of a tile, 16 a warp: as many warps as there are rows for",
+    "not measured",
+)
+
+WARPS_OF_A_MULTIPROCESSOR = Rule(
+    "warps of a multiprocessor",
+    "a multiprocessor has four parts, each with a warp that waits for memory: key tiles leave room for four warps",
+    "not measured",
+    4,
+)
+
 # -- which tiles are visited -------------------------------------------------------------------------------------------
 
 RANGES_ALONE = Rule(

@@ -76,6 +76,17 @@ HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (192, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (256, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
 )
+# Over caches a block has few rows, 16 a warp, and waits for memory: of rows as many as are there (``pins_of_rows``), of
+# keys two stages, so that one is under way.
+HALF_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (128, (F(64, 64, 4, 2, True), F(64, 32, 4, 2, True), F(64, 32, 4))),
+    (256, (F(64, 64, 4, 2), F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (576, (F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+)
+SINGLE_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (576, (F(64, 32, 4, 2), F(64, 16, 4, 2), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
+)
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
     (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),

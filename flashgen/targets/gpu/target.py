@@ -9,6 +9,7 @@ from typing import ClassVar
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.spec import Schedule
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Packed
 from flashgen.plan.plan import WHOLE, Part, Spill
@@ -37,7 +38,8 @@ class GpuTarget(Architecture):
         return ()
 
     def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> GpuPlan:
-        spec = pins.pinned(variant.spec)
+        # What a schedule says is of tiles of many queries.
+        spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.cached else variant.spec)
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
         return plan_gpu(replace(variant, spec=spec), self, self.recipes, spills)

@@ -14,12 +14,16 @@ from flashgen.targets.gpu.diagonals import DIAGONALS
 from flashgen.targets.gpu.launches import (
     GRANULE,
     KEY_TILE_COUNTER,
+    PART_O,
+    PART_ROWS,
     TILE_COUNTER,
     atomic_buffers,
     exact_buffers,
     forward_buffers,
+    part_buffers,
 )
 from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -37,6 +41,8 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
 
 def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
+    if variant.cached:
+        return _of_caches(variant, plan)
     lines = []
     code = _of_ragged_batches if variant.ragged else count_code
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
@@ -61,6 +67,28 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
             lines.append("  return reinterpret_cast<uint64_t*>(static_cast<char*>(a.workspace) + at);")
             lines.append("}")
     return "\n".join(lines)
+
+
+def _of_caches(variant: Variant, plan: GpuPlan) -> str:
+    """What parts of keys leave lies by element type, as tiles do."""
+    lines = ["template <class T> struct Parts;"]
+    for each in plan.elements:
+        rows, o = part_buffers(variant, each.forward)[::-1]
+        assert (rows.name, o.name) == (PART_ROWS, PART_O)
+        behind_o = _aligned_code(o.bytes, _of_sequences)
+        lines += [
+            f"template <> struct Parts<{C_TYPES[each.element]}> {{",
+            "  static FG_DEVICE float4* o(const Arguments& a) { return reinterpret_cast<float4*>(a.workspace); }",
+            "  static FG_DEVICE float2* rows(const Arguments& a) {",
+            f"    return reinterpret_cast<float2*>(static_cast<char*>(a.workspace) + {behind_o});",
+            "  }",
+            "};",
+        ]
+    return "\n".join(lines)
+
+
+def _of_sequences(count: Count | Sum) -> str:
+    return count_code(count).replace("a.batch", "a.sequences")
 
 
 def _pointer_code(function: str, c_type: str, at: str, more: str) -> str:

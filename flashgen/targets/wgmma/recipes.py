@@ -29,7 +29,7 @@ _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """Norms of K want everyone at once; warps that copy do so by tensor copies alone."""
     others = WARPS.forward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist:
+    if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
     table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
     if has_whole_rows(variant):
@@ -47,7 +47,7 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
     """The same for dK and dV."""
     others = WARPS.backward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist:
+    if element is ElementType.F32 or variant.uses_sqdist or variant.cached:
         return others
     table, why = tables.HOPPER_SHORT_BACKWARD, (rules.SHORT_ROWS,)
     if has_long_rows(variant):
@@ -60,7 +60,7 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
     """The same for dQ."""
     others = WARPS.queries(variant, element, on)
-    if element is ElementType.F32:
+    if element is ElementType.F32 or variant.cached:
         return others
     table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
     if has_small_blocks(variant):
