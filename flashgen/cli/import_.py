@@ -11,11 +11,14 @@ import click
 
 from flashgen.cli.console import print_json
 from flashgen.cli.options import json_option
+from flashgen.language.statements import MAX_HEAD_DIM
 
 
 @click.command(name="import", short_help="Print the spec that a mod of FlexAttention means.")
 @click.argument("mods", metavar="MODULE:FUNCTION...", nargs=-1, required=True)
-@click.option("--head-dim", type=click.IntRange(1, 512), default=64, show_default=True, help="The head dimension.")
+@click.option(
+    "--head-dim", type=click.IntRange(1, MAX_HEAD_DIM), default=64, show_default=True, help="The head dimension."
+)
 @click.option("--score", "kind", flag_value="score", help="FUNCTION is a score_mod, whatever its arguments.")
 @click.option("--mask", "kind", flag_value="mask", help="FUNCTION is a mask_mod, whatever its arguments.")
 @click.option("--name", default=None, help="The name of the attention.  [default: that of the functions]")

@@ -25,7 +25,7 @@ from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions
 DTYPES = ("f16", "bf16", "f32", "f8e4m3")
 SCHEDULE_ENTRIES = tuple(name for name in Schedule.__dataclass_fields__ if name != "span")
 

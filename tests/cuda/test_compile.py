@@ -61,6 +61,12 @@ def test_both_passes_stay_in_registers(head_dim: int, dtype: str) -> None:
     assert all(each.spill_bytes <= HARMLESS_SPILL for each in binary.kernels)
 
 
+def test_rows_that_warps_share_stay_in_registers() -> None:
+    for target, left_out in (("sm_80", ()), ("sm_90a", ("BACKWARD",))):
+        binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
+        assert all(each.spill_bytes == 0 for each in binary.kernels), target
+
+
 def test_kernels_that_share_lists() -> None:
     text = "attention listed { head_dim 64 dtype f16 layout block 64: popcount(I ^ J) == 1 }"
     binary = compiled(text, "sm_90a", "BACKWARD")

@@ -10,6 +10,7 @@ import pytest
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import SpecError
+from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.plan import Tiles
 from flashgen.targets.cpu import device as devices
@@ -20,6 +21,7 @@ from flashgen.targets.cpu.products import Products
 from flashgen.targets.cpu.recipes import USABLE_SRAM
 from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
+from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 
 
@@ -136,8 +138,43 @@ def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:
     assert devices._cache_bytes(2, tmp_path) == 2 * 1024 * 1024
 
 
-@pytest.mark.parametrize("target", sorted(GPUS))
-def test_a_head_dimension_beyond_the_tables_is_refused_by_name(target: str) -> None:
-    (spec,) = parse_text("attention big { head_dim 512 mask causal }").specs
-    with pytest.raises(SpecError, match="reach head dimension 256; 'big' has 512"):
-        GPUS[target].plan(analyse(spec, spec.head_dims[0]))
+def planned_for(head_dim: str, target: str) -> GpuPlan:
+    (spec,) = parse_text(f"attention big {{ head_dim {head_dim} mask causal }}").specs
+    return GPUS[target].plan(analyse(spec, spec.head_dims[0]))
+
+
+@pytest.mark.parametrize("target", sorted(set(GPUS) - {"sm_70", "sm_75"}))
+@pytest.mark.parametrize("head_dim", ["300", "384", "512", "576/512", "512/64", "576"])
+def test_large_head_dimensions_have_tiles(head_dim: str, target: str) -> None:
+    plan = planned_for(head_dim, target)
+    assert {ElementType.F16, ElementType.BF16} <= set(plan.by_element)
+    for tiles in plan.passes.values():
+        assert tiles.sram_bytes <= GPUS[target].block_bytes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "by_warpgroups"), [("384", True), ("512", True), ("576/512", True), ("320", False)]
+)
+def test_two_warpgroups_share_rows_where_a_part_of_v_is_whole_panels(head_dim: str, by_warpgroups: bool) -> None:
+    plan = planned_for(head_dim, "sm_90a")
+    for element, each in plan.by_element.items():
+        assert each.forward.warpgroups is (by_warpgroups and element is not ElementType.F32)
+        assert each.forward.split > 1
+        assert not each.backward.warpgroups
+    assert f"divided among 2 {'warpgroups' if by_warpgroups else 'warps'}" in {each.choice for each in plan.decisions}
+
+
+def test_a_head_dimension_that_no_tile_has_room_for_is_refused_by_name() -> None:
+    assert planned_for("448", "sm_75").by_element
+    with pytest.raises(SpecError, match="no tile of 'big' in f16 fits a block's shared memory") as found:
+        planned_for("512", "sm_75")
+    notes = " ".join(found.value.diagnostics[0].notes)
+    assert "64 KiB of shared memory a block on sm_75" in notes
+    assert "even a tile of 16 × 16 needs 68560 bytes" in notes
+    assert "the CPU's kernels have no such limit" in notes
+
+
+@pytest.mark.parametrize(("head_dim", "warps"), [("144/100", "two"), ("320/96", "four")])
+def test_a_head_dimension_that_warps_cannot_divide_is_refused_by_name(head_dim: str, warps: str) -> None:
+    with pytest.raises(SpecError, match=f"cannot divide head dimension {head_dim} among {warps} warps"):
+        planned_for(head_dim, "sm_80")

@@ -219,8 +219,8 @@ def _as_passed(value: Any) -> float:
 _KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
 
 
-def _accesses(kernel: str, recipe: Recipe) -> tuple[Access, ...]:
-    """What a kernel does with whole rows of operands."""
+def _accesses(kernel: str, recipe: Recipe, sharers: int) -> tuple[Access, ...]:
+    """What a kernel does with whole rows of operands; ``sharers``: warps that share the rows of dQ."""
     state = recipe.row_state
     match kernel:
         case "forward":
@@ -231,7 +231,7 @@ def _accesses(kernel: str, recipe: Recipe) -> tuple[Access, ...]:
             carried = (*by_tile("lse"), Access(DELTA, by_tile=True)) if state else ()
             return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
         case "queries":
-            carried = tuple(Access(each, times=_LANES) for each in (OPERANDS["lse"], DELTA)) if state else ()
+            carried = tuple(Access(each, times=_LANES * sharers) for each in (OPERANDS["lse"], DELTA)) if state else ()
             return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
         case "convert":
             return once("dq")
@@ -257,7 +257,8 @@ class _Account:
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        found = moved(_accesses(kernel, recipe_of(self.variant)), head_dim, element, self.sizes, counts)
+        accesses = _accesses(kernel, recipe_of(self.variant), self.tiles.queries.split)
+        found = moved(accesses, head_dim, element, self.sizes, counts)
         if kernel == "rows":
             found.update(self._rows())
         if kernel == "backward":

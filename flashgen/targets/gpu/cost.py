@@ -191,8 +191,8 @@ def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: 
     readers = tiles.warps / 4 if tiles.warpgroups else tiles.warps
     match tiles:
         case ForwardTiles():
-            own = 0 if tiles.q_in_registers else tiles.Br * D
-            return own + readers * tiles.Bc * (D + Dv)
+            own = 0 if tiles.q_in_registers else _weighing(tiles) * tiles.Br * D
+            return own + readers / tiles.split * tiles.Bc * (D + Dv) + _exchanged(tiles, element)
         case BackwardTiles():
             # Each warp has keys of its own, and reads Q and dO for two products each.
             own = tiles.split * tiles.Bc * (D + Dv)
@@ -201,7 +201,18 @@ def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: 
             dq = (3 * tiles.Br * tiles.Bc * element.bytes + 2 * tiles.Bc * D) if name == "backward" else 0
             return own + streamed + through + dq
         case QueryTiles():
-            return tiles.Br * (D + Dv) + readers * tiles.Bc * (2 * D + Dv)
+            own = _weighing(tiles) * tiles.Br * (D + Dv)
+            return own + readers / tiles.split * tiles.Bc * (2 * D + Dv) + _exchanged(tiles, element)
+
+
+def _weighing(tiles: ForwardTiles | QueryTiles) -> int:
+    """Warps that read a row's operands for its scores: those that share it, and have keys of a tile."""
+    return min(tiles.split, tiles.Bc // tiles.weighed) if tiles.split > 1 else 1
+
+
+def _exchanged(tiles: ForwardTiles | QueryTiles, element: ElementType) -> int:
+    """P or dS of warps that share rows: stored, and read by each."""
+    return (1 + tiles.split) * tiles.Br * tiles.Bc * element.bytes if tiles.split > 1 else 0
 
 
 def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gpu) -> float:
@@ -224,8 +235,10 @@ def _barriers(tiles: AnyTiles) -> int:
     match tiles:
         case BackwardTiles(warpgroups=False, stages=stages, split=split):
             return 3 + (stages == 1) + (split > 1)
-        case QueryTiles(warpgroups=False):
-            return 3
+        case QueryTiles(warpgroups=False, split=split):
+            return 3 + (split > 1)
+        case ForwardTiles(split=split):
+            return 2 + (split > 1)
     return 2
 
 

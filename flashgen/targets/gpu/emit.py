@@ -158,7 +158,7 @@ class _Forward:
     ``mapped``: the types whose kernels take maps for tensor copies; ``self_loading``: some have no warps of their own
     to copy; ``has_producers``: some have them; ``begins_next``: some begin with the next query tile while they work on
     one;
-    ``shows_columns``: what the mask reads by column comes with the tile.
+    ``shows_columns``: what the mask reads by column comes with the tile; ``divided``: warps share rows.
     """
 
     mapped: tuple[str, ...]
@@ -166,6 +166,7 @@ class _Forward:
     has_producers: bool
     begins_next: bool
     shows_columns: bool
+    divided: bool
     memory: Printed
 
 
@@ -173,13 +174,15 @@ class _Forward:
 class _Backward:
     """The same of those for dK and dV. ``persistent``: some that add up dQ take one key tile after another.
 
-    ``shows_rows``: what the mask reads by row comes with what rows carry.
+    ``shows_rows``: what the mask reads by row comes with what rows carry; ``divided``: warps share the rows of dQ, and
+    of those that share keys some may weigh none.
     """
 
     mapped: tuple[str, ...]
     persistent: bool
     begins_next: bool
     shows_rows: bool
+    divided: bool
     memory: Printed
 
 
@@ -428,6 +431,7 @@ def _forward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Forward:
         has_producers=any(each.forward.producers for each in persistent),
         begins_next=any(each.forward.begins_next for each in persistent),
         shows_columns=bool(persistent and recipe.observed_columns),
+        divided=any(each.forward.split > 1 for each in plan.elements),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
     )
 
@@ -446,6 +450,7 @@ def _backward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Backward:
         persistent=bool(persistent),
         begins_next=any(each.begins_next for each in persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
+        divided=any(each.queries.split > 1 for each in plan.elements),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
     )
 
@@ -512,7 +517,7 @@ def _warpgroups(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
-            widths |= {each.forward.Bc, Dv}
+            widths |= {each.forward.weighed or each.forward.Bc, Dv // each.forward.split}
         if each.backward.warpgroups:
             widths |= {each.backward.weighed, D, Dv, D // each.backward.dq_column_groups}
         if each.queries.warpgroups:
@@ -538,6 +543,8 @@ def _passes(plan: GpuPlan) -> tuple[_Pass, ...]:
         shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages}
         shared |= more
         shared |= {"warpgroups": int(tiles.warpgroups)} if with_warpgroups else {}
+        if tiles.split > 1:
+            shared |= {"split": tiles.split, "weighed": tiles.weighed}
         return tuple((name, str(value)) for name, value in shared.items())
 
     forward, backward, queries = {}, {}, {}

@@ -13,8 +13,8 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipes import candidates
 
-# What the tables of tiles reach.
-MOST_COLUMNS = 256
+# What the tables of tiles over caches reach.
+MOST_COLUMNS_OF_CACHES = 256
 
 
 def limits(variant: Variant) -> tuple[Diagnostic, ...]:
@@ -23,18 +23,21 @@ def limits(variant: Variant) -> tuple[Diagnostic, ...]:
 
 
 def _head_dim(variant: Variant) -> tuple[Diagnostic, ...]:
-    """Head dimensions that are too large, or of which one is large, so that warps divide it, and the other is odd."""
-    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
-    place = variant.spec.place("head_dim")
-    if max(widths) > MOST_COLUMNS:
-        message = f"kernels for GPUs reach head dimension {MOST_COLUMNS}; '{variant.spec.name}' has {variant.head_dim}"
-        note = "the CPU's kernels have no such limit: build with --target cpu, or load with backend='cpu'"
+    """A large head dimension, which warps divide among them, beside one that they cannot divide."""
+    head_dim, place = variant.head_dim, variant.spec.place("head_dim")
+    widths = (padded(head_dim.qk), padded(head_dim.v))
+    if variant.cached and max(widths) > MOST_COLUMNS_OF_CACHES:
+        message = f"a GPU's kernels over caches reach head dimension {MOST_COLUMNS_OF_CACHES}, not {head_dim}"
+        note = "a CPU's have no such limit; on a GPU pass all keys so far to the op itself, with q_start"
         return (Diagnostic("E406", message, place, notes=(note,)),)
-    if max(widths) > 128 and any(width % 32 for width in widths):
-        message = f"a GPU's kernels cannot divide head dimension {variant.head_dim} among two warps"
-        note = "where one is above 128 both have to be multiples of 32: pad the smaller one of the tensors with zeros"
-        return (Diagnostic("E406", message, place, notes=(note,)),)
-    return ()
+    multiple, warps = (64, "four") if max(widths) > 256 else (32, "two") if max(widths) > 128 else (16, "")
+    if all(width % multiple == 0 for width in widths):
+        return ()
+    message = f"a GPU's kernels cannot divide head dimension {head_dim} among {warps} warps"
+    least = 256 if multiple == 64 else 128
+    what = f"where one is above {least} both have to be multiples of {multiple}"
+    note = f"{what}: pad the smaller one of the tensors with zeros"
+    return (Diagnostic("E406", message, place, notes=(note,)),)
 
 
 def _schedule(variant: Variant) -> tuple[Diagnostic, ...]:

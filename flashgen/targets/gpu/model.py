@@ -75,8 +75,8 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
 
 
 def padded(head_dim: int) -> int:
-    """A head dimension in whole matrix instructions; a large one is divided among two warps."""
-    multiple = 16 if head_dim <= 128 else 32
+    """A head dimension in whole matrix instructions; a large one is divided among two warps, a larger among four."""
+    multiple = 16 if head_dim <= 128 else 32 if head_dim <= 256 else 64
     return -(-head_dim // multiple) * multiple
 
 
@@ -105,7 +105,9 @@ def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -
 
 
 def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
-    """Q, rings of K and V, the visits, norms where the score uses them, signals where tensor copies have some.
+    """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
+
+    Norms are there where the score uses them, signals where tensor copies have some.
 
     Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
     its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
@@ -114,12 +116,14 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next, variant.uses_sqdist
-    read = copies * stages * seen * WORD * Bc
+    read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
+        Part("PARTS", "maxima and sums of rows", divided * FLOAT * tiles.split * Br, "4 * split * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
         Part(
             *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
@@ -196,7 +200,7 @@ def carries_marks(variant: Variant) -> bool:
 
 
 def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Layout:
-    """Q, dO, rings of K and V, what rows carry, the visits."""
+    """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
     Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     parts = (
@@ -204,6 +208,7 @@ def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Lay
         Part("O", "dO", tile_bytes(Br, Dv, element), "OTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("DS", "dS", (tiles.split > 1) * tile_bytes(Br, Bc, element), "PTile::bytes"),
         Part("ROWS", "lse, delta", 2 * FLOAT * Br, "8 * BR"),
         Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),

@@ -192,6 +192,9 @@ def _shortage(
             parts = "; ".join(f"{buffer} {size}" for buffer, size in sizes.items())
             needed = f"even a tile of 16 × 16 needs {sum(sizes.values())} bytes ({parts}); {sram} are there"
             yield f"{name}, {element}: {needed}"
+    if _pinned(variant) is None:
+        elsewhere = "build with --target cpu, or load with backend='cpu'; or take a smaller head dimension"
+        yield f"the CPU's kernels have no such limit: {elsewhere}"
     for lost in rejected:
         title = f"{lost.pass_name}, {element}: "
         if lost.reason.startswith(f"{element}: ") and any(each.startswith(f"{title}left out") for each in reasons):

@@ -121,18 +121,22 @@ def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]
 def complete(
     variant: Variant,
     recipe: Recipe,  # noqa: ARG001
-    element: ElementType,  # noqa: ARG001
+    element: ElementType,
     row: AnyChoice,
 ) -> Candidate[Any]:
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
-    decisions = (
+    decisions: tuple[Decision, ...] = (
         Decision("products", "of one warp (mma.sync)", _why_one_warp(variant), FORCED),
         Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
         Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
         Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
     )
-    if isinstance(row, BackwardChoice):
-        return Candidate(replace(row, weighed=row.Br // row.split), decisions)
+    is_backward = isinstance(row, BackwardChoice)
+    if row.split > (2 if is_backward else 1):
+        sharers = f"{row.split} {'warpgroups' if row.warpgroups else 'warps'}"
+        decisions = (*decisions, Decision.by("head dimension", f"divided among {sharers}", rules.SHARED_ROWS))
+    if is_backward or row.split > 1:
+        row = replace(row, weighed=_weighed(row.Br if is_backward else row.Bc, row.split, element))
     return Candidate(row, decisions)
 
 
@@ -153,6 +157,11 @@ def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_byte
 
 def _why_one_warp(variant: Variant) -> str:
     return "a cache has few rows of queries, a warpgroup 64" if variant.cached else "no row of warpgroups goes with it"
+
+
+def _weighed(positions: int, split: int, element: ElementType) -> int:
+    """A warp's part of a tile's keys, or queries, in whole operands: those of 16 bits come in pairs of 8 columns."""
+    return max(positions // split, 8 if element is ElementType.F32 else 16)
 
 
 # Products of one warp.
@@ -182,8 +191,21 @@ def candidates(
     else:
         why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
     rows: list[Any] = _pinned(considered.rows, *pins)
-    found = (recipes.complete(variant, recipe, element, row) for row in rows)
+    found = (recipes.complete(variant, recipe, element, row) for row in rows if _copies_rows(variant, element, row))
     return [Candidate(each.row, (*each.decisions, *why)) for each in found]
+
+
+def _copies_rows(variant: Variant, element: ElementType, row: AnyChoice) -> bool:
+    """Whether the threads that copy for themselves divide into groups that have a row each, of a power of two."""
+    threads = 32 * row.warps
+    if row.warpgroups:
+        return True
+    chunks = (padded(width) * element.bytes // 16 for width in (variant.head_dim.qk, variant.head_dim.v))
+    return all(threads % _power_of_two_above(min(count, threads)) == 0 for count in chunks)
+
+
+def _power_of_two_above(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | None, stages: int | None) -> list[Choice]:
@@ -224,23 +246,25 @@ def _problems(choice: AnyChoice) -> Iterator[str]:
     if isinstance(choice, BackwardChoice):
         if choice.warps % choice.split or choice.Bc % (16 * (choice.warps // choice.split)):
             yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
-        if choice.Br % (16 * choice.split):
+        if choice.Br % (16 * choice.split) and (choice.split == 2 or choice.Br > 16 * choice.split):
             yield "warps that share keys divide the query rows into sixteens"
         if choice.Br > 32 * choice.warps:
             yield "there are fewer threads than query rows"
         if choice.stages > 2:
             yield "Q has one stage or two"
-    elif choice.Br % (16 * choice.warps):
+    elif choice.warps % choice.split or choice.Br % (16 * (choice.warps // choice.split)):
         yield "a warp has 16 or more whole query rows: write B_r as a multiple of 16 times the warps"
+    elif choice.Bc % (16 * choice.split) and choice.Bc > 16 * choice.split:
+        yield "warps that share rows divide the keys into sixteens"
 
 
 def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
     rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
-    if choice.warps % 4 or rows != 16 * choice.warps:
+    if choice.warps % (4 * choice.split) or rows != 16 * (choice.warps // choice.split):
         yield "a warpgroup has 64 rows"
     if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):
         yield "a warpgroup has 64 rows of dQ"
-    if choice.stages != 2 or width > 256:
+    if (choice.stages != 2 and choice.split == 1) or width > 256:
         yield "warpgroups have two stages of at most 256 rows"
     if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
         yield "the blocks of a multiprocessor leave a thread 128 registers"

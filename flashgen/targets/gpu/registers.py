@@ -39,13 +39,14 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
     D, Dv, pairs = padded(variant.head_dim.qk), padded(variant.head_dim.v), tiles.Br * tiles.Bc
     match tiles:
         case ForwardTiles() | ForwardChoice():  # O, S
-            numbers = tiles.Br * Dv + pairs
+            numbers = tiles.Br * Dv + max(pairs, tiles.Br * tiles.weighed * tiles.split)
             numbers += tiles.Br * D * element.bytes // 4 if tiles.q_in_registers else 0
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
+            pairs = max(pairs, tiles.weighed * tiles.split * tiles.Bc)  # warps that weigh none have room, too
             numbers = tiles.Bc * (D + Dv) + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
         case QueryTiles() | QueryChoice():  # dQ, S, dP
-            numbers = tiles.Br * D + 2 * pairs
+            numbers = tiles.Br * D + 2 * max(pairs, tiles.Br * tiles.weighed * tiles.split)
     return -(-numbers // (32 * tiles.warps))
 
 

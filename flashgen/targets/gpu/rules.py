@@ -121,6 +121,12 @@ DIVIDED_HEADS = Rule(
     "spills of the whole one: the assembler's report, tests/cuda/test_compile.py",
     limit=64,
 )
+SHARED_ROWS = Rule(
+    "shared rows",
+    "above D 256 registers do not hold 16 rows of O or dQ, nor 16 keys by half of dK and dV: warps share them, each "
+    "with its part of the columns, and of a tile's scores; weights go through shared memory",
+    "not measured; with scores of its own for each warp a forward pass had 1.5 times the products where two share rows",
+)
 ONE_TILE_A_BLOCK = Rule(
     "one tile a block",
     "several blocks share a multiprocessor, and what one begins and ends with is hidden by the others",

@@ -2,7 +2,9 @@
 
 A row holds for head dimensions up to its first number. 16-bit types go through m16n8k16; float32 takes twice the
 shared memory and three products. Warps of the forward and the query pass have 16 or 32 rows each, those of the key pass
-16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2).
+16 keys by a whole head dimension up to 128, or by half of a larger one (``split`` 2). Above 256 a thread's registers
+hold 16 rows of half of O or dQ, and 16 keys by a quarter of the head dimension, whoever has them: warps share rows
+everywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 class ForwardChoice:
     """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them.
 
+    ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a time.
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
     next one begins with comes while this one is worked on.
@@ -29,6 +32,8 @@ class ForwardChoice:
     blocks: int = 1
     tensor_copies: bool = False
     begins_next: bool = False
+    split: int = 1
+    weighed: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,27 @@ class BackwardChoice:
 
 @dataclass(frozen=True)
 class QueryChoice:
-    """B_r, B_c, warps, stages, and whether warpgroups multiply."""
+    """B_r, B_c, warps, stages, whether warpgroups multiply, and, as forward, warps that share rows."""
 
     Br: int
     Bc: int
     warps: int
     stages: int = 1
     warpgroups: bool = False
+    split: int = 1
+    weighed: int = 0
 
 
 F, B, Q = ForwardChoice, BackwardChoice, QueryChoice
+WIDEST = 576  # head dimension that the tables reach
+
+
+def _shared_rows(Br: int, Bc: int, warps: int, split: int = 2) -> ForwardChoice:
+    return ForwardChoice(Br, Bc, warps, split=split)
+
+
+def _shared_queries(Br: int, Bc: int, warps: int, split: int = 2) -> QueryChoice:
+    return QueryChoice(Br, Bc, warps, split=split)
 
 
 HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
@@ -75,6 +91,16 @@ HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (128, (F(128, 64, 4), F(128, 32, 4, 2), F(128, 32, 4), F(64, 64, 4), F(32, 32, 2))),
     (192, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (256, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
+    (
+        WIDEST,
+        (
+            _shared_rows(64, 64, 8, split=4),
+            _shared_rows(64, 32, 8),
+            _shared_rows(48, 16, 6),
+            _shared_rows(32, 16, 4),
+            _shared_rows(16, 16, 2),
+        ),
+    ),
 )
 # Over caches a block has few rows, 16 a warp, and waits for memory: of rows as many as are there (``pins_of_rows``), of
 # keys two stages, so that one is under way.
@@ -93,25 +119,38 @@ HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (128, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
     (192, (B(64, 64, 8, 1, 2), B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
     (256, (B(64, 64, 8, 1, 2), B(32, 48, 6, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
+    (WIDEST, (B(64, 32, 8, 1, 4), B(32, 32, 8, 1, 4), B(32, 16, 4, 1, 4), B(16, 16, 4, 1, 4))),
 )
 HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (64, (Q(128, 64, 8, 2), Q(128, 64, 8), Q(64, 64, 4), Q(32, 32, 2))),
     (128, (Q(128, 64, 8), Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2))),
     (192, (Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
+    (
+        WIDEST,
+        (
+            _shared_queries(64, 32, 8),
+            _shared_queries(32, 32, 4),
+            _shared_queries(32, 16, 4),
+            _shared_queries(16, 16, 2),
+        ),
+    ),
 )
 SINGLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (128, (F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
     (256, (F(64, 32, 4), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
+    (WIDEST, (_shared_rows(32, 32, 4), _shared_rows(32, 16, 4), _shared_rows(16, 16, 2))),
 )
 SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
     (128, (B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
     (256, (B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2), B(16, 16, 2, 1, 2))),
+    (WIDEST, (B(32, 16, 4, 1, 4), B(16, 16, 4, 1, 4))),
 )
 SINGLE_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (64, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (128, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2), Q(16, 16, 1))),
+    (WIDEST, (_shared_queries(32, 16, 8, split=4), _shared_queries(16, 16, 4, split=4))),
 )

@@ -45,7 +45,8 @@ class ForwardTiles(Tiles):
     more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
     bring K and V, one thread starts them, and blocks take one query tile after another; ``begins_next``: Q, the list
     and the first K of the next one come while this one is worked on. ``registers`` of a thread that multiplies,
-    ``producer_registers`` of one of the producers, where there are some.
+    ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
+    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory.
     """
 
     warps: int
@@ -58,13 +59,16 @@ class ForwardTiles(Tiles):
     begins_next: bool = False
     registers: int = 0
     producer_registers: int = 0
+    split: int = 1
+    weighed: int = 0
 
     @property
     def kind(self) -> tuple[str, ...]:
+        split = ("split head dimension",) if self.split > 1 else ()
         if self.warpgroups:
-            return _of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies)
+            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *split)
         q = ("Q in registers",) if self.q_in_registers else ()
-        return ("warps", f"{min(self.stages, 2)} stage{'s' * (self.stages > 1)}", *q)
+        return ("warps", f"{min(self.stages, 2)} stage{'s' * (self.stages > 1)}", *q, *split)
 
 
 @dataclass(frozen=True)
@@ -109,15 +113,21 @@ class BackwardTiles(Tiles):
 
 @dataclass(frozen=True)
 class QueryTiles(Tiles):
-    """B_r query rows over ``warps`` for dQ, where it has a kernel of its own; B_c keys a step."""
+    """B_r query rows over ``warps`` for dQ, where it has a kernel of its own; B_c keys a step.
+
+    ``split`` warps share rows as in the forward pass; dS then goes through shared memory.
+    """
 
     warps: int
     stages: int
     warpgroups: bool = False
+    split: int = 1
+    weighed: int = 0
 
     @property
     def kind(self) -> tuple[str, ...]:
-        return ("warpgroups" if self.warpgroups else "warps",)
+        split = ("split head dimension",) if self.split > 1 else ()
+        return ("warpgroups" if self.warpgroups else "warps", *split)
 
 
 AnyTiles: TypeAlias = ForwardTiles | BackwardTiles | QueryTiles

@@ -16,6 +16,7 @@ from flashgen.ir.interval import IntRange
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision
 from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
@@ -38,7 +39,7 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         table, why = tables.HOPPER_FORWARD, (rules.LONG_ROWS,)
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_FORWARD, (rules.SMALL_BLOCKS,)
-    rows = rows_for(variant, table)
+    rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
     return others.after(rows, why)
@@ -73,9 +74,9 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     if not row.warpgroups:
         return WARPS.complete(variant, recipe, element, row)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
-    if isinstance(row, QueryChoice):
-        alike = WARPS.complete(variant, recipe, element, row).decisions[1:]
-        return Candidate(row, (products, *alike))
+    if isinstance(row, QueryChoice) or row.split > 1:
+        alike = WARPS.complete(variant, recipe, element, row)
+        return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)
     if copies:
         staging = Decision.by("staging", "tensor copies", rules.TENSOR_COPIES)
@@ -111,6 +112,12 @@ def _copies_tensors(variant: Variant, element: ElementType) -> bool:
     """Rows are whole numbers of 16 bytes, and behind a head's last there is none of another sequence."""
     widths = (variant.head_dim.qk, variant.head_dim.v)
     return not variant.ragged and all(width * element.bytes % 16 == 0 for width in widths)
+
+
+def _divides_values(variant: Variant, split: int) -> bool:
+    """Whether parts of V are whole panels, no wider than a product."""
+    width = padded(variant.head_dim.v)
+    return width % (64 * split) == 0 and width <= 256 * split
 
 
 def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...]:
