@@ -45,6 +45,7 @@ PADDING = torch.tensor([3, 0, 70], dtype=torch.int32)
 MISTAKES = {
     "the page of the one before": ("const unsigned n = place / rows;", "const unsigned n = (place - 1) / rows;"),
     "another row of the page": ("place -= n * rows;", "place = (place + 1) - n * rows;"),
+    "a page for all that begins in it": ("place + count <= rows ? found : *this", "found"),
     "pages of the first sequence": ("a.block_table + int64_t(a.sequence) * a.table_columns", "a.block_table"),
     "padding is seen": ("a.kv_start = padding, a.kv_len = length - padding;", "a.kv_start = 0, a.kv_len = length;"),
     "the last row is not seen": ("a.kv_len = length - padding;", "a.kv_len = length - padding - 1;"),
