@@ -319,3 +319,11 @@ def test_what_runs_is_explained() -> None:
     assert "a warpgroup 64" in str(found)
     with pytest.raises(ValueError, match="explain_decode says what calls with pairs run on GPUs"):
         flashgen.loads(CAUSAL, backend="reference").explain_decode(q, cache, cache, block_table=table)
+
+
+def test_latent_keys_are_values_too() -> None:
+    op = emulated("attention latent_cache { head_dim 576/512  mask causal }")
+    q, k = random(2, 16, 1, 576).bfloat16(), random(2, 1, 50, 576, seed=1).bfloat16()
+    lengths = i32(50, 23)
+    found = op.decode(q, k, k[..., :512], lengths, num_splits=2)
+    assert relative_error(found, op.reference.decode(q, k, k[..., :512], lengths)) < TOLERANCE[torch.bfloat16]

@@ -13,9 +13,6 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipes import candidates
 
-# What the tables of tiles over caches reach.
-MOST_COLUMNS_OF_CACHES = 256
-
 
 def limits(variant: Variant) -> tuple[Diagnostic, ...]:
     """Everything of a spec that is refused."""
@@ -24,12 +21,8 @@ def limits(variant: Variant) -> tuple[Diagnostic, ...]:
 
 def _head_dim(variant: Variant) -> tuple[Diagnostic, ...]:
     """A large head dimension, which warps divide among them, beside one that they cannot divide."""
-    head_dim, place = variant.head_dim, variant.spec.place("head_dim")
+    head_dim = variant.head_dim
     widths = (padded(head_dim.qk), padded(head_dim.v))
-    if variant.cached and max(widths) > MOST_COLUMNS_OF_CACHES:
-        message = f"a GPU's kernels over caches reach head dimension {MOST_COLUMNS_OF_CACHES}, not {head_dim}"
-        note = "a CPU's have no such limit; on a GPU pass all keys so far to the op itself, with q_start"
-        return (Diagnostic("E406", message, place, notes=(note,)),)
     multiple, warps = (64, "four") if max(widths) > 256 else (32, "two") if max(widths) > 128 else (16, "")
     if all(width % multiple == 0 for width in widths):
         return ()
@@ -37,7 +30,7 @@ def _head_dim(variant: Variant) -> tuple[Diagnostic, ...]:
     least = 256 if multiple == 64 else 128
     what = f"where one is above {least} both have to be multiples of {multiple}"
     note = f"{what}: pad the smaller one of the tensors with zeros"
-    return (Diagnostic("E406", message, place, notes=(note,)),)
+    return (Diagnostic("E406", message, variant.spec.place("head_dim"), notes=(note,)),)
 
 
 def _schedule(variant: Variant) -> tuple[Diagnostic, ...]:
