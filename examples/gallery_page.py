@@ -78,6 +78,10 @@ FORMULAS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 r"I = J \ \mathrm{or}\ \mathrm{popcount}(I \oplus J) = 1 \ \mathrm{or}\ I = 0 \ \mathrm{or}\ J = 0"
             ),
         },
+        "Selected keys": {
+            "lightning_indexer": r"j \in \mathrm{top}_{b i}, \quad j \le i",
+            "nsa_selected": r"\lfloor j / 64 \rfloor \in \mathrm{idx}_{b h i}, \quad j \le i",
+        },
         "Padding, documents, caches": {
             "bert": r"\mathrm{valid}_{bj}",
             "cross_attention": r"j < \mathrm{length}_b",

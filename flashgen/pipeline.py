@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.answers import Answer, answer, errors_of, warnings_of
@@ -229,7 +230,7 @@ def _checked(parsed: SpecFile) -> Checked:
     found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
     for spec in parsed.specs:
         for head_dim in spec.head_dims:
-            found.update(dict.fromkeys(index_diagnostics(spec, analyse(spec, head_dim).proofs)))
+            found.update(dict.fromkeys(index_diagnostics(spec, prove_indices(spec, head_dim))))
     diagnostics = in_reading_order(found, parsed.sources)
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise SpecError(diagnostics, parsed.sources)

@@ -24,6 +24,7 @@ from itertools import product
 from flashgen.analysis.identities import negation
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
 from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts, bounds
+from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, literal, size, substitute, walk
@@ -95,7 +96,7 @@ def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, .
     return tuple(
         _prove(load, dimension, extent, _fewest(contexts[load]), constants)
         for load in contexts
-        for dimension, extent in enumerate(shapes[load.tensor])
+        for dimension, extent in enumerate(shapes[load.tensor][: len(load.indices)])
     )
 
 
@@ -117,6 +118,8 @@ def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:
         keep = apply("and", spec.layout.keep, spec.mask)
         yield spec.layout.keep, literal(True)
     yield spec.score, keep
+    if spec.select is not None:
+        yield list_read(spec.select), keep
     if spec.weights.weight is not None:
         yield spec.weights.weight, keep
     if spec.weights.sink is not None:

@@ -25,6 +25,7 @@ from flashgen.analysis.bounds import IndexProof, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.levels import Level, level_of_indices
 from flashgen.analysis.masked_score import split_masked_score
+from flashgen.analysis.selection import lowered
 from flashgen.analysis.simplify import canonical_weights, simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import (
@@ -121,6 +122,15 @@ class Variant:
         return any(isinstance(each, Literal) and each.value in (math.inf, -math.inf) for each in walk(*parts))
 
     @property
+    def keep_of_pairs(self) -> Expr:
+        """What is asked of each pair: ``keep`` without what follows from the rest, and is there for tiles alone."""
+        names = {each.name for each in self.spec.tensors if each.of_tiles}
+        if not names:
+            return self.keep
+        reads = (node for node in walk(self.keep) if isinstance(node, Load) and node.tensor in names)
+        return simplify(substitute(self.keep, {read: literal(True) for read in reads}))
+
+    @property
     def keep_everything(self) -> bool:
         """Whether no pair is ever masked."""
         return self.keep == literal(True)
@@ -133,6 +143,7 @@ class Variant:
 
 def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     """Rewrite the spec for one head dimension."""
+    spec = lowered(spec)
 
     def specialise(expr: Expr) -> Expr:
         sizes: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}

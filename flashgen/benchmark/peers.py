@@ -36,7 +36,7 @@ from flashgen.plan.paper import rabe_staats_blocks
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
-from flashgen.verification.inputs import Inputs
+from flashgen.verification.inputs import Inputs, lowered_inputs
 from flashgen.verification.verify import dense
 
 _MOST_COUNTED, _MOST_AT_ONCE = 2**26, 2**22
@@ -205,19 +205,33 @@ def _additive(terms: _Terms, spec: AttentionSpec, inputs: Inputs) -> _Additive:
     return _Additive(terms.scale, additive, is_causal)
 
 
-PEERS: Mapping[str, Callable[[AttentionSpec, Inputs, float | None], Peer]] = MappingProxyType(
+MakesPeer = Callable[[AttentionSpec, Inputs, float | None], Peer]
+
+
+def _of_lowered(make: MakesPeer) -> MakesPeer:
+    """The same peer of the spec that kernels are made for, which has a mask where a spec may select keys."""
+
+    def made(spec: AttentionSpec, inputs: Inputs, drop: float | None) -> Peer:
+        spec, inputs = lowered_inputs(spec, inputs)
+        return make(spec, inputs, drop)
+
+    return made
+
+
+PEERS: Mapping[str, MakesPeer] = MappingProxyType(
     {
-        "sdpa": sdpa_peer,
-        "standard": standard_peer,
-        "rabe_staats": rabe_staats_peer,
-        "flex": flex_peer,
+        "sdpa": _of_lowered(sdpa_peer),
+        "standard": _of_lowered(standard_peer),
+        "rabe_staats": _of_lowered(rabe_staats_peer),
+        "flex": _of_lowered(flex_peer),
         "dense": dense_peer,
     }
 )
 
 
 def kept_share(spec: AttentionSpec, inputs: Inputs, most: int = _MOST_COUNTED) -> float:
-    """The share of pairs that mask and layout keep; of evenly spaced rows where there are more than ``most`` pairs."""
+    """The share of pairs that positions keep; of evenly spaced rows where there are more than ``most`` pairs."""
+    spec, inputs = lowered_inputs(spec, inputs)
     heads, q_len, kv_len = inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
     shard = Shard.whole(inputs.q.shape, inputs.k.shape)
     keep = spec.mask if spec.layout is None else apply("and", spec.mask, spec.layout.keep)

@@ -40,7 +40,7 @@ from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_shape
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS
-from flashgen.verification.inputs import Inputs
+from flashgen.verification.inputs import Inputs, lowered_inputs
 
 MODELLED = GPUS["sm_80"]  # whose tiles are taken where there is no GPU
 _MOST_TILES = 2**13  # that are classified one by one, in a second or two
@@ -129,7 +129,7 @@ def kernel_bytes(
         return None
     captured = {
         name: (value.float() if value.is_floating_point() else value).cpu().numpy()
-        for name, value in inputs.captured.items()
+        for name, value in lowered_inputs(spec, inputs)[1].captured.items()
     }
     values = _values(variant, shape, params)
 

@@ -58,9 +58,10 @@ CODES: Mapping[str, str] = MappingProxyType(
         "E306": "a gradient is asked for where there is none",
         "E307": "a definition uses itself",
         "E308": "an expression is too large once 'let' and 'def' are expanded",
-        "E309": "the block size of a layout is not legal",
+        "E309": "a block size is not legal",
         "E310": "the form of the weights is not legal",
         "E311": "the result does not exist for this spec",
+        "E312": "the list of a selection is not legal",
         # Schedule and target
         "E401": "a schedule entry is unknown",
         "E402": "a schedule entry has a value that is not legal",

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
+from flashgen.analysis.selection import read_of_calls
 from flashgen.analysis.tiles import loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.tile_counts import known_params
+from flashgen.runtime.selected import lowered_tensors
 
 Span = tuple[int, int]  # positions, the second is behind the last
 
@@ -59,16 +61,18 @@ def mask_of(spec: AttentionSpec, head_dim: HeadDim, sizes: Mapping[str, int], ca
     """The mask of a call. What it reads of tensors on a device is copied to the host."""
     variant = _variant(spec, head_dim)
     nodes = set(walk(variant.keep))
-    reads = {node.tensor for node in nodes if isinstance(node, Load)}
+    reads = read_of_calls(spec, (node.tensor for node in nodes if isinstance(node, Load)))
     names = {node.name for node in nodes if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM}
-    tensors: dict[str, NDArray[np.generic]] = {}
-    for name in reads:
+    found: dict[str, Tensor] = {}
+    for name in sorted(reads):
         given = captured.get(name)
         if not isinstance(given, Tensor):
             came = "it was not given" if name not in captured else f"{type(given).__name__} came"
             raise TypeError(f"the mask of '{spec.name}' reads the tensor '{name}': {came}")
-        values = given.detach().cpu()
-        tensors[name] = (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
+        found[name] = given.detach().cpu()
+    found |= lowered_tensors(spec, found, sizes)
+    half = (torch.bfloat16, torch.float16)
+    tensors = {name: (x.float() if x.dtype in half else x).numpy() for name, x in found.items()}
     shape = Shape(sizes["B"], sizes["H"], sizes["Hkv"], sizes["Nq"], sizes["Nk"])
     params = {name: value for name, value in known_params(spec.params, shape).items() if name in names}
     for name in names:

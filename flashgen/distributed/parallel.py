@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashgen.analysis.selection import lowered
 from flashgen.distributed.agreement import Given, agree
 from flashgen.distributed.blocks import mask_of
 from flashgen.distributed.exchange import Group, exchange, summed, swap
 from flashgen.distributed.needs import Needs, needs_of
 from flashgen.distributed.partition import Partition
-from flashgen.ir.expr import index_set
+from flashgen.ir.expr import Symbol, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.conversion import seed_argument
 from flashgen.runtime.op import AttentionOp
@@ -301,15 +302,20 @@ def _no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str
         return f"{heads} query heads cannot be dealt out to {world} ranks"
     if kv_heads % world and world % kv_heads:
         return f"{kv_heads} key/value heads cannot be dealt out to {world} ranks"
-    if kv_heads % world:
-        reads = [
-            spec.score,
-            spec.mask,
-            *(part for part in (spec.weights.weight, spec.weights.sink) if part is not None),
-        ]
-        if any("hkv" in index_set(part) for part in reads):
-            return f"'{spec.name}' reads hkv, and {world} ranks share {kv_heads} key/value heads"
+    if kv_heads % world and (word := _of_kv_heads(spec)):
+        return f"'{spec.name}' reads {word}, and {world} ranks share {kv_heads} key/value heads"
     return ""
+
+
+def _of_kv_heads(spec: AttentionSpec) -> str:
+    """What a spec reads that changes where ranks have copies of key/value heads; empty where that is nothing."""
+    spec = lowered(spec)
+    parts = [spec.scale, spec.score, spec.mask, *(extent for each in spec.tensors for extent in each.shape)]
+    parts += [] if spec.layout is None else [spec.layout.keep]
+    parts += [part for part in (spec.weights.weight, spec.weights.sink, spec.dropout) if part is not None]
+    parts += [param.default for param in spec.params if param.default is not None]
+    names = {node.name for node in walk(*parts) if isinstance(node, Symbol)}
+    return next((word for word in ("hkv", "Hkv") if word in names), "")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ def _words(text: str) -> tuple[str, ...]:
 WORDS_OF_THE_LANGUAGE = frozenset(
     _words(
         """
-        attention def import head_dim dtype const param tensor let scale score mask layout weights dropout schedule
-        and or not if else true false
+        attention def import head_dim dtype const param tensor let scale score mask layout select weights dropout
+        schedule and or not if else true false
         """
     )
 )

@@ -22,11 +22,13 @@ from flashgen.fuzz.tables import (
     DROPOUTS,
     HEAD_DIMS,
     LAYOUTS,
+    LISTED,
     MASKS,
     NORMALIZED,
     POINTWISE,
     SCALES,
     SCORES,
+    SELECTED,
     Dimension,
 )
 from flashgen.ir.interval import FloatRange, IntRange, Range
@@ -48,6 +50,7 @@ _INDICES = {
     "weights": ("b", "h", "hkv", "i", "j"),
     "layout": ("b", "h", "hkv", "I", "J"),
     "sink": ("b", "h", "hkv", "i"),
+    "select": ("b", "h", "hkv", "i"),
     "scale": (),
     "default": (),
 }
@@ -228,6 +231,17 @@ class Builder:
             )
         return joined
 
+    def select(self) -> Statement:
+        """Lists of key blocks, one for each query, for some together, or for all."""
+        fitting = [each for each in DIMENSIONS if each.fits(_INDICES["select"])]
+        dimensions = [self.chance.choice(fitting) for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3)))]
+        place = self.place("select")
+        tensor = self.tensor(INT, "select", *dimensions, Dimension(self.chance.choice(LISTED), ()))
+        drawing = Expressions(self.chance, place)
+        indices = tuple(self._index(each, "select", drawing, 2) for each in dimensions)
+        slots = ", ".join((*(f"{{{n}}}" for n in range(len(indices))), ":"))
+        return Statement("select", f"select {self.chance.choice(SELECTED)}: {tensor.name}[{slots}]", indices)
+
     def weights(self) -> Statement | None:
         """The form of the weights; nothing for a softmax that is left out."""
         own = leaf(FLOAT, "s", FloatRange(-8.0, 8.0))
@@ -274,6 +288,8 @@ class Builder:
             self.block = self.chance.choice(BLOCKS)
             keep = self.condition(LAYOUTS, self.place("layout"), 2)
             statements.append(Statement("layout", f"layout block {self.block}: {{0}}", (keep,)))
+        if self.chance.random() < 0.2:
+            statements.append(self.select())
         statements += [each for each in (weights, self.dropout()) if each is not None]
         if self.dtypes and self.chance.random() < 0.15:
             caches = ["f8e4m3"] if self.chance.random() < 0.5 else []

@@ -132,6 +132,9 @@ LAYOUTS = (
     *("random_blocks(0.3, 11)", "J == 0", "I != J", "(h <= J) or (H < 3)", "popcount(I ^ J) < 2", "b == 0 or I <= J"),
 )
 BLOCKS = (8, 16, 16, 32, 32, 64, 64, 128, 24, 5, 1, 100)
+# Blocks of a selection, and as how many a list names.
+SELECTED = (1, 1, 4, 8, 16, 16, 32, 64, 64, 128, 24, 3, 100)
+LISTED = ("1", "2", "3", "5", "8", "40", "ceildiv(Nk, 16)", "D")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ children first, so that a DAG stays one. Places in the source are not kept, but 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flashgen.diagnostics.span import Source, Span
@@ -17,6 +18,7 @@ from flashgen.ir.spec import (
     Layout,
     Param,
     Schedule,
+    Select,
     Statement,
 )
 from flashgen.ir.types import ElementType, ScalarType
@@ -76,6 +78,7 @@ def spec_to_data(spec: AttentionSpec) -> Data:
         "score": number(spec.score),
         "mask": number(spec.mask),
         "layout": None if spec.layout is None else [spec.layout.block, number(spec.layout.keep)],
+        **({} if spec.select is None else {"select": _select_to_data(spec.select, number)}),
         "weights": [spec.weights.form.name, number(spec.weights.expression)],
         "dropout": number(spec.dropout),
         "schedule": {name: getattr(spec.schedule, name) for name in _PINS if getattr(spec.schedule, name) is not None},
@@ -94,7 +97,7 @@ def spec_from_data(data: Data) -> AttentionSpec:
     def expr(number: int | None) -> Expr | None:
         return None if number is None else nodes[number]
 
-    layout = data["layout"]
+    layout, select = data["layout"], data.get("select")
     return AttentionSpec(
         name=data["name"],
         head_dims=tuple(HeadDim(qk, v) for qk, v in data["head_dims"]),
@@ -112,6 +115,7 @@ def spec_from_data(data: Data) -> AttentionSpec:
         score=nodes[data["score"]],
         mask=nodes[data["mask"]],
         layout=None if layout is None else Layout(layout[0], nodes[layout[1]]),
+        select=None if select is None else Select(select[0], select[1], tuple(nodes[each] for each in select[2])),
         weights=_weights(data["weights"][0], expr(data["weights"][1])),
         dropout=expr(data["dropout"]),
         schedule=Schedule(**data["schedule"]),
@@ -148,6 +152,10 @@ def _weights(kind: str, weight: Expr | None) -> Weights:
         raise ValueError(f"'{kind}' is no form of weights")
     form = FORMS[kind]
     return Weights(form, sink=weight) if form.exponential else Weights(form, weight)
+
+
+def _select_to_data(select: Select, number: Callable[[Expr], int | None]) -> list[Any]:
+    return [select.block, select.tensor, [number(each) for each in select.indices]]
 
 
 def _span_to_data(span: Span) -> list[Any]:

@@ -34,13 +34,19 @@ class Param:
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """A run-time tensor argument; ``shape`` holds int expressions over sizes and constants."""
+    """A run-time tensor argument; ``shape`` holds int expressions over sizes and constants.
+
+    ``made_of``: a call makes it of the captured tensor of this name, which is what users know. ``of_tiles``: what a
+    mask reads of it follows from what else the mask asks of a pair, and says more of a tile.
+    """
 
     name: str
     element: ElementType
     shape: tuple[Expr, ...]
     grad: bool
     span: Span | None = field(default=None, compare=False)
+    made_of: str | None = None
+    of_tiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,20 @@ class Layout:
 
     block: int
     keep: Expr
+
+
+@dataclass(frozen=True)
+class Select:
+    """Lists of key blocks: a pair is kept where j // block is among the elements ``tensor[*indices, :]``.
+
+    ``indices`` are int expressions over b, h, hkv, i, sizes, params and loads, one for each dimension but the last. A
+    number that no block has (-1) is none; one that is named twice counts once.
+    """
+
+    block: int
+    tensor: str
+    indices: tuple[Expr, ...]
+    span: Span | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -104,6 +124,7 @@ class AttentionSpec:
     statements: tuple[Statement, ...] = field(compare=False)
     sources: tuple[Source, ...] = field(compare=False)
     span: Span | None = field(default=None, compare=False)
+    select: Select | None = None
 
     def place(self, keyword: str) -> Span | None:
         """Where the first statement with this keyword stands, the whole block where it has none."""

@@ -50,6 +50,9 @@ def _statements(spec: AttentionSpec) -> list[tuple[str, str]]:
     for keyword, expr in sections.items():
         form = {"weights": spec.weights.form.written[-1], "layout": _layout_form(spec)}.get(keyword, "{}")
         found.append((keyword, form.format(text(_shortened(expr, named)))))
+    if spec.select is not None:
+        indices = [text(_shortened(each, named)) for each in spec.select.indices]
+        found.append(("select", f"{spec.select.block}: {spec.select.tensor}[{', '.join((*indices, ':'))}]"))
     if spec.dropout is not None:
         found.append(("dropout", text(spec.dropout)))
     if spec.schedule != Schedule():

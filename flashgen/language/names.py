@@ -38,10 +38,9 @@ _MEANING = {
     "sqdist": "‖q_i − k_j‖²",
 }
 _HOME = {
-    **dict.fromkeys(INDICES, "'score', 'mask' and 'weights'"),
-    "b": "'score', 'mask', 'layout' and 'weights'",
-    "h": "'score', 'mask', 'layout' and 'weights'",
-    "hkv": "'score', 'mask', 'layout' and 'weights'",
+    **dict.fromkeys(INDICES, "'score', 'mask', 'layout', 'select' and 'weights'"),
+    "i": "'score', 'mask', 'select' and 'weights'",
+    "j": "'score', 'mask' and 'weights'",
     **dict.fromkeys(BLOCKS, "'layout' only"),
     "s": "'score' and 'weights' only",
     "dot": "'score' only",
@@ -105,6 +104,7 @@ _PAIR = _SIZES | {"b", "h", "i", "j", "hkv"}
 SCORE = Place("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
 MASK = Place("'mask'", _PAIR, params=True, tensors=True)
 LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True)
+SELECT = Place("'select'", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
 WEIGHTS = Place("'weights'", _PAIR | {"s"}, params=True, tensors=True)
 SINK = Place("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
 SCALE = Place("'scale'", _SIZES, params=True, tensors=False, instead="a factor that varies belongs into 'score'")

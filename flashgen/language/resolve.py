@@ -19,6 +19,7 @@ from flashgen.ir.spec import (
     Layout,
     Param,
     Schedule,
+    Select,
     Statement,
 )
 from flashgen.ir.types import ElementType
@@ -47,6 +48,7 @@ class _Parts:
     score: Expr | None = None
     mask: Expr | None = None
     layout: Layout | None = None
+    select: Select | None = None
     weights: Weights | None = None
     dropout: Expr | None = None
     schedule: Schedule | None = None
@@ -118,6 +120,8 @@ def _read(block: Block, statement: syntax.Statement, parts: _Parts) -> None:
             parts.dtypes = statements.dtypes(block, statement)
         case syntax.Layout():
             parts.layout = statements.layout(block, statement)
+        case syntax.Select():
+            parts.select = statements.select(block, statement)
         case syntax.Schedule():
             parts.schedule = statements.schedule(block, statement)
         case syntax.Single():
@@ -165,6 +169,7 @@ def _spec(
         score=parts.score or score_input("s"),
         mask=parts.mask or literal(True),
         layout=parts.layout,
+        select=parts.select,
         weights=parts.weights or Weights(),
         dropout=parts.dropout,
         schedule=parts.schedule or Schedule(),

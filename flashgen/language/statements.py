@@ -17,11 +17,13 @@ from flashgen.ir.spec import (
     Layout,
     Param,
     Schedule,
+    Select,
 )
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
+from flashgen.language.frames import Captured
 from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
 
@@ -227,6 +229,70 @@ def layout(block: Block, statement: syntax.Layout) -> Layout | None:
         side = None
     keep = typed(block, statement.value, names.LAYOUT, ScalarType.BOOL, ("compare it, as in '… != 0'",))
     return None if side is None or keep is None else Layout(side, keep)
+
+
+def select(block: Block, statement: syntax.Select) -> Select | None:
+    """``select 64: idx[b, hkv, i, :]``."""
+    side = integer_constant(block, statement.block, "the block size of a selection")
+    if side is not None and side < 1:
+        block.report.add("E309", f"the block size of a selection must be at least 1, not {side}", statement.block.span)
+        side = None
+    tensor = _listing(block, statement.tensor)
+    nodes = _indices(block, statement)
+    place = replace(names.SELECT, title="an index of a selection")
+    indices = [typed(block, node, place, ScalarType.INT) for node in nodes or ()]
+    if tensor is None or nodes is None:
+        return None
+    if len(nodes) + 1 != tensor.rank:
+        dimensions = f"{tensor.rank} dimension{'s' if tensor.rank > 1 else ''}"
+        given = "the list is all that is given" if not nodes else f"{len(nodes)} and the list are given"
+        message = f"'{tensor.name}' has {dimensions}, {given}"
+        notes = (f"'{tensor.name}' is declared at line {tensor.span.line}",)
+        block.report.add("E203", message, statement.span, notes=notes)
+        return None
+    known = tuple(each for each in indices if each is not None)
+    if side is None or len(known) < len(indices):
+        return None
+    return Select(side, tensor.name, known, statement.span)
+
+
+def _listing(block: Block, name: syntax.Name) -> Captured | None:
+    """The tensor whose elements are numbers of blocks."""
+    meaning = block.find(name.text, name.span)
+    if meaning is None:
+        hints = suggestion(name.text, block.names())
+        block.report.add("E101", f"unknown tensor '{name.text}'", name.span, hints=hints or _LISTS)
+        return None
+    if meaning.value is None:
+        return None
+    if not isinstance(meaning.value, Captured):
+        block.report.add("E204", f"'{name.text}' is no tensor and cannot list blocks", name.span, hints=_LISTS)
+        return None
+    element = meaning.value.element
+    if element.is_floating or element.scalar is not ScalarType.INT:
+        message = f"'{name.text}' holds {element}; the numbers of blocks are i32 or i64"
+        block.report.add("E312", message, name.span, hints=_LISTS)
+        return None
+    return meaning.value
+
+
+_LISTS = ("declare it as in 'tensor idx: i32[B, Hkv, Nq, 16]'",)
+
+
+def _indices(block: Block, statement: syntax.Select) -> tuple[syntax.Expression, ...] | None:
+    """What stands before the colon, which is last."""
+    *before, last = statement.slots
+    early = next((each for each in before if isinstance(each, Span)), None)
+    name = statement.tensor.text
+    if early is not None:
+        message = f"':' stands once in '{name}[…]', for its last dimension"
+        block.report.add("E312", message, early, hints=("the last dimension lists the blocks that a query reads",))
+        return None
+    if not isinstance(last, Span):
+        message = f"the last dimension of '{name}' lists the blocks, and has no index"
+        block.report.add("E312", message, last.span, hints=(f"write {name}[…, :]",))
+        return None
+    return tuple(each for each in before if not isinstance(each, Span))
 
 
 def dropout(block: Block, statement: syntax.Single) -> Expr | None:

@@ -232,6 +232,15 @@ class Layout(Statement):
 
 
 @dataclass(frozen=True, eq=False)
+class Select(Statement):
+    """``select SIZE: NAME[…, :]``; a slot that is a place holds the colon that stands there."""
+
+    block: Expression
+    tensor: Name
+    slots: tuple[Expression | Span, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Entry:
     """``NAME = EXPR`` in a schedule."""
 

@@ -54,6 +54,10 @@ def _names(children: tuple[Any, ...]) -> tuple[syntax.Name, ...]:
     return tuple(child for child in children if isinstance(child, syntax.Name))
 
 
+def _is_slot(child: Any) -> bool:
+    return not isinstance(child, Word) or child.type == "COLON"
+
+
 def _grad(last: object) -> Span | None:
     return last.span if isinstance(last, Word) and last.type == "GRAD" else None
 
@@ -109,6 +113,12 @@ class TreeBuilder(Transformer[Token, syntax.File]):
         self, word: Word, _block: Word, block: syntax.Expression, _sign: Word, value: syntax.Expression
     ) -> syntax.Layout:
         return syntax.Layout(word.span.to(value.span), "layout", block, value)
+
+    def select(
+        self, word: Word, block: syntax.Expression, _sign: Word, tensor: syntax.Name, _open: Word, *rest: Any
+    ) -> syntax.Select:
+        slots = (each.span if isinstance(each, Word) else each for each in rest[:-1] if _is_slot(each))
+        return syntax.Select(word.span.to(rest[-1].span), "select", block, tensor, tuple(slots))
 
     def schedule(self, word: Word, *rest: Any) -> syntax.Schedule:
         return syntax.Schedule(word.span.to(rest[-1].span), "schedule", tuple(rest[1:-1]))

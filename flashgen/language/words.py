@@ -11,6 +11,7 @@ STATEMENTS = (
     "score",
     "mask",
     "layout",
+    "select",
     "weights",
     "dropout",
     "schedule",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashgen.analysis.boxes import CODES, PARTIAL, Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
+from flashgen.analysis.selection import read_of_calls
 from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, index_set, walk
@@ -28,7 +29,8 @@ from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
-from flashgen.verification.captured import realistic_captured
+from flashgen.runtime.selected import lowered_tensors
+from flashgen.verification.captured import realistic_captured, sizes_of
 
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
 MOST_PIXELS = 512  # a side
@@ -114,10 +116,11 @@ def mask_picture(
     ``captured`` are tensors on the CPU, drawn at random where there are none; ``params`` values, defaults likewise.
     """
     variant = analyse(spec, head_dim)
-    read = frozenset(node.tensor for node in walk(variant.keep) if isinstance(node, Load))
+    read = read_of_calls(spec, (node.tensor for node in walk(variant.keep) if isinstance(node, Load)))
     drawn = () if captured is not None else tuple(each.name for each in spec.tensors if each.name in read)
     if captured is None:
         captured = realistic_captured(spec, shape, head_dim, seed=seed, names=read)
+    captured = lowered_tensors(spec, captured, sizes_of(shape, head_dim))
     scene = _Scene(variant, shape, batch, head, captured, params or {})
     rows, columns = -(-shape.q_len // Br), -(-shape.kv_len // Bc)
     grouped = _grouping(rows), _grouping(columns)

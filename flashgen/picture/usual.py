@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from flashgen.analysis.selection import list_read
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
@@ -25,7 +26,8 @@ def usual_shape(spec: AttentionSpec) -> Shape:
 
 def check_drawable(spec: AttentionSpec, shape: Shape) -> None:
     """Raise ``ValueError`` where a tensor that the mask reads would take too long to draw at random."""
-    conditions = (spec.mask,) if spec.layout is None else (spec.mask, spec.layout.keep)
+    conditions = [spec.mask, *([] if spec.layout is None else [spec.layout.keep])]
+    conditions += [] if spec.select is None else [list_read(spec.select)]
     read = {node.tensor for node in walk(*conditions) if isinstance(node, Load)}
     for tensor in (each for each in spec.tensors if each.name in read):
         elements = math.prod(tensor_shape(tensor, shape, spec.head_dims[0]))

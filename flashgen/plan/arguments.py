@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
+from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
@@ -66,6 +67,7 @@ def gradient_field(name: str) -> str:
 
 def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """Every field of the struct, in order: those that vary first. Strides and dimensions count elements."""
+    spec = lowered(spec)
     has_dropout = spec.dropout is not None
     varying = [
         *_tensors_of_a_call(),

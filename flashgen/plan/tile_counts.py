@@ -79,7 +79,9 @@ class TileCounts:
 
 def tile_counts(variant: Variant, shape: Shape, Br: int, Bc: int) -> TileCounts:
     """The tiles of one pass over a call of this shape."""
-    return _counted(variant.keep, variant.spec.params, shape, Br, Bc)
+    found = _counted(variant.keep, variant.spec.params, shape, Br, Bc)
+    made_of = {each.name: each.made_of for each in variant.spec.tensors if each.made_of is not None}
+    return replace(found, unknown=tuple(dict.fromkeys(made_of.get(name, name) for name in found.unknown)))
 
 
 @dataclass(frozen=True, eq=False)

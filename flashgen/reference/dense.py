@@ -4,7 +4,7 @@ In: an ``AttentionSpec`` and tensors of any floating type. Out: ``o`` and ``lse`
 autograd. Every matrix of the formula is formed, [B, H, Nq, Nk] each; nothing is rearranged, tiled or
 rescaled online.
 
-    S = score(τ Q Kᵀ)      keep = mask ∧ layout ∧ S ≠ -inf
+    S = score(τ Q Kᵀ)      keep = mask ∧ layout ∧ select ∧ S ≠ -inf
     P = weights(S)         P' = dropout(P)              O = P' V
 
 A pair that is not kept has weight exactly 0, and no gradient passes through it. A row with nothing kept
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.ir.types import ScalarType
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.philox import drop_threshold, kept_pairs
@@ -159,9 +159,23 @@ def evaluator(
 
 
 def kept_by_position(spec: AttentionSpec, evaluate: Evaluator) -> Tensor:
-    """Which pairs mask and layout keep; broadcasts to [B, H, Nq, Nk]."""
+    """Which pairs mask, layout and selection keep; broadcasts to [B, H, Nq, Nk]."""
     keep = evaluate.boolean(spec.mask)
-    return keep if spec.layout is None else keep & evaluate.boolean(spec.layout.keep)
+    if spec.layout is not None:
+        keep = keep & evaluate.boolean(spec.layout.keep)
+    return keep if spec.select is None else keep & _is_selected(spec.select, evaluate)
+
+
+def _is_selected(select: Select, evaluate: Evaluator) -> Tensor:
+    """Whether the list of a query names the block of a key."""
+    block = evaluate.symbols["j"].flatten() // select.block
+    numbers = evaluate.listed(select.tensor, select.indices)
+    blocks = int(block.max()) + 1 if block.numel() else 0
+    # Behind the last block stands what is none.
+    numbers = torch.where((numbers >= 0) & (numbers < blocks), numbers.long(), blocks)
+    is_named = numbers.new_zeros((*numbers.shape[:-1], blocks + 1), dtype=torch.bool).scatter_(-1, numbers, value=True)
+    found = is_named.index_select(-1, block)
+    return found.squeeze(-2) if found.dim() > 1 else found  # no index is over keys
 
 
 def _score(spec: AttentionSpec, evaluate: Evaluator, q: Tensor, k: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ Two rules make it safe and fair:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -90,6 +90,14 @@ class Evaluator:
     def real(self, expr: Expr) -> Tensor:
         """The value of a number, in ``dtype``."""
         return self._visit(expr)[0].to(self.dtype)
+
+    def listed(self, name: str, indices: Sequence[Expr]) -> Tensor:
+        """The elements along the last dimension of a tensor of ints, which has no index; others are clamped."""
+        tensor, found = self.tensors[name], [self._visit(each)[0] for each in indices]
+        if tensor.numel() == 0:
+            return tensor.new_full((1,), -1)
+        clamped = (index.clamp(0, length - 1) for index, length in zip(found, tensor.shape, strict=False))
+        return tensor[tuple(clamped)] if found else tensor
 
     def given(self, **symbols: Tensor) -> Evaluator:
         """An evaluator that knows these symbols as well."""

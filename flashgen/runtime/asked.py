@@ -48,8 +48,9 @@ class Asked:
 
 def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
     """The call of q, k, v, captured tensors and params; tensors on ``meta`` are taken to be on ``device``."""
+    engine, tensors = engine.resolved(tuple(placed(x, device) for x in tensors), rest)
     spec, end = engine.spec, 3 + len(engine.spec.tensors)
-    inputs = [placed(x, device) for x in tensors[:end]]
+    inputs = tensors[:end]
     call = engine.checker.find(inputs, rest)
     given = tensors[end : engine.signature.inputs]
     known = _params(engine, call, given)

@@ -195,11 +195,7 @@ class CallChecker:
             raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {dims}")
         self._check_types(q, k, v)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
-            wanted = TORCH_DTYPES[declared.element]
-            if tensor.dtype is not wanted:
-                raise TypeError(
-                    f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})"
-                )
+            check_captured_type(declared, tensor)
         provider = self._kernels.get(q.device.type)
         return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
 
@@ -343,6 +339,13 @@ def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
     """Raise ``ValueError`` where a dimension is not what something else says."""
     if tensor.shape[axis] != wanted:
         raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
+
+
+def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
+    """Raise ``TypeError`` where a captured tensor has another type than is declared."""
+    wanted = TORCH_DTYPES[declared.element]
+    if tensor.dtype is not wanted:
+        raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
 
 
 def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:

@@ -97,6 +97,10 @@ class Engine:
         rows: Any = args[:first] or (None,) * 4
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
+    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - others look at it
+        """The engine whose kernels run, and the tensors that it is given."""
+        return self, tensors
+
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
         call = self.checker.find(tensors, rest)

@@ -40,6 +40,7 @@ from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.ragged import RaggedEngine
 from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
 from flashgen.runtime.registration import NAMESPACE, call, register
+from flashgen.runtime.selecting import engine_of
 from flashgen.runtime.signature import CACHED, RAGGED, Form
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
@@ -129,7 +130,7 @@ class BaseOp:
         def engine() -> Engine:
             if parts.backend == "reference":
                 return Engine(parts.spec, {}, pairs=None)
-            return Engine(parts.spec, parts.kernels)
+            return engine_of(Engine, parts.spec, parts.kernels)
 
         name = parts.operator
         remember = None if parts.remember is None else functools.partial(parts.remember, name)
@@ -139,14 +140,14 @@ class BaseOp:
         def ragged_engine() -> Engine:
             if parts.backend == "reference":
                 return RaggedEngine(parts.spec, {}, pairs=None)
-            return RaggedEngine(parts.spec, parts.kernels)
+            return engine_of(RaggedEngine, parts.spec, parts.kernels)
 
         self._ragged = register(f"{name}{RAGGED.suffix}", parts.identity_of_engine, ragged_engine, remember)
 
         def cached_engine() -> Engine:
             if parts.backend == "reference":
                 return CachedEngine(parts.spec, {}, pairs=None)
-            return CachedEngine(parts.spec, parts.kernels)
+            return engine_of(CachedEngine, parts.spec, parts.kernels)
 
         self._cached = register(f"{name}{CACHED.suffix}", parts.identity_of_engine, cached_engine, remember)
 

@@ -7,6 +7,7 @@ empty tiles. ``realistic_captured`` decides by its use as well:
     booleans    of keys or queries  padding: a run of what is kept, then what is not; a square of the queries: a tree
                 of pairs            causal; of blocks: a band, the first row and column, a tenth of all others
     ids         along the sequence  documents: sorted, in runs, the same runs in every tensor of as many rows
+    lists       of key blocks       the first, those near the query, and some that neighbours share
     bounds      of a position       what it is compared with: a length, a prefix, the start or the end of its document
     indices     into a tensor       a permutation, as of pages, where there are no more of them than places; else any
     floats                          biases of size 1; slopes of heads small and positive
@@ -21,12 +22,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Load, index_set, literal, size, substitute, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Select
 from flashgen.ir.types import ElementType
 from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
@@ -34,6 +36,7 @@ from flashgen.runtime.signature import TORCH_DTYPES
 
 _KEPT_BY_NOISE = 0.75
 _FAR_BLOCKS = 0.1
+_NEAR_BLOCKS = 2
 _SEQUENCES = (size("Nq"), size("Nk"))
 
 
@@ -60,6 +63,8 @@ def random_captured(
         per_head = len(extents) == 1 and tensor.shape == (size("H"),)
         values = torch.rand(extents, generator=generator) / 2 if per_head else torch.randn(extents, generator=generator)
         return values.to(dtype)
+    if spec.select is not None and tensor.name == spec.select.tensor:
+        return _numbers_of_blocks(spec.select, shape, extents, generator).to(dtype)
     limit = _index_limit(spec, tensor.name, shape, head_dim)
     if limit is not None:
         return torch.randint(0, max(limit, 1), extents, generator=generator).to(dtype)
@@ -68,6 +73,16 @@ def random_captured(
         documents = _documents(extents[-1])
         return torch.randint(0, documents + 1, extents, generator=generator).sort(dim=-1).values.to(dtype)
     return torch.randint(0, max(shape.kv_len, 1) + 1, extents, generator=generator).to(dtype)
+
+
+def _numbers_of_blocks(select: Select, shape: Shape, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Lists of key blocks, some of them short: any, some twice, some in front of the first and behind the last."""
+    blocks = -(-shape.kv_len // select.block)
+    # What is drawn behind them does not follow from how long they are.
+    own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    numbers = torch.randint(-2, blocks + 2, extents, generator=own)
+    counts = torch.rand((*extents[:-1], 1), generator=own) * min(extents[-1], blocks + 2)
+    return numbers.masked_fill(torch.arange(extents[-1]) > counts, -1)
 
 
 def realistic_captured(
@@ -96,6 +111,8 @@ class _Drawing:
         if 0 not in extents and extents:
             if tensor.element is ElementType.BOOL:
                 found = self._booleans(tensor, extents, generator)
+            elif self.spec.select is not None and tensor.name == self.spec.select.tensor:
+                found = self._selected(self.spec.select, extents, generator)
             elif not tensor.element.is_floating:
                 found = self._integers(tensor, extents, generator)
         if found is None:
@@ -121,6 +138,18 @@ class _Drawing:
         return simplify(substitute(_keep(self.spec), {each: literal(value=True) for each in loads})) == literal(
             value=False
         )
+
+    def _selected(self, select: Select, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Lists as a model learns them: the first block, those near the query, and others that its neighbours have."""
+        blocks = -(-self.shape.kv_len // select.block)
+        numbers = torch.randint(0, blocks, (*extents[:-2], 1, extents[-1]), generator=generator).expand(extents).clone()
+        rows = extents[-2] if len(extents) > 1 else 1
+        own = torch.arange(rows).mul(blocks).div(rows, rounding_mode="floor").unsqueeze(-1)
+        near = min(_NEAR_BLOCKS, extents[-1])
+        numbers[..., :near] = (own - torch.arange(near)) if len(extents) > 1 else blocks - 1 - torch.arange(near)
+        if extents[-1] > near:
+            numbers[..., near] = 0
+        return numbers.clamp(min=-1)
 
     def _integers(self, tensor: CapturedTensor, extents: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         along = tensor.shape[-1] in _SEQUENCES
@@ -256,3 +285,5 @@ def _expressions(spec: AttentionSpec) -> Iterator[Expr]:
         yield spec.layout.keep
     if spec.weights.expression is not None:
         yield spec.weights.expression
+    if spec.select is not None:
+        yield list_read(spec.select)

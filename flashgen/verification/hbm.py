@@ -15,6 +15,7 @@ from flashgen.backends import ELEMENTS, cached_kernel, is_cached, kernel_variant
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.selected import lowered_tensors
 from flashgen.targets.gpu.bytes import COUNTED, bytes_of_caches, bytes_of_call, bytes_of_sequences
 from flashgen.verification.inputs import Inputs
 
@@ -34,13 +35,12 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
         return {}
     variant, plan = kernel_variant(op.spec, head_dim), plans[head_dim]
     source = next(source for source in op.sources if source.head_dim == head_dim)
-    captured = {
-        name: (value.float() if value.is_floating_point() else value).numpy() for name, value in inputs.captured.items()
-    }
     found: dict[str, HbmBytes] = {}
     for each in counted:
         if each.name not in found:
             element, symbol = ELEMENTS[int(each.values["element"])], source.symbol
+            tensors = lowered_tensors(op.spec, inputs.captured, _sizes(each.values))
+            captured = {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in tensors.items()}
             if is_cached(each.values):
                 kernel = cached_kernel(op.spec, head_dim, plan.target, each.values)
                 own = kernel.plan.by_element[element]
@@ -59,3 +59,10 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
 
 def _counted(each: Counted) -> int:
     return sum(each.report.traffic[name].total for name in COUNTED if name in each.report.traffic)
+
+
+def _sizes(values: Mapping[str, float]) -> dict[str, int]:
+    """The sizes that captured tensors have in a call, by the fields of its arguments."""
+    fields = {"B": ("b_total",), "H": ("h_total",), "Nq": ("q_most", "q_total"), "Nk": ("kv_most", "kv_total")}
+    sizes = {name: int(next(values[each] for each in known if each in values)) for name, known in fields.items()}
+    return sizes | {"Hkv": sizes["H"] // max(1, int(values["heads"]) // max(1, int(values["kv_heads"])))}

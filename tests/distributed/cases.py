@@ -38,6 +38,8 @@ def captured_of(op: Any, case: Case) -> dict[str, Any]:
         shape = [sizes[str(each)] for each in tensor.shape]
         if tensor.name == "doc":
             found["doc"] = torch.randint(0, 5, shape, generator=generator, dtype=torch.int32).sort(-1).values
+        elif tensor.name == "idx":  # blocks of 16 keys
+            found["idx"] = torch.randint(-1, -(-N // 16), shape, generator=generator, dtype=torch.int32)
         else:
             found[tensor.name] = torch.randn(shape, generator=generator).requires_grad_(tensor.grad)
     for param in op.spec.params:

@@ -72,6 +72,7 @@ PLACES = {
     "`score`": "score s + 0 * int({0} != {0}) {1}",
     "`mask`": "mask {0} == {0} {1}",
     "`layout`": "layout block 64: {0} == {0} {1}",
+    "`select`": "tensor idx: i32[9, 2] select 64: idx[int({0} == {0}), :] {1}",
     "`weights`": "weights s * ({0} - {0}) {1}",
     "sink": "weights softmax(sink = {0} * 1.0) {1}",
     "`scale`": "scale 0.1 * {0} {1}",

@@ -185,7 +185,7 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         hook("weight", weights.weight, ", fg::VecF s")
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
-    hook("keep", variant.keep, "", f"Kept pairs: {text(variant.keep)}")
+    hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
     hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")

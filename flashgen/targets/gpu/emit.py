@@ -307,7 +307,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         hook("weight", weights.weight, ", float s")
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
-    hook("keep", variant.keep, "", f"Kept pairs: {text(variant.keep)}")
+    hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
     hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
     if variant.score_by_sqdist is not None:
         hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")

@@ -1,0 +1,159 @@
+"""Selected keys as a mask: the lists of a spec become bits, which kernels read as they read any captured tensor.
+
+Stage: analyse, first. In: an ``AttentionSpec``. Out: ``lowered``, one without a selection: its mask asks for the bit of
+the key's block, and kernels are given tensors of bits in the place of the lists; ``selection_of`` says what they hold.
+
+    bits    i32[…, ceildiv(Nk, 32 · block)]              as the lists have it, a bit for each block
+    tiles   bool[B, H, ceildiv(Nq, 64), ceildiv(Nk, …)]  whether any of 64 queries reads any of some 64 keys
+
+A number outside of the blocks sets no bit and one that occurs twice sets one, whatever reads them. The second tensor
+follows from the first and says nothing new of a pair; of a tile it is what ranges decide by, so that kernels visit the
+union of what the rows of a tile select, and the backward pass those queries that select a key of its tile. It is left
+out where which list a query has depends on lengths or params, which sequences of a batch have of their own: then each
+tile is visited. ``runtime/selected.py`` makes both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, literal, size, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Select
+from flashgen.ir.types import ElementType, ScalarType
+
+WORD = 32  # bits of an element
+TILE = 64  # queries that are looked at together, and keys where blocks are no larger
+_OF_A_CALL = frozenset({"B", "H", "Hkv", "D", "Dv"})  # sizes that all sequences of a batch share
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is made of the lists of a spec.
+
+    ``tiles`` None: there is none. ``columns`` are the keys that one of its elements is of, a multiple of the block;
+    ``axes`` those of b, h or hkv, and i that its dimensions but the last are over. ``tensors`` are all that kernels are
+    given: but for the lists, if nothing else reads them, those of the spec, then what is made.
+    """
+
+    select: Select
+    bits: CapturedTensor
+    tiles: CapturedTensor | None
+    axes: tuple[str, ...]
+    columns: int
+    tensors: tuple[CapturedTensor, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The captured tensors that they are made of."""
+        loads = {node.tensor for node in walk(*self.select.indices) if isinstance(node, Load)}
+        return frozenset({self.select.tensor, *loads})
+
+    @property
+    def made(self) -> tuple[CapturedTensor, ...]:
+        """Of these those that are made of the lists."""
+        return tuple(each for each in self.tensors if each in (self.bits, self.tiles))
+
+
+@functools.lru_cache(maxsize=256)
+def selection_of(spec: AttentionSpec) -> Selection | None:
+    """What is made of the lists; None where the spec has none."""
+    select = spec.select
+    if select is None:
+        return None
+    listed = next(each for each in spec.tensors if each.name == select.tensor)
+    words = _parts("Nk", WORD * select.block)
+    taken = {each.name for each in spec.tensors} | {each.name for each in spec.params}
+    name, shape = _free(f"bits_{listed.name}", taken), (*listed.shape[:-1], words)
+    bits = CapturedTensor(name, ElementType.I32, shape, grad=False, made_of=listed.name)
+    columns = select.block * -(-TILE // select.block)
+    axes, tiles = tuple(_axes(select)), None
+    if _is_of_a_call(select):
+        shape = (*(_EXTENTS[axis] for axis in axes), _parts("Nk", columns))
+        name = _free(f"tiles_{listed.name}", taken)
+        tiles = CapturedTensor(name, ElementType.BOOL, shape, grad=False, made_of=listed.name, of_tiles=True)
+    still_read = {node.tensor for node in walk(*_roots(spec)) if isinstance(node, Load)}
+    tensors = tuple(each for each in spec.tensors if each.name != select.tensor or each.name in still_read)
+    made = (bits,) if tiles is None else (bits, tiles)
+    return Selection(select, bits, tiles, axes, columns, (*tensors, *made))
+
+
+def lowered(spec: AttentionSpec) -> AttentionSpec:
+    """The same attention with its selection among the conditions of the mask; a spec without one as it is."""
+    found = selection_of(spec)
+    if found is None:
+        return spec
+    mask = spec.mask if found.tiles is None else apply("and", spec.mask, _of_tile(found))
+    return replace(spec, mask=apply("and", mask, _of_pair(found)), select=None, tensors=found.tensors)
+
+
+def read_of_calls(spec: AttentionSpec, names: Iterable[str]) -> frozenset[str]:
+    """The captured tensors of a spec without which those of its lowered one with these names are not there."""
+    found, wanted = selection_of(spec), frozenset(names)
+    made = frozenset() if found is None else frozenset(each.name for each in found.made)
+    return wanted if found is None or not made & wanted else wanted - made | found.reads
+
+
+def list_read(select: Select) -> Load:
+    """The list of a query, as an expression: a read without an index for the last dimension."""
+    return Load(ScalarType.INT, tensor=select.tensor, indices=select.indices, span=select.span)
+
+
+def _of_pair(found: Selection) -> Expr:
+    """Whether the bit of the key's block is set."""
+    block = apply("floordiv", index("j"), literal(found.select.block))
+    word = apply("floordiv", index("j"), literal(WORD * found.select.block))
+    bits = Load(ScalarType.INT, tensor=found.bits.name, indices=(*found.select.indices, word))
+    moved = apply("shr", bits, apply("mod", block, literal(WORD)))
+    return apply("ne", apply("bitand", moved, literal(1)), literal(0))
+
+
+def _of_tile(found: Selection) -> Expr:
+    assert found.tiles is not None
+    rows = (apply("floordiv", index("i"), literal(TILE)) if axis == "i" else index(axis) for axis in found.axes)
+    place = (*rows, apply("floordiv", index("j"), literal(found.columns)))
+    return Load(ScalarType.BOOL, tensor=found.tiles.name, indices=place)
+
+
+def _parts(name: str, length: int) -> Expr:
+    return apply("ceildiv", size(name), literal(length))
+
+
+_EXTENTS = {"b": size("B"), "h": size("H"), "hkv": size("Hkv"), "i": _parts("Nq", TILE)}
+
+
+def _axes(select: Select) -> Iterator[str]:
+    """What the list of a query depends on; key/value heads stand for their query heads where these do not matter."""
+    axes = frozenset[str]().union(*map(index_set, select.indices))
+    if "b" in axes:
+        yield "b"
+    if "h" in axes:
+        yield "h" if index("h") in set(walk(*select.indices)) else "hkv"
+    if "i" in axes:
+        yield "i"
+
+
+def _is_of_a_call(select: Select) -> bool:
+    """Whether a query has the same list in a ragged batch as alone, whatever the lengths."""
+    kinds = (SymbolKind.PARAM, SymbolKind.SIZE)
+    own = (node for node in walk(*select.indices) if isinstance(node, Symbol) and node.kind in kinds)
+    return all(node.name in _OF_A_CALL and node.kind is SymbolKind.SIZE for node in own)
+
+
+def _roots(spec: AttentionSpec) -> Iterator[Expr]:
+    """All that kernels of the lowered spec evaluate of the spec's own."""
+    yield from (spec.scale, spec.score, spec.mask)
+    if spec.layout is not None:
+        yield spec.layout.keep
+    if spec.weights.expression is not None:
+        yield spec.weights.expression
+    if spec.select is not None:
+        yield from spec.select.indices
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name

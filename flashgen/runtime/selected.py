@@ -1,0 +1,129 @@
+"""Makes the bits that kernels read in the place of lists of key blocks (``analysis/selection.py``).
+
+In: captured tensors, and the sizes of the whole problem. Out: tensors of bits on the same device, the same from run to
+run. No number is waited for, and none leads outside of a tensor: one that no block has is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
+from flashgen.ir.spec import AttentionSpec
+from flashgen.reference.evaluate import Evaluator, Guard
+
+# Has the host look at the numbers of a selection, and name one that no block has.
+CHECK_SELECTION = "FLASHGEN_CHECK_SELECTION"
+_AT_ONCE = 1 << 22  # numbers
+
+
+def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The captured tensors of ``lowered(spec)`` by name; tensors that only other conditions read may be missing."""
+    found = selection_of(spec)
+    if found is None:
+        return dict(tensors)
+    listed = tensors[found.select.tensor]
+    blocks = -(-sizes["Nk"] // found.select.block)
+    if os.environ.get(CHECK_SELECTION, "").strip() not in ("", "0"):
+        _check(found, listed, blocks)
+    made = {found.bits.name: _bits(listed, blocks)}
+    if found.tiles is not None:
+        made[found.tiles.name] = _tiles(found, tensors, sizes, blocks)
+    wanted = {each.name for each in found.tensors}
+    return {name: x for name, x in {**tensors, **made}.items() if name in wanted}
+
+
+def _check(found: Selection, listed: Tensor, blocks: int) -> None:
+    outside = (listed < -1) | (listed >= blocks)
+    if outside.any():
+        place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"tensor '{found.select.tensor}' names block {int(listed[tuple(place)])} at {place}; there are {blocks} "
+            f"blocks of {found.select.block} keys, and -1 is none"
+        )
+
+
+def _bits(listed: Tensor, blocks: int) -> Tensor:
+    """[…, words] int32 of [..., numbers]: bit n % 32 of word n // 32 is set where n is among the numbers.
+
+    Lists of neighbours, which kernels read together, lie side by side.
+    """
+    words = -(-blocks // WORD)
+    rows = listed.shape[:-1].numel()
+    if words == 0 or listed.numel() == 0:
+        return listed.new_zeros((*listed.shape[:-1], words), dtype=torch.int32)
+    side, lists = listed.shape[-2] if listed.dim() > 1 else 1, listed.reshape(rows, listed.shape[-1])
+    found = torch.zeros(rows * words, dtype=torch.int32, device=listed.device)
+    for some in _pieces(lists):
+        numbers = lists[some].sort(-1).values
+        counts = (numbers >= 0) & (numbers < blocks)
+        counts[:, 1:] &= numbers[:, 1:] != numbers[:, :-1]  # each once: sums of bits are their union
+        numbers = torch.where(counts, numbers, 0).long()
+        bits = torch.where(counts, torch.ones_like(numbers) << numbers % WORD, 0).to(torch.int32)
+        row = torch.arange(some.start, some.stop, device=listed.device).unsqueeze(-1)
+        places = (row // side * words + numbers // WORD) * side + row % side
+        found.scatter_add_(0, places.flatten(), bits.flatten())
+    return found.view(*listed.shape[:-2], words, side).transpose(-1, -2).reshape(*listed.shape[:-1], words)
+
+
+def _tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], blocks: int) -> Tensor:
+    """Over the axes of the selection, and keys: whether any query of some reads a block of some."""
+    names = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq"}
+    lengths = [sizes[names[axis]] for axis in found.axes]
+    lists = _lists(found, tensors, sizes).expand(*lengths, -1)
+    if found.axes[-1:] == ("i",):
+        rest = -lengths[-1] % TILE
+        lists = torch.nn.functional.pad(lists, (0, 0, 0, rest), value=-1)
+        lists = lists.reshape(*lengths[:-1], (lengths[-1] + rest) // TILE, TILE * lists.shape[-1])
+    columns, of_a_column = -(-sizes["Nk"] // found.columns), found.columns // found.select.block
+    rows = lists.reshape(lists.shape[:-1].numel(), lists.shape[-1])
+    # The last column takes what is none.
+    kept = torch.zeros((rows.shape[0], columns + 1), dtype=torch.bool, device=lists.device)
+    for some in _pieces(rows):
+        counts = (rows[some] >= 0) & (rows[some] < blocks)
+        kept[some].scatter_(-1, torch.where(counts, rows[some].long() // of_a_column, columns), value=True)
+    return kept[:, :-1].reshape(*lists.shape[:-1], columns)
+
+
+def _pieces(lists: Tensor) -> Iterator[slice]:
+    """Rows to go through at a time, so that what is made on the way stays small."""
+    step = max(1, _AT_ONCE // max(1, lists.shape[1]))
+    for start in range(0, lists.shape[0], step):
+        yield slice(start, min(start + step, lists.shape[0]))
+
+
+def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """The list of each query, over those axes that it depends on."""
+    device = tensors[found.select.tensor].device
+
+    def positions(name: str, axis: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[axis] = sizes[name]
+        return torch.arange(sizes[name], device=device).view(shape)
+
+    symbols = {"b": positions("B", 0), "i": positions("Nq", 2)}
+    if "h" in found.axes:
+        symbols["h"] = positions("H", 1)
+        symbols["hkv"] = symbols["h"] // max(1, sizes["H"] // max(1, sizes["Hkv"]))
+    else:
+        symbols["hkv"] = positions("Hkv", 1)
+    symbols |= {name: torch.tensor(value, device=device) for name, value in sizes.items()}
+    lists = Evaluator(symbols, {}, tensors, torch.float32, Guard()).listed(found.select.tensor, found.select.indices)
+    lists = lists.reshape((1,) * (5 - lists.dim()) + lists.shape)  # [b, h, i, j, numbers]
+    axes = {"b": 0, "h": 1, "hkv": 1, "i": 2}
+    others = [axis for axis in (0, 1, 2, 3) if axis not in {axes[each] for each in found.axes}]
+    for axis in reversed(others):
+        lists = lists.select(axis, 0)
+    return lists
+
+
+def captured_in_order(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+    """Captured tensors in the order of the spec to those of ``lowered(spec)`` in its own."""
+    named = {each.name: x for each, x in zip(spec.tensors, tensors, strict=True)}
+    selection = selection_of(spec)
+    found = lowered_tensors(spec, named, sizes)
+    return tuple(found[each.name] for each in (spec.tensors if selection is None else selection.tensors))

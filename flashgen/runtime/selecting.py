@@ -1,0 +1,88 @@
+"""Runs an op with selected keys: makes bits of the lists, on their device, and has the lowered spec's engine run.
+
+In: the positional arguments of the operators of a spec with a selection. Out: what the engine of its lowered spec
+makes of them (``analysis/selection.py``). Errors name the tensors of the spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flashgen.analysis.selection import lowered
+from flashgen.ir.spec import AttentionSpec
+from flashgen.runtime.cached import Cache, CachedChecker
+from flashgen.runtime.call import Rest, check_captured_type, check_shapes
+from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
+from flashgen.runtime.kernel import KernelProvider
+from flashgen.runtime.lengths import lengths, unseen_lengths
+from flashgen.runtime.ragged import RaggedChecker
+from flashgen.runtime.selected import captured_in_order
+from flashgen.runtime.signature import Signature
+
+# What makes an engine of a form: ``Engine`` and its subclasses.
+MakesEngine = Callable[..., Engine]
+
+
+def engine_of(
+    make: MakesEngine,
+    spec: AttentionSpec,
+    kernels: Mapping[str, KernelProvider | None],
+) -> Engine:
+    """The engine of a form of call; of a spec with a selection the one that makes bits of it first."""
+    inner = make(lowered(spec), kernels)
+    return inner if spec.select is None else SelectingEngine(spec, inner)
+
+
+class SelectingEngine(Engine):
+    """Forward and backward of a spec with a selection, by the engine of the lowered one."""
+
+    def __init__(self, spec: AttentionSpec, inner: Engine) -> None:
+        self.spec, self.kernels, self.inner = spec, inner.kernels, inner
+        self.signature = Signature.of(spec, inner.form)
+        self.checker = type(inner.checker)(spec, {}, is_reference=True)
+        self._end = 3 + len(spec.tensors)
+        self._end_of_inputs = self.signature.tensor_arguments - len(inner.form.tensors)
+        self._names = tuple(each.name for each in inner.spec.tensors)
+
+    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:
+        """The engine that runs, and its tensors."""
+        captured = tensors[3 : self._end]
+        for declared, tensor in zip(self.spec.tensors, captured, strict=True):
+            check_captured_type(declared, tensor)
+        sizes = self._sizes(tensors, rest)
+        fake = next((x.fake_mode for x in captured if isinstance(x, FakeTensor)), contextlib.nullcontext())
+        with fake:
+            made = captured_in_order(self.spec, captured, sizes)
+        return self.inner, (*tensors[:3], *made, *tensors[self._end :])
+
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
+        """``o``, ``lse`` and its parts."""
+        inner, own = self.resolved(tensors, rest)
+        return inner.attend(own, rest, keeps_lse)
+
+    def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
+        """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
+        inner, own = self.resolved(tensors, rest)
+        wanted = dict(zip((each.name for each in self.spec.tensors), needs[3 : self._end], strict=True))
+        of_tensors = (wanted.get(name, False) for name in self._names)
+        return inner.gradients(d_o, rows, own, rest, (*needs[:3], *of_tensors, *needs[self._end :]))
+
+    def _sizes(self, tensors: Tensors, rest: Rest) -> Mapping[str, int]:
+        """The sizes of the whole problem. Raises ``ValueError`` where shapes do not fit."""
+        q, k, v = tensors[:3]
+        captured, numbers, checker = tensors[3 : self._end], rest[0], self.checker
+        given: Any = numbers
+        if isinstance(checker, CachedChecker):
+            places = tensors[self._end_of_inputs :]  # none where it is asked what runs, for a cache with so much room
+            room = Cache(*places).capacity(k) if places else given[-1]
+            return checker.check_cached(q, k, v, captured, (*given[:-1], room))[1]
+        if isinstance(checker, RaggedChecker):
+            checker.check_dims(q, k, v)
+            look = lengths if None in given[-2:] else unseen_lengths
+            found = look(tensors[-2], tensors[-1], (q.shape[0], k.shape[0]), given[-2:])
+            return checker.check_ragged(q, k, v, captured, (*given[:-2], found.max_q, found.max_k, found.count))[1]
+        return check_shapes(self.spec, q, k, v, captured, given)[1]
