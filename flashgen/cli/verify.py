@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 @backend_option
 @emulated_target_option
 @shape_option
+@click.option(
+    "--order",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2: tangents and gradients of gradients, too.",
+)
 @set_option
 @json_option
 def verify(
@@ -42,10 +48,14 @@ def verify(
     backend: str | None,
     target: str | None,
     shape: Shape | None,
+    order: int,
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
 ) -> None:
     """Run a spec forward and backward and compare with the float64 reference.
+
+    With --order 2 also what o and lse change by in some direction (t_o, t_lse), and the gradients of gradients in
+    another, by all inputs and by the gradients that arrive (ddq, …, dd_o, dd_lse).
 
     Exits with 1 if a result is beyond tolerance.
     """
@@ -54,7 +64,7 @@ def verify(
     reports: dict[str, list[Case]] = {}
     for op in loaded_operators(file, name, backend, shape, constants, target):
         shapes = (shape,) if shape else verification.default_shapes(op.spec)
-        steps = verification.verify(op, shapes, device="cuda" if backend == "cuda" else "cpu")
+        steps = verification.verify(op, shapes, device="cuda" if backend == "cuda" else "cpu", order=order)
         reports[op.spec.name] = list(progress(steps, f"verifying {op.spec.name}"))
     rows = [row for cases in reports.values() for case in cases for row in case.rows]
     failed = sum(not row.ok for row in rows)

@@ -69,6 +69,16 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
     return out
 
 
+def _of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients that nobody differentiates again. Raises ``RuntimeError``: they would be taken for constant."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+        raise RuntimeError(
+            "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
+            "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
+        )
+    return gradients
+
+
 class _Swap(torch.autograd.Function):
     """Every row to one rank; its gradient takes the way back."""
 
@@ -79,7 +89,7 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+        (gradient,) = _of_first_order(gradients)
         return all_to_all(gradient, ctx.received, ctx.counts, ctx.group), None, None, None
 
 
@@ -100,7 +110,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+        (gradient,) = _of_first_order(gradients)
         route: Route = ctx.route
         back = all_to_all(gradient, route.received, route.counts, ctx.group)
         found = torch.zeros(ctx.rows, gradient.shape[1], dtype=torch.float32, device=gradient.device)
@@ -129,7 +139,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = []
-        for gradient in gradients:
+        for gradient in _of_first_order(gradients):
             wide = gradient if gradient.dtype is torch.float64 else gradient.float()
             parts = [torch.empty_like(wide) for _ in range(dist.get_world_size(ctx.group))]
             dist.all_gather(parts, wide.contiguous(), group=ctx.group)
@@ -156,7 +166,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+        (gradient,) = _of_first_order(gradients)
         return gradient.index_select(ctx.dim, ctx.own.to(gradient.device)), None, None, None, None
 
 
@@ -170,7 +180,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+        (gradient,) = _of_first_order(gradients)
         return _whole(gradient, ctx.dim, ctx.positions, ctx.group), None, None, None, None
 
 

@@ -24,6 +24,9 @@ VIEWS = (
     *("negated", "conjugated", "negated", "conjugated"),
 )
 ELEMENTS = ("f32", "bf16", "f16")
+# One call in so many is judged to the second order, whose formulas take long in float64, if it is small.
+_ORDERS = 4
+_MOST_OF_SECOND_ORDER = 5000
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class CallDraw:
     are the rows of each sequence in a cache, and those of them in front that are not its own; the shape holds the rows
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
-    of 8 bits and their factors.
+    of 8 bits and their factors. With ``order`` 2 derivatives of the second order are judged, too.
     """
 
     head_dim: int
@@ -83,6 +86,7 @@ class CallDraw:
     splits: int = 0
     spare: int = 0
     eight_bits: bool = False
+    order: int = 1
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
         """The same call of these sequences."""
@@ -282,6 +286,8 @@ def _call(
         wants=chance.choice(("all",) * 6 + ("qkv", "captured", "q")),
         converted=chance.random() < 0.08,
     )
+    if drawn.seed % _ORDERS == 0 and shape[3] * shape[4] <= _MOST_OF_SECOND_ORDER:
+        drawn = dataclasses.replace(drawn, order=2)  # by a number that is drawn anyhow: all other draws stay
     if chance.random() < 0.3:
         return drawn.of_sequences(_lengths(chance, shape))
     if shape[4] and chance.random() < 0.35:

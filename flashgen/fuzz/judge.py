@@ -35,9 +35,11 @@ from flashgen.runtime.op import AttentionOp
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
+from flashgen.verification.second_order import second_order
 from flashgen.verification.verify import FLOAT32_TOLERANCE, relative_error, widened
 
 Results = dict[str, Tensor]
+_Function = Callable[[Inputs], "tuple[Tensor, Tensor | None]"]
 # Diagnostics by which a spec that the language allows is refused for a target, or that say what no text can tell.
 REFUSALS = frozenset({"E205", "E206", "E207", "E211", "E308", "E403", "E404", "E406", "E111"})
 _TRIALS = 6
@@ -118,6 +120,8 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
             own = run(op, spec, values, call)
         findings = [*_repeats(op, spec, values, call, own, number), *_bytes(op, spec, case, values, counted, number)]
         ran = kinds(op, spec, call, counted)
+        if _is_second(call, values):
+            own |= _second(spec, _calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call.wants)
     except EmulatorError as error:
         return Verdict((Finding(f"emulator: {error.kind}", str(error), number),))
     except SpecError as error:  # a GPU's kernels are compiled when a call wants them
@@ -138,6 +142,11 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
 
 def run(op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw) -> Results:
     """o, lse and the gradients of a call."""
+    return _results(spec, _calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call.wants)
+
+
+def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments) -> _Function:
+    """The op at these values, which may be leaves."""
 
     def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
         call: Callable[..., Any] = op
@@ -150,7 +159,7 @@ def run(op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw)
         o, lse = call(given.q, given.k, given.v, return_lse=True, **values.options, **given.named)
         return o, lse
 
-    return _results(spec, function, values.inputs, values.learned(spec, call.wants), call.wants)
+    return function
 
 
 def _ragged(op: AttentionOp, starts: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Any:
@@ -175,7 +184,8 @@ def reference(spec: AttentionSpec, values: Arguments, given: Inputs, call: CallD
         return dense(spec, values, given, dtype)
 
     learned = dataclasses.replace(values, inputs=given).learned(spec, call.wants)
-    return _results(spec, function, given, learned, call.wants)
+    found = _results(spec, function, given, learned, call.wants)
+    return found | _second(spec, function, given, learned, call.wants) if _is_second(call, values) else found
 
 
 def dense(spec: AttentionSpec, values: Arguments, given: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -238,27 +248,46 @@ def _dense(
     )
 
 
+def _is_second(call: CallDraw, values: Arguments) -> bool:
+    """Whether derivatives of the second order are judged; a cache has none."""
+    return call.order > 1 and values.held is None
+
+
+def _second(
+    spec: AttentionSpec, function: _Function, given: Inputs, learned: Mapping[str, Tensor], wants: str
+) -> Results:
+    """Tangents and gradients of gradients; as for gradients one arrives through lse with ``all``."""
+
+    def of_leaves(leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        return function(_with(spec, given, leaves))
+
+    return second_order(of_leaves, learned, given.d_o, given.d_lse if wants == "all" else None)
+
+
+def _with(spec: AttentionSpec, given: Inputs, leaves: Mapping[str, Tensor]) -> Inputs:
+    """The inputs with leaves in the place of what they are made of."""
+    names = {tensor.name for tensor in spec.tensors}
+    return Inputs(
+        leaves.get("q", given.q),
+        leaves.get("k", given.k),
+        leaves.get("v", given.v),
+        {name: leaves.get(name, x) for name, x in given.captured.items()},
+        {name: x if name in names else leaves.get(name, x) for name, x in given.params.items()},
+        given.d_o,
+        given.d_lse,
+    )
+
+
 def _results(
     spec: AttentionSpec,
-    function: Callable[[Inputs], tuple[Tensor, Tensor | None]],
+    function: _Function,
     given: Inputs,
     learned: Mapping[str, Tensor],
     wants: str,
 ) -> Results:
     """With ``all`` the gradient of lse arrives, too; else lse is only a result."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in learned.items()}
-    names = {tensor.name for tensor in spec.tensors}
-    o, lse = function(
-        Inputs(
-            leaves.get("q", given.q),
-            leaves.get("k", given.k),
-            leaves.get("v", given.v),
-            {name: leaves.get(name, x) for name, x in given.captured.items()},
-            {name: x if name in names else leaves.get(name, x) for name, x in given.params.items()},
-            given.d_o,
-            given.d_lse,
-        )
-    )
+    o, lse = function(_with(spec, given, leaves))
     found = {"o": o.detach()}
     outputs, arriving = [o], [given.d_o]
     if lse is not None:

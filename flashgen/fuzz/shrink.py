@@ -90,6 +90,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "deterministic",
         "threads",
         "converted",
+        "order",
     ):
         yield replace(call, **{name: getattr(_PLAIN_CALL, name)})
     if not any(call.starts) and not any(call.more):

@@ -78,7 +78,7 @@ class Explanation:
     """What an op runs for a call. ``device`` is its name, ``target`` what kernels were generated for ("cpu", "sm_90a").
 
     ``passes`` is empty where no kernel runs; ``reasons`` then say what does. ``rejected`` are tiles that were passed
-    over.
+    over. ``derivatives`` say what computes tangents, derivatives of gradients, and the samples of ``torch.vmap``.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Explanation:
     passes: tuple[ExplainedPass, ...]
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...] = ()
+    derivatives: tuple[str, ...] = ()
 
     @property
     def forward(self) -> ExplainedPass:
@@ -117,6 +118,7 @@ class Explanation:
         lines = [f"{title}: {self.backend} on '{self.device}', {self.target}"]
         lines += [each.describe() for each in self.passes]
         lines += ["why", *(f"  {reason}" for reason in self.reasons)] if self.reasons else []
+        lines += ["derivatives", *(f"  {each}" for each in self.derivatives)] if self.derivatives else []
         if self.rejected:
             lines.append("passed over")
             lines += [f"  {each.pass_name} {each.Br} × {each.Bc}: {each.reason}" for each in self.rejected]

@@ -12,10 +12,14 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plans(Mapping[HeadDim, Any]):
-    """Plans by head dimension; empty where no generated kernel runs. A notebook shows them with the mask's tiles."""
+    """Plans by head dimension; empty where no generated kernel runs. A notebook shows them with the mask's tiles.
+
+    ``derivatives`` say what computes tangents, derivatives of gradients, and the samples of ``torch.vmap``.
+    """
 
     spec: AttentionSpec
     by_head_dim: Mapping[HeadDim, Any]
+    derivatives: tuple[str, ...] = ()
 
     def __getitem__(self, head_dim: HeadDim) -> Any:
         return self.by_head_dim[head_dim]

@@ -216,11 +216,11 @@ def _softmax(sink: Expr | None, evaluate: Evaluator, score: Tensor, keep: Tensor
     some = keep.any(-1, keepdim=True)
     if score.shape[-1] == 0:
         return score, score.new_full(score.shape[:-1], -torch.inf)
-    top = torch.where(keep, score, -torch.inf).amax(-1, keepdim=True)
+    top = torch.where(keep, score.detach(), -torch.inf).amax(-1, keepdim=True)
     sunk = None if sink is None else evaluate.real(sink).expand(some.shape)
     if sunk is not None:
-        top = torch.maximum(top, sunk)
-    top = torch.where(top == -torch.inf, 0.0, top).detach()
+        top = torch.maximum(top, sunk.detach())
+    top = torch.where(top == -torch.inf, 0.0, top)
     weight = torch.where(keep, (score - top).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
     if sunk is not None:

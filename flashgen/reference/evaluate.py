@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind
 from flashgen.ir.operators import OPERATORS
@@ -40,12 +41,19 @@ class Guard:
         self._reduced.clear()
 
     def protect(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """``value`` expanded to ``shape``; its gradient is zero where no pair of that element is kept."""
-        if not value.requires_grad or not torch.is_grad_enabled():
+        """``value`` expanded to ``shape``; its gradient is zero where no pair of that element is kept.
+
+        So is that of its tangent, where it has one: tangents themselves are 0 where a score is masked.
+        """
+        if not torch.is_grad_enabled():
+            return value
+        has_tangent = forward_ad._current_level >= 0 and _tangent(value) is not None
+        if not (value.requires_grad or has_tangent):
             return value
         guarded = value.expand(shape)
-        stop = partial(self._stop, shape)
-        guarded.register_hook(stop)  # type: ignore[no-untyped-call]
+        for each in (guarded, _tangent(guarded) if has_tangent else None):
+            if each is not None and each.requires_grad:
+                each.register_hook(partial(self._stop, shape))  # type: ignore[no-untyped-call]
         return guarded
 
     def _stop(self, shape: torch.Size, gradient: Tensor | None) -> Tensor | None:
@@ -148,6 +156,11 @@ class Evaluator:
 
     def _device(self) -> torch.device:
         return next(iter(self.symbols.values())).device
+
+
+def _tangent(value: Tensor) -> Tensor | None:
+    found: Tensor | None = forward_ad.unpack_dual(value).tangent  # type: ignore[no-untyped-call]
+    return found
 
 
 def _common_shape(values: list[Tensor]) -> torch.Size:

@@ -78,6 +78,10 @@ class Shard:
             kv_total=kv,
         )
 
+    def of_keys(self, keys: range) -> Shard:
+        """The same with a local range of its keys."""
+        return replace(self, kv_len=len(keys), kv_start=self.kv_start + keys.start, kv_total=self.totals()[3])
+
     def check(self) -> None:
         """Raise ``ValueError`` where an offset is negative, a total too small, or a size beyond 32 bits."""
         for name, start, length, total in zip(

@@ -1,25 +1,31 @@
-"""Attention in slices, for where no compiler exists: the dense formula over one block of rows at a time.
+"""Attention in slices: the dense formula over one block of rows at a time, and its derivatives of any order.
 
-In: what ``dense.attention`` takes. Out: ``forward`` and ``backward`` without autograd, in memory linear in
-the lengths: backward computes each slice again. A slice is a shard, so that masks, biases and dropout agree
-with the whole. Computes in float32 at least, whatever the tensors hold.
+In: what ``dense.attention`` takes. Out: ``forward``, ``backward`` and ``derive`` without autograd, in memory linear in
+the lengths: derivatives compute each slice again. A slice is a shard, so that masks, biases and dropout agree
+with the whole; keys that it does not keep are left out. Computes in float32 at least, whatever the tensors hold.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashgen.ir.expr import literal
 from flashgen.ir.spec import AttentionSpec
-from flashgen.reference.dense import Dropout, attention
+from flashgen.reference.dense import Dropout, attention, evaluator, kept_by_position
+from flashgen.reference.programs import Place, Program
 from flashgen.reference.shard import Shard
 
 # Pairs in one slice: 16 MiB a matrix in float32, of which a slice holds some ten.
 SLICE_PAIRS = 1 << 22
+# The same where derivatives are differentiated: some fifty matrices, of which most should stay in a cache.
+DERIVATIVE_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     lse = None if not normalised else problem.q.new_empty(shape, dtype=problem.compute)
     with torch.no_grad():
         for part in _slices(problem):
-            o_part, lse_part = _attend(problem, part, [part.cut(n, x) for n, x in enumerate(problem.inputs)])
+            inputs = zip(program_of(problem.spec, len(problem.inputs)).inputs, problem.inputs, strict=True)
+            o_part, lse_part = _attend(problem, part, [part.cut(place, x) for place, x in inputs])
             o[part.rows] = o_part.to(o.dtype)
             if lse is not None and lse_part is not None:
                 lse[part.rows] = lse_part
@@ -66,50 +73,68 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 def backward(problem: Problem, d_o: Tensor, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """The gradient of each of ``problem.inputs`` that ``needs`` asks for, in ``compute``; else None."""
     inputs = problem.inputs
-    sums = [
-        torch.zeros(x.shape, dtype=problem.compute, device=x.device) if need and isinstance(x, Tensor) else None
-        for x, need in zip(inputs, needs, strict=True)
-    ]
-    wanted = [n for n, total in enumerate(sums) if total is not None]
-    for part in _slices(problem):
-        leaves = [part.cut(n, x) for n, x in enumerate(inputs)]
-        for n in wanted:
-            leaves[n] = _leaf(leaves[n], problem.compute)
-        with torch.enable_grad():
-            o, lse = _attend(problem, part, leaves)
-        reached = [(o, d_o[part.rows].to(o.dtype))] if o.requires_grad else []
-        if lse is not None and lse.requires_grad and d_lse is not None:
-            reached.append((lse, d_lse[part.rows].to(lse.dtype)))
-        if not reached:
-            continue
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            [output for output, _ in reached],
-            [leaf for n in wanted if isinstance(leaf := leaves[n], Tensor)],
-            [gradient for _, gradient in reached],
-            allow_unused=True,
-        )
-        for n, gradient in zip(wanted, found, strict=True):
-            total = sums[n]
-            if gradient is not None and total is not None:
-                view = part.cut(n, total)
-                assert isinstance(view, Tensor)
-                view += gradient
-    return sums
+    wanted = [n for n, (x, need) in enumerate(zip(inputs, needs, strict=True)) if need and isinstance(x, Tensor)]
+    arriving = [d_o] if d_lse is None else [d_o, d_lse]
+    program = program_of(problem.spec, len(inputs)).reverse(wanted, range(len(arriving)))
+    found: list[Tensor | None] = [None] * len(inputs)
+    totals = []
+    for n in wanted:
+        x = inputs[n]
+        assert isinstance(x, Tensor)
+        totals.append(torch.zeros(x.shape, dtype=problem.compute, device=x.device))
+        found[n] = totals[-1]
+    derive(problem, program, (*inputs, *arriving), totals)
+    return found
+
+
+def program_of(spec: AttentionSpec, inputs: int) -> Program:
+    """Attention as a program of q, k, v, and what else there is: o, and lse where there is one."""
+    first = (Place.QUERIES, Place.KEYS, Place.KEYS)
+    outputs = (Place.QUERIES, Place.SUMS) if spec.weights.form.normalised else (Place.QUERIES,)
+    return Program((*first, *(Place.WHOLE for _ in range(inputs - len(first)))), outputs)
+
+
+def derive(problem: Problem, program: Program, values: Sequence[Any], totals: Sequence[Tensor]) -> None:
+    """Add the outputs of a program to ``totals``, slice by slice; these are in ``compute``.
+
+    ``values`` are the inputs of the program, which begin with those of the problem; None stands for a param that is
+    not given. What lies behind the problem's own inputs is not looked at.
+    """
+    places, outputs = program.places
+    values = [_wide(x, problem.compute) if place is Place.WHOLE else x for place, x in zip(places, values, strict=True)]
+    with torch.no_grad():
+        for part in _slices(problem):
+            own = [_wide(part.cut(place, x), problem.compute) for place, x in zip(places, values, strict=True)]
+            found = program.run(functools.partial(_outputs, problem, part), own)
+            for place, total, x in zip(outputs, totals, found, strict=True):
+                view = part.cut(place, total)
+                view += x
+
+
+def _wide(x: Any, dtype: torch.dtype) -> Any:
+    """A value that nothing differentiates yet: what a caller differentiates by is no matter of a slice."""
+    return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _outputs(problem: Problem, part: _Slice, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    own = problem.inputs
+    o, lse = _attend(problem, part, [mine if x is None else x for mine, x in zip(own, values, strict=False)])
+    return (o,) if lse is None else (o, lse)
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """A block of query rows of some heads, with every key: a shard, and where its rows and keys lie."""
+    """A block of query rows of some heads, and the keys that it may keep: a shard, and where its rows and keys lie."""
 
     shard: Shard
     rows: tuple[slice, slice, slice]
-    columns: tuple[slice, slice]
+    columns: tuple[slice, slice, slice]
 
-    def cut(self, n: int, x: Tensor | float) -> Tensor | float:
-        """What input number ``n`` is to this slice: a view of q, k or v, everything of the rest."""
-        if n > 2 or not isinstance(x, Tensor):
+    def cut(self, place: Place, x: Any) -> Any:
+        """What a value is to this slice: a view of rows or keys, everything of the rest."""
+        if place is Place.WHOLE or x is None:
             return x
-        return x[self.rows] if n == 0 else x[self.columns]
+        return x[self.columns if place is Place.KEYS else self.rows]
 
 
 def _slices(problem: Problem) -> Iterator[_Slice]:
@@ -119,24 +144,35 @@ def _slices(problem: Problem) -> Iterator[_Slice]:
     rows = max(1, min(shard.q_len, pairs // row))
     heads = max(1, min(shard.kv_heads, pairs // (row * rows)))
     batch = max(1, min(shard.batch, pairs // (row * rows * heads)))
+    is_whole = problem.pairs is None or (rows, heads, batch) == (shard.q_len, shard.kv_heads, shard.batch)
     for b, h, i in itertools.product(
         _blocks(shard.batch, batch), _blocks(shard.kv_heads, heads), _blocks(shard.q_len, rows)
     ):
         query_heads = slice(h.start * shard.group, h.stop * shard.group)
+        part = shard.part(b, h, i)
+        keys = range(shard.kv_len) if is_whole else _kept_keys(problem, part)
         yield _Slice(
-            shard.part(b, h, i),
+            part.of_keys(keys),
             (slice(b.start, b.stop), query_heads, slice(i.start, i.stop)),
-            (slice(b.start, b.stop), slice(h.start, h.stop)),
+            (slice(b.start, b.stop), slice(h.start, h.stop), slice(keys.start, keys.stop)),
         )
+
+
+def _kept_keys(problem: Problem, part: Shard) -> range:
+    """The keys from the first to the last that mask and layout keep for any row of a part; one at least."""
+    spec = problem.spec
+    if spec.layout is None and spec.mask == literal(value=True):
+        return range(part.kv_len)
+    evaluate, _ = evaluator(spec, problem.q, problem.v, part, problem.tensors, problem.params, problem.compute)
+    keep = kept_by_position(spec, evaluate)
+    if keep.shape[3] != part.kv_len:  # it does not depend on the key
+        return range(part.kv_len)
+    some = keep.flatten(0, 2).any(0).nonzero()
+    return range(int(some[0]), int(some[-1]) + 1) if len(some) else range(min(1, part.kv_len))
 
 
 def _blocks(length: int, block: int) -> list[range]:
     return [range(start, min(start + block, length)) for start in range(0, length, block)]
-
-
-def _leaf(x: Tensor | float, dtype: torch.dtype) -> Tensor:
-    assert isinstance(x, Tensor)
-    return x.detach().to(dtype).requires_grad_()
 
 
 def _attend(problem: Problem, part: _Slice, inputs: Sequence[Tensor | float]) -> tuple[Tensor, Tensor | None]:

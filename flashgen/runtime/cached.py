@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flashgen.ir.spec import HeadDim
 from flashgen.reference import tiled
+from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
 from flashgen.runtime.conversion import is_integral, require
@@ -326,6 +327,12 @@ class CachedEngine(Engine):
         """There are none. Raises ``RuntimeError``."""
         raise RuntimeError(
             f"'{self.spec.name}': decode has no gradients; call it under torch.no_grad(), or train with the op"
+        )
+
+    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:  # noqa: ARG002
+        """There are none. Raises ``RuntimeError``."""
+        raise RuntimeError(
+            f"'{self.spec.name}': decode has no derivatives, of neither mode: call the op, or op.reference.decode"
         )
 
     def _attend_each(

@@ -182,7 +182,7 @@ def converted(x: Tensor, wanted: torch.dtype, what: str, declared: str, *, is_ex
     if not ((wanted.is_floating_point and x.dtype.is_floating_point) or (is_integral(wanted) and is_integral(x.dtype))):
         takes = "bool" if wanted is torch.bool else "floating" if wanted.is_floating_point else "integer"
         raise TypeError(f"{what} is {x.dtype}; the spec declares {declared} ({wanted}), which takes {takes} tensors")
-    base = x if torch.compiler.is_compiling() else _unwrapped(x)
+    base = x if torch.compiler.is_compiling() else unwrapped(x)
     if not (_holds_all(wanted, x.dtype) or x.is_meta or x.layout is not torch.strided or base.numel() == 0):
         fits = _fits_float if wanted.is_floating_point else _fits_int
         require(
@@ -192,7 +192,7 @@ def converted(x: Tensor, wanted: torch.dtype, what: str, declared: str, *, is_ex
     return x if is_exact and wanted.is_floating_point else x.to(wanted)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
     """The numbers behind the wrappers of torch.func."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)

@@ -8,8 +8,10 @@ from ``call.py``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
+from flashgen.reference.programs import Place, Program
 from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
 from flashgen.runtime.conversion import check_scalar
 from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel, Prepared, Values
@@ -36,6 +39,8 @@ Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
 # logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
 Attended = tuple[Tensor, Tensor | None, Tensor | None]
+# What one problem of a call sees of a tensor that has a place: a view.
+View = Callable[[Place, Any], Any]
 
 
 class Captured(NamedTuple):
@@ -50,6 +55,13 @@ class Captured(NamedTuple):
     params: Sequence[float]
     dropout: Dropout | None
     seed: Tensor | None  # where kernels fetch it, if they do
+
+    @property
+    def drawn(self) -> Dropout | None:
+        """The dropout of what is no kernel, and fetches the seed itself."""
+        if self.dropout is None or self.seed is None:
+            return self.dropout
+        return Dropout(self.dropout.probability, self.seed)
 
 
 class _Workspace(NamedTuple):
@@ -205,6 +217,55 @@ class Engine:
             if gradient is not None
         ]
 
+    # Derivatives of derivatives ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
+        return tiled.program_of(self.spec, self.signature.tensor_arguments)
+
+    @property
+    def derives(self) -> str:
+        """What runs programs, in words."""
+        if self._pairs is None:
+            return "the dense formula by PyTorch's operators, matrices of all pairs"
+        pairs = min(self._pairs, tiled.DERIVATIVE_PAIRS)
+        return f"tiled path by PyTorch's operators, slices of {pairs:,} pairs; linear memory"
+
+    def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+        """The shapes and types of a program's outputs."""
+        q, v = values[0], values[2]
+        o = ((*q.shape[:-1], v.shape[-1]), q.dtype)
+        lse = (tuple(self.form.rows(q)), torch.float64 if q.dtype is torch.float64 else torch.float32)
+        count = self.signature.tensor_arguments
+        inputs = [None if x is None else (tuple(x.shape), x.dtype) for x in values[:count]]
+        return list(program.taken(inputs, (o, lse)[: len(program.outputs)])[1])
+
+    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
+        """The outputs of a program made of ``self.program``, slice by slice on the reference, on any device."""
+        tensors = tuple(values[: self.signature.tensor_arguments])
+        likes = self.likes(program, values)
+        compute = torch.promote_types(tensors[0].dtype, torch.float32)
+        with (
+            torch.autocast(tensors[0].device.type, enabled=False),
+            deterministic_algorithms(rest[1]),
+            autograd_inside(),
+        ):
+            totals = [torch.zeros(shape, dtype=compute, device=tensors[0].device) for shape, _ in likes]
+            of_inputs, of_outputs = program.places
+            for problem, view in self._viewed(tensors, rest):
+                own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
+                parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
+                tiled.derive(problem, program, own, parts)
+        return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
+
+    def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
+        """The dense problems of a call that have pairs, and what each of them sees of a tensor of the call."""
+        call = self.checker.find(tensors, rest)
+        if not call.is_empty:
+            problem = self._problem(call, tensors, self._captured(call, tensors))
+            yield for_derivatives(problem), _all_of
+
     def _sums(self, call: Call, captured: Captured, needs: Sequence[bool]) -> list[tuple[Tensor | None, Any]]:
         """What kernels add to in float32, and what it is the gradient of, for all that may have one."""
         return [
@@ -294,9 +355,20 @@ class Engine:
             tensors={declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)},
             params={param.name: value if x is None else x for param, value, x in params},
             shard=call.shard,
-            dropout=captured.dropout,
+            dropout=captured.drawn,
             pairs=self._pairs,
         )
+
+
+def for_derivatives(problem: tiled.Problem) -> tiled.Problem:
+    """The same problem in the slices that derivatives take; those of the reference are not cut."""
+    if problem.pairs is None:
+        return problem
+    return dataclasses.replace(problem, pairs=min(problem.pairs, tiled.DERIVATIVE_PAIRS))
+
+
+def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
+    return x
 
 
 def packed(x: Tensor | None) -> Tensor | None:

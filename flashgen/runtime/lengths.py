@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashgen.runtime.conversion import is_integral
+from flashgen.runtime.conversion import is_integral, unwrapped
+from flashgen.runtime.plain import transforming
 
 Starts = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -107,8 +108,12 @@ def _check_same(q_starts: Tensor, k_starts: Tensor) -> None:
 
 def _checked(letter: str, starts: Tensor, rows: int, most: int | None) -> tuple[Starts, int]:
     name = f"cu_seqlens_{letter}"
-    host = starts.detach()
-    found: Starts = np.ascontiguousarray((host if host.is_cpu else host.cpu()).numpy())
+    host = unwrapped(starts)
+    # Under a transform of torch.func whatever PyTorch returns is a wrapper, without memory.
+    numbers: Any = host.tolist() if transforming() else host.detach().cpu().numpy()
+    found: Starts = np.ascontiguousarray(numbers, np.int32)
+    if found.ndim != 1:
+        raise ValueError(f"'{name}' is mapped by torch.vmap, which the dense formula does not take: loop over samples")
     if found[0] != 0:
         raise ValueError(f"'{name}' begins with {found[0]}; the first sequence begins at 0")
     each = np.diff(found.astype(np.int64))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
@@ -164,7 +164,7 @@ class BaseOp:
         GPU the kernels are compiled to know. Empty where no generated kernel runs.
         """
         shows = self._shows(self._device().type)
-        return Plans(self.spec, {} if shows is None else shows.plans())
+        return Plans(self.spec, {} if shows is None else shows.plans(), self._registered.derivatives)
 
     @property
     def sources(self) -> tuple[KernelText, ...]:
@@ -211,7 +211,7 @@ class BaseOp:
         asked = ask(engine, tensors, (offsets, repeatable), dropout_p, device)
         shows = self._shows(asked.call.device.type)
         if asked.call.kernel is not None and shows is not None and not asked.call.is_empty:
-            return shows.explain(self.spec.name, asked)
+            return replace(shows.explain(self.spec.name, asked), derivatives=self._registered.derivatives)
         return Explanation(
             name=self.spec.name,
             backend="none" if asked.call.is_empty else "reference",
@@ -222,6 +222,7 @@ class BaseOp:
             shape=asked.shape,
             passes=(),
             reasons=(_why_no_kernel(asked, self._parts.backend),),
+            derivatives=self._registered.derivatives,
         )
 
     def _device(self) -> torch.device:

@@ -10,6 +10,7 @@ b is its number, i and j count inside of it, Nq and Nk are its lengths. Captured
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -27,6 +28,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout, constant_number, drop_probability, param_values
 from flashgen.reference.philox import drop_threshold
+from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, check_probability, is_readable, match
 from flashgen.runtime.engine import (
@@ -35,9 +37,11 @@ from flashgen.runtime.engine import (
     Engine,
     Rows,
     Tensors,
+    View,
     address,
     autograd_inside,
     deterministic_algorithms,
+    for_derivatives,
     packed,
     with_strides,
 )
@@ -139,8 +143,13 @@ class RaggedEngine(Engine):
             if total is not None
         ]
 
-    def _found(self, tensors: Tensors, rest: Rest) -> tuple[Lengths, Call, Tensors, tuple[Tensor, Tensor]]:
-        """The sequences, the call, its tensors but for those that say where sequences begin, and these."""
+    def _found(
+        self, tensors: Tensors, rest: Rest, *, asks: bool = False
+    ) -> tuple[Lengths, Call, Tensors, tuple[Tensor, Tensor]]:
+        """The sequences, the call, its tensors but for those that say where sequences begin, and these.
+
+        ``asks``: the host has to know the lengths, as what runs is no kernel.
+        """
         *own, q_starts, k_starts = tensors
         for name, x in (("cu_seqlens_q", q_starts), ("cu_seqlens_k", k_starts)):
             if x.dtype is not torch.int32:
@@ -153,6 +162,8 @@ class RaggedEngine(Engine):
         look = lengths
         if q_starts.is_cuda and k_starts.is_cuda and q.is_cuda and self.kernels:
             why = checker.asks_lengths(HeadDim(q.shape[2], own[2].shape[2]), own, most)
+            if asks:
+                why = why or "derivatives of derivatives are computed sequence by sequence"
             if why and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
                     f"'{self.spec.name}': {why}, so that the host has to wait for cu_seqlens, which it cannot while a "
@@ -238,6 +249,11 @@ class RaggedEngine(Engine):
                     else:
                         total.add_(gradient)
         return [total.to(x) for total, x in zip(sums, inputs, strict=True) if total is not None]
+
+    def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
+        found, call, own, _ = self._found(tensors, rest, asks=True)
+        for problem, q_rows, k_rows in self._problems(call, found, own, self._captured(call, own)):
+            yield for_derivatives(problem), functools.partial(_of_sequence, q_rows, k_rows)
 
     def _problems(
         self, call: Call, found: Lengths, tensors: Tensors, captured: Captured
@@ -394,7 +410,7 @@ class PerSequence:
 
     def dropout_of(self, number: int) -> Dropout | None:
         """Probability and seed."""
-        whole = self.captured.dropout
+        whole = self.captured.drawn
         if not self._own_dropout:
             return whole
         probability = self._at(number)[1]
@@ -473,6 +489,15 @@ def no_ragged_kernels(name: str, what: str = "varlen") -> ValueError:
         f"'{name}': {what} needs kernels for CPUs, which this op does not have: load the spec with backend='cpu' or "
         "backend='reference'; a package of an earlier version has to be built again"
     )
+
+
+def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:
+    """What the dense problem of a sequence sees of a tensor of the call."""
+    if place is Place.WHOLE or x is None:
+        return x
+    if place is Place.SUMS:
+        return x[None, :, q_rows]
+    return x[q_rows if place is Place.QUERIES else k_rows].transpose(0, 1)[None]
 
 
 def of_sequence(shard: Shard, number: int, q_rows: slice, k_rows: slice) -> Shard:

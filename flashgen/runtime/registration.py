@@ -28,8 +28,10 @@ from torch.library import Library
 
 from flashgen.runtime.call import Rest
 from flashgen.runtime.conversion import WHOLE, offset_arguments
+from flashgen.runtime.derivatives import AttentionBackward, tangents_of
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.flops import count_flops
+from flashgen.runtime.mapping import Batch, folds, mapped
 from flashgen.runtime.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
 
@@ -51,7 +53,8 @@ _LOCK = threading.Lock()
 class Registered:
     """A registered op: its two operators, and the engine of its plain calls.
 
-    ``first`` is the op whose engine the operators run, where that is another one.
+    ``batch`` says where its tensors run along the batch. ``first`` is the op whose engine the operators run, where that
+    is another one.
     """
 
     name: str
@@ -59,7 +62,13 @@ class Registered:
     engine: Engine
     forward: OpOverload[..., Any]
     backward: OpOverload[..., Any]
+    batch: Batch
     first: Registered | None = None
+
+    @property
+    def derivatives(self) -> tuple[str, ...]:
+        """What computes tangents, derivatives of gradients, and the samples of ``torch.vmap``, in words."""
+        return (f"tangents, derivatives of gradients: {self.engine.derives}", f"torch.vmap: {self.batch.describe()}")
 
     def attend_below_autograd(self, tensors: Tensors, rest: Rest) -> Attended:
         """The forward operator without its autograd; arguments and results are those of ``Engine.attend``."""
@@ -126,6 +135,7 @@ def _register(name: str, engine: Engine, remember: Callable[[], None] | None) ->
         engine,
         getattr(namespace, name).default,
         getattr(namespace, f"{name}_backward").default,
+        Batch.of(engine.spec, signature),
     )
     library.impl(name, engine.forward, "CompositeExplicitAutograd")
     library.impl(f"{name}_backward", engine.backward, "CompositeExplicitAutograd")
@@ -182,12 +192,11 @@ class Attention(torch.autograd.Function):
         return (None, *found, *signature.without_gradient)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise _no_tangents(ctx.op)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, how: How, *_: Any) -> Any:  # noqa: ARG004
-        raise _no_mapping(how[0])
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        """Tangents of o and lse, of which the parts have none."""
+        op, rest = ctx.op, ctx.rest
+        found = tangents_of(op, op.engine.program, ctx.saved_tensors, tangents, rest)
+        return (*found, None) if len(found) > 1 else found[0]
 
 
 class OutputAlone(Attention):
@@ -199,6 +208,11 @@ class OutputAlone(Attention):
         found = run(tensors, rest)
         _save(ctx, op, rest, tensors, *found)
         return found[0]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        op, rest = ctx.op, ctx.rest
+        return tangents_of(op, op.engine.program, ctx.saved_tensors, tangents, rest)[0]
 
 
 class TransformedAttention(Attention):
@@ -217,6 +231,20 @@ class TransformedAttention(Attention):
         if op.signature.has_lse:
             ctx.mark_non_differentiable(output[2])
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, how: How, *tensors: Any) -> Any:
+        op, _, rest = how
+        axes = None
+        if op.batch.inputs is not None and folds(op.batch, op.signature, tensors, rest):
+            axes = (op.batch.inputs, op.batch.outputs)
+
+        def call(*own: Any) -> tuple[Tensor, ...]:
+            found = TransformedAttention.apply(how, *own)  # type: ignore[no-untyped-call]
+            return found if op.signature.has_lse else (found,)
+
+        found, dims = mapped(call, info, in_dims[1:], tensors, axes)
+        return (found, dims) if op.signature.has_lse else (found[0], dims[0])
+
 
 def _gradients(
     op: Registered,
@@ -234,50 +262,13 @@ def _gradients(
         except RuntimeError:  # as in `call`
             if is_what_it_seems((*arriving, *tensors)):
                 raise
-    backward: Any = functools.partial(_Once.apply, op) if transforming() else op.backward
-    found: list[Tensor] = backward(d_o, *((d_lse, *kept) if kept else ()), *tensors, *rest[0], rest[1], needs)
+    args = (d_o, *((d_lse, *kept) if kept else ()), *tensors)
+    found: list[Tensor]
+    if transforming():
+        found = list(AttentionBackward.apply((op, rest, tuple(needs)), *args))  # type: ignore[no-untyped-call]
+    else:
+        found = op.backward(*args, *rest[0], rest[1], needs)
     return found
-
-
-class _Once(torch.autograd.Function):
-    """The backward operator with a derivative that says there is none."""
-
-    @staticmethod
-    def forward(op: Registered, *args: Any) -> Any:
-        return tuple(op.backward_below_autograd(*args))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.op = inputs[0]
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise _no_tangents(ctx.op)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Registered, *_: Any) -> Any:  # noqa: ARG004
-        raise _no_mapping(op)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"the gradient of '{ctx.op.name}' cannot be differentiated again: flashgen generates first derivatives. "
-            "For second ones use op.reference(...), which autograd differentiates any number of times."
-        )
-
-
-def _no_tangents(op: Registered) -> RuntimeError:
-    return RuntimeError(
-        f"'{op.name}' has no forward-mode derivative (forward_ad, torch.func.jvp, jacfwd, hessian): flashgen generates "
-        "backward passes. op.reference(...) has derivatives of both modes and any order."
-    )
-
-
-def _no_mapping(op: Registered) -> RuntimeError:
-    return RuntimeError(
-        f"'{op.name}' cannot be mapped by torch.vmap: make the mapped dimension a part of the batch (B) of q, k and v, "
-        "or call the op once for each of its entries"
-    )
 
 
 def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], *found: Tensor | None) -> None:
@@ -289,6 +280,8 @@ def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], *found: 
                 f"declare it `{declaration} grad`, or pass it detached"
             )
     ctx.save_for_backward(*tensors, *(found if op.signature.has_lse else ()))
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
     ctx.op, ctx.rest = op, rest
 
@@ -335,7 +328,7 @@ _output_alone: Callable[..., Any] = super(torch.autograd.Function, OutputAlone).
 
 
 def _autograd(op: Registered, *args: Any) -> Any:
-    # Autograd's own function finds tangents, too, which nothing here computes.
+    # Autograd's own function looks after tangents, too.
     if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
         count = op.signature.tensor_arguments
         kind = Attention if op.signature.has_lse else OutputAlone
@@ -349,7 +342,9 @@ def _autograd(op: Registered, *args: Any) -> Any:
 
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
     if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
-        return list(_Once.apply(op, *args))  # type: ignore[no-untyped-call]
+        end = (4 if op.signature.has_lse else 0) + 1 + op.signature.tensor_arguments
+        how = (op, (args[end:-2], args[-2]), tuple(args[-1]))
+        return list(AttentionBackward.apply(how, *args[:end]))  # type: ignore[no-untyped-call]
     return op.backward_below_autograd(*args)
 
 

@@ -7,13 +7,17 @@ makes of them (``analysis/selection.py``). Errors name the tensors of the spec.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flashgen.analysis.selection import lowered
 from flashgen.ir.spec import AttentionSpec
+from flashgen.reference.programs import Program
 from flashgen.runtime.cached import Cache, CachedChecker
 from flashgen.runtime.call import Rest, check_captured_type, check_shapes
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
@@ -42,6 +46,8 @@ class SelectingEngine(Engine):
 
     def __init__(self, spec: AttentionSpec, inner: Engine) -> None:
         self.spec, self.kernels, self.inner = spec, inner.kernels, inner
+        # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
+        self._formula = type(inner)(spec, dict.fromkeys(inner.kernels))
         self.signature = Signature.of(spec, inner.form)
         self.checker = type(inner.checker)(spec, {}, is_reference=True)
         self._end = 3 + len(spec.tensors)
@@ -70,6 +76,24 @@ class SelectingEngine(Engine):
         wanted = dict(zip((each.name for each in self.spec.tensors), needs[3 : self._end], strict=True))
         of_tensors = (wanted.get(name, False) for name in self._names)
         return inner.gradients(d_o, rows, own, rest, (*needs[:3], *of_tensors, *needs[self._end :]))
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The op as what derivatives are made of: that of the spec, whose tensors are the lists."""
+        return self._formula.program
+
+    @property
+    def derives(self) -> str:
+        """What runs programs, in words."""
+        return self._formula.derives
+
+    def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+        """The shapes and types of a program's outputs."""
+        return self._formula.likes(program, values)
+
+    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
+        """The outputs of a program, slice by slice on the reference."""
+        return self._formula.derive(program, values, rest)
 
     def _sizes(self, tensors: Tensors, rest: Rest) -> Mapping[str, int]:
         """The sizes of the whole problem. Raises ``ValueError`` where shapes do not fit."""

@@ -30,6 +30,7 @@ from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification.hbm import HbmBytes, hbm_bytes
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
+from flashgen.verification.second_order import second_order
 
 FLOAT32_TOLERANCE = 2e-5
 DROPOUT_SEED = 20_240_229
@@ -81,16 +82,22 @@ def default_shapes(spec: AttentionSpec) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(fitting(spec, shape, pairs=_MOST_PAIRS) for shape in _DEFAULT_SHAPES))
 
 
-def verify(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0, device: str = "cpu") -> Iterator[Case]:
+def verify(
+    op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0, device: str = "cpu", order: int = 1
+) -> Iterator[Case]:
     """Every head dimension and element type of the spec at every shape, on tensors of a device.
 
-    Captured tensors are noise at the first shape, such as users have at the second, and so on in turn: masks of noise
-    leave no tile full or empty.
+    With ``order`` 2 tangents and gradients of gradients are judged, too (``second_order.py``). Captured tensors are
+    noise at the first shape, such as users have at the second, and so on in turn: masks of noise leave no tile full or
+    empty.
     """
     for head_dim in op.spec.head_dims:
         for dtype in op.spec.dtypes or _DEFAULT_DTYPES:
             for number, shape in enumerate(shapes):
-                yield verify_case(op, head_dim, dtype, shape, seed=seed, device=device, realistic=number % 2 == 1)
+                realistic = number % 2 == 1
+                yield verify_case(
+                    op, head_dim, dtype, shape, seed=seed, device=device, realistic=realistic, order=order
+                )
 
 
 def verify_case(
@@ -102,6 +109,7 @@ def verify_case(
     seed: int = 0,
     device: str = "cpu",
     realistic: bool = False,
+    order: int = 1,
 ) -> Case:
     """One case on random inputs.
 
@@ -114,13 +122,17 @@ def verify_case(
     first = drawn(seed)
     rounds = _ROUNDS if any(x.numel() < _FEW for x in first.differentiable(op.spec).values()) else 1
     more = [drawn(seed + 1000 * n) for n in range(1, rounds)]
+    inputs = [each.to(device) for each in (first, *more)]
     with recording() as counted:
-        rows = compare(op, [inputs.to(device) for inputs in (first, *more)])
+        rows = compare(op, inputs)
+    if order > 1:
+        rows += compare(op, inputs, second_results)
     return Case(head_dim, dtype, shape, rows, hbm_bytes(op, head_dim, first, counted))
 
 
-def compare(op: AttentionOp, inputs: Sequence[Inputs]) -> tuple[Row, ...]:
-    """The rows for several sets of inputs of one type, taken together."""
+def compare(op: AttentionOp, inputs: Sequence[Inputs], results: _Results | None = None) -> tuple[Row, ...]:
+    """The rows for several sets of inputs of one type, taken together; ``results`` are those of the first order."""
+    results = results or first_results
     spec, dtype = op.spec, inputs[0].q.dtype
 
     def compiled(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +147,7 @@ def compare(op: AttentionOp, inputs: Sequence[Inputs]) -> tuple[Row, ...]:
     baseline = _together([results(spec, composed(dtype), each) for each in inputs])
     found = [results(spec, compiled, each) for each in inputs]
     own, left = _together(found), collections.Counter[str]()
-    if inputs[0].k.shape[2] == 1:
+    if inputs[0].k.shape[2] == 1 and results is first_results:
         for each, mine in zip(inputs, found, strict=True):
             left.update(left_by_rounding(spec, each, mine["o"]))
     return tuple(
@@ -201,9 +213,20 @@ def dense(
 
 
 _Function = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], "tuple[Tensor, Tensor | None]"]
+_Results = Callable[[AttentionSpec, _Function, Inputs], dict[str, Tensor]]
 
 
-def results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
+def second_results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
+    """Tangents, and gradients of gradients."""
+
+    def of_learned(learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        named = {name: learned.get(name, value) for name, value in inputs.named.items()}
+        return function(learned["q"], learned["k"], learned["v"], named)
+
+    return second_order(of_learned, inputs.differentiable(spec), inputs.d_o, inputs.d_lse)
+
+
+def first_results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
     """o, lse and every gradient."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.differentiable(spec).items()}
     named = {name: leaves.get(name, value) for name, value in inputs.named.items()}

@@ -183,3 +183,15 @@ def test_a_cache_that_others_can_write_is_said_not_to_be_used(tmp_path: Path, mo
     assert outcome.code == 0
     assert "nothing of this is used" in outcome.stderr
     assert str(tmp_path) in outcome.stderr
+
+
+def test_verify_to_the_second_order(spec: Path) -> None:
+    outcome = flashgen("verify", spec, *SMALL, "--order", "2", "--backend", "reference", "--json")
+    assert outcome.code == 0, outcome.stderr
+    case, _ = json.loads(outcome.stdout)["first"]
+    names = [row["tensor"] for row in case["tensors"]]
+    assert names[:2] == ["o", "lse"]
+    assert {"t_o", "t_lse", "ddq", "ddk", "ddv", "dd_o", "dd_lse"} <= set(names)
+    for shape in ("0,2,2,5,5", "1,2,2,0,5", "1,2,2,5,0"):
+        assert flashgen("verify", spec, "--shape", shape, "--order", "2", "--backend", "reference").code == 0
+    assert flashgen("verify", spec, "--order", "3").code == 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import flashgen
 from flashgen.distributed import context_parallel, partition
+from flashgen.distributed.exchange import _of_first_order
 from tests.distributed.ranks import run
 
 TEXT = "attention packed { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] }"
@@ -86,3 +88,13 @@ def _whole_and_back() -> list[float]:
 
 def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
     assert run(_whole_and_back, 3) == [[0.0, 0.0]] * 3
+
+
+def test_gradients_of_gradients_are_refused_by_name() -> None:
+    """What a backward pass sends is no node of a graph: second derivatives would lack it without a word."""
+    x = torch.ones(2, requires_grad=True)
+    assert _of_first_order((x.detach(),))[0].shape == (2,)
+    with pytest.raises(RuntimeError, match=r"context_parallel\) cannot be differentiated again"):
+        _of_first_order((2 * x,))
+    with torch.no_grad():
+        _of_first_order((x,))

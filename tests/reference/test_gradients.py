@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout, attention, param_values
+from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from tests.reference.helpers import differentiable, qkv, random, spec
 
@@ -64,13 +69,56 @@ def run(name: str, inputs: tuple[Tensor, ...], tensors: list[str], params: list[
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(name: str) -> None:
     inputs, tensors, params = arguments(name)
-    assert torch.autograd.gradcheck(lambda *x: run(name, x, tensors, params), inputs, fast_mode=True)
+    function = functools.partial(run, name, tensors=tensors, params=params)
+    assert torch.autograd.gradcheck(lambda *x: function(x), inputs, fast_mode=True, check_forward_ad=True)
 
 
-@pytest.mark.parametrize("name", ["sink", "bandwidth"])
+@pytest.mark.parametrize("name", CASES)
 def test_second_derivatives(name: str) -> None:
+    """Reverse over reverse and forward over reverse."""
     inputs, tensors, params = arguments(name)
-    assert torch.autograd.gradgradcheck(lambda *x: run(name, x, tensors, params), inputs, fast_mode=True)
+    function = functools.partial(run, name, tensors=tensors, params=params)
+    assert torch.autograd.gradgradcheck(lambda *x: function(x), inputs, fast_mode=True, check_fwd_over_rev=True)
+
+
+STEPS: dict[str, Callable[[Program, int], Program]] = {
+    "jvp": lambda program, count: program.forward(range(count)),
+    "forward over reverse": lambda program, count: program.reverse(range(count), (0,)).forward(range(count + 1)),
+    "reverse over forward": lambda program, count: program.forward(range(count)).reverse(range(2 * count), (0,)),
+    "reverse over reverse": lambda program, count: program.reverse(range(count), (0,)).reverse(
+        range(count + 1), (0, 2)
+    ),
+    "forward over forward": lambda program, count: program.forward(range(count)).forward(range(2 * count)),
+}
+
+
+@pytest.mark.parametrize("pairs", [7, 20])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", CASES)
+def test_slices_of_derivatives_are_the_whole(name: str, step: str, pairs: int) -> None:
+    inputs, tensors, params = arguments(name)
+    q, k, v, *captured = (x.detach() for x in inputs)
+    whole = tiled.Problem(
+        spec(CASES[name][0]),
+        q,
+        k,
+        v,
+        dict(zip(tensors, captured, strict=False)),
+        dict(zip(params, captured[len(tensors) :], strict=True)),
+        Shard.whole(q.shape, k.shape),
+        Dropout(0.4, 3) if name == "dropout" else None,
+        None,
+    )
+    program = STEPS[step](tiled.program_of(whole.spec, len(inputs)), len(inputs))
+    shapes = [x.shape for x in inputs], [torch.Size((*q.shape[:3], v.shape[3])), q.shape[:3]]
+    of_inputs, of_outputs = program.taken(shapes[0], shapes[1][: len(program.outputs)])
+    values = [*inputs, *(random(*shape, seed=20 + n) for n, shape in enumerate(of_inputs[len(inputs) :]))]
+    found = []
+    for problem in (whole, dataclasses.replace(whole, pairs=pairs)):
+        totals = [torch.zeros(shape, dtype=torch.float64) for shape in of_outputs]
+        tiled.derive(problem, program, values, totals)
+        found.append(totals)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("pairs", [1, 7, 20, 50, None])

@@ -189,3 +189,14 @@ def test_tiles_of_short_calls_are_right(target: str, text: str, head_dim: int) -
         case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(1, 2, 1, 200 + n, 200 + n))
         assert case.ok, failures(case)
         assert all(moved.predicted == moved.counted for moved in case.hbm_bytes.values())
+
+
+def test_what_computes_derivatives() -> None:
+    tangents, samples = flashgen.loads(CAUSAL, backend="cpu").explain(*qkv(30)).derivatives
+    assert "tiled path by PyTorch's operators, slices of 262,144 pairs; linear memory" in tangents
+    assert samples.startswith("torch.vmap: samples become a part of the batch (B)")
+    op = flashgen.loads("attention numbered { head_dim 16  score s + b }", backend="reference")
+    found = op.explain(*qkv(30))
+    assert "dense formula" in found.derivatives[0]
+    assert "one sample after another" in str(found)
+    assert op.plan.derivatives == found.derivatives

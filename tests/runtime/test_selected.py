@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import flashgen
 from flashgen.language import parse_text
 from flashgen.reference.dense import attention
 from flashgen.runtime import selected
 from flashgen.runtime.selected import CHECK_SELECTION, lowered_tensors
+from flashgen.verification.verify import relative_error
 
 B, H, HKV, NQ, NK, D = 2, 4, 2, 70, 150, 8
 SIZES = {"B": B, "H": H, "Hkv": HKV, "Nq": NQ, "Nk": NK, "D": D, "Dv": D}
@@ -107,3 +110,29 @@ def test_long_lists_are_gone_through_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(selected, "_AT_ONCE", 100)
     pieces = lowered_tensors(own, {"idx": numbers}, SIZES)
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_derivatives_of_derivatives_read_the_lists(ragged: bool) -> None:
+    text = "attention listed { head_dim 16  tensor idx: i32[B, Hkv, Nq, 2]  mask causal  select 8: idx[b, hkv, i, :] }"
+    op = flashgen.loads(text, backend="cpu")
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((40, 4, 16), (40, 2, 16)) if ragged else ((2, 4, 24, 16), (2, 2, 24, 16))
+    q, k, tangent = (torch.randn(shapes[n], generator=generator) for n in (0, 1, 0))
+    starts = torch.tensor([0, 16, 40], dtype=torch.int32)
+    idx = torch.randint(-1, 3, (2, 2, 24, 2), generator=generator, dtype=torch.int32)
+
+    def results(of: Any, q: Tensor) -> tuple[Tensor, Tensor]:
+        own = k.to(q.dtype)
+
+        def call(x: Tensor) -> Tensor:
+            found: Tensor = of.varlen(x, own, own, starts, starts, idx=idx) if ragged else of(x, own, own, idx=idx)
+            return found
+
+        moved: Tensor = torch.func.jvp(call, (q,), (tangent.to(q.dtype),))[1]
+        x = q.clone().requires_grad_()
+        (first,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        return moved, torch.autograd.grad(first.square().sum(), x)[0]
+
+    for found, exact in zip(results(op, q), results(op.reference, q.double()), strict=True):
+        assert relative_error(found, exact) < 1e-5

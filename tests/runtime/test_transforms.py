@@ -1,4 +1,4 @@
-"""What flashgen does not differentiate or map is refused by name, in whatever way it is asked for."""
+"""Derivatives of every order and mode, in whatever way they are asked for, beside those of the dense formula."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runtime.helpers import CAUSAL, RICH, captured, op, qkv
+from flashgen.runtime.op import AttentionOp
+from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, error, op, qkv, random
 
 # PyTorch warns of its own affairs while it traces.
 pytestmark = [
@@ -19,13 +21,158 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning:torch"),
 ]
-TANGENT = r"'\w+' has no forward-mode derivative .*op\.reference"
-MAPPED = r"'\w+' cannot be mapped by torch\.vmap: make the mapped dimension a part of the batch"
+# Where derivatives go wrong: at what is masked, at kinks, at rows of their own, in what has no lse.
+SPECS = {
+    "causal": CAUSAL,
+    "rich": RICH,
+    "pointwise": SIGMOID,
+    "masked log": "attention logs { head_dim 16  tensor slope: f32[H] grad score s - slope[h] * log(i - j) mask j<i }",
+    "pruned": "attention pruned { head_dim 16  score where(s > 0.1, s * s, -inf)  mask causal }",
+    "kinks": "attention kinks { head_dim 16  score max(abs(s), 0.5) + relu(s - 0.2) + min(s, 0.1) * s }",
+    "sink": "attention sink { head_dim 16  tensor z: f32[H] grad weights softmax(sink = z[h] * z[0]) mask j <= i - 1 }",
+    "shares": "attention shares { head_dim 16  mask causal  weights normalize(softplus(s)) }",
+    "norms": "attention norms { head_dim 16  mask causal  weights normalize2(silu(s)) }",
+    "distance": "attention distance { head_dim 16  param ell: f32 = 1.5 grad score -sqdist / (ell * ell) mask causal }",
+    "layout": "attention blocks { head_dim 16  score softcap(s, 3.0)  layout block 4: (I + J) % 2 == 0 }",
+}  # fmt: skip
 
 
 def dual(x: Tensor) -> Tensor:
-    made: Tensor = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+    made: Tensor = forward_ad.make_dual(x, random(*x.shape, seed=77, dtype=x.dtype))  # type: ignore[no-untyped-call]
     return made
+
+
+def given(name: str, n: int = 9) -> dict[str, Any]:
+    """What a spec of ``SPECS`` captures, floats ready to be differentiated by."""
+    if name == "rich":
+        found = {**captured(n), "ell": torch.tensor(1.5), "bias": torch.tensor(0.25)}
+        return {key: x.detach() if isinstance(x, Tensor) else x for key, x in found.items()}
+    named = {"masked log": {"slope": random(4, seed=5)}, "sink": {"z": random(4, seed=5)}}
+    return named.get(name, {"ell": torch.tensor(1.5)} if name == "distance" else {})
+
+
+def close(found: Any, truth: Any, limit: float = 1e-4) -> None:
+    found, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (found, truth))
+    for x, y in zip(found, truth, strict=True):
+        assert x.isfinite().all()
+        assert error(x, y) < max(limit, 2 * torch.finfo(x.dtype).eps)
+
+
+class Both:
+    """An op and its dense formula in float64, as functions of everything that has a gradient."""
+
+    def __init__(self, name: str, backend: str, n: int = 9, dtype: torch.dtype = torch.float32) -> None:
+        self.op = op(SPECS[name], backend)
+        arguments = given(name, n)
+        spec = self.op.spec
+        self.learned = [*(x.name for x in spec.tensors if x.grad), *(x.name for x in spec.params if x.grad)]
+        self.others = {key: x for key, x in arguments.items() if key not in self.learned}
+        inputs = [x.detach() for x in qkv(n, dtype=dtype)]
+        self.inputs = (*inputs, *(arguments[key] for key in self.learned))
+        self.tangents = tuple(random(*x.shape, seed=50 + k, dtype=x.dtype) for k, x in enumerate(self.inputs))
+        self.has_lse = self.op.spec.weights.form.normalised
+
+    def run(self, call: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *more = inputs
+        named = {**self.others, **dict(zip(self.learned, more, strict=True))}
+        if not self.has_lse:
+            return (call(q, k, v, **named),)
+        o, lse = call(q, k, v, return_lse=True, **named)
+        return o, torch.where(lse == -torch.inf, 0.0, lse)
+
+    def own(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.run(self.op, *inputs)
+
+    def exact(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.run(self.op.reference, *inputs)
+
+
+def number(outputs: tuple[Tensor, ...]) -> Tensor:
+    """One number that depends on all results, and not linearly."""
+    return sum(
+        (x.double().square().sum() + x.double().sin().sum() for x in outputs), torch.zeros((), dtype=torch.float64)
+    )
+
+
+def gradients(f: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = torch.func.grad(lambda *x: number(f(*x)), argnums=tuple(range(len(inputs))))(*inputs)
+    return found
+
+
+Change = Callable[[Callable[..., Any], Both], Any]
+CHANGES: dict[str, Change] = {
+    "jvp": lambda f, both: torch.func.jvp(f, both.inputs, both.tangents),
+    "forward over reverse": lambda f, both: torch.func.jvp(lambda *x: gradients(f, x), both.inputs, both.tangents)[1],
+    "reverse over forward": lambda f, both: gradients(
+        lambda *x: torch.func.jvp(f, x, both.tangents)[1], both.inputs
+    ),
+    "reverse over reverse": lambda f, both: gradients(lambda *x: gradients(f, x), both.inputs),
+    "vjp of jvp by tangents": lambda f, both: gradients(
+        lambda *t: torch.func.jvp(f, both.inputs, t)[1], both.tangents
+    ),
+}  # fmt: skip
+
+
+def eager(change: str, f: Callable[..., Any], both: Both) -> Any:
+    """The same by PyTorch's autograd alone, whose hooks hold at every order: what the dense formula is asked by."""
+    leaves = tuple(x.clone().requires_grad_() for x in both.inputs)
+    moves = tuple(x.clone().requires_grad_() for x in both.tangents)
+    if change == "reverse over reverse":
+        first = torch.autograd.grad(number(f(*leaves)), leaves, create_graph=True)
+        return torch.autograd.grad(number(first), leaves)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, moves, strict=True)]  # type: ignore[no-untyped-call]
+        outputs = f(*duals)
+        if change == "forward over reverse":
+            outputs = torch.autograd.grad(number(outputs), duals)
+        found = [forward_ad.unpack_dual(x) for x in outputs]  # type: ignore[no-untyped-call]
+        tangents = tuple(x.tangent for x in found)
+    if change == "jvp":
+        return tuple(x.primal for x in found), tangents
+    if change == "forward over reverse":
+        return tangents
+    return torch.autograd.grad(number(tangents), leaves if change == "reverse over forward" else moves)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", SPECS)
+def test_derivatives(name: str, change: str) -> None:
+    """By torch.func and by autograd, beside those of the formula."""
+    both = Both(name, "tiled")
+    truth = eager(change, both.exact, both)
+    for found in (CHANGES[change](both.own, both), eager(change, both.own, both)):
+        for x, y in zip(found, truth, strict=True):
+            close(x, y)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_derivatives_beside_kernels(change: str) -> None:
+    """First passes are the kernels', everything else is not."""
+    both = Both("rich", "cpu", 37)
+    found, truth = CHANGES[change](both.own, both), eager(change, both.exact, both)
+    for x, y in zip(found, truth, strict=True):
+        close(x, y)
+
+
+def third_order(f: Callable[..., Any], both: Both) -> Any:
+    return torch.func.jvp(
+        lambda *x: torch.func.jvp(lambda *y: gradients(f, y), x, both.tangents)[1], both.inputs, both.tangents
+    )[1]
+
+
+def test_third_order(backend: str) -> None:
+    both = Both("causal", backend)
+    close(third_order(both.own, both), third_order(both.exact, both))
+    leaves = [x.clone().requires_grad_() for x in both.inputs]
+    found: list[Tensor] = []
+    truth: list[Tensor] = []
+    for f, results in ((both.own, found), (both.exact, truth)):
+        gradient: Any = number(f(*leaves))
+        for _ in range(3):
+            each = torch.autograd.grad(gradient, leaves, create_graph=True)
+            gradient = number(each)
+            results += [x.detach() for x in each]
+    close(found, truth)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -37,42 +184,33 @@ def test_dual_queries_keys_and_values(backend: str, position: int, requires_grad
     with forward_ad.dual_level():
         causal(*inputs)  # no input has a tangent
         inputs[position] = dual(inputs[position])
+        exact = forward_ad.unpack_dual(causal.reference(*inputs)).tangent  # type: ignore[no-untyped-call]
         for call in (
             lambda: causal(*inputs),
-            lambda: causal(*inputs, return_lse=True),
-            lambda: run(*inputs, 0, 0, 0, 0, None, None, None, None, False),
+            lambda: causal(*inputs, return_lse=True)[0],
+            lambda: run(*inputs, 0, 0, 0, 0, None, None, None, None, False)[0],
         ):
-            with pytest.raises(RuntimeError, match=TANGENT):
-                call()
-            with torch.no_grad(), pytest.raises(RuntimeError, match=TANGENT):
-                call()
-        exact = forward_ad.unpack_dual(causal.reference(*inputs))  # type: ignore[no-untyped-call]
-        assert exact.tangent is not None
+            close(forward_ad.unpack_dual(call()).tangent, exact)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                close(forward_ad.unpack_dual(call()).tangent, exact)  # type: ignore[no-untyped-call]
     causal(*(x.detach() for x in qkv(9)))
 
 
 @pytest.mark.parametrize("name", ["slope", "table", "ell", "bias"])
-def test_dual_captured_values(backend: str, name: str) -> None:
+def test_dual_captured_values(name: str) -> None:
     """By every way to a tangent, also of ``bias``, which the spec gives no gradient."""
-    inputs, given = [x.detach() for x in qkv(9)], captured(9)
-    given |= {"ell": torch.tensor(1.5), "bias": torch.tensor(0.25)}
-    value = given[name].detach()
+    inputs, arguments = [x.detach() for x in qkv(9)], given("rich")
+    value = arguments[name]
 
-    def call(x: Tensor) -> Tensor:
-        o: Tensor = op(RICH, backend)(*inputs, **{**given, name: x})
-        return o
+    def run(call: Callable[..., Any], x: Tensor) -> Tensor:
+        return torch.cat([each.flatten() for each in call(*inputs, return_lse=True, **{**arguments, name: x})])
 
-    with forward_ad.dual_level():
-        with pytest.raises(RuntimeError, match=TANGENT):
-            call(dual(value))
-        with torch.no_grad(), pytest.raises(RuntimeError, match=TANGENT):
-            call(dual(value))
-    with pytest.raises(RuntimeError, match=TANGENT):
-        torch.func.jvp(call, (value,), (torch.ones_like(value),))
-    with pytest.raises(RuntimeError, match=TANGENT):
-        torch.func.jacfwd(call)(value)
-    with pytest.raises(RuntimeError, match=MAPPED):
-        torch.vmap(call)(torch.stack([value, value]))
+    rich, tangent = op(RICH, "tiled"), random(*value.shape, seed=3, dtype=value.dtype)
+    truth = torch.func.jvp(lambda x: run(rich.reference, x), (value,), (tangent,))[1]
+    close(torch.func.jvp(lambda x: run(rich, x), (value,), (tangent,))[1], truth)
+    close(torch.func.jacfwd(lambda x: run(rich, x))(value), torch.func.jacfwd(lambda x: run(rich.reference, x))(value))
+    values = torch.stack([value, value / 2])
+    close(torch.vmap(lambda x: run(rich, x))(values), torch.stack([run(rich, x) for x in values]))
 
 
 def test_inference_mode_drops_tangents_of_all_operators(backend: str) -> None:
@@ -86,15 +224,18 @@ def test_inference_mode_drops_tangents_of_all_operators(backend: str) -> None:
 
 
 def test_a_dual_gradient_that_arrives(backend: str) -> None:
-    inputs = qkv(9)
+    inputs, causal = qkv(9), op(CAUSAL, backend)
+    arriving = random(2, 4, 9, 16, seed=3)
     with forward_ad.dual_level():
-        o = op(CAUSAL, backend)(*inputs)
-        with pytest.raises(RuntimeError, match=TANGENT):
-            torch.autograd.grad(o, inputs, dual(torch.ones_like(o)))
+        found = torch.autograd.grad(causal(*inputs), inputs, dual(arriving))
+        truth = torch.autograd.grad(causal.reference(*inputs), inputs, dual(arriving).double())
+        for x, y in zip(found, truth, strict=True):
+            close(forward_ad.unpack_dual(x).tangent, forward_ad.unpack_dual(y).tangent)  # type: ignore[no-untyped-call]
 
 
 def test_duals_that_something_watches(backend: str) -> None:
     inputs = [x.detach() for x in qkv(9)]
+    causal = op(CAUSAL, backend)
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,50 +246,226 @@ def test_duals_that_something_watches(backend: str) -> None:
 
     with forward_ad.dual_level():
         q = dual(inputs[0])
+        truth = forward_ad.unpack_dual(causal.reference(q, *inputs[1:])).tangent  # type: ignore[no-untyped-call]
         watch = Watch()  # type: ignore[no-untyped-call]
-        for watching in (watch, torch.profiler.profile(), torch.autocast("cpu", torch.bfloat16)):
-            with watching, pytest.raises(RuntimeError, match=TANGENT):
-                op(CAUSAL, backend)(q, *inputs[1:])
-        with pytest.raises(RuntimeError, match=TANGENT):
-            op(CAUSAL, backend)(q.as_subclass(Named), *inputs[1:])
+        for watching, limit in (
+            (watch, 1e-4),
+            (torch.profiler.profile(), 1e-4),
+            (torch.autocast("cpu", torch.bfloat16), 2e-2),
+        ):
+            with watching:
+                close(forward_ad.unpack_dual(causal(q, *inputs[1:])).tangent, truth, limit)  # type: ignore[no-untyped-call]
+        close(forward_ad.unpack_dual(causal(q.as_subclass(Named), *inputs[1:])).tangent, truth)  # type: ignore[no-untyped-call]
 
 
-Change = Callable[[Callable[[Tensor], Tensor], Tensor], object]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    both = Both("causal", "tiled", dtype=dtype)
+    for change in ("jvp", "reverse over reverse"):
+        found, truth = (CHANGES[change](f, both) for f in (both.own, both.exact))
+        if change == "jvp":
+            found, truth = found[1], truth[1]
+        assert found[0].dtype is dtype
+        close(found, truth, 3e-2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda f, x: torch.func.jvp(f, (x,), (x,)), TANGENT),
-        (lambda f, x: torch.func.jacfwd(f)(x), TANGENT),
-        (lambda f, x: torch.func.hessian(f)(x), TANGENT),
-        (lambda f, x: torch.func.grad(lambda y: torch.func.jvp(f, (y,), (y,))[1])(x), TANGENT),
-        (lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)), TANGENT),
-        (lambda f, x: torch.vmap(f)(torch.stack([x, x])), MAPPED),
-        (lambda f, x: torch.vmap(torch.func.grad(f))(torch.stack([x, x])), MAPPED),
-        (lambda f, x: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x), "cannot be differentiated again"),
-    ],
-)
-def test_transforms_of_torch_func(backend: str, change: Change, message: str) -> None:
-    q, k, v = (x.detach() for x in qkv(3))
-    with pytest.raises(RuntimeError, match=message):
-        change(lambda x: op(CAUSAL, backend)(x, k, v).square().sum(), q)
+def test_shapes_of_derivatives_need_no_numbers(backend: str) -> None:
+    with FakeTensorMode():
+        inputs = [torch.empty(2, heads, 37, 16, requires_grad=True) for heads in (4, 2, 2)]
+        with forward_ad.dual_level():
+            o = op(CAUSAL, backend)(*map(dual_of_ones, inputs))
+            assert forward_ad.unpack_dual(o).tangent.shape == o.shape  # type: ignore[no-untyped-call]
+        first = torch.autograd.grad(op(CAUSAL, backend)(*inputs).sum(), inputs, create_graph=True)
+        assert [x.shape for x in torch.autograd.grad(first[0].sum(), inputs)] == [x.shape for x in inputs]
+
+
+def dual_of_ones(x: Tensor) -> Tensor:
+    made: Tensor = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+    return made
+
+
+def test_what_has_no_gradient_has_no_second_one() -> None:
+    arguments, rich = given("rich"), op(RICH, "tiled")
+    inputs = [x.detach() for x in qkv(9)]
+
+    def loss(bias: Tensor) -> Any:
+        named = {**arguments, "bias": bias}
+        return torch.func.jvp(lambda x: rich(x, *inputs[1:], **named), (inputs[0],), (inputs[0],))[1].sum()
+
+    with pytest.raises(ValueError, match=r"argument 'bias' requires a gradient, which the spec does not give it"):
+        torch.func.grad(loss)(arguments["bias"])
+
+
+def test_caches_have_no_derivatives(backend: str) -> None:
+    causal, (q, k, v) = op(CAUSAL, backend), (x.detach() for x in qkv(9))
+    with pytest.raises(RuntimeError, match=r"decode has no derivatives, of neither mode"):
+        torch.func.jvp(lambda x: causal.decode(x, k, v, 9), (q[:, :, :2],), (q[:, :, :2],))
+
+
+def test_ragged_batches() -> None:
+    starts = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    rows = [random(12, heads, 16, seed=heads) for heads in (4, 2, 2)]
+    tangents = [random(*x.shape, seed=9) for x in rows]
+    causal = op(CAUSAL, "tiled")
+
+    def run(call: Any, *x: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = call.varlen(*x, starts, starts, return_lse=True)
+        return found
+
+    for change in CHANGES.values():
+        both = Both("causal", "tiled")
+        both.inputs, both.tangents = tuple(rows), tuple(tangents)
+        found, truth = (change(lambda *x, call=call: run(call, *x), both) for call in (causal, causal.reference))
+        for x, y in zip(found, truth, strict=True):
+            close(x, y)
+
+
+def test_a_shard_of_a_larger_problem() -> None:
+    both = Both("rich", "tiled", 37)
+    part = {"q_start": 10, "q_total": 37, "h_start": 0}
+    q = both.inputs[0][:, :, 10:25]
+    both.inputs, both.tangents = (q, *both.inputs[1:]), (both.tangents[0][:, :, 10:25], *both.tangents[1:])
+    whole = both.run
+    both.run = lambda call, *x: whole(lambda *y, **named: call(*y, **named, **part), *x)  # type: ignore[method-assign]
+    for name in ("jvp", "reverse over reverse"):
+        found, truth = (CHANGES[name](f, both) for f in (both.own, both.exact))
+        close(found[1] if name == "jvp" else found, truth[1] if name == "jvp" else truth)
 
 
 def test_compiled_transforms_are_not_silent() -> None:
     torch._dynamo.reset()
-    q, k, v = (x.detach() for x in qkv(3))
+    causal, (q, k, v) = op(CAUSAL, "reference"), (x.detach() for x in qkv(3))
 
     @torch.compile(backend="aot_eager")
     def run(x: Tensor) -> Any:
-        return torch.func.jvp(lambda y: op(CAUSAL, "reference")(y, k, v), (x,), (x,))
+        return torch.func.jvp(lambda y: causal(y, k, v), (x,), (x,))
 
-    with pytest.raises(Exception, match=r"forward-mode|setup_context|forward AD"):
+    with pytest.raises(Exception, match=r"setup_context|forward AD"):
         run(q)
 
 
-def test_second_derivatives(backend: str) -> None:
-    inputs = qkv(9)
-    first = torch.autograd.grad(op(CAUSAL, backend)(*inputs).square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(first[0].sum(), inputs)
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most elements that a tensor has that any operator makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor):
+                self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
+        return found
+
+
+def test_no_matrix_of_all_pairs_is_formed() -> None:
+    n = 2048
+    window = op("attention window { head_dim 8  mask causal and window_left(63) }", "tiled")
+    inputs = [random(1, 1, n, 8, seed=each).requires_grad_() for each in range(3)]
+    seen = Largest()  # type: ignore[no-untyped-call]
+    with seen:
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(window(*map(dual, inputs))).tangent  # type: ignore[no-untyped-call]
+        forward_over = torch.autograd.grad(tangent.square().sum(), inputs)
+        first = torch.autograd.grad(window(*inputs).square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), inputs)
+    assert all(x.isfinite().all() for x in (*forward_over, *second))
+    assert seen.most <= 1 << 18 <= n * n // 16
+
+
+# Maps -----------------------------------------------------------------------------------------------------------------
+
+
+def calls_of(attention: AttentionOp, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch sizes of the calls of an op from now on."""
+    engine, seen = attention._registered.engine, []
+    whole = engine.attend
+
+    def attend(tensors: Any, *others: Any) -> Any:
+        seen.append(tensors[0].shape[0])
+        return whole(tensors, *others)
+
+    monkeypatch.setattr(engine, "attend", attend)
+    return seen
+
+
+def test_samples_become_a_part_of_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, (q, k, v) = op(CAUSAL, backend), (x.detach() for x in qkv(9))
+    samples = torch.stack([q, q / 2, q - 1], 1)
+    truth = torch.stack([causal(samples[:, n], k, v) for n in range(3)])
+    seen = calls_of(causal, monkeypatch)
+    close(torch.vmap(causal, (1, None, None))(samples, k, v), truth)
+    assert seen == [6]
+    o, lse = torch.vmap(lambda x: causal(x, k, v, return_lse=True), 1, (0, 1))(samples)
+    close(o, truth)
+    assert lse.shape == (2, 3, 4, 9)
+    seen.clear()
+    close(torch.vmap(causal, (1, None, None), chunk_size=2)(samples, k, v), truth)
+    assert seen == [4, 2]
+
+
+PER_SAMPLE = """attention per_sample {{ head_dim 16  tensor bias: f32[{shape}] grad  tensor doc: i32[B, Nk]
+    score s + bias[{index}]  mask doc[b, i] == doc[b, j] }}"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "calls"),
+    [("B, H", "b, h", [6]), ("H", "h", [2, 2, 2]), ("B, H", "0, h", [2, 2, 2]), ("B, H", "b * 1 + 0, h", [6])],
+)
+def test_captured_tensors_of_each_sample(
+    shape: str, index: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = op(PER_SAMPLE.format(shape=shape, index=index), "tiled")
+    q, k, v = (x.detach() for x in qkv(9))
+    bias = random(3, *((2, 4) if "B" in shape else (4,)), seed=4)
+    doc = (
+        torch.arange(9, dtype=torch.int32)
+        .expand(3, 2, 9)
+        .div(torch.tensor([2, 3, 4]).view(3, 1, 1), rounding_mode="floor")
+        .int()
+    )
+
+    def loss(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+        return attention(x, k, v, bias=y, doc=ids).square().sum()
+
+    samples = torch.stack([q, q / 2, q - 1])
+    both = torch.func.grad(loss, argnums=(0, 1))
+    each = [both(samples[n], bias[n], doc[n]) for n in range(3)]
+    seen = calls_of(attention, monkeypatch)
+    found = torch.vmap(both)(samples, bias, doc)
+    assert seen == calls
+    for k_, x in enumerate(found):
+        close(x, torch.stack([one[k_] for one in each]))
+    # Of what no sample has for itself, each has a gradient for itself.
+    found = torch.vmap(both, (0, None, None))(samples, bias[0], doc[0])
+    each = [both(samples[n], bias[0], doc[0]) for n in range(3)]
+    for k_, x in enumerate(found):
+        close(x, torch.stack([one[k_] for one in each]))
+
+
+def test_dropout_of_samples_is_that_of_each() -> None:
+    arguments, rich = given("rich"), op(RICH, "tiled")
+    q, k, v = (x.detach() for x in qkv(9))
+    samples = torch.stack([q, q / 2])
+    found = torch.vmap(lambda x: rich(x, k, v, **arguments))(samples)
+    close(found, torch.stack([rich(x, k, v, **arguments) for x in samples]))
+
+
+def test_maps_of_derivatives() -> None:
+    causal, (q, k, v) = op(CAUSAL, "tiled"), (x.detach() for x in qkv(3))
+    q, k, v = q[:1, :2], k[:1, :1], v[:1, :1]
+
+    def number_of(call: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: call(x, k, v).double().square().sum()
+
+    truth = torch.func.hessian(number_of(causal.reference))(q)
+    f = number_of(causal)
+    for found in (
+        torch.func.hessian(f)(q),
+        torch.func.jacrev(torch.func.jacrev(f))(q),
+        torch.func.jacfwd(torch.func.jacfwd(f))(q),
+        torch.func.jacrev(torch.func.jacfwd(f), chunk_size=5)(q),
+    ):
+        close(found, truth)

@@ -1,0 +1,55 @@
+"""Whether the entries of a batch know of one another: whether further entries may be put beside them.
+
+Stage: analyse. In: an ``AttentionSpec``. Out: where its captured tensors run along the batch. ``torch.vmap`` folds what
+it maps into the batch where this allows it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.expr import Expr, Load, index, size, walk
+from flashgen.ir.spec import AttentionSpec
+
+_B, _b = size("B"), index("b")
+
+
+@functools.lru_cache(maxsize=64)
+def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
+    """The axis of each captured tensor that runs along the batch, None for one without; None in place of all where
+    an entry's result depends on its number or on how many there are.
+
+    Dropout, which goes by the number of an entry, is not looked at: a call may drop nothing.
+    """
+    roots = [simplify(each) for each in _roots(spec)]
+    axes: dict[str, int | None] = {}
+    for tensor in spec.tensors:
+        along = [axis for axis, extent in enumerate(tensor.shape) if _B in set(walk(extent))]
+        if len(along) > 1 or any(tensor.shape[axis] != _B for axis in along):
+            return None
+        axes[tensor.name] = along[0] if along else None
+    defaults = [param.default for param in spec.params if param.default is not None]
+    if any(_B in set(walk(root)) for root in (*defaults, *roots)):
+        return None
+    for node in walk(*roots):
+        own = axes[node.tensor] if isinstance(node, Load) else None
+        if own is not None and isinstance(node, Load) and node.indices[own] != _b:
+            return None
+        if _b in _read(node, own):
+            return None
+    return axes
+
+
+def _read(node: Expr, but: int | None) -> Iterator[Expr]:
+    """What a node reads itself, but for one of its children."""
+    return (child for n, child in enumerate(node.children) if n != but)
+
+
+def _roots(spec: AttentionSpec) -> Iterator[Expr]:
+    yield from (spec.scale, spec.score, spec.mask)
+    if spec.layout is not None:
+        yield spec.layout.keep
+    if spec.weights.expression is not None:
+        yield spec.weights.expression

@@ -1,0 +1,73 @@
+"""Derivatives of the second order, of an operator and of the formula alike.
+
+In: a function of the tensors that are differentiated by. Out: tangents of its results in one direction, and the
+gradients of its gradients, taken in another; both the same for the same seed.
+
+    t_o, t_lse                  what o and lse change by, as all inputs change at once
+    ddq, ddk, …, dd_o, dd_lse   gradients of Σ r · (dq, dk, …) by q, k, …, and by the gradients of o and lse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# o and lse (None: there is none) of the tensors by name.
+Function = Callable[[Mapping[str, Tensor]], "tuple[Tensor, Tensor | None]"]
+_TANGENTS, _DIRECTIONS = 7_001, 7_002
+
+
+def second_order(
+    function: Function, learned: Mapping[str, Tensor], d_o: Tensor, d_lse: Tensor | None
+) -> dict[str, Tensor]:
+    """The results above. ``d_lse`` None: no gradient arrives there."""
+    return {**_tangents(function, learned), **_gradients_of_gradients(function, learned, d_o, d_lse)}
+
+
+def _tangents(function: Function, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with forward_ad.dual_level():
+        duals = {
+            name: forward_ad.make_dual(x.detach().contiguous(), _like(x, _TANGENTS + n))  # type: ignore[no-untyped-call]
+            for n, (name, x) in enumerate(learned.items())
+        }
+        results = {"t_o": (found := function(duals))[0], "t_lse": found[1]}
+        tangents = {
+            name: (x, forward_ad.unpack_dual(x).tangent)  # type: ignore[no-untyped-call]
+            for name, x in results.items()
+            if x is not None
+        }
+    return {name: torch.zeros_like(x) if t is None else t for name, (x, t) in tangents.items()}
+
+
+def _gradients_of_gradients(
+    function: Function, learned: Mapping[str, Tensor], d_o: Tensor, d_lse: Tensor | None
+) -> dict[str, Tensor]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
+    o, lse = function(leaves)
+    arriving = {"_o": d_o.to(o.dtype).detach().clone().requires_grad_()}
+    reached = [(o, arriving["_o"])]
+    if lse is not None and d_lse is not None:
+        arriving["_lse"] = d_lse.to(lse.dtype).detach().clone().requires_grad_()
+        reached.append((lse, arriving["_lse"]))
+    by = {**leaves, **arriving}
+    reached = [(x, gradient) for x, gradient in reached if x.requires_grad]
+    terms: list[Tensor] = []
+    if reached:
+        outputs, gradients = zip(*reached, strict=True)
+        first = torch.autograd.grad(
+            outputs, list(leaves.values()), gradients, create_graph=True, materialize_grads=True
+        )
+        terms = [(x * _like(x, _DIRECTIONS + n)).sum().double() for n, x in enumerate(first) if x.requires_grad]
+    if not terms:
+        return {f"dd{name}": torch.zeros_like(x) for name, x in by.items()}
+    second = torch.autograd.grad(sum(terms[1:], terms[0]), list(by.values()), materialize_grads=True)
+    return {f"dd{name}": x for name, x in zip(by, second, strict=True)}
+
+
+def _like(x: Tensor, seed: int) -> Tensor:
+    """Normal numbers, the same on every device and in every type, but for rounding."""
+    numbers = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(device=x.device, dtype=x.dtype)
