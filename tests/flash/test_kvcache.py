@@ -167,7 +167,7 @@ def test_sequences_that_are_shorter_than_their_queries() -> None:
 def test_the_order_of_arguments_is_that_of_flashattention() -> None:
     names = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table"
     names += " softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse"
-    names += " s_aux"  # by name alone: it stands elsewhere in each of FlashAttention's versions
+    names += " s_aux k_descale v_descale"  # by name alone: they stand elsewhere in each of FlashAttention's versions
     assert list(inspect.signature(flash_attn_with_kvcache).parameters) == names.split()
 
 
