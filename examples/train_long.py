@@ -109,7 +109,7 @@ class Spread:
     @classmethod
     def of(cls, op: AttentionOp, settings: Settings, group: dist.ProcessGroup | None) -> Spread:
         """Over the ranks of a group, by default all."""
-        sizes = {"batch": settings.batch, "heads": settings.heads, "kv_heads": settings.heads}
+        sizes: dict[str, Any] = {"batch": settings.batch, "heads": settings.heads, "kv_heads": settings.heads}
         world = dist.get_world_size(group)
         dealt = partition(op, settings.length, world, method=settings.partition, **sizes)
         sharded = context_parallel(op, group, settings.method, dealt) if world > 1 else None

@@ -1,22 +1,34 @@
 """What ranks have to have in common, told before anything else travels, so that a mistake of one is an error on all.
 
-In: what this rank was given, or why that is wrong. Out: what all were given. Raises the same error on every rank.
+In: what this rank was given, or why that is wrong. Out: what all were given. Raises the same error on every rank. A
+call that is right costs one collective of a few numbers; only what is wrong is told in words.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from flashgen.distributed.exchange import Group
+from flashgen.distributed.exchange import Group, answering
+
+
+@dataclass(frozen=True)
+class Told:
+    """What may differ between ranks: the rows of a rank, the seed that it would take, the time that it predicts."""
+
+    length: int
+    seed: int = 0
+    nanoseconds: int = 0
 
 
 @dataclass(frozen=True)
 class Given:
-    """A call as one rank sees it. ``length``, ``wrong`` and ``seed`` may differ; all else is one for all ranks."""
+    """A call as one rank sees it. Everything but ``told`` is one for all ranks."""
 
     op: str
     method: str
@@ -27,8 +39,14 @@ class Given:
     captured: str
     options: str
     mask: str
-    length: int
-    seed: int | None
+    told: Told
+
+    @property
+    def digest(self) -> tuple[int, int]:
+        """Of what is one for all ranks."""
+        text = repr([getattr(self, each.name) for each in fields(self) if each.name != "told"])
+        found = hashlib.sha256(text.encode()).digest()
+        return (int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:16], "little", signed=True))
 
 
 @dataclass(frozen=True)
@@ -39,17 +57,33 @@ class Refused:
     message: str
 
 
-_OWN = frozenset({"length", "seed"})
 _WORDS = {"mask": "what the mask reads", "op": "the op", "options": "options", "captured": "captured values"}
 
 
-def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Given]:
-    """What every rank was given. Raises ``ValueError`` where it differs, and what ``of_this_rank`` raised on any."""
+def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
+    """What every rank told. Raises ``ValueError`` where they differ, and what ``of_this_rank`` raised on any."""
     mine: Given | Refused
     try:
         mine = of_this_rank()
     except (TypeError, ValueError) as error:
         mine = Refused(TypeError if isinstance(error, TypeError) else ValueError, str(error))
+    numbers = [0] * 6
+    if isinstance(mine, Given):
+        numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
+    with answering(group, "what a call was given"):
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        table = own.new_empty(dist.get_world_size(group), len(numbers))
+        dist.all_gather(list(table), own, group=group)
+        rows = table.tolist()
+    if any(row[0] == 0 or row[1:3] != rows[0][1:3] for row in rows):
+        with answering(group, "what a call was given"):
+            _tell(mine, group)
+    return [Told(*row[3:]) for row in rows]
+
+
+def _tell(mine: Given | Refused, group: Group) -> None:
+    """Raises the first of what ranks could not take, else the first difference."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group=group)
     for rank, each in enumerate(said):
@@ -58,10 +92,9 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Given]:
     first = said[0]
     for field in fields(Given):
         for rank, each in enumerate(said):
-            if field.name not in _OWN and getattr(each, field.name) != getattr(first, field.name):
+            if field.name != "told" and getattr(each, field.name) != getattr(first, field.name):
                 what = _WORDS.get(field.name, f"'{field.name}'")
                 raise ValueError(
                     f"ranks differ in {what}: rank 0 has {getattr(first, field.name)}, rank {rank} has "
                     f"{getattr(each, field.name)}; every rank has to pass the same"
                 )
-    return said

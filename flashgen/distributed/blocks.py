@@ -44,12 +44,13 @@ class Mask:
     sizes: Mapping[str, int]
     params: Mapping[str, bool | int | float]
     tensors: Mapping[str, NDArray[np.generic]]
+    b: int | None = None  # where it is that of one sequence of the batch alone
 
     @property
     def key(self) -> str:
         """Equal for equal masks."""
         digest = hashlib.sha256(
-            repr((self.variant.keep, sorted(self.sizes.items()), sorted(self.params.items()))).encode()
+            repr((self.variant.keep, sorted(self.sizes.items()), sorted(self.params.items()), self.b)).encode()
         )
         for name, array in sorted(self.tensors.items()):
             digest.update(f"{name}{array.shape}{array.dtype}".encode())
@@ -57,8 +58,14 @@ class Mask:
         return digest.hexdigest()
 
 
-def mask_of(spec: AttentionSpec, head_dim: HeadDim, sizes: Mapping[str, int], captured: Mapping[str, object]) -> Mask:
-    """The mask of a call. What it reads of tensors on a device is copied to the host."""
+def mask_of(
+    spec: AttentionSpec,
+    head_dim: HeadDim,
+    sizes: Mapping[str, int],
+    captured: Mapping[str, object],
+    b: int | None = None,
+) -> Mask:
+    """The mask of a call, or of sequence ``b`` of it. What it reads of tensors on a device is copied to the host."""
     variant = _variant(spec, head_dim)
     nodes = set(walk(variant.keep))
     reads = read_of_calls(spec, (node.tensor for node in nodes if isinstance(node, Load)))
@@ -81,7 +88,7 @@ def mask_of(spec: AttentionSpec, head_dim: HeadDim, sizes: Mapping[str, int], ca
             value = value.item()
         if isinstance(value, (bool, int, float)):
             params[name] = value
-    return Mask(variant, sizes, params, tensors)
+    return Mask(variant, sizes, params, tensors, b)
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,10 +111,7 @@ def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[n
     """
     if not queries or not keys:
         return np.zeros((len(queries), len(keys)))
-    axes = index_set(mask.variant.keep)
-    batches = range(mask.sizes["B"]) if "b" in axes else range(1)
-    heads = range(mask.sizes["H"]) if {"h", "hkv"} & axes else range(1)
-    pairs = [(b, h) for b in batches for h in heads]
+    pairs = _told_apart(mask)
     if len(pairs) > _MOST_HEADS:
         return np.full((len(queries), len(keys)), 0.5)
     q, k = _Spans(queries), _Spans(keys)
@@ -162,3 +166,36 @@ def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray
         r0, r1 = np.concatenate([r0, np.where(across, middle, r0)]), np.concatenate([np.where(across, middle, r1), r1])
         c0, c1 = np.concatenate([c0, np.where(across, c0, middle)]), np.concatenate([np.where(across, c1, middle), c1])
     return found
+
+
+def kept_of_pairs(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The same of spans of queries [n, 2], each with one of keys [n, 2]."""
+    pairs = _told_apart(mask)
+    some = (q[:, 1] > q[:, 0]) & (k[:, 1] > k[:, 0])
+    if len(pairs) > _MOST_HEADS:
+        return np.where(some, 0.5, 0.0)
+    total = np.zeros(len(q))
+    for b, h in pairs:
+        boxes = Boxes(
+            b=np.full(len(q), b),
+            h=np.full(len(q), h),
+            first_i=q[:, 0],
+            last_i=np.maximum(q[:, 1] - 1, q[:, 0]),
+            first_j=k[:, 0],
+            last_j=np.maximum(k[:, 1] - 1, k[:, 0]),
+            sizes=mask.sizes,
+            params=mask.params,
+        )
+        classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
+        total += np.where(classes == EMPTY, 0.0, np.where(classes == FULL, 1.0, 0.5))
+    return np.where(some, total / max(len(pairs), 1), 0.0)
+
+
+def _told_apart(mask: Mask) -> list[tuple[int, int]]:
+    """The b and h that a mask differs by."""
+    axes = index_set(mask.variant.keep)
+    batches = range(mask.sizes["B"]) if "b" in axes else range(1)
+    if mask.b is not None:
+        batches = range(mask.b, mask.b + 1)
+    heads = range(mask.sizes["H"]) if {"h", "hkv"} & axes else range(1)
+    return [(b, h) for b in batches for h in heads]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,22 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Route:
-    """Which rows go where. ``sent``: those of this rank that each rank needs, int64; ``received``: how many from each.
-
-    Rows that a rank needs of itself take the same way, and cross nothing.
-    """
-
-    sent: tuple[Tensor, ...]
-    received: tuple[int, ...]
-
-    @property
-    def counts(self) -> list[int]:
-        """How many rows go to each rank."""
-        return [len(rows) for rows in self.sent]
 
 
 class Counter:
@@ -65,11 +49,12 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
         return out
     given = rows.contiguous().view(torch.uint8) if rows.numel() else rows.new_empty(0, width, dtype=torch.uint8)
     taken = out.view(torch.uint8) if out.numel() else out.new_empty(0, width, dtype=torch.uint8)
-    dist.all_to_all_single(taken, given, list(received), list(counts), group=group)
+    with answering(group, "rows"):
+        dist.all_to_all_single(taken, given, list(received), list(counts), group=group)
     return out
 
 
-def _of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+def of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients that nobody differentiates again. Raises ``RuntimeError``: they would be taken for constant."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
         raise RuntimeError(
@@ -79,53 +64,93 @@ def _of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
-class _Swap(torch.autograd.Function):
-    """Every row to one rank; its gradient takes the way back."""
+class Flight:
+    """Messages between pairs of ranks that are under way. ``wait`` returns when they have come.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        ctx.counts, ctx.received, ctx.group = counts, received, group
-        return all_to_all(rows, counts, received, group)
+    On a GPU its stream waits, not the host. NCCL moves them on a stream of its own, gloo in threads, while this rank
+    computes.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = _of_first_order(gradients)
-        return all_to_all(gradient, ctx.received, ctx.counts, ctx.group), None, None, None
+    def __init__(self, works: Sequence[Any], peers: Sequence[int], kept: Sequence[Tensor], what: str) -> None:
+        self._works, self._peers, self._kept, self._what = works, peers, kept, what
+
+    def wait(self) -> None:
+        """Raises ``RuntimeError`` with the rank that does not answer."""
+        for n, work in enumerate(self._works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                who = [self._peers[n]] if len(self._works) == len(self._peers) else sorted(set(self._peers))
+                raise no_answer(who, self._what, error) from error
+        self._works, self._kept = (), ()
 
 
-def swap(rows: Tensor, counts: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """``all_to_all`` with a gradient."""
-    found: Tensor = _Swap.apply(rows, counts, received, group)  # type: ignore[no-untyped-call]
+def no_answer(ranks: Sequence[int], what: str, error: Exception) -> RuntimeError:
+    """The error of a call that waits for ranks in vain; none are named where all of them still answer."""
+    text = (str(error).strip() or repr(error)).splitlines()[-1]
+    if not ranks:
+        return RuntimeError(f"not every rank sent {what} in time: did each of them make this call? ({text})")
+    named = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
+    return RuntimeError(f"{named} not answer, asked for {what}: did it end, or make another call? ({text})")
+
+
+@contextmanager
+def answering(group: Group, what: str) -> Iterator[None]:
+    """Turns the failure of a collective that moves ``what`` into an error that names the ranks that have gone."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise no_answer(_gone(group), what, error) from error
+
+
+_PROBE = 0xF6
+_PROBE_TIME = timedelta(seconds=1)
+
+
+def _gone(group: Group) -> list[int]:
+    """The ranks that cannot be reached any more; of NCCL, which ends the process itself, none."""
+    found: list[int] = []
+    if dist.get_backend(group) != "gloo":
+        return found
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            try:
+                work = dist.isend(torch.zeros(1), global_rank(group, rank), group=group, tag=_PROBE)
+                if work is not None:
+                    work.wait(_PROBE_TIME)
+            except RuntimeError:
+                found.append(rank)
     return found
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows by a route. Its gradient goes back, and what several ranks send of one row is added in float32, by rank."""
+def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Group, what: str) -> Flight:
+    """Begin to send each rank its tensor and to receive each rank's, which is written behind ``wait``.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route, group: Group) -> Tensor:
-        ctx.route, ctx.group, ctx.rows = route, group, rows.shape[0]
-        sent = torch.cat([rows.index_select(0, each.to(rows.device)) for each in route.sent])
-        return all_to_all(sent, route.counts, route.received, group)
+    ``what`` travels, for errors. Every rank has to post what others post for it; what is empty is not sent.
+    """
+    ops, peers, kept = [], [], []
+    for function, each in ((dist.isend, sent), (dist.irecv, received)):
+        for peer, x in each:
+            if x.numel() == 0:
+                continue
+            ops.append(dist.P2POp(function, x.view(torch.uint8), global_rank(group, peer), group))
+            peers.append(peer)
+            kept.append(x)
+            if function is dist.isend:
+                for counter in _counters:
+                    counter.sent += x.numel() * x.element_size()
+    try:
+        works = dist.batch_isend_irecv(ops) if ops else []
+    except RuntimeError as error:
+        raise no_answer(sorted(set(peers)), what, error) from error
+    return Flight(works, peers, kept, what)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = _of_first_order(gradients)
-        route: Route = ctx.route
-        back = all_to_all(gradient, route.received, route.counts, ctx.group)
-        found = torch.zeros(ctx.rows, gradient.shape[1], dtype=torch.float32, device=gradient.device)
-        if gradient.dtype is torch.float64:
-            found = found.double()
-        for index, part in zip(route.sent, torch.split(back, route.counts), strict=True):
-            # A rank names a row once, so that nothing depends on the order within a part.
-            found.index_add_(0, index.to(gradient.device), part.to(found.dtype))
-        return found.to(gradient.dtype), None, None
 
-
-def exchange(rows: Tensor, route: Route, group: Group) -> Tensor:
-    """``rows`` [n, C] of this rank → the rows that it needs of all, by rank. Differentiable."""
-    found: Tensor = _Exchange.apply(rows, route, group)  # type: ignore[no-untyped-call]
-    return found
+def global_rank(group: Group, rank: int) -> int:
+    """A rank of a group among all ranks."""
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 class _Sum(torch.autograd.Function):
@@ -138,16 +163,27 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = []
-        for gradient in _of_first_order(gradients):
-            wide = gradient if gradient.dtype is torch.float64 else gradient.float()
-            parts = [torch.empty_like(wide) for _ in range(dist.get_world_size(ctx.group))]
-            dist.all_gather(parts, wide.contiguous(), group=ctx.group)
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            found.append(total.to(gradient.dtype))
-        return None, *found
+        return None, *(_total(each, ctx.group) for each in of_first_order(gradients))
+
+
+def _total(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, each of which adds up a part of it, in the order of ranks."""
+    world = dist.get_world_size(group)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1)
+    part = -(-wide.numel() // world)
+    parts = torch.nn.functional.pad(wide, (0, world * part - wide.numel())).reshape(world, part)
+    taken = torch.empty_like(parts)
+    if part:
+        with answering(group, "gradients of captured values"):
+            dist.all_to_all_single(taken, parts, group=group)
+    own = taken[0]
+    for each in taken[1:]:
+        own = own + each
+    whole = torch.empty_like(parts)
+    if part:
+        with answering(group, "gradients of captured values"):
+            dist.all_gather(list(whole), own.contiguous(), group=group)
+    return whole.reshape(-1)[: wide.numel()].reshape(x.shape).to(x.dtype)
 
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
@@ -166,7 +202,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = _of_first_order(gradients)
+        (gradient,) = gradients
         return gradient.index_select(ctx.dim, ctx.own.to(gradient.device)), None, None, None, None
 
 
@@ -180,7 +216,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = _of_first_order(gradients)
+        (gradient,) = gradients
         return _whole(gradient, ctx.dim, ctx.positions, ctx.group), None, None, None, None
 
 

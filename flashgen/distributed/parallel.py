@@ -1,14 +1,13 @@
 """An op over the ranks of a group, each of which holds a part of the sequence.
 
-In: an op, a group, a partition. Out: a callable that takes this rank's rows and returns this rank's rows. What
-crosses ranks goes by collectives of ``torch.distributed``; kernels are those of one device, told where their rows are.
+In: an op, a group or a mesh, a partition. Out: a callable that takes this rank's rows and returns this rank's rows.
+What crosses ranks goes by ``torch.distributed``; kernels are those of one device, told where their rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,84 +15,111 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashgen.analysis.selection import lowered
-from flashgen.distributed.agreement import Given, agree
-from flashgen.distributed.blocks import mask_of
-from flashgen.distributed.exchange import Group, exchange, summed, swap
-from flashgen.distributed.needs import Needs, needs_of
-from flashgen.distributed.partition import Partition
-from flashgen.ir.expr import Symbol, walk
-from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.runtime.conversion import seed_argument
-from flashgen.runtime.op import AttentionOp
+from flashgen.distributed.agreement import Given, Told, agree
+from flashgen.distributed.arguments import autocast, checked, dense, described, worded
+from flashgen.distributed.blocks import Mask, mask_of
+from flashgen.distributed.choice import LINKS, Choice, Sizes, Travel, by_heads, by_keys, chosen, predicted
+from flashgen.distributed.exchange import summed
+from flashgen.distributed.needs import Held, Needs, length, needs_of
+from flashgen.distributed.partial import Partial, Where
+from flashgen.distributed.partition import Partition, in_order, work_of
+from flashgen.distributed.ragged import attend_pieces, check_starts, pieces_of, refusal
+from flashgen.distributed.ring import Walk
+from flashgen.distributed.rounds import rounds_of
+from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
+from flashgen.distributed.ulysses import Swap, no_heads, shares_of
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
+from flashgen.runtime.call import check_captured
+from flashgen.runtime.op import AttentionOp, _repeatable
 
-METHODS = ("auto", "all_gather", "ulysses")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a call is spread: ``method``, the bytes of q, k, v and o that each rank sends forward, and why."""
-
-    method: str
-    sent: tuple[int, ...]
-    reason: str
+__all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
 
 
 def context_parallel(
     op: AttentionOp,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    method: str = "auto",
+    method: str | Sequence[str] = "auto",
     partition: Partition | None = None,
+    *,
+    check: bool = True,
+    wide: bool = True,
 ) -> ContextParallel:
-    """``op`` over the ranks of ``mesh``: a mesh of one dimension, a process group, or None for all ranks.
+    """``op`` over the ranks of ``mesh``: a process group, a mesh of one dimension or two, or None for all ranks.
 
-    ``method``: ``"all_gather"``: each rank gets the keys and values that the mask keeps for its queries; ``"ulysses"``:
-    heads change places with positions, and each rank computes some heads of the whole sequence; ``"auto"``: what sends
-    less. ``partition`` says which positions each rank holds; None: ranks hold equal or unequal parts one behind the
-    other, as long as their tensors are. Raises ``TypeError`` and ``ValueError`` for what is none of these.
+    ``method``: ``"ring"``: the keys that the mask keeps for a rank come from one rank after another while those before
+    are worked on; ``"all_gather"``: they come from all at once, while the rank works on its own; ``"ulysses"``: heads
+    change places with positions, and each rank computes some heads of the whole sequence; ``"auto"``: what is expected
+    to take least time (``explain`` says why). Of a mesh of two dimensions one method each, ``("ring", "ulysses")``.
+
+    ``partition`` says which positions each rank holds, ranks counted in the order of the mesh; None: ranks hold parts
+    one behind the other, equal or not, as long as their tensors are. ``check`` False: ranks do not ask each other
+    whether they were given the same, which takes a partition and, of dropout, a seed.
+
+    Parts of rows are added up in float32. ``wide``: of tensors of 16 bits they are computed in float32, too, so that
+    each result is rounded once, as on one device; kernels for float32 are slower. False: kernels of the tensors' type
+    compute and round them.
+
+    Raises ``TypeError`` and ``ValueError`` for what is none of these.
     """
     if not isinstance(op, AttentionOp):
         raise TypeError(f"'op' must be an op of flashgen.load or loads, not {type(op).__name__}")
-    if method == "ring":
-        raise NotImplementedError(
-            "method 'ring' does not exist yet: 'all_gather' sends the same rows, all before the first kernel"
-        )
-    if method not in METHODS:
-        raise ValueError(f"unknown method '{method}'; known are {', '.join(map(repr, METHODS))}")
     if partition is not None and not isinstance(partition, Partition):
         raise TypeError(f"'partition' must be a Partition, not {type(partition).__name__}")
-    return ContextParallel(op, _group_of(mesh), method, partition)
+    if not check and (partition is None or method == "auto"):
+        raise ValueError("check=False takes a partition and a method other than 'auto': ranks tell each other nothing")
+    topology = topology_of(mesh, method)
+    if partition is not None and partition.world != topology.world:
+        raise ValueError(f"the partition is for {partition.world} ranks; the group has {topology.world}")
+    return ContextParallel(op, topology, method if isinstance(method, str) else tuple(method), partition, check, wide)
 
 
-def _group_of(mesh: object) -> Group:
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"'mesh' has the dimensions {mesh.mesh_dim_names or mesh.ndim}; choose the one that the sequence is "
-                "spread over: mesh['name']"
-            )
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    raise TypeError(f"'mesh' must be a DeviceMesh or a process group, not {type(mesh).__name__}")
+# q, k and v of a dense call, and its options.
+Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call as all ranks know it. ``tensors`` are the operator's, q, k and v of this rank's rows."""
+
+    held: Held
+    needs: Needs
+    sizes: Sizes
+    tensors: tuple[Any, ...]
+    choice: Choice
+
+    @property
+    def total(self) -> int:
+        """N."""
+        return sum(map(length, self.held))
 
 
 class ContextParallel:
     """An op whose sequence is spread over the ranks of a group. Every rank calls it, with its own rows."""
 
-    def __init__(self, op: AttentionOp, group: Group, method: str, partition: Partition | None) -> None:
-        self.op, self.group, self.method = op, group, method
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        if partition is not None and partition.world != self.world:
-            raise ValueError(f"the partition is for {partition.world} ranks; the group has {self.world}")
-        self._partition = partition
+    def __init__(
+        self,
+        op: AttentionOp,
+        topology: Topology,
+        method: str | tuple[str, ...],
+        partition: Partition | None,
+        check: bool,
+        wide: bool,
+    ) -> None:
+        self.op, self.method = op, method
+        self.rank, self.world = topology.rank, topology.world
+        self._topology, self._partition, self._check = topology, partition, check
+        self._partial = Partial(op, wide=wide)
 
     def __repr__(self) -> str:
-        return f"<{self.op.name} over {self.world} ranks by {self.method}; this is rank {self.rank}>"
+        return f"<{self.op.name} over {self.world} ranks by {self._method_text}; this is rank {self.rank}>"
 
+    @property
+    def _method_text(self) -> str:
+        return self.method if isinstance(self.method, str) else " × ".join(self.method)
+
+    # Ranks talk with each other, which no graph can hold: torch.compile goes around it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         q: Tensor,
@@ -109,232 +135,320 @@ class ContextParallel:
         """The rows of this rank: ``q`` [B, H, n, D], ``k`` [B, Hkv, n, D], ``v`` [B, Hkv, n, Dv] → ``o`` [B, H, n, Dv].
 
         Captured tensors and params are whole, and the same on every rank; their gradients are those of all ranks, on
-        each. ``return_lse`` adds ``lse`` [B, H, n]. With dropout the decisions are those of one device with the same
-        ``seed``; None: rank 0 draws it. Where gradients are wanted, every rank has to go backward.
+        each. ``return_lse`` adds ``lse`` [B, H, n], float32. With dropout the decisions are those of one device with
+        the same ``seed``; None: rank 0 draws it. Where gradients are wanted, every rank has to go backward.
 
-        Raises on every rank what a call of the op raises on any, and ``ValueError`` where ranks were given what does
-        not go together, naming the rank and the argument.
+        Raises on every rank what a call of the op raises on any, ``ValueError`` where ranks were given what does not
+        go together, naming the rank and the argument, and ``RuntimeError`` naming a rank that does not answer within
+        the time of the process group.
         """
         options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
-        call, choice = self._agreed(q, k, v, options, seed, captured)
-        learned = [name for name, x in captured.items() if isinstance(x, Tensor) and x.requires_grad]
-        if learned and torch.is_grad_enabled():
-            captured = {
-                **captured,
-                **dict(zip(learned, summed([captured[n] for n in learned], self.group), strict=True)),
-            }
-        named: dict[str, Any] = {"deterministic": deterministic, **captured}
-        if self.op.spec.dropout is not None or dropout_p is not None:
-            named["dropout_p"] = dropout_p
-        if self.op.spec.dropout is not None:
-            named["seed"] = call.seed
-        run = self._ulysses if choice.method == "ulysses" else self._all_gather
-        o, lse = run(call, q, k, v, named, has_lse=return_lse)
+        q, k, v = autocast(self.op, q, k, v)
+        call = self._prepared(q, k, v, options, seed, captured)
+        repeatable = _repeatable(deterministic)
+        o, lse = self._attend(call, repeatable, return_lse)
         return (o, lse) if return_lse else o
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        deterministic: bool | None = None,
+        **captured: Any,
+    ) -> Any:
+        """The rows of this rank of a ragged batch: ``q`` [n, H, D], ``k`` [n, Hkv, D], ``v`` [n, Hkv, Dv] → ``o``
+        [n, H, Dv]; with ``return_lse`` ``lse`` [H, n], too.
+
+        The rows of all sequences, one behind the other, are what is spread over ranks; ``cu_seqlens``, int32 [B + 1],
+        says where each begins. Sequences mean what they mean to ``op.varlen``, of queries and keys alike.
+
+        Raises what a dense call raises, and ``ValueError`` for sequences that are not the rows of all ranks.
+        """
+        if isinstance(self.method, tuple) and len(self.method) > 1:
+            raise ValueError("ragged batches are spread over one dimension of a mesh: name one method")
+
+        def given() -> Call:
+            options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
+            return dense(self.op, (q, k, v)), {**options, "cu_seqlens": check_starts(cu_seqlens)}
+
+        held, tensors, _ = self._told(given, seed, captured)
+        starts = check_starts(cu_seqlens)
+        total = sum(map(length, held))
+        if starts[-1] != total:
+            raise ValueError(f"'cu_seqlens' ends at {starts[-1]}; the ranks have {total} rows")
+        method = self.method if isinstance(self.method, str) else self.method[0]
+        tensors = self._summed(tensors)
+        if method == "ulysses":
+            o, lse = self._ragged_by_heads(held, tensors, cu_seqlens, _repeatable(deterministic), return_lse)
+        else:
+            why = refusal(self.op.spec)
+            if why:
+                raise ValueError(f"method '{method}': {why}; 'ulysses' can")
+            o, lse = attend_pieces(
+                self._partial, tensors, pieces_of(starts, held, self.rank), len(starts) - 1, self._topology.by_keys,
+                rank=self.rank, at_once=method == "all_gather", repeatable=_repeatable(deterministic),
+            )  # fmt: skip
+        o = o[0].transpose(0, 1)
+        return (o, lse[0]) if return_lse and lse is not None else o
+
+    def _ragged_by_heads(
+        self, held: Held, tensors: Sequence[Any], cu_seqlens: Tensor, repeatable: bool, has_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        op, heads, kv_heads = self.op, tensors[0].shape[1], tensors[1].shape[1]
+        why = no_heads(op.spec, heads, kv_heads, self.world)
+        if why:
+            raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
+        swap = Swap(self._topology.by_heads, held, shares_of(heads, kv_heads, self.world))
+        q, k, v = (x[0].transpose(0, 1) for x in swap.there(*tensors[:3]))
+        signature, own = op._signature, swap.shares[swap.rank]
+        named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
+        if signature.has_dropout:
+            named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
+        starts = cu_seqlens.to(q.device, torch.int32)
+        found: list[Any] = []
+        for (low, high), (first, last) in own.calls:
+            part: Any = op.varlen(
+                q[:, low:high], k[:, first:last], v[:, first:last], starts, starts, h_start=own.heads[0] + low,
+                h_total=heads, deterministic=repeatable, return_lse=has_lse, **named,
+            )  # fmt: skip
+            found.append(part if has_lse else (part, None))
+        o = swap.home(torch.cat([rows for rows, _ in found], 1).transpose(0, 1)[None])
+        return o, swap.home(torch.cat([lse for _, lse in found])[None, :, :, None])[..., 0] if has_lse else None
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, **captured: Any) -> Choice:
         """How such a call is spread, and why. Every rank has to ask."""
-        _, choice = self._agreed(q, k, v, {}, None, captured)
-        return choice
+        return self._prepared(q, k, v, {"return_lse": False, "dropout_p": None}, None, captured).choice
 
-    def _agreed(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, object], seed: object, captured: Mapping[str, Any]
-    ) -> tuple[_Call, Choice]:
-        spec = self.op.spec
+    # What ranks agree on ----------------------------------------------------------------------------------------------
+
+    def _prepared(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
+    ) -> Prepared:
+        held, tensors, said = self._told(lambda: ((q, k, v), options), seed, captured)
+        return self._known(held, said, tensors)
+
+    def _told(
+        self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]
+    ) -> tuple[Held, tuple[Any, ...], list[Told]]:
+        """Who holds what, the operator's tensors, and what ranks told. What ``call`` raises, every rank does."""
+        spec, held = self.op.spec, None if self._partition is None else self._partition.spans
+        drawn: list[tuple[Any, ...]] = []
 
         def given() -> Given:
-            head_dim = _checked(spec, q, k, v, dist.get_backend(self.group))
-            if self._partition is not None and q.shape[2] != self._partition.lengths[self.rank]:
-                wanted = self._partition.lengths[self.rank]
-                raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {wanted} ({self._partition})")
-            bound = self.op._signature.bind(dict(captured))
-            names = self.op._signature.names
-            sizes = {"B": q.shape[0], "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
-            mask = mask_of(spec, head_dim, sizes, captured)
-            flag = torch.is_grad_enabled()
-            drawn = None
-            if spec.dropout is not None:
-                drawn = int(seed_argument(seed, torch.device("cpu")).item())
-            return Given(
-                op=self.op.name,
-                method=self.method,
-                partition=str(self._partition and self._partition.spans),
-                q=_described(q, flag),
-                k=_described(k, flag),
-                v=_described(v, flag),
-                captured=", ".join(f"{name} {_value(value, flag)}" for name, value in zip(names, bound, strict=True)),
-                options=", ".join(f"{name} {_value(value, flag)}" for name, value in options.items()),
-                mask=mask.key,
-                length=q.shape[2],
-                seed=drawn,
-            )
+            (q, k, v), options = call()
+            head_dim = checked(spec, q, k, v, dist.get_backend(self._topology.whole))
+            if held is not None and q.shape[2] != length(held[self.rank]):
+                raise ValueError(
+                    f"'q' has {q.shape[2]} rows; the partition says {length(held[self.rank])} ({self._partition})"
+                )
+            tensors = self._tensors(q, k, v, options, seed, captured)
+            drawn.append(tensors)
+            return self._given(q, k, v, options, captured, tensors, head_dim)
 
-        said = agree(given, self.group)
-        lengths = [each.length for each in said]
-        own = self._partition or _in_order(lengths)
-        head_dim = next(each for each in spec.head_dims if (each.qk, each.v) == (q.shape[3], v.shape[3]))
-        N = own.length
-        sizes = {"B": q.shape[0], "H": q.shape[1], "Hkv": k.shape[1], "Nq": N, "Nk": N}
-        needs = needs_of(mask_of(spec, head_dim, sizes, captured), own)
-        call = _Call(own, needs, said[0].seed)
-        return call, self._choice(call, q, k, v)
+        if self._check:
+            said = agree(given, self._topology.whole)
+        else:
+            if spec.dropout is not None and seed is None:
+                raise ValueError("check=False takes a seed: ranks do not tell each other the one that they draw")
+            given_alone = given()
+            said = [replace(given_alone.told, length=length(own)) for own in held or ()]
+        (tensors,) = drawn
+        if self._check and spec.dropout is not None and tensors[-2] is not None:
+            tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])
+        return held or in_order([each.length for each in said]), tensors, said
 
-    def _choice(self, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Choice:
-        element, lengths = q.element_size(), call.partition.lengths
-        row = q.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * element
-        gather = tuple(call.needs.rows_sent(rank) * row for rank in range(self.world))
-        why = _no_heads(self.op.spec, q.shape[1], k.shape[1], self.world)
-        if why and self.method == "ulysses":
-            raise ValueError(f"method 'ulysses': {why}; 'all_gather' can")
-        swapped: tuple[int, ...] = ()
-        if not why:
-            heads, kv_heads = q.shape[1] // self.world, max(k.shape[1] // self.world, 1)
-            there = q.shape[0] * (heads * q.shape[3] + kv_heads * (k.shape[3] + v.shape[3])) * element
-            back = q.shape[0] * heads * v.shape[3] * element
-            swapped = tuple(n * (self.world - 1) * there + (call.partition.length - n) * back for n in lengths)
-        if self.method == "all_gather" or (self.method == "auto" and why):
-            return Choice("all_gather", gather, "as asked" if self.method == "all_gather" else f"heads stay: {why}")
-        if self.method == "ulysses":
-            return Choice("ulysses", swapped, "as asked")
-        texts = f"{max(gather) / 1e6:.3f} MB of keys and values against {max(swapped) / 1e6:.3f} MB of heads"
-        if max(gather) <= max(swapped):
-            return Choice("all_gather", gather, f"the busiest rank sends {texts}")
-        return Choice("ulysses", swapped, f"the busiest rank sends less by heads: {texts}")
+    def _tensors(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """The operator's tensors. Raises what the op raises."""
+        op = self.op
+        bound = op._signature.bind(dict(captured))
+        found = op._tensors(q, k, v, bound, options["return_lse"], options["dropout_p"], seed)
+        for position, declaration in op._signature.fixed:
+            if torch.is_grad_enabled() and isinstance(found[position], Tensor) and found[position].requires_grad:
+                raise ValueError(
+                    f"argument '{op._signature.names[position - 3]}' requires a gradient, which the spec does not give "
+                    f"it; declare it `{declaration} grad`, or pass it detached"
+                )
+        return tuple(found)
 
-    def _all_gather(
-        self, call: _Call, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any], *, has_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        (batch, kv_heads, _, D), Dv, N = k.shape, v.shape[3], call.partition.length
-        rows = torch.cat([_rows(k), _rows(v)], 1)
-        found = exchange(rows, call.needs.route(call.partition, self.rank), self.group)
-        positions = call.needs.positions(self.rank)
-        first, last = (int(positions.min()), int(positions.max()) + 1) if len(positions) else (0, 0)
-        # Positions between that no query sees stay 0; no kernel keeps a pair of them.
-        held = found.new_zeros(last - first, found.shape[1]).index_copy(0, (positions - first).to(q.device), found)
-        split = kv_heads * batch * D
-        keys = held[:, :split].reshape(-1, batch, kv_heads, D).permute(1, 2, 0, 3)
-        values = held[:, split:].reshape(-1, batch, kv_heads, Dv).permute(1, 2, 0, 3)
-        parts = []
-        before = 0
-        spans = call.partition.spans[self.rank] or ((0, 0),)
-        reads = [span if span[1] > span[0] else (first, first) for span in call.needs.reads[self.rank] or ((0, 0),)]
-        for (start, stop), (x, y) in zip(spans, reads, strict=True):
-            own = q[:, :, before : before + stop - start]
-            seen = keys[:, :, x - first : y - first], values[:, :, x - first : y - first]
-            where = {"q_start": start, "kv_start": x, "q_total": N, "kv_total": N}
-            parts.append(self._run((own, *seen), has_lse, {**where, **named}))
-            before += stop - start
-        o = torch.cat([o for o, _ in parts], 2)
-        return o, torch.cat([lse for _, lse in parts], 2) if has_lse else None
-
-    def _ulysses(
-        self, call: _Call, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any], *, has_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        world, lengths, n = self.world, call.partition.lengths, q.shape[2]
-        batch, heads, group = q.shape[0], q.shape[1] // world, q.shape[1] // k.shape[1]
-        kv_heads = max(k.shape[1] // world, 1)
-        sent = []
-        for rank in range(world):
-            low = rank * heads // group
-            mine = q[:, rank * heads : (rank + 1) * heads], k[:, low : low + kv_heads], v[:, low : low + kv_heads]
-            sent.append(torch.cat([_rows(x) for x in mine], 1))
-        found = swap(torch.cat(sent), [n] * world, lengths, self.group)
-        positions = torch.cat([call.partition.positions(rank) for rank in range(world)]).to(q.device)
-        found = found.index_select(0, torch.argsort(positions))
-        widths = [batch * heads * q.shape[3], batch * kv_heads * k.shape[3], batch * kv_heads * v.shape[3]]
-        parts: tuple[Tensor, ...] = torch.split(found, widths, 1)
-        owned = (heads, kv_heads, kv_heads)
-        shares = (_share(part, batch, own, width) for part, own, width in zip(parts, owned, widths, strict=True))
-        q_share, k_share, v_share = shares
-        where = {"h_start": self.rank * heads, "h_total": heads * world}
-        o, lse = self._run((q_share, k_share, v_share), has_lse, {**where, **named})
-
-        def home(x: Tensor) -> Tensor:
-            rows = _rows(x).index_select(0, positions)
-            back = swap(rows, lengths, [n] * world, self.group)
-            return back.reshape(world, n, batch, heads, x.shape[3]).permute(2, 0, 3, 1, 4).flatten(1, 2)
-
-        return home(o), home(lse[..., None])[..., 0] if lse is not None else None
-
-    def _run(self, tensors: tuple[Tensor, Tensor, Tensor], has_lse: bool, named: Mapping[str, Any]) -> Any:
-        """``o`` and ``lse``, which is None where nobody asked."""
-        found: Any = self.op(*tensors, **{**named, "return_lse": has_lse})
-        return found if has_lse else (found, None)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What all ranks know of a call."""
-
-    partition: Partition
-    needs: Needs
-    seed: int | None
-
-
-def _in_order(lengths: list[int]) -> Partition:
-    ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    spans = tuple(((start, stop),) if stop > start else () for start, stop in pairwise(ends))
-    return Partition(ends[-1], spans, tuple(n / (ends[-1] or 1) for n in lengths))
-
-
-def _checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> HeadDim:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
-        if backend == "nccl" and not x.is_cuda:
-            raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
-    if not q.shape[2] == k.shape[2] == v.shape[2]:
-        raise ValueError(
-            f"q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} rows; a rank holds the same positions of each"
+    def _given(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: Mapping[str, Any],
+        captured: Mapping[str, Any],
+        tensors: Sequence[Any],
+        head_dim: HeadDim,
+    ) -> Given:
+        spec, flag = self.op.spec, torch.is_grad_enabled()
+        signature = self.op._signature
+        starts = options.get("cu_seqlens")
+        batch = q.shape[0] if starts is None else len(starts) - 1
+        rows = {"B": batch, "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
+        values = zip(signature.names, tensors[3 : signature.inputs], strict=True)
+        seed = 0
+        if spec.dropout is not None and tensors[-2] is not None:
+            seed = int(tensors[-2].item())
+        nanoseconds = 0
+        if self.method == "auto":
+            shape = Shape(q.shape[0], q.shape[1], k.shape[1], self.world * q.shape[2], self.world * q.shape[2])
+            nanoseconds = int(1e9 * predicted(spec, head_dim, shape, q.device))
+        return Given(
+            op=self.op.name,
+            method=self._method_text,
+            partition=str(self._partition and self._partition.spans),
+            q=described(q, flag),
+            k=described(k, flag),
+            v=described(v, flag),
+            captured=", ".join(f"{name} {worded(value, flag)}" for name, value in values),
+            options=", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
+            mask=mask_of(spec, head_dim, rows, captured).key,
+            told=Told(q.shape[2], seed, nanoseconds),
         )
-    for each in spec.head_dims:
-        if (each.qk, each.v) == (q.shape[3], v.shape[3]):
-            return each
-    known = " or ".join(map(str, spec.head_dims))
-    raise ValueError(f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}")
+
+    def _known(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Prepared:
+        """Raises what every rank finds wrong alike."""
+        spec, (q, k, v) = self.op.spec, tensors[:3]
+        signature = self.op._signature
+        head_dim, N = HeadDim(q.shape[3], v.shape[3]), sum(map(length, held))
+        sizes = {
+            "B": q.shape[0],
+            "H": q.shape[1],
+            "Hkv": k.shape[1],
+            "Nq": N,
+            "Nk": N,
+            "D": q.shape[3],
+            "Dv": v.shape[3],
+        }
+        for declared, x in zip(spec.tensors, tensors[3:], strict=False):
+            check_captured(declared, x, sizes, q.device)
+        self._partial.engine.checker.check_indices(head_dim, sizes)
+        captured = dict(zip(signature.names, tensors[3:], strict=False))
+        mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
+        of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
+        needs = needs_of(mask, self._topology.of_keys(held))
+        choice = self._choice(held, needs, mask, of_call, max((each.nanoseconds for each in said), default=0))
+        return Prepared(held, needs, of_call, tensors, choice)
+
+    def _choice(self, held: Held, needs: Needs, mask: Mask, sizes: Sizes, nanoseconds: int) -> Choice:
+        spec, topology = self.op.spec, self._topology
+        if isinstance(self.method, tuple) and len(self.method) == 2:
+            return self._choice_of_two(held, needs, sizes)
+        method = self.method if isinstance(self.method, str) else self.method[0]
+        why = no_heads(spec, sizes.heads, sizes.kv_heads, self.world)
+        if why and method == "ulysses":
+            raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
+        known = {name: by_keys(needs, sizes, again=name == "ring") for name in KEYS}
+        if not why:
+            known["ulysses"] = by_heads(held, shares_of(sizes.heads, sizes.kv_heads, self.world), sizes)
+        reason = "as asked"
+        if method == "auto":
+            link = LINKS.get(dist.get_backend(topology.whole), LINKS["gloo"])
+            work = [max(each, 1e-9) for each in _work(mask, held)]
+            seconds = 1e-9 * nanoseconds * max(work) / sum(work)
+            rows = [needs.rows_received(rank) / max(length(own), 1) for rank, own in enumerate(held)]
+            own = [1 - min(1.0, row / (row + 1)) for row in rows]
+            method, reason = chosen(known, seconds, min(own, default=1.0), link, max(rows, default=0.0))
+            if why:
+                reason += f"; heads stay: {why}"
+        return Choice(method, known[method].sent, known[method].sent_backward, reason)
+
+    def _choice_of_two(self, held: Held, needs: Needs, sizes: Sizes) -> Choice:
+        topology = self._topology
+        places = [topology.along(rank) for rank in range(self.world)]
+        count = 1 + max(place for _, place in places)
+        why = no_heads(self.op.spec, sizes.heads, sizes.kv_heads, count)
+        if why:
+            raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can, on a mesh of one dimension")
+        shares = shares_of(sizes.heads, sizes.kv_heads, count)
+        forward, backward = [], []
+        for rank, (line, place) in enumerate(places):
+            swapped = by_heads(topology.of_heads(held, rank), shares, sizes)
+            sent, back = swapped.sent[place], swapped.sent_backward[place]
+            for _, (first, last) in shares[place].calls:
+                own = replace(sizes, kv_heads=last - first)
+                walked: Travel = by_keys(needs, own, again="ring" in self.method)
+                sent, back = sent + walked.sent[line], back + walked.sent_backward[line]
+            forward.append(sent)
+            backward.append(back)
+        return Choice(self._method_text, tuple(forward), tuple(backward), "as asked")
+
+    # What it computes -------------------------------------------------------------------------------------------------
+
+    def _attend(self, call: Prepared, repeatable: bool, has_lse: bool) -> tuple[Tensor, Tensor | None]:
+        tensors = self._summed(call.tensors)
+        method = call.choice.method
+        if method in KEYS:
+            return self._by_keys(call, tensors, (0, call.sizes.heads), repeatable, at_once=method == "all_gather")
+        topology = self._topology
+        held = call.held if method == "ulysses" else topology.of_heads(call.held, self.rank)
+        shares = shares_of(call.sizes.heads, call.sizes.kv_heads, len(held))
+        swap = Swap(topology.by_heads, held, shares)
+        q, k, v = swap.there(*tensors[:3])
+        rest = tensors[3:]
+        own = shares[swap.rank]
+        found = []
+        for heads, kv_heads in own.calls:
+            part = (q[:, slice(*heads)], k[:, slice(*kv_heads)], v[:, slice(*kv_heads)], *rest)
+            at = (own.heads[0] + heads[0], call.sizes.heads)
+            if method == "ulysses":
+                found.append(self._alone(call, part, at, repeatable))
+            else:
+                found.append(self._by_keys(call, part, at, repeatable, at_once="all_gather" in self.method))
+        o = swap.home(torch.cat([o for o, _ in found], 1))
+        sums = [lse for _, lse in found if lse is not None and has_lse]
+        return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
+
+    def _summed(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """The same; gradients of what is captured are those of all ranks."""
+        learned = [n for n, x in enumerate(tensors) if n > 2 and isinstance(x, Tensor) and x.requires_grad]
+        if not (learned and torch.is_grad_enabled()):
+            return tuple(tensors)
+        found = list(tensors)
+        for group in self._topology.sums:
+            for n, x in zip(learned, summed([found[n] for n in learned], group), strict=True):
+                found[n] = x
+        return tuple(found)
+
+    def _by_keys(
+        self, call: Prepared, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool, *, at_once: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some heads of the rows of this rank, and of those that change heads with it."""
+        topology = self._topology
+        held = topology.of_keys(call.held)
+        line = topology.along(self.rank)[0]
+        rounds = rounds_of(call.needs, held, line, at_once=at_once)
+        batch, N = call.sizes.batch, call.total
+        where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
+        return Walk(self._partial, held[line], rounds, topology.by_keys, where, repeatable, keeps=at_once).attend(
+            tuple(tensors)
+        )
+
+    def _alone(
+        self, call: Prepared, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some heads of all rows."""
+        op, N = self.op, call.total
+        signature = op._signature
+        named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
+        if signature.has_dropout:
+            named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
+        attend: Any = op
+        found = attend(
+            *tensors[:3], **named, h_start=heads[0], h_total=heads[1], q_total=N, kv_total=N, deterministic=repeatable,
+            return_lse=signature.has_lse,
+        )  # fmt: skip
+        return found if signature.has_lse else (found, None)
 
 
-def _no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str:
-    """Why heads cannot change places; empty where they can."""
-    if heads % world:
-        return f"{heads} query heads cannot be dealt out to {world} ranks"
-    if kv_heads % world and world % kv_heads:
-        return f"{kv_heads} key/value heads cannot be dealt out to {world} ranks"
-    if kv_heads % world and (word := _of_kv_heads(spec)):
-        return f"'{spec.name}' reads {word}, and {world} ranks share {kv_heads} key/value heads"
-    return ""
-
-
-def _of_kv_heads(spec: AttentionSpec) -> str:
-    """What a spec reads that changes where ranks have copies of key/value heads; empty where that is nothing."""
-    spec = lowered(spec)
-    parts = [spec.scale, spec.score, spec.mask, *(extent for each in spec.tensors for extent in each.shape)]
-    parts += [] if spec.layout is None else [spec.layout.keep]
-    parts += [part for part in (spec.weights.weight, spec.weights.sink, spec.dropout) if part is not None]
-    parts += [param.default for param in spec.params if param.default is not None]
-    names = {node.name for node in walk(*parts) if isinstance(node, Symbol)}
-    return next((word for word in ("hkv", "Hkv") if word in names), "")
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, n, width] → [n, B · H · width]."""
-    return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
-
-
-def _share(rows: Tensor, batch: int, heads: int, width: int) -> Tensor:
-    """[N, B · H · width] → [B, H, N, width]."""
-    return rows.reshape(len(rows), batch, heads, width // (batch * heads)).permute(1, 2, 0, 3).contiguous()
-
-
-def _described(x: Tensor, flag: bool) -> str:
-    sizes = ", ".join("n" if axis == 2 else str(extent) for axis, extent in enumerate(x.shape))
-    return f"[{sizes}] {x.dtype} on {x.device.type}{' with gradient' if flag and x.requires_grad else ''}"
-
-
-def _value(value: object, flag: bool) -> str:
-    if isinstance(value, Tensor) and value.dim():
-        gradient = " with gradient" if flag and value.requires_grad else ""
-        return f"{list(value.shape)} {value.dtype}{gradient}"
-    return str(value.item()) if isinstance(value, Tensor) else repr(value)
+def _work(mask: Mask, held: Held) -> list[float]:
+    return [sum(work_of(mask, mask.sizes["Nk"], own)) for own in held]

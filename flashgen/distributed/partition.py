@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, mask_of
+from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of
 from flashgen.distributed.exchange import Group, gathered, sliced
+from flashgen.distributed.needs import Held, joined, needs_of
 from flashgen.runtime.op import BaseOp
 
 _ENOUGH = 0.05  # imbalance that is not worth more spans
 _MOST_PARTS = 16  # blocks of a rank that are dealt out; each costs a launch
-METHODS = ("balanced", "contiguous", "head_tail")
+_HEAVY = 0.2  # of a rank's work: a block that has more cannot be dealt out well
+_MOST_HALVINGS = 5
+_MOST_BORDERS = 1 << 14  # places that are tried as borders of documents
+METHODS = ("balanced", "contiguous", "head_tail", "documents")
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,14 @@ class Partition:
     """The positions of a sequence, spread over ranks.
 
     ``spans`` are those of each rank, ascending and apart; a rank's rows lie in their order. ``work`` is the share of
-    the kept pairs that each rank computes.
+    the kept pairs that each rank computes, ``sent`` the bytes of keys and values that it sends others forward, where
+    that is known.
     """
 
     length: int
-    spans: tuple[tuple[Span, ...], ...]
+    spans: Held
     work: tuple[float, ...]
+    sent: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ordered = sorted(span for own in self.spans for span in own)
@@ -95,9 +102,10 @@ class Partition:
 
     def __str__(self) -> str:
         count = max(map(len, self.spans))
+        travels = f"; {min(self.sent) / 1e6:.3f} to {max(self.sent) / 1e6:.3f} MB sent a rank" if self.sent else ""
         return (
             f"{self.length} positions on {self.world} ranks, {min(self.lengths)} to {max(self.lengths)} each in at "
-            f"most {count} {'span' if count == 1 else 'spans'}; imbalance {100 * self.imbalance:.1f} %"
+            f"most {count} {'span' if count == 1 else 'spans'}; imbalance {100 * self.imbalance:.1f} %{travels}"
         )
 
 
@@ -110,14 +118,16 @@ def partition(
     batch: int = 1,
     heads: int = 1,
     kv_heads: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
     **captured: object,
 ) -> Partition:
     """Which of ``N`` positions each of ``world`` ranks holds.
 
     ``method``: ``"contiguous"``, equal parts one behind the other; ``"head_tail"``, two parts each, one of the first
     half and its mirror image; ``"balanced"``, as many parts as it takes until no rank computes 5 % more pairs than the
-    mean, of equal lengths where that is possible. ``captured`` is what the mask reads, whole, by name; ``batch``,
-    ``heads`` and ``kv_heads`` are the sizes of the whole call, where it reads these.
+    mean, of equal lengths where that is possible; ``"documents"``, only whole documents, which are what lies between
+    places that no kept pair crosses: nothing travels. ``captured`` is what the mask reads, whole, by name; ``batch``,
+    ``heads`` and ``kv_heads`` are the sizes of the whole call, ``dtype`` is the type of keys and values.
 
     Raises ``ValueError`` for sizes that are none and an unknown method, ``TypeError`` where the mask reads what was
     not given.
@@ -129,16 +139,46 @@ def partition(
     if method not in METHODS:
         raise ValueError(f"unknown method '{method}'; known are {', '.join(map(repr, METHODS))}")
     sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Nq": N, "Nk": N}
-    return dealt(mask_of(op.spec, op.spec.head_dims[0], sizes, captured), N, world, method)
+    mask = mask_of(op.spec, op.spec.head_dims[0], sizes, captured)
+    found = dealt(mask, N, world, method)
+    head_dim = op.spec.head_dims[0]
+    row = batch * kv_heads * (head_dim.qk + head_dim.v) * dtype.itemsize
+    needs = needs_of(mask, found.spans)
+    return replace(found, sent=tuple(needs.rows_sent(rank) * row for rank in range(world)))
 
 
-def dealt(mask: Mask, N: int, world: int, method: str = "balanced") -> Partition:
-    """The same of a mask."""
+def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Partition:
+    """The same of a mask, without the bytes that travel."""
+    if method == "documents":
+        blocks = _documents(mask, length)
+        weights = work_of(mask, length, blocks)
+        return _made(length, blocks, weights, _by_weight(weights, world, len(blocks)), world)
     parts = {"contiguous": 1, "head_tail": 2}.get(method)
     if parts is not None:
-        blocks = _padded(cuts(0, N, parts * world), parts * world)
-        return _made(N, blocks, _work(mask, N, blocks), _in_mirror(world, parts), world)
-    return _balanced(N, world, functools.partial(_work, mask, N))
+        blocks = _padded(cuts(0, length, parts * world), parts * world)
+        return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
+    return _balanced(length, world, functools.partial(work_of, mask, length))
+
+
+def _documents(mask: Mask, length: int) -> list[Span]:
+    """What lies between places that no kept pair crosses, as far as ranges tell.
+
+    Where there are many positions, places are tried where something that the mask reads changes, and some others.
+    """
+    places = set(range(1, length))
+    if length > _MOST_BORDERS:
+        places = {start for start, _ in cuts(0, length, _MOST_BORDERS)} - {0}
+        for array in mask.tensors.values():
+            for axis, extent in enumerate(array.shape):
+                if extent == length:
+                    rows = np.moveaxis(array, axis, 0).reshape(length, -1)
+                    changes = (rows[1:] != rows[:-1]).any(1).nonzero()[0] + 1
+                    places |= set(changes[:_MOST_BORDERS].tolist())
+    tried = np.array(sorted(places), np.int64)
+    before, behind = np.stack([0 * tried, tried], 1), np.stack([tried, 0 * tried + length], 1)
+    crosses = kept_of_pairs(mask, before, behind) + kept_of_pairs(mask, behind, before)
+    ends = [0, *tried[crosses == 0.0].tolist(), length]
+    return list(itertools.pairwise(ends))
 
 
 def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
@@ -160,8 +200,24 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             if best.imbalance <= _ENOUGH:
                 return best
         parts *= 2
-    assert best is not None
-    return best
+    blocks, sums = _without_heavy(finest, weights, sum(weights) / world * _HEAVY, work)
+    other = _made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world)
+    return other if best is None or other.imbalance < best.imbalance else best
+
+
+def _without_heavy(
+    spans: Sequence[Span], weights: Sequence[float], most: float, work: Callable[[Sequence[Span]], list[float]]
+) -> tuple[list[Span], list[float]]:
+    """The same spans, those with more work than ``most`` in parts: a few rows may see every key."""
+    found = list(zip(spans, weights, strict=True))
+    for _ in range(_MOST_HALVINGS):
+        heavy = [span for span, weight in found if weight > most and span[1] - span[0] > 1]
+        if not heavy:
+            break
+        halves = [half for span in heavy for half in cuts(*span, 2)]
+        light = [each for each in found if each[0] not in heavy]
+        found = sorted([*light, *zip(halves, work(halves), strict=True)])
+    return [span for span, _ in found], [weight for _, weight in found]
 
 
 def _padded(spans: Sequence[Span], world: int) -> list[Span]:
@@ -190,6 +246,12 @@ def _by_weight(weights: Sequence[float], world: int, most: int) -> list[int]:
     return owners
 
 
+def in_order(lengths: Sequence[int]) -> Held:
+    """Parts of these lengths, one behind the other."""
+    ends = itertools.accumulate(lengths, initial=0)
+    return tuple(((start, stop),) if stop > start else () for start, stop in itertools.pairwise(ends))
+
+
 def _made(
     length: int, blocks: Sequence[Span], weights: Sequence[float], owners: Sequence[int], world: int
 ) -> Partition:
@@ -198,23 +260,12 @@ def _made(
         load[owner] += weight
     total = sum(load)
     spans = (
-        _joined([block for block, owner in zip(blocks, owners, strict=True) if owner == rank]) for rank in range(world)
+        joined(block for block, owner in zip(blocks, owners, strict=True) if owner == rank) for rank in range(world)
     )
     return Partition(length, tuple(spans), tuple(each / total if total else 0.0 for each in load))
 
 
-def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Neighbours are one; empty ones are none."""
-    found: list[Span] = []
-    for start, stop in sorted(span for span in spans if span[1] > span[0]):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def _work(mask: Mask, length: int, spans: Sequence[Span]) -> list[float]:
+def work_of(mask: Mask, length: int, spans: Sequence[Span]) -> list[float]:
     """Kept pairs of the queries of each span, as far as blocks tell."""
     keys = cuts(0, length, MOST_BLOCKS)
     widths = np.array([stop - start for start, stop in keys], np.float64)

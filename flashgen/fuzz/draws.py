@@ -60,7 +60,8 @@ class CallDraw:
     are the rows of each sequence in a cache, and those of them in front that are not its own; the shape holds the rows
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
-    of 8 bits and their factors. With ``order`` 2 derivatives of the second order are judged, too.
+    of 8 bits and their factors. With ``order`` 2 derivatives of the second order are judged, too. ``parts``: a dense
+    call is made of as many parts of its keys, as ranks of a ring make it; 0: of one.
     """
 
     head_dim: int
@@ -84,6 +85,7 @@ class CallDraw:
     page: int = 0
     new: int = 0
     splits: int = 0
+    parts: int = 0
     spare: int = 0
     eight_bits: bool = False
     order: int = 1
@@ -292,6 +294,8 @@ def _call(
         return drawn.of_sequences(_lengths(chance, shape))
     if shape[4] and chance.random() < 0.35:
         return _of_cache(chance, machine, drawn)
+    if drawn.order == 1 and chance.random() < 0.15:
+        return dataclasses.replace(drawn, parts=chance.choice((2, 3)))
     return drawn
 
 

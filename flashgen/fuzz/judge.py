@@ -24,6 +24,7 @@ from flashgen.fuzz.compiling import compiled
 from flashgen.fuzz.coverage import kinds
 from flashgen.fuzz.draws import CallDraw, Case
 from flashgen.fuzz.inputs import Arguments, Held, arguments, head_dim_of, plain
+from flashgen.fuzz.parts import has_parts, in_parts
 from flashgen.fuzz.rounding import OutOfRange, Rounded
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
@@ -142,10 +143,12 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
 
 def run(op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw) -> Results:
     """o, lse and the gradients of a call."""
-    return _results(spec, _calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call.wants)
+    return _results(
+        spec, _calls(op, spec, values, call.parts), values.inputs, values.learned(spec, call.wants), call.wants
+    )
 
 
-def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments) -> _Function:
+def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, parts: int = 0) -> _Function:
     """The op at these values, which may be leaves."""
 
     def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -154,6 +157,8 @@ def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments) -> _Function
             call = functools.partial(_cached, op, values.held)
         elif values.starts is not None:
             call = functools.partial(_ragged, op, values.starts)
+        elif parts and has_parts(spec):
+            call = functools.partial(in_parts, op, parts)
         if not spec.weights.form.normalised:
             return call(given.q, given.k, given.v, **values.options, **given.named), None
         o, lse = call(given.q, given.k, given.v, return_lse=True, **values.options, **given.named)
@@ -433,7 +438,7 @@ def _bytes(
     op: AttentionOp, spec: AttentionSpec, case: Case, values: Arguments, counted: Sequence[Counted], number: int
 ) -> list[Finding]:
     """Bytes that the emulator counted are those that the plan predicts."""
-    if case.machine.backend != "emulator":
+    if case.machine.backend != "emulator" or case.calls[number].parts:
         return []
     moved = hbm_bytes(op, head_dim_of(spec, case.calls[number]), plain(values.inputs), counted)
     return [

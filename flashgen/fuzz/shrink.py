@@ -88,6 +88,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "spread",
         "dropout_p",
         "deterministic",
+        "parts",
         "threads",
         "converted",
         "order",

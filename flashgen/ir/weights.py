@@ -42,6 +42,7 @@ class Form:
 
     ``word`` is what the language calls it, empty where the weight's expression stands alone. ``term`` is over
     ``WEIGHT``, ``denominator`` over ``TOTAL``, ``share`` over ``PROBABILITY``; all None where rows have no denominator.
+    ``degree``: the power of Z that is the total, so that those of a row's parts add up.
     ``formula`` is P for comments, ``{}`` the weight's expression, and ``with_sink`` the same with a sink; ``gradient``
     is what the backward pass computes. ``needs`` completes "'word' needs …".
     """
@@ -55,6 +56,7 @@ class Form:
     term: Expr | None = None
     denominator: Expr | None = None
     share: Expr | None = None
+    degree: int = 1
     needs: str = ""
 
     @property
@@ -120,6 +122,7 @@ NORMALIZE2 = Form(
     term=apply("mul", WEIGHT, WEIGHT),
     denominator=apply("sqrt", TOTAL),
     share=PROBABILITY,
+    degree=2,
     needs="the weight that it divides by the root of its sum of squares",
 )
 POINTWISE = Form(

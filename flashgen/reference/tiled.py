@@ -70,9 +70,22 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return o, lse
 
 
-def backward(problem: Problem, d_o: Tensor, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """The gradient of each of ``problem.inputs`` that ``needs`` asks for, in ``compute``; else None."""
+# o and lse of rows over more keys than a problem has.
+Whole = tuple[Tensor | None, Tensor | None]
+
+
+def backward(
+    problem: Problem, d_o: Tensor, d_lse: Tensor | None, needs: Sequence[bool], whole: Whole | None = None
+) -> list[Tensor | None]:
+    """The gradient of each of ``problem.inputs`` that ``needs`` asks for, in ``compute``; else None.
+
+    ``whole``: what arrives is of rows that these keys are a part of.
+    """
     inputs = problem.inputs
+    if whole is not None:
+        own, sums = forward(problem)
+        if sums is not None:
+            d_o, d_lse = _of_part(problem, (own, sums), whole, d_o.to(own.dtype), d_lse)
     wanted = [n for n, (x, need) in enumerate(zip(inputs, needs, strict=True)) if need and isinstance(x, Tensor)]
     arriving = [d_o] if d_lse is None else [d_o, d_lse]
     program = program_of(problem.spec, len(inputs)).reverse(wanted, range(len(arriving)))
@@ -120,6 +133,25 @@ def _outputs(problem: Problem, part: _Slice, values: Sequence[Any]) -> tuple[Ten
     own = problem.inputs
     o, lse = _attend(problem, part, [mine if x is None else x for mine, x in zip(own, values, strict=False)])
     return (o,) if lse is None else (o, lse)
+
+
+def _of_part(
+    problem: Problem,
+    own: tuple[Tensor, Tensor],
+    whole: Sequence[Tensor | None],
+    d_o: Tensor,
+    d_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What reaches o and lse of some of a row's keys, of what reaches those of all: o = Σ exp(lse' - lse) o'."""
+    (o, lse), (all_o, all_lse) = (x.detach() for x in own), whole
+    assert all_o is not None
+    assert all_lse is not None
+    factor = torch.where(lse == -torch.inf, 0.0, (lse - all_lse).exp())
+    delta = (d_o * all_o.to(o.dtype)).sum(-1)
+    if d_lse is not None:
+        delta = delta - d_lse
+    share = factor**problem.spec.weights.form.degree
+    return d_o * factor[..., None], factor * (d_o * o).sum(-1) - share * delta
 
 
 @dataclass(frozen=True)

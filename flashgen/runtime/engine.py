@@ -155,10 +155,25 @@ class Engine:
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
+        return self._gradients(d_o, rows, tensors, rest, needs, is_part=False)
+
+    def gradients_of_part(
+        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The same, where o and lse are those of rows over more keys than k and v have.
+
+        Those of captured values stay float32: others are added to them.
+        """
+        return self._gradients(d_o, rows, tensors, rest, needs, is_part=True)
+
+    def _gradients(
+        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], *, is_part: bool
+    ) -> list[Tensor]:
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
-            return self._gradients_without_kernel(call, d_o, rows[0], tensors, needs)
+            whole = (rows[1], rows[2]) if is_part else None
+            return self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
@@ -193,7 +208,7 @@ class Engine:
             found = [x for x, need in zip(found, needs, strict=False) if need]
         for total, like in sums:
             if total is not None:
-                is_alike = total.dtype is like.dtype and total.device == like.device
+                is_alike = is_part or (total.dtype is like.dtype and total.device == like.device)
                 found.append(total if is_alike else total.to(like))
         return found
 
@@ -204,13 +219,14 @@ class Engine:
         d_lse: Tensor | None,
         tensors: Tensors,
         needs: Sequence[bool],
+        whole: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> list[Tensor]:
         inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
         if call.is_empty:
             wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
             return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
         with deterministic_algorithms(call.deterministic), autograd_inside():
-            gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs)
+            gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs, whole)
         return [
             gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
             for gradient, x in zip(gradients, inputs, strict=True)

@@ -73,9 +73,17 @@ class SelectingEngine(Engine):
     def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
         inner, own = self.resolved(tensors, rest)
+        return inner.gradients(d_o, rows, own, rest, self._needs(needs))
+
+    def gradients_of_part(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
+        """The same of some of a row's keys."""
+        inner, own = self.resolved(tensors, rest)
+        return inner.gradients_of_part(d_o, rows, own, rest, self._needs(needs))
+
+    def _needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
+        """What the lowered spec is asked for."""
         wanted = dict(zip((each.name for each in self.spec.tensors), needs[3 : self._end], strict=True))
-        of_tensors = (wanted.get(name, False) for name in self._names)
-        return inner.gradients(d_o, rows, own, rest, (*needs[:3], *of_tensors, *needs[self._end :]))
+        return (*needs[:3], *(wanted.get(name, False) for name in self._names), *needs[self._end :])
 
     @functools.cached_property
     def program(self) -> Program:

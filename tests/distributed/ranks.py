@@ -1,35 +1,84 @@
-"""Runs a function in processes that are ranks of a gloo group, and returns what each returned."""
+"""Runs functions in processes that are ranks of a gloo group, and returns what each returned."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+# Ranks are forked from a process that has imported everything and run nothing: each would take seconds to.
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.distributed.cases"])
 
 
-def run(function: Callable[..., Any], world: int, *arguments: Any, seconds: float = 60) -> list[Any]:
-    """``function(*arguments)`` on each of ``world`` ranks. Raises what a rank raised, with its traceback."""
-    with TemporaryDirectory() as folder:
-        spawn(_rank, (world, folder, seconds, function, arguments), nprocs=world)  # type: ignore[no-untyped-call]
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+class Ranks:
+    """``world`` processes that stay, for one function after another."""
+
+    def __init__(self, world: int, seconds: float = 20) -> None:
+        meet = Path(mkdtemp()) / "meet"
+        pipes = [_CONTEXT.Pipe() for _ in range(world)]
+        self._ends: list[Connection] = [own for own, _ in pipes]
+        self._processes = [
+            _CONTEXT.Process(target=_rank, args=(rank, world, str(meet), seconds, pipe), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process, (_, pipe) in zip(self._processes, pipes, strict=True):
+            process.start()
+            pipe.close()
+        atexit.register(self.end)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``function`` returned on each rank, None where the process ended. Raises what one of them raised."""
+        for end in self._ends:
+            end.send((function, arguments))
+        found = []
+        for end in self._ends:
+            try:
+                found.append(end.recv())
+            except EOFError:
+                found.append((None, ""))
+        errors = [error for _, error in found if error]
+        if errors:
+            self.end()  # those that wait for one that failed have given up the group
+            ranks.cache_clear()
+            raise RuntimeError("\n".join(errors))
+        return [result for result, _ in found]
+
+    def end(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.terminate()
 
 
-def _rank(rank: int, world: int, folder: str, seconds: float, function: Callable[..., Any], arguments: Any) -> None:
+@functools.cache
+def ranks(world: int) -> Ranks:
+    """The processes of a world of this size, which all tests share."""
+    return Ranks(world)
+
+
+def run(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """``function(*arguments)`` on each of ``world`` ranks."""
+    return ranks(world).run(function, *arguments)
+
+
+def _rank(rank: int, world: int, meet: str, seconds: float, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+        "gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
     )
-    try:
-        found = function(*arguments)
-    except Exception as error:
-        traceback.print_exc()
-        raise RuntimeError(f"rank {rank}: {error}") from error
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(*arguments), ""))
+        except Exception:
+            pipe.send((None, f"rank {rank}: {traceback.format_exc()}"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import flashgen
 from tests.distributed.dtensor_cases import Case, Found, all_compared, told
-from tests.distributed.ranks import run
+from tests.distributed.ranks import Ranks
 
 WHOLE, SUM = (Replicate(),), (Partial(),)
 BATCH, HEADS, QUERIES = (Shard(0),), (Shard(1),), (Shard(2),)
@@ -77,8 +77,12 @@ def _everything() -> Ran:
 
 @pytest.fixture(scope="module")
 def ran() -> list[Ran]:
-    """All of it by two ranks, which start once."""
-    return run(_everything, 2, seconds=200)
+    """All of it by two ranks of their own, which start once."""
+    ranks = Ranks(2, seconds=200)
+    try:
+        return ranks.run(_everything)
+    finally:
+        ranks.end()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,8 +13,9 @@ import torch.distributed as dist
 
 import flashgen
 from flashgen.distributed import context_parallel, partition
-from flashgen.distributed.exchange import _of_first_order
-from tests.distributed.ranks import run
+from flashgen.distributed.exchange import of_first_order
+from tests.distributed.cases import mesh_of
+from tests.distributed.ranks import Ranks, run
 
 TEXT = "attention packed { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] }"
 
@@ -24,6 +27,7 @@ def _messages() -> list[str]:
     is_wrong = dist.get_rank() == 1
     x, long = torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 11, 16)
     doc = torch.zeros(1, 20, dtype=torch.int32)
+    starts = torch.tensor([0, 20], dtype=torch.int32)
     dealt = partition(op, 20, 2, doc=doc)
     sharded, held = context_parallel(op, partition=dealt), context_parallel(op)
 
@@ -46,8 +50,18 @@ def _messages() -> list[str]:
         wrong(lambda: sharded(x, x, x, doc=doc, return_lse=True), right),
         wrong(lambda: context_parallel(other)(x, x, x), lambda: held(x, x, x, doc=doc)),
         wrong(lambda: held(x[..., :8], x[..., :8], x, doc=doc), lambda: held(x, x, x, doc=doc)),
-        wrong(*[lambda: context_parallel(op, method="ulysses")(*[torch.zeros(1, 3, 10, 16)] * 3, doc=doc)] * 2),
-        wrong(*[lambda: context_parallel(op, method="ring")] * 2),
+        wrong(*[lambda: context_parallel(op, method="ulysses")(*[torch.zeros(1, 1, 10, 16)] * 3, doc=doc)] * 2),
+        wrong(*[lambda: context_parallel(op, method="zigzag")] * 2),
+        wrong(*[lambda: context_parallel(op, method=("ring", "ulysses"))] * 2),
+        wrong(*[lambda: context_parallel(op, mesh_of((2, 1)), method=("ring", "all_gather"))] * 2),
+        wrong(*[lambda: context_parallel(op, mesh_of((2, 1)))] * 2),
+        wrong(*[lambda: context_parallel(op, method="ring", check=False)] * 2),
+        wrong(lambda: sharded(x, x.to("meta"), x, doc=doc), right),
+        wrong(lambda: sharded(x, x, x, doc=doc, window=3), right),
+        wrong(
+            lambda: sharded.varlen(x, x, x, starts, doc=doc),
+            lambda: sharded.varlen(*[x[0].transpose(0, 1)] * 3, starts, doc=doc),
+        ),
         wrong(*[lambda: context_parallel(op, cast("Any", "cp"))] * 2),
         wrong(*[lambda: context_parallel(op, partition=partition(op, 20, 3, doc=doc))] * 2),
         wrong(right, right),
@@ -59,21 +73,76 @@ def test_every_rank_says_what_one_did_wrong() -> None:
     assert first == second
     expected = [
         "ValueError: rank 1: 'q' has 11 rows; the partition says 10",
-        "TypeError: rank 1: the mask of 'packed' reads the tensor 'doc': it was not given",
+        "TypeError: rank 1: missing argument 'doc': the spec declares tensor doc: i32[B, Nq]",
         "ValueError: ranks differ in what the mask reads",
         "ValueError: rank 1: q, k and v have 10, 11 and 10 rows",
         "ValueError: ranks differ in 'q': rank 0 has [1, 2, n, 16] torch.float32",
         "ValueError: ranks differ in options: rank 0 has return_lse False",
         "ValueError: ranks differ in the op",
         "ValueError: rank 1: head dimension 8 of q and 16 of v; 'packed' is compiled for 16",
-        "ValueError: method 'ulysses': 3 query heads cannot be dealt out to 2 ranks; 'all_gather' can",
-        "NotImplementedError: method 'ring' does not exist yet",
+        "ValueError: method 'ulysses': 1 query heads cannot be dealt out to 2 ranks; 'ring' and 'all_gather' can",
+        "ValueError: unknown method 'zigzag'; known are 'auto', 'all_gather', 'ring', 'ulysses'",
+        "ValueError: 'method' names 2 methods, one for each dimension of a DeviceMesh; 'mesh' is NoneType",
+        "ValueError: 'method' is ('ring', 'all_gather'); of two dimensions one is 'ulysses'",
+        "ValueError: 'mesh' has the dimensions ('outer', 'inner'); choose the one that the sequence is spread over",
+        "ValueError: check=False takes a partition and a method other than 'auto'",
+        "ValueError: rank 1: 'k' is on meta, but 'q' is on cpu",
+        "TypeError: rank 1: unknown argument 'window'",
+        "ValueError: rank 1: 'q' has shape [1, 2, 10, 16]; [n, H, D] is expected",
         "TypeError: 'mesh' must be a DeviceMesh or a process group, not str",
         "ValueError: the partition is for 3 ranks; the group has 2",
         "nothing",
     ]
     for said, wanted in zip(first, expected, strict=True):
         assert said.startswith(wanted), said
+
+
+def _leave() -> str:
+    """Rank 1 ends before a call; the others say so."""
+    if dist.get_rank() == 1:
+        os._exit(1)
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    x = torch.zeros(1, 2, 10, 16)
+    try:
+        context_parallel(op, method="ring")(x, x, x)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def _leave_on_the_way() -> str:
+    """The same in the middle of one: forward is done, and rank 1 does not go backward."""
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    x = torch.zeros(1, 2, 10, 16, requires_grad=True)
+    o = context_parallel(op, method="ring")(x, x, x)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        o.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("leave", [_leave, _leave_on_the_way])
+def test_a_rank_that_ends_is_named(leave: Callable[[], str]) -> None:
+    started = time.monotonic()
+    some = Ranks(2, seconds=30)
+    said, _ = some.run(leave)
+    some.end()
+    assert said.startswith("rank 1 does not answer, asked for"), said
+    assert time.monotonic() - started < 60
+
+
+def _alone() -> float:
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    x = torch.randn(1, 2, 10, 16, requires_grad=True)
+    found = context_parallel(op, method="ring")(x, x, x)
+    return float((found - op(x, x, x)).abs().max().detach())
+
+
+def test_a_mesh_of_one() -> None:
+    assert run(_alone, 1)[0] < 1e-6
 
 
 def _whole_and_back() -> list[float]:
@@ -93,8 +162,8 @@ def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
 def test_gradients_of_gradients_are_refused_by_name() -> None:
     """What a backward pass sends is no node of a graph: second derivatives would lack it without a word."""
     x = torch.ones(2, requires_grad=True)
-    assert _of_first_order((x.detach(),))[0].shape == (2,)
+    assert of_first_order((x.detach(),))[0].shape == (2,)
     with pytest.raises(RuntimeError, match=r"context_parallel\) cannot be differentiated again"):
-        _of_first_order((2 * x,))
+        of_first_order((2 * x,))
     with torch.no_grad():
-        _of_first_order((x,))
+        of_first_order((x,))

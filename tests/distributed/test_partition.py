@@ -59,3 +59,47 @@ def test_what_is_no_partition_is_named() -> None:
         partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 7, 16), rank=0)
     with pytest.raises(RuntimeError, match="not initialised"):
         partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 20, 16))
+
+
+def test_whole_documents_send_nothing() -> None:
+    op = flashgen.load("packed_documents", backend="reference")
+    ends = torch.tensor([100, 3000, 3100, 5000, 8000, 8192])
+    doc = torch.bucketize(torch.arange(8192), ends, right=True).to(torch.int32)[None]
+    given: dict[str, Any] = {op.spec.tensors[0].name: doc}
+    found = partition(op, 8192, 3, method="documents", **given)
+    borders = {0, *ends.tolist()}
+    assert all(place in borders for own in found.spans for span in own for place in span)
+    assert found.sent == (0, 0, 0)
+    chunks = flashgen.loads("attention chunks { head_dim 16 mask i // 30 == j // 30 }", backend="reference")
+    assert all(start % 30 == 0 for own in partition(chunks, 200, 3, method="documents").spans for start, _ in own)
+    assert partition(flashgen.load("causal", backend="reference"), 100, 3, method="documents").spans.count(()) == 2
+
+
+@pytest.mark.parametrize("method", ["contiguous", "balanced"])
+@pytest.mark.parametrize("text", ["window(200)", "causal and i - j < 300", "doc[i] == doc[j] and causal", "causal"])
+def test_little_is_sent_that_no_mask_keeps(text: str, method: str) -> None:
+    """At most 1.1 times the rows that a kept pair needs."""
+    N, world = 4096, 4
+    op = flashgen.loads(f"attention a {{ head_dim 16 tensor doc: i32[Nq] mask {text} }}", backend="reference")
+    doc = torch.bucketize(torch.arange(N), torch.tensor([100, 900, 2000, 3500]), right=True).int()
+    found = partition(op, N, world, method=method, doc=doc, dtype=torch.float16)
+    i, j = torch.arange(N)[:, None], torch.arange(N)
+    keep = {
+        "window(200)": (i - j).abs() <= 200,
+        "causal and i - j < 300": (j <= i) & (i - j < 300),
+        "doc[i] == doc[j] and causal": (doc[:, None] == doc) & (j <= i),
+        "causal": j <= i,
+    }[text]
+    owner = torch.empty(N, dtype=torch.int64)
+    for rank in range(world):
+        owner[found.positions(rank)] = rank
+    needed = sum(int((keep[found.positions(rank)].any(0) & (owner != rank)).sum()) for rank in range(world))
+    row = (16 + 16) * 2
+    assert needed * row <= sum(found.sent) <= 1.1 * needed * row
+    assert f"{max(found.sent) / 1e6:.3f} MB" in str(found)
+
+
+def test_imbalance_on_many_ranks() -> None:
+    for name, length in (("causal", 16384), ("sparse_butterfly", 16384)):
+        found = partition(flashgen.load(name, backend="reference"), length, 16)
+        assert found.imbalance < 0.05, (name, str(found))

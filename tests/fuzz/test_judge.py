@@ -157,3 +157,12 @@ def test_what_takes_too_long_is_a_finding(tmp_path: Path) -> None:
 def test_the_process_of_a_case_is_fresh(tmp_path: Path) -> None:
     with Workers(1, 100.0, tmp_path) as workers:
         assert workers.judge(Case(PLAIN, (CALL,), TILED)).results == 5
+
+
+def test_calls_in_parts_of_their_keys(tmp_path: Path) -> None:
+    """Merged, with gradients; shrinking leaves a call of one part where that fails, too."""
+    text = "attention near { head_dim 16 tensor t: f32[H] grad score s * t[h] mask window(9) dropout 0.2 }"
+    call = CallDraw(head_dim=0, dtype="bf16", shape=(1, 2, 1, 30, 41), starts=(0, 0, 5, 0), parts=3, dropout_seed=4)
+    verdict = judge(Case(text, (call,), Machine("tiled")), tmp_path)
+    assert not verdict.findings, verdict
+    assert verdict.results == 6

@@ -1,0 +1,92 @@
+"""What one rank is given: q, k and v checked, in the form of a dense call, and described so that ranks can compare.
+
+In: the arguments of a call. Out: tensors, words. Raises ``TypeError`` and ``ValueError`` that name the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.runtime.op import AttentionOp
+
+
+def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the type of an autocast region, as the op takes them there."""
+    first: object = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    wanted = torch.get_autocast_dtype(first.device.type)
+    dtypes = op._registered.engine.checker.dtypes
+    to = next((dtype for dtype in (wanted, torch.float32) if dtype in dtypes), None)
+    return tuple(
+        x.to(to) if to is not None and x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors
+    )
+
+
+def checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> HeadDim:
+    """The head dimension of a dense call on a group of this backend. Raises ``TypeError`` and ``ValueError``."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_one(name, x, q, backend)
+    _check_together(q, k, v)
+    for each in spec.head_dims:
+        if (each.qk, each.v) == (q.shape[3], v.shape[3]):
+            return each
+    known = " or ".join(map(str, spec.head_dims))
+    raise ValueError(f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}")
+
+
+def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
+    if backend == "nccl" and not x.is_cuda:
+        raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
+    if backend == "gloo" and not x.is_cpu and x.device == q.device:
+        raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
+    if x.device != q.device:
+        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    if x.dtype is not q.dtype:
+        raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
+
+
+def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q, k and v have the shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+    if not q.shape[2] == k.shape[2] == v.shape[2]:
+        raise ValueError(
+            f"q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} rows; a rank holds the same positions of each"
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ValueError(f"{shapes}; B is one for all, Hkv for k and v")
+    if q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(f"{shapes}; H must be a multiple of Hkv")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}; q and k share their head dimension")
+
+
+def described(x: Tensor, flag: bool) -> str:
+    """A tensor but for its rows; ``flag``: gradients are taken."""
+    sizes = ", ".join("n" if axis == 2 else str(extent) for axis, extent in enumerate(x.shape))
+    return f"[{sizes}] {x.dtype} on {x.device.type}{' with gradient' if flag and x.requires_grad else ''}"
+
+
+def worded(value: object, flag: bool) -> str:
+    """A number, or of a tensor its shape and type."""
+    if isinstance(value, Tensor) and value.dim():
+        gradient = " with gradient" if flag and value.requires_grad else ""
+        return f"{list(value.shape)} {value.dtype}{gradient}"
+    return str(value.item()) if isinstance(value, Tensor) else repr(value)
+
+
+def dense(op: AttentionOp, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """[n, H, D] of a ragged batch as a dense call has them, [1, H, n, D]."""
+    for name, x in zip("qkv", rows, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        if x.dim() != 3:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; [n, H, D] is expected, n rows of this rank")
+    return autocast(op, *(x.transpose(0, 1)[None] for x in rows))

@@ -1,0 +1,143 @@
+"""How a call is spread: what each method sends, how long it is expected to take, and which is chosen.
+
+In: what all ranks know of a call. Out: a ``Choice``, the same on every rank. Time is that of the cost model for one
+device, in shares of the partition, and of links at a rate that stands here; it ranks methods and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flashgen.analysis.variant import analyse
+from flashgen.choice import planned_at
+from flashgen.diagnostics import SpecError
+from flashgen.distributed.needs import Held, Needs, length
+from flashgen.distributed.ulysses import Share
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.pipeline import device_named
+
+# Bytes a second that a rank sends, where nobody has measured: NVLink of an H100 in one direction, and a local network.
+LINKS: Mapping[str, float] = {"nccl": 450e9, "gloo": 1e9}
+_TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of what it found
+_ELEMENT_BYTES = 4  # of gradients that travel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a call is spread: ``method``, the bytes that each rank sends forward and backward, and why.
+
+    Of q, k, v, o and their gradients; lse and its gradient, and those of captured values, are not counted.
+    """
+
+    method: str
+    sent: tuple[int, ...]
+    sent_backward: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: the busiest rank sends {max(self.sent) / 1e6:.3f} MB forward and "
+            f"{max(self.sent_backward) / 1e6:.3f} MB backward; {self.reason}"
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a call: B, H and Hkv of the whole, D and Dv, bytes of an element."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: HeadDim
+    element: int
+
+    @property
+    def key_row(self) -> int:
+        """Bytes of one row of k and v."""
+        return self.batch * self.kv_heads * (self.head_dim.qk + self.head_dim.v) * self.element
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Bytes that each rank sends forward and backward, and gets forward."""
+
+    sent: tuple[int, ...]
+    sent_backward: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+def by_keys(needs: Needs, sizes: Sizes, *, again: bool) -> Travel:
+    """Of keys and values that go to who needs them; ``again``: in both passes."""
+    world = len(needs.keys)
+    row, back = sizes.key_row, sizes.key_row // sizes.element * max(sizes.element, _ELEMENT_BYTES)
+    sent = tuple(needs.rows_sent(rank) * row for rank in range(world))
+    received = tuple(needs.rows_received(rank) * row for rank in range(world))
+    home = [needs.rows_received(rank) * back for rank in range(world)]
+    return Travel(sent, tuple(x + (y if again else 0) for x, y in zip(home, sent, strict=True)), received)
+
+
+def by_heads(held: Held, shares: tuple[Share, ...], sizes: Sizes) -> Travel:
+    """Of heads that change places with positions."""
+    lengths = [length(own) for own in held]
+    unit = sizes.batch * sizes.element
+    there = [
+        (q * sizes.head_dim.qk + k * sizes.head_dim.qk + v * sizes.head_dim.v) * unit
+        for q, k, v in (share.counts for share in shares)
+    ]
+    home = [share.counts[0] * sizes.head_dim.v * unit for share in shares]
+
+    def both(outward: list[int], inward: list[int]) -> tuple[int, ...]:
+        """Rows of this rank to each head's rank, and rows of others back from this rank's heads."""
+        return tuple(
+            n * (sum(outward) - outward[rank]) + (sum(lengths) - n) * inward[rank] for rank, n in enumerate(lengths)
+        )
+
+    sent = both(there, home)
+    received = tuple((sum(lengths) - n) * there[rank] + n * (sum(home) - home[rank]) for rank, n in enumerate(lengths))
+    return Travel(sent, both(home, there), received)
+
+
+def chosen(known: Mapping[str, Travel], seconds: float, own: float, link: float, held_rows: float) -> tuple[str, str]:
+    """The method of least predicted time, and why.
+
+    ``seconds``: of the busiest rank's work, ``own`` the share of it that needs no other rank's keys; ``held_rows``: how
+    many times its own keys a rank holds that gets all at once.
+    """
+    turns = {"ring": _TURN * max(len(next(iter(known.values())).sent) - 1, 0), "all_gather": _TURN, "ulysses": _TURN}
+    hidden = {"ring": seconds, "all_gather": seconds * own, "ulysses": 0.0}
+    times = {
+        name: seconds + turns[name] + max(0.0, max(travel.received) / link - hidden[name])
+        for name, travel in known.items()
+    }
+    best = min(times, key=lambda name: (times[name], name))
+    if best == "all_gather" and held_rows > _MOST_HELD and "ring" in times:
+        best = "ring"
+        why = f"to get all keys at once would hold {held_rows:.1f} times the own ones"
+    else:
+        why = "least predicted time"
+    said = ", ".join(f"{name} {1e6 * each:.0f} µs" for name, each in sorted(times.items(), key=lambda x: x[1]))
+    return best, f"{why} ({said}; {1e6 * seconds:.0f} µs of work, {link / 1e9:g} GB/s a link)"
+
+
+_MOST_HELD = 4.0
+
+
+@functools.lru_cache(maxsize=256)
+def predicted(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> float:
+    """Seconds of the forward pass of the whole on one device, by the cost model; 0 where it knows nothing."""
+    try:
+        variant = analyse(spec, head_dim)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "local"
+        at = device_named(_KNOWN.get(name, name))
+        passes = at.cost(variant, planned_at(variant, at, shape), shape)
+        return next((each.time.seconds for each in passes if each.name == "forward"), 0.0)
+    except (SpecError, ValueError, KeyError):
+        return 0.0
+
+
+_KNOWN = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}

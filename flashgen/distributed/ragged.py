@@ -1,0 +1,120 @@
+"""Ragged batches over ranks: the rows of all sequences, one behind the other, are what is spread.
+
+In: where sequences begin, who holds which rows. Out: ``Piece``s: of each, what ranks hold of it in its own positions,
+and where a rank's rows of it lie; o and lse of these. A sequence that one rank holds crosses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.distributed.blocks import mask_of
+from flashgen.distributed.exchange import Group
+from flashgen.distributed.needs import Held, needs_of
+from flashgen.distributed.partial import Partial, Where, widened
+from flashgen.distributed.ring import Walk
+from flashgen.distributed.rounds import rounds_of
+from flashgen.ir.expr import Symbol, SymbolKind, walk
+from flashgen.ir.spec import AttentionSpec, HeadDim
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence: its number, its length, what each rank holds of it, where this rank's rows of it are."""
+
+    number: int
+    length: int
+    held: Held
+    rows: tuple[slice, ...]
+
+
+def pieces_of(starts: Sequence[int], held: Held, rank: int) -> Iterator[Piece]:
+    """The sequences, in order; those without rows are left out."""
+    for number, (first, end) in enumerate(pairwise(starts)):
+        if end > first:
+            inside = tuple(
+                tuple((max(x, first) - first, min(y, end) - first) for x, y in own if x < end and y > first)
+                for own in held
+            )
+            yield Piece(number, end - first, inside, tuple(_rows(first, end, held, rank)))
+
+
+def _rows(first: int, end: int, held: Held, rank: int) -> Iterator[slice]:
+    before = 0
+    for x, y in held[rank]:
+        if x < end and y > first:
+            yield slice(before + max(x, first) - x, before + min(y, end) - x)
+        before += y - x
+
+
+def captured_of(spec: AttentionSpec, tensors: Sequence[Any], length: int) -> list[Any]:
+    """What is captured, as a sequence of this length sees it: dimensions of the longest end where it does."""
+    found = list(tensors)
+    for n, declared in enumerate(spec.tensors):
+        x: Tensor = found[n]
+        for axis, extent in enumerate(declared.shape):
+            if isinstance(extent, Symbol) and extent.kind is SymbolKind.SIZE and extent.name in ("Nq", "Nk"):
+                x = x.narrow(axis, 0, length)
+        found[n] = x
+    return found
+
+
+def refusal(spec: AttentionSpec) -> str:
+    """Why sequences cannot be computed one by one; empty where they can."""
+    for declared in spec.tensors:
+        for extent in declared.shape:
+            if not isinstance(extent, Symbol) and any(
+                isinstance(node, Symbol) and node.name in ("Nq", "Nk") for node in walk(extent)
+            ):
+                return f"a dimension of tensor '{declared.name}' is computed from the lengths of a sequence"
+    return ""
+
+
+def check_starts(cu_seqlens: Any) -> list[int]:
+    """The beginnings, and the end, of sequences. Raises ``TypeError`` and ``ValueError``."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"'cu_seqlens' must be an int32 tensor [B + 1], not {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"'cu_seqlens' is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; int32 [B + 1] is expected")
+    starts: list[int] = cu_seqlens.tolist()
+    if starts[0] != 0 or any(end < first for first, end in pairwise(starts)):
+        raise ValueError(f"'cu_seqlens' is {starts}; it begins with 0 and never falls")
+    return starts
+
+
+def attend_pieces(
+    partial: Partial, tensors: Sequence[Any], pieces: Iterable[Piece], batch: int, group: Group, *,
+    rank: int, at_once: bool, repeatable: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """o [1, H, n, Dv] and lse [1, H, n] of a rank's rows, sequence by sequence; ``tensors`` are the operator's.
+
+    q, k and v are [1, heads, n, width].
+    """
+    q, k, v = tensors[:3]
+    spec, signature = partial.op.spec, partial.op._signature
+    head_dim, heads = HeadDim(q.shape[3], v.shape[3]), q.shape[1]
+    found: list[tuple[Tensor, Tensor | None]] = []
+    for each in pieces:
+        if not each.held[rank]:
+            continue
+        N = each.length
+        rest = captured_of(spec, tensors[3:], N)
+        sizes = {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
+        captured = {name: x for name, x in zip(signature.names, rest, strict=False) if x is not None}
+        needs = needs_of(mask_of(spec, head_dim, sizes, captured, each.number), each.held)
+        rounds = rounds_of(needs, each.held, rank, at_once=at_once)
+        where = Where(0, 0, each.number, 0, N, N, batch, heads)
+        own = (torch.cat([x[:, :, rows] for rows in each.rows], 2) for x in (q, k, v))
+        walk = Walk(partial, each.held[rank], rounds, group, where, repeatable, keeps=at_once)
+        found.append(walk.attend((*own, *rest)))
+    if not found:
+        o = q.new_zeros((*q.shape[:3], v.shape[3])) + 0 * (q.sum() + k.sum() + v.sum())
+        return o, q.new_zeros(q.shape[:3], dtype=widened(q.dtype)) if signature.has_lse else None
+    sums = [lse for _, lse in found if lse is not None]
+    return torch.cat([o for o, _ in found], 2), torch.cat(sums, 2) if sums else None

@@ -1,0 +1,115 @@
+"""Which ranks share a sequence, and along which groups what travels.
+
+In: a mesh of one or two dimensions, a process group, or None, and the methods of its dimensions. Out: a ``Topology``.
+Ranks are counted over the whole mesh, its last dimension first, as ``Partition`` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashgen.distributed.exchange import Group
+from flashgen.distributed.needs import Held, joined
+
+KEYS = ("all_gather", "ring")
+METHODS = ("auto", *KEYS, "ulysses")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``whole`` are all ranks. Along ``by_keys`` keys travel, along ``by_heads`` heads change places.
+
+    ``extents`` are the sizes of the mesh; ``heads_axis`` is the dimension of ``by_heads``, where there are two.
+    ``sums`` are groups over which sums, one after the other, are those over all ranks.
+    """
+
+    whole: Group
+    by_keys: Group
+    by_heads: Group
+    extents: tuple[int, ...]
+    heads_axis: int | None
+    sums: tuple[Group, ...]
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all."""
+        return dist.get_rank(self.whole)
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.whole)
+
+    def along(self, rank: int) -> tuple[int, int]:
+        """Where a rank is along keys, and along heads."""
+        if self.heads_axis is None:
+            return rank, 0
+        first, second = divmod(rank, self.extents[1])
+        return (first, second) if self.heads_axis == 1 else (second, first)
+
+    def of_heads(self, held: Held, rank: int) -> Held:
+        """What each rank holds of those that ``rank`` changes heads with."""
+        line = self.along(rank)[0]
+        return tuple(own for other, own in enumerate(held) if self.along(other)[0] == line)
+
+    def of_keys(self, held: Held) -> Held:
+        """What ranks along keys hold, those that change heads with each other together."""
+        count = 1 + max(self.along(rank)[0] for rank in range(len(held)))
+        return tuple(
+            joined(span for rank, own in enumerate(held) if self.along(rank)[0] == line for span in own)
+            for line in range(count)
+        )
+
+
+def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
+    """Raises ``TypeError`` and ``ValueError`` for what is no mesh, or methods that do not go with it."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    if isinstance(method, str):
+        _check(method)
+        group = _one(mesh)
+        return Topology(group, group, group, (dist.get_world_size(group),), None, (group,))
+    methods = tuple(method)
+    for each in methods:
+        _check(each)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != len(methods):
+        what = f"a DeviceMesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ValueError(
+            f"'method' names {len(methods)} methods, one for each dimension of a DeviceMesh; 'mesh' is {what}"
+        )
+    if len(methods) == 1:
+        return topology_of(mesh, methods[0])
+    if len(methods) != 2 or methods.count("ulysses") != 1 or "auto" in methods:
+        raise ValueError(
+            f"'method' is {methods!r}; of two dimensions one is 'ulysses' and the other 'ring' or 'all_gather', as in "
+            "('ring', 'ulysses') for a mesh of hosts × their GPUs"
+        )
+    heads_axis = methods.index("ulysses")
+    groups = [mesh.get_group(axis) for axis in range(2)]
+    flat: Any = mesh._flatten()
+    whole = flat.get_group()
+    return Topology(whole, groups[1 - heads_axis], groups[heads_axis], tuple(mesh.shape), heads_axis, tuple(groups))
+
+
+def _check(method: object) -> None:
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known are {', '.join(map(repr, METHODS))}")
+
+
+def _one(mesh: object) -> Group:
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"'mesh' has the dimensions {mesh.mesh_dim_names or mesh.ndim}; choose the one that the sequence is "
+                "spread over, mesh['name'], or name a method for each of them: method=('ring', 'ulysses')"
+            )
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    raise TypeError(f"'mesh' must be a DeviceMesh or a process group, not {type(mesh).__name__}")

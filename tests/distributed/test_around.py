@@ -1,0 +1,100 @@
+"""What calls of ops over ranks go through: ragged batches, checkpoints, torch.compile, repeats, no checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flashgen.distributed import context_parallel, partition
+from flashgen.verification.verify import relative_error
+from tests.distributed.cases import op_of
+from tests.distributed.ranks import run
+
+SINKS = "attention sinks { head_dim 16 tensor z: f32[B, H] grad weights softmax(sink = z[b, h]) mask causal }"
+RAGGED = {
+    "sinks": SINKS,
+    "slopes": "attention slopes { head_dim 16 tensor slope: f32[H] grad score s - slope[h] * abs(i - j) }",
+    "table": "attention table { head_dim 16 tensor t: f32[Nq] grad score s * t[i] mask window(9) }",
+    "dropped": "attention dropped { head_dim 16 mask causal dropout 0.3 }",
+}
+STARTS = [0, 17, 17, 60, 61, 90]
+
+
+def _ragged(name: str, method: str, dealt: str | None) -> float:
+    """The largest error of a rank's rows and gradients, beside those of one process."""
+    op, total = op_of(RAGGED[name], "reference"), STARTS[-1]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((total, 4, 16), (total, 2, 16), (total, 2, 16), (total, 4, 16))
+    q, k, v, d_o = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    starts, count = torch.tensor(STARTS, dtype=torch.int32), len(STARTS) - 1
+    extents = {"slope": (4,), "z": (count, 4), "t": (43,)}
+    captured = {
+        each.name: torch.randn(extents[each.name], generator=generator).requires_grad_() for each in op.spec.tensors
+    }
+    options = {"seed": 3} if name == "dropped" else {}
+    documents = op_of("attention d { head_dim 16 tensor doc: i32[Nq] mask doc[i] == doc[j] }", "reference")
+    doc = torch.bucketize(torch.arange(total), starts[1:-1], right=True).int()
+    held = None if dealt is None else partition(documents, total, dist.get_world_size(), method=dealt, doc=doc)
+    rank = dist.get_rank()
+    rows = torch.arange(total).tensor_split(dist.get_world_size())[rank] if held is None else held.positions(rank)
+
+    def step(call: Any, given: list[Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in given[:3]]
+        o, lse = call(*leaves, return_lse=True, **captured, **options)
+        loss = (o * given[3]).sum() + (lse.clamp_min(-100) * 0.3).sum()
+        return [o.detach(), lse.T.detach(), *torch.autograd.grad(loss, [*leaves, *captured.values()])]
+
+    truth = step(lambda *x, **named: op.varlen(*x, starts, starts, **named), [q, k, v, d_o])
+    sharded = context_parallel(op, None, method, held)
+    found = step(lambda *x, **named: sharded.varlen(*x, starts, **named), [x[rows] for x in (q, k, v, d_o)])
+    far = [relative_error(x, y[rows]) for x, y in zip(found[:5], truth, strict=False)]
+    summed = [relative_error(x, y) for x, y in zip(found[5:], truth[5:], strict=True)]
+    return max(far) + max(0.0, *(x - 1e-5 for x in summed), 0.0)
+
+
+def test_ragged_batches() -> None:
+    for name in RAGGED:
+        for method in ("ring", "all_gather", "ulysses"):
+            dealt = "documents" if name == "slopes" else None
+            assert max(run(_ragged, 2, name, method, dealt)) < 1e-9, (name, method)
+
+
+def _around() -> dict[str, float]:
+    op = op_of(SINKS, "reference")
+    q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
+    z = torch.randn(1, 2, requires_grad=True)
+    dealt = partition(op, 20 * dist.get_world_size(), dist.get_world_size())
+    dist.broadcast(z.data, 0)
+    sharded = context_parallel(op, None, "ring", dealt)
+
+    def gradients(call: Any) -> list[Tensor]:
+        o = call(q, k, v)
+        return [o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v, z))]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return sharded(q, k, v, z=z, deterministic=True)
+
+    plain = gradients(call)
+
+    def far(other: list[Tensor]) -> float:
+        return max(float((x - y).abs().max()) for x, y in zip(plain, other, strict=True))
+
+    unchecked = context_parallel(op, None, "ring", dealt, check=False)
+    compiled = torch.compile(lambda q, k, v: call(2 * q, k, v) + 1, backend="eager")
+    eager = gradients(lambda q, k, v: call(2 * q, k, v) + 1)
+    again = gradients(compiled)
+    return {
+        "again": far(gradients(call)),
+        "checkpoint": far(gradients(lambda *x: checkpoint(call, *x, use_reentrant=False))),
+        "unchecked": far(gradients(lambda q, k, v: unchecked(q, k, v, z=z))),
+        "compiled": max(float((x - y).abs().max()) for x, y in zip(eager, again, strict=True)),
+    }
+
+
+def test_checkpoints_and_compiled_models() -> None:
+    for found in run(_around, 2):
+        assert max(found.values()) == 0.0, found
