@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from flashgen.runtime.registration import Registered
 
 
-# Dynamo would trace into the formula, and drop tangents of what it compiles.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# Dynamo would trace into the formula, and drop tangents of what it compiles. Unlike torch.compiler.disable this does not
+# import it.
+@_disable_dynamo
 def _apply(how: tuple[Registered, Program, Rest], values: Sequence[Any]) -> Any:
     return Derivative.apply(how, *values)  # type: ignore[no-untyped-call]
 
