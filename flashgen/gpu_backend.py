@@ -27,6 +27,7 @@ from flashgen.plan.arguments import gradient_field
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.operands import F8_CODE
 from flashgen.plan.plan import CallKind, Part
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
@@ -73,7 +74,7 @@ def launches_of(
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
     if variant.cached:
-        return lambda _name, _values: cached_launches(symbol, variant, plan, element)
+        return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
     gradients = [gradient_field(each.name) for each in variant.gradients]
 
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
@@ -95,7 +96,13 @@ def launches_of(
 
 def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     """Which kernels of a pass a call starts; those of the forward pass always repeat."""
-    return CallKind(values["dropout_threshold"] > 0, name == "backward" and bool(values["deterministic"]))
+    repeats = name == "backward" and bool(values["deterministic"])
+    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values))
+
+
+def has_f8_cache(values: Mapping[str, float]) -> bool:
+    """Whether a call is one over a cache of 8 bits."""
+    return values.get("key_element") == F8_CODE
 
 
 def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
@@ -122,7 +129,7 @@ def _over_cache(
     resources: Mapping[str, Resources],
 ) -> tuple[GpuPass, int]:
     """The launches of a call over a cache, and in how many parts keys are."""
-    launches = cached_launches(symbol, variant, plan, asked.element)
+    launches = cached_launches(symbol, variant, plan, asked.element, f8=has_f8_cache(asked.values))
     assert launches.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in asked.values.items()}
     splits = launches.splits.values(known, size.multiprocessors)["splits"]

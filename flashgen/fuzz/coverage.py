@@ -33,7 +33,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     if plan and over_cache:
         cached = cached_kernel(spec, head_dim, plan.target, over_cache[0].values)
         tile, parts = cached.plan.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
-        pages = ", in pages" if call.page else ""
+        pages = f"{' of 8 bits' if call.eight_bits else ''}{', in pages' if call.page else ''}"
         return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
     if plan and any(each.sequences for each in counted):
         kernel = ragged_kernel(spec, head_dim, plan.target)

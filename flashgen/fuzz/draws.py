@@ -293,13 +293,13 @@ def _call(
     if chance.random() < 0.3:
         return drawn.of_sequences(_lengths(chance, shape))
     if shape[4] and chance.random() < 0.35:
-        return _of_cache(chance, machine, drawn)
+        return _of_cache(chance, drawn)
     if drawn.order == 1 and chance.random() < 0.15:
         return dataclasses.replace(drawn, parts=chance.choice((2, 3)))
     return drawn
 
 
-def _of_cache(chance: random.Random, machine: Machine, drawn: CallDraw) -> CallDraw:
+def _of_cache(chance: random.Random, drawn: CallDraw) -> CallDraw:
     """A few queries over a cache: sequences that fill it or not, that are padded, or empty but for that."""
     queries = chance.choice((1, 1, 1, 2, 3, 7, 16, 17))
     room = max(queries, drawn.shape[4])
@@ -311,7 +311,7 @@ def _of_cache(chance: random.Random, machine: Machine, drawn: CallDraw) -> CallD
         new=chance.choice((0, 0, 1, queries)) if min(lengths) else 0,
         splits=chance.choice((0, 0, 0, 1, 2, 3, 7)),
         spare=chance.choice((0, 1, 3)),
-        eight_bits=machine.backend in ("cpu", "tiled") and chance.random() < 0.3,
+        eight_bits=chance.random() < 0.3,
     )
     return held.of_cache(cached, room, queries)
 

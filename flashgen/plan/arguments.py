@@ -106,6 +106,10 @@ PLACES = {
     "cache_places": "[batch]: the entry of each sequence, where there are no pages",
     "block_table": "[batch, table_columns]: the pages of each sequence; null where it has an entry",
 }
+FACTORS = {
+    f"{name}_factors": f"[batch, kv_heads]: what {name} of 8 bits is multiplied by; null where by nothing"
+    for name in ("k", "v")
+}
 _CACHE_SIZES = {
     "cache_entries": "entries of the cache, or its pages",
     "cache_rows": "of an entry, or of a page",
@@ -132,7 +136,9 @@ def cached_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     The last ones are decided when a call is scheduled, from the number of splits that was asked for.
     """
     places = [Field(name, "const pointer", comment, "int32_t", True) for name, comment in PLACES.items()]
+    places += [Field(name, "const pointer", comment, "float", True) for name, comment in FACTORS.items()]
     sizes = [Field(name, "i64", comment) for name, comment in _CACHE_SIZES.items()]
+    sizes.append(Field("key_element", "i32", "of k and v: as element, or 3, float8_e4m3fn"))
     return _with_sequences(spec, places, [*sizes, *(Field(each, "i32", says) for each, says in SPLITS.items())])
 
 

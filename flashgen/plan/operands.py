@@ -18,6 +18,9 @@ from flashgen.ir.spec import HeadDim
 
 AXES = ("b", "h", "n")
 FLOAT_BYTES = 4
+# By the codes of element types in ``struct Arguments``: float32, bfloat16, float16, and in caches float8_e4m3fn.
+ELEMENT_BYTES = (4, 2, 2, 1)
+F8_CODE = 3
 
 
 class Rows(Enum):
@@ -47,6 +50,7 @@ class Elements(Enum):
     """Of what type the elements are."""
 
     OF_THE_CALL = "the type of q, k, v and o, which the argument 'element' names"
+    OF_THE_CACHE = "the type of keys and values in a cache, which the argument 'key_element' names"
     FLOAT32 = "float"
 
 
@@ -122,9 +126,15 @@ class Operand:
             return 0, columns, heads * columns
         return heads * rows * columns, rows * columns, columns
 
-    def element_bytes(self, of_the_call: int) -> int:
-        """Bytes of an element, where those of q have so many."""
-        return of_the_call if self.elements is Elements.OF_THE_CALL else FLOAT_BYTES
+    def element_bytes(self, of_the_call: int, of_the_cache: int = 0) -> int:
+        """Bytes of an element, where those of q have so many, and those of keys in a cache."""
+        sizes = {Elements.OF_THE_CALL: of_the_call, Elements.OF_THE_CACHE: of_the_cache, Elements.FLOAT32: FLOAT_BYTES}
+        return sizes[self.elements]
+
+    def known_bytes(self, known: Mapping[str, int]) -> int:
+        """The same by the values of fields."""
+        codes = (known.get(name, 0) for name in ("element", "key_element"))
+        return self.element_bytes(*(ELEMENT_BYTES[code] for code in codes))
 
     def reach(self, head_dim: HeadDim, known: Mapping[str, int]) -> int:
         """Elements from the first to behind the last."""
@@ -177,5 +187,8 @@ RAGGED: Mapping[str, Operand] = MappingProxyType(
 )
 # Over caches k and v lie in entries or pages of many sequences; queries, and what is written of them, as ever.
 CACHED: Mapping[str, Operand] = MappingProxyType(
-    {each.name: replace(each, rows=Rows.CACHED) if each.name in ("k", "v") else each for each in _OPERANDS}
+    {
+        each.name: replace(each, rows=Rows.CACHED, elements=Elements.OF_THE_CACHE) if each.name in ("k", "v") else each
+        for each in _OPERANDS
+    }
 )

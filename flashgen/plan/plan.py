@@ -63,15 +63,19 @@ class Spill:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not."""
+    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, and whether
+    over a cache of 8 bits.
+    """
 
     dropped: bool = False
     repeatable: bool = False
+    f8_cache: bool = False
 
     @property
     def words(self) -> str:
         """``dropout, deterministic``; empty for the usual calls."""
-        return ", ".join(["dropout"] * self.dropped + ["deterministic"] * self.repeatable)
+        said = {"dropout": self.dropped, "deterministic": self.repeatable, "caches of 8 bits": self.f8_cache}
+        return ", ".join(word for word, holds in said.items() if holds)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.operands import F8_CODE
 from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
 from flashgen.runtime.conversion import is_integral, require
-from flashgen.runtime.eight_bits import F8, F8_CODE, factors_of, from_8_bits, to_8_bits
+from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits, to_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import LibraryKernel
 from flashgen.runtime.ragged import (
@@ -63,6 +64,10 @@ class Cache:
         """Whether rows lie in pages."""
         return self.blocks.shape[1] > 0
 
+    def factors(self) -> Iterator[Tensor | None]:
+        """Those of keys and of values; None where numbers are what they are."""
+        return (x if x.numel() else None for x in (self.k_factors, self.v_factors))
+
     def capacity(self, cache: Tensor) -> int:
         """The rows that there may be."""
         return int(self.blocks.shape[1] * cache.shape[2] if self.is_paged else cache.shape[2])
@@ -72,7 +77,7 @@ class Cache:
         k, v = (self._rows(x, number, length, padding) for x in (k, v))
         if k.dtype is not F8:
             return k, v
-        k_factors, v_factors = (x[number] if x.numel() else None for x in (self.k_factors, self.v_factors))
+        k_factors, v_factors = (None if x is None else x[number] for x in self.factors())
         return from_8_bits(k, k_factors), from_8_bits(v, v_factors)
 
     def _rows(self, cache: Tensor, number: int, length: int, padding: int) -> Tensor:
@@ -281,8 +286,8 @@ class CachedEngine(Engine):
             return o, lse, parts
         places = (
             *(0, 0, lengths.data_ptr(), padding.data_ptr(), entries.data_ptr(), table),
-            *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(q, k)),
-            *(x.data_ptr() if x.numel() else 0 for x in (k_factors, v_factors)),
+            *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(k)),
+            *(address(x) for x in cache.factors()),
         )
         prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
         if prepared is None:
@@ -310,7 +315,8 @@ class CachedEngine(Engine):
         """Run kernels for GPUs, which find sequences in the cache by themselves. ``given``: it, and the splits."""
         kernel, (k, splits) = call.kernel, given
         assert kernel is not None, "there is one"
-        places = [cache.lengths, cache.padding, cache.entries, cache.blocks if cache.is_paged else None]
+        pages = cache.blocks if cache.is_paged else None
+        places = [cache.lengths, cache.padding, cache.entries, pages, *cache.factors()]
         tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in each.arrays()]
         values += [address(x) for x in (*places, *tables)]
         known = sizes_of_cache(call, k, cache.blocks.shape[1], splits)
@@ -366,7 +372,7 @@ def sizes_of_cache(call: Call, k: Tensor, columns: int, splits: int) -> dict[str
     """What kernels for GPUs are told of a cache, k, of a table of pages with so many columns, and of splits."""
     group_rows = call.shard.q_len * (call.shard.heads // call.shard.kv_heads)
     known = {"cache_entries": k.shape[0], "cache_rows": k.shape[2], "table_columns": columns}
-    return known | {"group_rows": group_rows, "splits": splits}
+    return known | {"group_rows": group_rows, "key_element": element_of_cache(k), "splits": splits}
 
 
 def cached_sequences(
@@ -385,9 +391,9 @@ def cached_sequences(
             yield number, shard, (q[number][None], *cache.sequence(k, v, number, length, padding))
 
 
-def element_of_cache(q: Tensor, k: Tensor) -> int:
+def element_of_cache(k: Tensor) -> int:
     """The code of what a cache holds, which is of the type of q or of 8 bits."""
-    return F8_CODE if k.dtype is F8 else ELEMENTS[q.dtype]
+    return F8_CODE if k.dtype is F8 else ELEMENTS[k.dtype]
 
 
 class CachedChecker(RaggedChecker):
@@ -400,11 +406,6 @@ class CachedChecker(RaggedChecker):
         if kernel is not None and not isinstance(kernel, LibraryKernel):
             if kernel.cached is None:
                 raise no_ragged_kernels(self.spec.name, "decode")
-            if k.dtype is F8:
-                raise ValueError(
-                    f"'{self.spec.name}': caches of 8 bits need kernels for CPUs; on a GPU keep them in {q.dtype}, or "
-                    "load the spec with backend='reference'"
-                )
             kernel = kernel.cached()
         return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
 

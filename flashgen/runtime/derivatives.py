@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from flashgen.runtime.registration import Registered
 
 
-# Dynamo would trace into the formula, and drop tangents of what it compiles. Unlike torch.compiler.disable this does not
-# import it.
+# Dynamo would trace into the formula, and drop tangents of what it compiles. torch.compiler.disable would import it
+# here and not when it is called.
 @_disable_dynamo
 def _apply(how: tuple[Registered, Program, Rest], values: Sequence[Any]) -> Any:
     return Derivative.apply(how, *values)  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 F8 = torch.float8_e4m3fn
-F8_CODE = 3  # beside those of ``struct Arguments``, for keys and values of a cache
 _LARGEST = 448.0
 
 

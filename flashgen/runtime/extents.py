@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import (
+    FACTORS,
     PLACES,
     STARTS,
     Field,
@@ -23,7 +24,6 @@ from flashgen.plan.arguments import (
 )
 from flashgen.plan.operands import OPERANDS, Operand, span
 from flashgen.runtime.kernel import ArgumentLayout, Values
-from flashgen.runtime.schedule import ELEMENT_BYTES
 
 _CAPTURED_BYTES = {"float": 4, "fg::f16": 2, "fg::bf16": 2, "int32_t": 4, "int64_t": 8, "bool": 1}
 
@@ -43,7 +43,7 @@ def extents(
 def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: Mapping[str, Operand]) -> int:
     operand = operands.get(field.name)
     if operand is not None:
-        return operand.element_bytes(ELEMENT_BYTES[known["element"]]) * operand.reach(head_dim, known)
+        return operand.known_bytes(known) * operand.reach(head_dim, known)
     match field.name:
         case "seed_at":
             return 8
@@ -53,6 +53,8 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: 
             return 4 * known["batch"] * known["table_columns"]
         case name if name in PLACES:
             return 4 * known["batch"]
+        case name if name in FACTORS:
+            return 4 * known["batch"] * known["kv_heads"]
         case name if name.startswith(table_field("")):
             return 4 * known["batch"]
         case name if name.startswith(param_place_field("")):

@@ -21,7 +21,6 @@ from flashgen.runtime.lists import SharedLists, makes_lists
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
 ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are read element by element
-ELEMENT_BYTES = (4, 2, 2)  # by the codes of ``element``: float32, bfloat16, float16
 
 
 @dataclass(frozen=True)
@@ -216,12 +215,12 @@ def _moves(
     known: Mapping[str, int], shard: _Shard, head_dim: HeadDim, operands: Mapping[str, Operand]
 ) -> dict[str, int]:
     """Bytes from the pointers of the call to those of a shard; heads are divided within one batch alone."""
-    size, group = ELEMENT_BYTES[known["element"]], known["heads"] // known["kv_heads"]
+    group = known["heads"] // known["kv_heads"]
     moves = {}
     for each in operands.values():
         by_batch, by_head, _ = each.strides(head_dim, known)
         head = shard.head * (group if each.of_queries else 1)
-        moves[each.name] = (shard.b * by_batch + head * by_head) * each.element_bytes(size)
+        moves[each.name] = (shard.b * by_batch + head * by_head) * each.known_bytes(known)
     return moves
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.runtime.cached import CachedEngine
+from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.emulated import EmulatedKernel, recording
 from flashgen.runtime.emulator import EmulatorError, compile_program
-from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.runtime.kernel import ArgumentLayout, PassName
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.lists import cuda_fields
@@ -31,7 +33,7 @@ TARGET = GPUS["sm_80"]
 TEXT = """
 attention planted_cache {
     head_dim 16
-    dtype f32
+    dtype f32, f8e4m3
     tensor slope: f32[H]
     tensor short: i32[B, Nk]
     score s - slope[h] * (Nq - i) * (Nk + j) / 4000
@@ -82,12 +84,13 @@ def changed(name: str, *changes: tuple[str, str]) -> AttentionOp:
     find = launches_of(kernel.variant, kernel.plan, kernel.source.symbol, ElementType.F32)
 
     @functools.cache
-    def program() -> Any:
-        return compile_program(text, name=kernel.source.name, kernels=frozenset(find("forward", {}).kernels))
+    def program(kernels: frozenset[str]) -> Any:
+        return compile_program(text, name=kernel.source.name, kernels=kernels)
 
-    own = EmulatedKernel(
-        ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], lambda *_: Compiled(program(), find)
-    )
+    def of_call(pass_name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
+        return Compiled(program(frozenset(find(pass_name, values).kernels)), find)
+
+    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_call)
     dense = replace(own, cached=lambda: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
@@ -103,8 +106,18 @@ def arguments() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def errors(op: AttentionOp) -> list[float]:
+def arguments_of_8_bits() -> dict[str, Any]:
     given = arguments()
+    for b, length in enumerate(LENGTHS.tolist()):  # nobody reads behind the last row
+        for row in range(length, given["block_table"].shape[1] * PAGE):
+            for name in ("k_cache", "v_cache"):
+                given[name][given["block_table"][b, row // PAGE], :, row % PAGE] = torch.nan
+    factors = {f"{x}_descale": random(B, HKV, seed=n).abs() + 0.1 for n, x in enumerate("kv", 8)}
+    return given | factors | {f"{x}_cache": given[f"{x}_cache"].to(F8) for x in "kv"}
+
+
+def errors(op: AttentionOp, given: dict[str, Any] | None = None) -> list[float]:
+    given = given or arguments()
     exact = op.reference.decode(**given, return_lse=True)
     found: list[float] = []
     for splits in (1, 3):
@@ -113,10 +126,10 @@ def errors(op: AttentionOp) -> list[float]:
     return found
 
 
-def shows(op: AttentionOp) -> bool:
+def shows(op: AttentionOp, given: dict[str, Any] | None = None) -> bool:
     """Whether the emulator says so, or results do."""
     try:
-        return max(errors(op)) > 1e-3
+        return max(errors(op, given)) > 1e-3
     except EmulatorError:
         return True
 
@@ -130,6 +143,34 @@ def test_without_a_mistake_all_is_right() -> None:
 )
 def test_mistakes_show(mistake: str) -> None:
     assert shows(changed(f"planted_cache_{list(MISTAKES).index(mistake)}", MISTAKES[mistake]))
+
+
+# The same of numbers of 8 bits.
+NARROW_MISTAKES = {
+    "K is not widened": ("fg::widen_rows<threads>(k_tile(n))", "0"),
+    "V is widened after the barrier": (
+        "if constexpr (f8) fg::widen_rows<threads>(v_tile(n)); fg::block_barrier();",
+        "fg::block_barrier(); if constexpr (f8) fg::widen_rows<threads>(v_tile(n));",
+    ),
+    "factors of another sequence": ("int64_t(a.sequence) * a.kv_heads + kv_head", "kv_head"),
+    "factors of another head": ("a.kv_heads + kv_head) : 1.0f", "a.kv_heads) : 1.0f"),
+    "V has the factors of K": ("factor_of(a, a.v_factors, here.head)", "k_factor"),
+    "exponents begin elsewhere": ("__uint_as_float(0x7b800000u)", "__uint_as_float(0x7b000000u)"),
+    "signs are lost": (">> 4) & 0x87f00000u", ">> 4) & 0x07f00000u"),
+    "rows behind the last are read": ("const bool is_row = own.row0 + row < count;", "const bool is_row = true;"),
+}
+
+
+def test_without_a_mistake_numbers_of_8_bits_are_right() -> None:
+    assert max(errors(changed("planted_in_no_cache"), arguments_of_8_bits())) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, each in enumerate(NARROW_MISTAKES)]
+)
+def test_mistakes_with_numbers_of_8_bits_show(mistake: str) -> None:
+    name = f"planted_narrow_cache_{list(NARROW_MISTAKES).index(mistake)}"
+    assert shows(changed(name, NARROW_MISTAKES[mistake]), arguments_of_8_bits())
 
 
 LENGTH, BEFORE = "fg::global_load(call.cache_lengths + n)", "fg::global_load(call.cache_padding + n)"

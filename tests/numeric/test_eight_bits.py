@@ -9,20 +9,33 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.backends import RowsOf, kernel_variant
+from flashgen.compiled import compiled
 from flashgen.flash import flash_attn_with_kvcache
+from flashgen.ir.spec import HeadDim
 from flashgen.runtime.eight_bits import F8
+from flashgen.runtime.emulated import recording
+from flashgen.targets.registry import GPUS
+from flashgen.verification.hbm import hbm_bytes
+from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import relative_error
 
 from ..runtime.helpers import op as loaded
+from . import test_decode_on_gpus as on_gpus
 from .test_decode import CAPACITY, CAUSAL, HKV, LENGTHS, PADDING, POSITIONAL, TOLERANCE, B, captured, paged, random
 
 H = 8
+NARROW = "attention cache_narrow { head_dim 40/20  mask causal }"  # of no whole groups of 16 numbers
 
 
 def cache(width: int = 64, seed: int = 1) -> tuple[Tensor, Tensor]:
     """8-bit numbers, and their factors [B, Hkv]."""
+    return cache_of(CAPACITY, width, seed)
+
+
+def cache_of(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
     factors = random(B, HKV, seed=seed + 10).abs() + 0.1
-    numbers = random(B, HKV, CAPACITY, width, seed=seed) / factors[:, :, None, None]
+    numbers = random(B, HKV, rows, width, seed=seed) / factors[:, :, None, None]
     return numbers.clamp(-448, 448).to(F8), factors
 
 
@@ -89,13 +102,15 @@ def test_factors_are_one_unless_given_and_may_be_a_number() -> None:
     )
 
 
-def test_every_number_of_8_bits_is_read_as_it_is() -> None:
-    op = loaded("attention one { head_dim 64 }", "cpu")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", ["cpu", "emulator"])
+def test_every_number_of_8_bits_is_read_as_it_is(backend: str, dtype: torch.dtype) -> None:
+    op = loaded("attention one { head_dim 64 }", backend)
     bits = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     bits[[127, 255]] = 0  # the two that are none
     v = bits.view(F8).view(1, 1, 4, 64).transpose(0, 2).contiguous()  # [4, 1, 1, 64]
-    k, q = torch.zeros(4, 1, 1, 64).to(F8), torch.zeros(4, 1, 1, 64)
-    assert torch.equal(op.decode(q, k, v, 1), v.float())
+    k, q = torch.zeros(4, 1, 1, 64).to(F8), torch.zeros(4, 1, 1, 64, dtype=dtype)
+    assert torch.equal(op.decode(q, k, v, 1), v.to(dtype))
     none = torch.full((1, 1, 1, 64), torch.nan).to(F8)
     assert op.decode(q[:1], k[:1], none, 1).isnan().all()
 
@@ -148,3 +163,80 @@ def test_factors_of_wider_caches_are_refused() -> None:
         loaded(CAUSAL, "cpu").decode(q, k, k, LENGTHS, k_descale=2.0)
     with pytest.raises(TypeError, match="q, k and v share one type"):
         loaded(CAUSAL, "cpu")(q, k.to(F8), k.to(F8))
+
+
+# -- on GPUs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "target"),
+    [
+        ("rich", torch.float32, "sm_80"),
+        ("rich", torch.bfloat16, "sm_90a"),
+        *((form, torch.float16, "sm_80") for form in ("gaussian", "squares", "narrow")),
+        *(
+            pytest.param(form, dtype, target, marks=pytest.mark.slow)
+            for form in (*on_gpus.FORMS, "narrow")
+            for dtype in TOLERANCE
+            for target in ("sm_75", "sm_80", "sm_90a")
+        ),
+    ],
+)
+def test_kernels_for_gpus_read_bytes(form: str, dtype: torch.dtype, target: str) -> None:
+    """In entries and pages, whole and in parts, rows of whole groups of 16 bytes and others."""
+    op = on_gpus.emulated({**on_gpus.FORMS, "narrow": NARROW}[form], target)
+    width = op.spec.head_dims[-1]
+    q = random(on_gpus.B, 6, 3, width.qk, dtype=dtype)
+    (k, k_descale), (v, v_descale) = (
+        cache_of(on_gpus.CAPACITY, each, seed=n) for n, each in ((1, width.qk), (2, width.v))
+    )
+    given = {"leftpad": PADDING, "k_descale": k_descale, "v_descale": v_descale, **on_gpus.captured(op, 6)}
+    with recording() as counted:
+        for splits in (1, 3):
+            on_gpus.check(op, q, k, v, on_gpus.LENGTHS, num_splits=splits, **given)
+        for page in (4, 64):
+            (k_pages, table), (v_pages, _) = (on_gpus.in_pages(x.float(), page) for x in (k, v))
+            pages = (k_pages.to(F8), v_pages.to(F8))  # NaN where nobody has rows
+            on_gpus.check(op, q, *pages, on_gpus.LENGTHS, block_table=table, **given)
+    assert all(each.launches.launches[0].kernel.endswith("_f8") for each in counted)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_bytes_are_those_of_numbers_of_8_bits(splits: int) -> None:
+    op = on_gpus.emulated(CAUSAL)
+    q = random(on_gpus.B, 6, 3, 64, dtype=torch.bfloat16)
+    (k, k_descale), (v, v_descale) = (cache_of(on_gpus.CAPACITY, 64, seed=n) for n in (1, 2))
+    with recording() as counted:
+        op.decode(q, k, v, on_gpus.LENGTHS, num_splits=splits, k_descale=k_descale, v_descale=v_descale)
+    inputs = Inputs(q=q, k=k, v=v, captured={}, params={}, d_o=q, d_lse=q[..., 0])
+    moved = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)["forward"]
+    assert moved.predicted == moved.counted
+    traffic = counted[0].report.traffic
+    assert traffic["k"].total == traffic["v"].total == on_gpus.HKV * int(on_gpus.LENGTHS.sum()) * 64
+    shown = op.explain_decode(q, k, v, num_splits=splits)
+    assert shown.forward.kernels[0].name.endswith("_f8")
+    wide = op.explain_decode(q, k.bfloat16(), v.bfloat16(), num_splits=splits)
+    rows = on_gpus.B * on_gpus.HKV * on_gpus.CAPACITY
+    moved_by = [each.forward.hbm_bytes for each in (wide, shown)]
+    assert moved_by[0] is not None
+    assert moved_by[1] is not None
+    assert moved_by[0] - moved_by[1] == rows * (64 + 64)
+
+
+def test_rows_that_lie_at_no_multiple_of_16_bytes_are_copied() -> None:
+    op = on_gpus.emulated(CAUSAL)
+    q = random(on_gpus.B, 6, 3, 64, dtype=torch.bfloat16)
+    k, v = (cache_of(on_gpus.CAPACITY, 65, seed=n)[0][..., 1:] for n in (1, 2))
+    wanted = op.decode(q, k.contiguous(), v.contiguous(), on_gpus.LENGTHS)
+    assert torch.equal(op.decode(q, k, v, on_gpus.LENGTHS), wanted)
+
+
+def test_a_spec_that_names_no_8_bits_has_no_kernels_for_them() -> None:
+    head_dim, rows = HeadDim(64, 64), RowsOf.CACHED
+    named, other = (
+        compiled(kernel_variant(flashgen.loads(text, backend="reference").spec, head_dim, rows), GPUS["sm_80"])
+        for text in ("attention a { head_dim 64 dtype bf16, f8e4m3 }", "attention a { head_dim 64 dtype bf16 }")
+    )
+    for word in ("f8e4m3", "F8_CACHES", "widen_rows", "k_factor ="):
+        assert word in named.source.text
+        assert word not in other.source.text

@@ -29,7 +29,7 @@ from flashgen.ir.shape import Shape
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
-from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
+from flashgen.plan.operands import ELEMENT_BYTES, OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
 from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums, part_buffers, rows_of_a_block
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
@@ -149,7 +149,8 @@ def bytes_of_caches(
     keys = sum(_keys_of_group(variant, tiles, {**values, **own}, captured) for own in sequences)
     rows = math.prod(int(values[each]) for each in ("batch", "heads", "q_len"))
     found = Counter({"q": int(values["splits"]) * rows * head_dim.qk * element, "o": rows * head_dim.v * element})
-    found.update({"k": keys * head_dim.qk * element, "v": keys * head_dim.v * element})
+    of_keys = keys * ELEMENT_BYTES[int(values["key_element"])]
+    found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
         found["lse"] = rows * FLOAT
     times = {PART_O: 2, PART_ROWS: (1 + _LANES) * variant.has_row_state}

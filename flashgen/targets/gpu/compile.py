@@ -53,6 +53,7 @@ def part_of(source: KernelSource, plan: GpuPlan, part: Part) -> KernelSource:
     if part.calls is not None:
         left_out.append("without_dropout" if part.calls.dropped else "with_dropout")
         left_out.append("additions" if part.calls.repeatable else "repeatable")
+        left_out.append("wide_caches" if part.calls.f8_cache else "f8_caches")
     return replace(source, defines=tuple((f"FLASHGEN_{each.upper()}", "0") for each in left_out))
 
 

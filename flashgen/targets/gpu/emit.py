@@ -72,6 +72,7 @@ from flashgen.version import __version__
 # calls whose gradients are added up in any order.
 _PARTS = ("FORWARD", "BACKWARD", "ADDITIONS", "REPEATABLE")
 _DROPOUT = ("WITHOUT_DROPOUT", "WITH_DROPOUT")
+_CACHES = ("WIDE_CACHES", "F8_CACHES")
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class _Context:
     notes: str
     ragged: bool
     cached: bool
+    f8_caches: bool  # which may be of 8 bits
     mask_by_head: bool  # of caches: heads that share keys have masks of their own
     addressing: str
     sequence_code: tuple[str, ...]
@@ -320,6 +322,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     }
     has_sequences = variant.ragged or variant.cached
     has_dropout = spec.dropout is not None and not variant.cached  # over a cache nothing is dropped
+    f8_caches = variant.cached and spec.has_f8_caches
     loads = (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
@@ -336,7 +339,9 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=primitives(dropout=has_dropout, warpgroups=warpgroups, pieces=pieces is not None),
+        primitives=primitives(
+            dropout=has_dropout, f8_caches=f8_caches, warpgroups=warpgroups, pieces=pieces is not None
+        ),
         recipe=recipe,
         warpgroups=warpgroups is not None,
         forward=_forward(variant, recipe, plan),
@@ -348,6 +353,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         notes=_notes(),
         ragged=variant.ragged,
         cached=variant.cached,
+        f8_caches=f8_caches,
         mask_by_head="h" in index_set(variant.keep),
         addressing=addressing_code(operands_of(variant), variant.head_dim),
         sequence_code=sequence_code(operands_of(variant), variant.head_dim) if has_sequences else (),
@@ -365,6 +371,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         compiled_parts=(
             *_PARTS,
             *(_DROPOUT if has_dropout else ()),
+            *(_CACHES if f8_caches else ()),
             *(each.name.upper() for each in elements),
         ),
         elements=elements,

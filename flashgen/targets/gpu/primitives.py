@@ -30,9 +30,11 @@ class WarpgroupProducts:
     elements: tuple[ElementType, ...]
 
 
-def primitives(*, dropout: bool, warpgroups: WarpgroupProducts | None = None, pieces: bool = False) -> tuple[str, ...]:
+def primitives(
+    *, dropout: bool, f8_caches: bool = False, warpgroups: WarpgroupProducts | None = None, pieces: bool = False
+) -> tuple[str, ...]:
     """The texts to paste, lowest layer first."""
-    names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()))
+    names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()), *(("eight_bits.cuh",) if f8_caches else ()))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
