@@ -137,6 +137,8 @@ class Expressions:
         children = []
         for place, (scalar, wanted) in enumerate(zip(use.arguments, promoted, strict=True)):
             child = self.draw(scalar, depth - 1 - (self.chance.random() < 0.3))
+            if operator.name == "ipow" and place == 1 and _is_negative(child):  # a power of floats
+                child = number(2)
             if wanted is FLOAT and operator.name != "where":
                 low, high = domains[place] if place < len(domains) else (-LARGEST, LARGEST)
                 child = self.within(child, low, high)
@@ -182,6 +184,11 @@ class Expressions:
         step = round((high - low) / parts, 3) or (high - low) / parts
         inside = FloatRange(low, low + step * (parts - 1))
         return Node(FLOAT, "({1} + {2} * ({0} % {3}))", (node, number(float(low)), number(step), number(parts)), inside)
+
+
+def _is_negative(node: Node) -> bool:
+    """Whether an int is surely negative: a constant, perhaps, once it is folded."""
+    return isinstance(node.range, IntRange) and node.range.hi < 0
 
 
 def _promoted(node: Node, wanted: ScalarType) -> Range:

@@ -2838,7 +2838,9 @@ struct VectorProducts {
     });
   }
   // The rows of a call that are few enough for this, else 0. Tiles have no say: they differ with the number of threads.
-  static int few_rows(const Arguments& a) { return a.q_len <= fg::most_few_rows ? int(a.q_len) : 0; }
+  // Nor is it for calls with a backward pass, which has to find the same scores to the bit: it weighs them by lse, and
+  // exp forgives no rounding.
+  static int few_rows(const Arguments& a) { return a.q_len <= fg::most_few_rows && !a.lse_parts ? int(a.q_len) : 0; }
   static int key_rows(int count, int few) { return few ? count : int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
   struct Later {

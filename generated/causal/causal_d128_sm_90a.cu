@@ -3559,6 +3559,8 @@ template <class T, bool atomic> struct Block {
       const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
       x = make_head(a, u, b, h);
       Team::barrier();  // everyone is done with the head before
+      // producers, too, though it had no tile
+      if (P::producers > 0 && tiles() > 0) fg::barrier_meet(LIST_FREE, P::threads);
       if (threadIdx.x == 0) {
         if constexpr (P::tensor_copies) {  // slabs in the place of elements
           fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
@@ -3577,7 +3579,7 @@ template <class T, bool atomic> struct Block {
       }
 #pragma unroll 1
       for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-        if constexpr (P::producers > 0) fg::barrier_meet(LIST_FREE, P::threads);
+        if (P::producers > 0 && window > 0) fg::barrier_meet(LIST_FREE, P::threads);
         find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
         if constexpr (P::tensor_copies) make_signals(n > 0 || window > 0);
         Team::barrier();  // everyone is done with the last tiles of the window before

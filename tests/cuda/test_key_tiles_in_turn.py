@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flashgen
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.lists import ListCache
 from flashgen.runtime.op import AttentionOp
@@ -131,3 +132,12 @@ def test_mistakes_in_turn(name: str) -> None:
     else:
         with pytest.raises((AssertionError, EmulatorError)):
             require_alike(gradients(op, shape, text), gradients(op, shape, text, exact=True))
+
+
+def test_a_head_without_a_tile_is_left_by_all_before_the_next_one_begins() -> None:
+    text = "attention few_heads { head_dim 16  tensor bias: bool[ceildiv(Nq, 8)]  mask bias[i // 8] }"
+    op = flashgen.loads(text, backend="emulator", target="sm_90a")
+    q, k, v = (torch.randn(1, heads, 1, 16).bfloat16().requires_grad_() for heads in (2, 1, 1))
+    op(q, k, v, bias=torch.tensor([False])).sum().backward()  # type: ignore[no-untyped-call]
+    assert q.grad is not None
+    assert not q.grad.any()

@@ -108,3 +108,15 @@ def test_an_infinite_score_is_masked() -> None:
     gradients = torch.autograd.grad(o.square().sum(), (q, k, v, bias))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert not gradients[3][11:].any()
+
+
+def test_one_key_leaves_no_gradient_however_large_scores_are() -> None:
+    """A weight is 1 whatever the score: the backward pass finds the forward pass's scores again to the bit."""
+    op = flashgen.loads("attention one_key { head_dim 16 }", backend="cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (30 * torch.randn(1, 1, rows, 16, generator=generator) for rows in (2, 1, 1))
+    q.requires_grad_(), k.requires_grad_()
+    op(q, k, v).sum().backward()  # type: ignore[no-untyped-call]
+    assert q.grad is not None
+    assert k.grad is not None
+    assert max(q.grad.abs().max(), k.grad.abs().max()) == 0
