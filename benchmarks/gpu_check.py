@@ -1,6 +1,6 @@
 """Builds, checks and times everything on the GPU at hand, in one call: tables in Markdown and data in JSON.
 
-    python -m benchmarks.gpu_check OUT [--seconds 540] [--only build,check,tests,speed,overhead,sanitizer]
+    python -m benchmarks.gpu_check OUT [--seconds 540] [--only build,check,tests,speed,…]
 
 Every section writes its part of OUT/report.md and OUT/report.json when it
 ends, so that a run that is cut off keeps what it had; a section that fails is reported and the next one starts.
@@ -27,6 +27,7 @@ import cupy
 import torch
 
 import flashgen
+from benchmarks import gpu_batches
 from benchmarks.gpu_speed import overhead, speed
 from flashgen.analysis.variant import analyse
 from flashgen.backends import gpu_at_hand
@@ -202,6 +203,7 @@ SECTIONS: Mapping[str, Callable[[Report], None]] = {
     "overhead": overhead,
     "tests": tests,
     "sanitizer": sanitizer,
+    **gpu_batches.SECTIONS,
 }
 
 

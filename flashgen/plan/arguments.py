@@ -102,8 +102,8 @@ _MOST = {"q_most": "queries", "kv_most": "keys"}
 # Of caches: where the rows of sequences lie, and the sizes of what they lie in.
 PLACES = {
     "cache_lengths": "[batch]: the rows of each sequence in the cache",
-    "cache_padding": "[batch]: those in front that are not its own",
-    "cache_places": "[batch]: the entry of each sequence, where there are no pages",
+    "cache_padding": "[batch]: those in front that are not its own; null: none",
+    "cache_places": "[batch]: the entry of each sequence, where there are no pages; null: its number",
     "block_table": "[batch, table_columns]: the pages of each sequence; null where it has an entry",
 }
 FACTORS = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +49,8 @@ class Cache:
     ``lengths`` [B] are the rows of each, ``padding`` [B] those in front that are not its own. Rows lie in entry
     ``entries[b]`` of the cache [entries, Hkv, Nmax, D] or, where ``blocks`` [B, P] has columns, in pages
     ``blocks[b, 0]``, ``blocks[b, 1]``, … of one [pages, Hkv, page, D]. Numbers of 8 bits are multiplied by
-    ``k_factors`` and ``v_factors`` [B, Hkv], float32, or as they are where these have no rows.
+    ``k_factors`` and ``v_factors`` [B, Hkv], float32, or as they are where these have no rows. Nothing has to be
+    launched for what nobody asked for: ``padding`` and ``entries`` without numbers mean 0, and b.
     """
 
     lengths: Tensor
@@ -67,6 +68,13 @@ class Cache:
     def factors(self) -> Iterator[Tensor | None]:
         """Those of keys and of values; None where numbers are what they are."""
         return (x if x.numel() else None for x in (self.k_factors, self.v_factors))
+
+    def in_numbers(self) -> Cache:
+        """The same, with ``padding`` and ``entries`` written out."""
+        batch, device = self.lengths.shape[0], self.lengths.device
+        padding = self.padding if self.padding.numel() else torch.zeros_like(self.lengths)
+        entries = self.entries if self.entries.numel() else torch.arange(batch, dtype=torch.int32, device=device)
+        return replace(self, padding=padding, entries=entries)
 
     def capacity(self, cache: Tensor) -> int:
         """The rows that there may be."""
@@ -87,7 +95,10 @@ class Cache:
         return pages.transpose(0, 1).flatten(1, 2)[None, :, padding:length]
 
     def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
-        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding."""
+        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding.
+
+        In numbers.
+        """
         capacity = self.capacity(cache)
         lengths, padding = self.lengths.tolist(), self.padding.tolist()
         entries = self.entries.tolist()
@@ -153,9 +164,9 @@ def cache_of(
     found = _numbers("cache_seqlens", lengths, (batch,), q)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("'cache_batch_idx' goes with a cache of entries; in pages 'block_table' says where rows lie")
-    zeros = torch.zeros(batch, dtype=torch.int32, device=q.device)
-    padding = zeros if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
-    entries, blocks = zeros, torch.zeros((batch, 0), dtype=torch.int32, device=q.device)
+    nothing = torch.empty(0, dtype=torch.int32, device=q.device)
+    padding = nothing if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
+    entries, blocks = nothing, torch.empty((batch, 0), dtype=torch.int32, device=q.device)
     if block_table is not None:
         blocks = _numbers("block_table", block_table, (batch, None), q)
         if blocks.shape[1] == 0 or k_cache.shape[2] == 0:
@@ -166,7 +177,6 @@ def cache_of(
         entries = _numbers("cache_batch_idx", cache_batch_idx, (batch,), q)
     else:
         match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
-        entries = torch.arange(batch, dtype=torch.int32, device=q.device)
     factors = [
         factors_of(name, given, x, (batch, k_cache.shape[1]), q.device)
         for name, given, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache))
@@ -205,6 +215,7 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         fits = x.dtype in ELEMENTS if to.dtype is F8 else x.dtype is to.dtype
         if not fits or x.device != to.device:
             raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
+    cache = cache.in_numbers()
     if k.is_cuda and checks_lengths():
         cache.check(k_cache, new)
     places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k.device)
@@ -250,7 +261,7 @@ class CachedEngine(Engine):
         """``o``, ``lse`` and its parts, as of a dense call."""
         *own_list, lengths, padding, entries, blocks, k_factors, v_factors = tensors
         own: Tensors = tuple(own_list)
-        cache = Cache(lengths, padding, entries, blocks, k_factors, v_factors)
+        asked = cache = Cache(lengths, padding, entries, blocks, k_factors, v_factors)
         q, k, v = own[0], own[1], own[2]
         checker = self.checker
         assert isinstance(checker, CachedChecker)
@@ -258,6 +269,7 @@ class CachedEngine(Engine):
         numbers: Any = (*given[:-1], cache.capacity(k))
         found: Sequence[tuple[int, int]] = ()
         if self._sees(own, lengths, cache.capacity(k)):
+            cache = asked.in_numbers()
             found = cache.check(k, q.shape[2])
         call = checker.find(own, (numbers, rest[1]))
         pairs = [(length, length) for length, _ in found]
@@ -282,10 +294,10 @@ class CachedEngine(Engine):
         self._add(values, call, captured, self._no_gradients)
         table = blocks.data_ptr() if cache.is_paged else 0
         if not isinstance(kernel, LibraryKernel):
-            self._run_on_gpu(call, values, cache, (k, given[-1]), each)
+            self._run_on_gpu(call, values, asked, (k, given[-1]), each)
             return o, lse, parts
         places = (
-            *(0, 0, lengths.data_ptr(), padding.data_ptr(), entries.data_ptr(), table),
+            *(0, 0, *(x.data_ptr() for x in (cache.lengths, cache.padding, cache.entries)), table),
             *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(k)),
             *(address(x) for x in cache.factors()),
         )
@@ -316,7 +328,8 @@ class CachedEngine(Engine):
         kernel, (k, splits) = call.kernel, given
         assert kernel is not None, "there is one"
         pages = cache.blocks if cache.is_paged else None
-        places = [cache.lengths, cache.padding, cache.entries, pages, *cache.factors()]
+        padding, entries = (x if x.numel() else None for x in (cache.padding, cache.entries))
+        places = [cache.lengths, padding, entries, pages, *cache.factors()]
         tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in each.arrays()]
         values += [address(x) for x in (*places, *tables)]
         known = sizes_of_cache(call, k, cache.blocks.shape[1], splits)

@@ -121,9 +121,9 @@ class EmulatedKernel:
     def _sequences_of_cache(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
         """What a call over a cache is for each of its sequences."""
         tables = self._tables(known)
-        lengths, padding = (
-            (ctypes.c_int32 * known["batch"]).from_address(known[name]) for name in ("cache_lengths", "cache_padding")
-        )
+        numbers = ctypes.c_int32 * known["batch"]
+        lengths = numbers.from_address(known["cache_lengths"])
+        padding = numbers.from_address(at) if (at := known["cache_padding"]) else numbers()
         for number in range(known["batch"]):
             length = min(max(lengths[number], 0), known["kv_len"])
             before = min(max(padding[number], 0), length)

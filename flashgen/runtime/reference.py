@@ -154,7 +154,7 @@ class Reference:
         cache = cache_of(
             q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
             cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
+        ).in_numbers()  # fmt: skip
         tensors, params = self._bound(q, k_cache, v_cache, captured, dtype, return_lse, None)
         if k is not None and v is not None:
             k_cache, v_cache = k_cache.clone(), v_cache.clone()

@@ -61,10 +61,18 @@ MISTAKES = {
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
     "lse by position": ("(kv_head * group + (row - n * group)) * a.q_len + n", "kv_head * group * a.q_len + row"),
-    "a part is left out": ("for (int n = 0; n < int(a.splits); ++n)", "for (int n = 1; n < int(a.splits); ++n)"),
+    "a part is left out": ("add_o<Global>(place, left_by(n));", "if (n > 0) add_o<Global>(place, left_by(n));"),
     "parts overlap": ("fg::min(first_tile() + tiles_of_part(), tiles())", "tiles()"),
     "maxima of parts do not count": ("if (from == top) return 1.0f;", "return 1.0f;"),
-    "a lane's sum counts four times": ("counts ? row.y * added[r] : 0.0f", "row.y * added[r]"),
+    "what a team has is left out": ("add_o<Shared>(place, left);", ";"),
+    "teams do not wait for each other": (
+        "if (team / half == 1) leave<Shared>(place, left); fg::block_barrier();",
+        "if (team / half == 1) leave<Shared>(place, left);",
+    ),
+    "a lane's sum counts four times": (
+        "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
+        "row.y * shrink_of(row.x, top)",
+    ),
 }
 
 
@@ -173,8 +181,8 @@ def test_mistakes_with_numbers_of_8_bits_show(mistake: str) -> None:
     assert shows(changed(name, NARROW_MISTAKES[mistake]), arguments_of_8_bits())
 
 
-LENGTH, BEFORE = "fg::global_load(call.cache_lengths + n)", "fg::global_load(call.cache_padding + n)"
-PLACE = "fg::global_load(a.cache_places + a.sequence)"
+LENGTH, BEFORE = "fg::global_load(call.cache_lengths + n)", "number_of(call.cache_padding, n, 0)"
+PLACE = "number_of(a.cache_places, a.sequence, a.sequence)"
 # What keeps kernels inside, the same without it, and which numbers show it.
 BOUNDS = {
     "pages": ("clamp(global_load(pages + min(int(n), columns - 1)), 0, entries - 1)", "global_load(pages + n)"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification import Inputs, fitting, random_inputs
 from tests.numeric.helpers import SMALL_CONSTANTS, SPECS, dtypes
 
+cuda: Any = torch.cuda
 # One of each kind of spec: for what is tested beside numbers, and takes long.
 REPRESENTATIVE = ("causal", "alibi", "gemma2_local", "packed_documents", "t5", "gpt_oss", "sigmoid_attention", "cosine")
 
@@ -24,6 +27,14 @@ def spec_of(name: str) -> AttentionSpec:
     """A gallery spec, without a GPU."""
     (spec,) = flashgen.check(SPECS / f"{name}.attn", SMALL_CONSTANTS.get(name, {})).specs
     return spec
+
+
+@contextlib.contextmanager
+def capturing(x: Tensor) -> Iterator[None]:
+    """A graph that is captured; with something in it, because PyTorch warns of one without."""
+    with cuda.graph(cuda.CUDAGraph()):
+        x.neg()
+        yield
 
 
 @functools.cache

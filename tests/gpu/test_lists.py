@@ -187,7 +187,7 @@ def test_the_host_waits_for_nothing(watch: Watch) -> None:
     inputs = arguments(op, Shape(1, 4, 4, next(LENGTHS), 800))
     torch.cuda.synchronize()
     made = watch.made
-    cuda._sleep(200_000_000)  # about a tenth of a second
+    cuda._sleep(1_000_000_000)  # about half a second
     done = cuda.Event()
     own = results(op, inputs, deterministic=True)
     done.record()

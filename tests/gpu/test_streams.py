@@ -106,7 +106,7 @@ def test_a_side_stream_waits_for_nothing() -> None:
     inputs = arguments(op, SHAPE)
     results(op, inputs)
     torch.cuda.synchronize()
-    cuda._sleep(200_000_000)  # about a tenth of a second
+    cuda._sleep(1_000_000_000)  # about half a second
     done = cuda.Event()
     results(op, inputs)
     done.record()

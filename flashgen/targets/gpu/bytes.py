@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,18 @@ def bytes_of_caches(
     found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
         found["lse"] = rows * FLOAT
-    times = {PART_O: 2, PART_ROWS: (1 + _LANES) * variant.has_row_state}
-    for buffer in part_buffers(variant, tiles.forward):
-        found[f"workspace.{buffer.name}"] = times[buffer.name] * buffer.bytes.value(values)
+    o, of_rows = part_buffers(variant, tiles.forward)
+    share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
+    found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
+    found[f"workspace.{of_rows.name}"] = (1 + 2 * _LANES) * variant.has_row_state * of_rows.bytes.value(values)
     return found
+
+
+def _rows_of_lanes(rows: int, Br: int) -> Fraction:
+    """Of the tiles of so many rows the share of lanes that have one: a lane has two, 8 apart."""
+    tiles = -(-rows // Br)
+    starts = np.arange(0, tiles * Br, 16)
+    return Fraction(int(np.clip(rows - starts, 0, 8).sum()), 8 * len(starts))
 
 
 def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, Any], captured: Mapping[str, Any]) -> int:

@@ -58,6 +58,7 @@ from flashgen.targets.gpu.model import (
     WINDOW,
     backward_layout,
     forward_layout,
+    mergers,
     padded,
     query_layout,
     row_words,
@@ -375,7 +376,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
             *(each.name.upper() for each in elements),
         ),
         elements=elements,
-        passes=_passes(plan),
+        passes=_passes(variant, plan),
         weights=WeightCode(variant.weights.form),
         sqdist=variant.uses_sqdist,
         distance=placement.measures_distance,
@@ -541,7 +542,7 @@ def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
     return roles | {"tensor_copies": int(tiles.tensor_copies)}
 
 
-def _passes(plan: GpuPlan) -> tuple[_Pass, ...]:
+def _passes(variant: Variant, plan: GpuPlan) -> tuple[_Pass, ...]:
     with_warpgroups = any(
         tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries)
     )
@@ -557,8 +558,9 @@ def _passes(plan: GpuPlan) -> tuple[_Pass, ...]:
     forward, backward, queries = {}, {}, {}
     for each in plan.elements:
         name = str(each.element)
-        producers = _role_constants(each.forward) if with_warpgroups else {}
-        forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers), **producers)
+        roles = _role_constants(each.forward) if with_warpgroups else {}
+        roles |= {"mergers": mergers(variant, each.forward)} if variant.cached else {}
+        forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers), **roles)
         shared = {"dq_column_groups": each.backward.dq_column_groups, "persistent": int(each.backward.persistent)}
         groups = _role_constants(each.backward) | shared
         groups = groups if with_warpgroups else {}

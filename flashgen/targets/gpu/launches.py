@@ -17,7 +17,7 @@ from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunc
 from flashgen.plan.operands import CACHED, OPERANDS, RAGGED, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import padded, panel_width
+from flashgen.targets.gpu.model import mergers, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -159,7 +159,7 @@ def cached_launches(
     merges = Count((*blocks.factors, Factor("merges")))
     launches = (
         Launch(f"{symbol}_forward_{element}{'_f8' if f8 else ''}", parts, threads, tiles.sram_bytes),
-        Launch(f"{symbol}_merge_{element}", merges, threads, tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merges, threads * mergers(variant, tiles), tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
     splits = Splits("splits", "merges", blocks, Count((Factor("kv_len", tiles.Bc),)), at_a_time, LEAST_TILES)

@@ -61,6 +61,7 @@ COPYING_REGISTERS = 24  # of a thread that only copies
 FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
+MOST_MERGING_WARPS = 8  # of a block, so that a thread has 255 registers
 
 
 def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
@@ -144,6 +145,14 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )
+
+
+def mergers(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: teams of a tile's warps that share its parts, and join two by two in the shared memory of a tile."""
+    count, room = 1, tiles.sram_bytes // (tiles.Br * (FLOAT * padded(variant.head_dim.v) + 2 * FLOAT))
+    while count <= room and 2 * count * tiles.warps <= MOST_MERGING_WARPS:
+        count *= 2
+    return count
 
 
 def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:

@@ -146,12 +146,13 @@ def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_byte
     At most two are beside these, because each is another compilation.
     """
     Br = next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
-    tiles = own if Br == own.Br else replace(own, Br=Br, warps=Br // 16)
+    tiles = own if Br == own.Br else replace(own, Br=Br, warps=Br // 16 * own.split)
     while tiles.Bc > 16:
         blocks = sram_bytes // forward_layout(variant, element, tiles).bytes
         if tiles is own or blocks * tiles.warps >= rules.WARPS_OF_A_MULTIPROCESSOR.limit:
             break
-        tiles = replace(tiles, Bc=tiles.Bc // 2)
+        Bc = tiles.Bc // 2
+        tiles = replace(tiles, Bc=Bc, weighed=_weighed(Bc, tiles.split, element) if tiles.split > 1 else 0)
     return tiles
 
 

@@ -81,6 +81,10 @@ def _shared_rows(Br: int, Bc: int, warps: int, split: int = 2) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, split=split)
 
 
+def _four_share(Br: int, Bc: int, stages: int = 1) -> ForwardChoice:
+    return ForwardChoice(Br, Bc, Br // 4, stages, split=4)
+
+
 def _shared_queries(Br: int, Bc: int, warps: int, split: int = 2) -> QueryChoice:
     return QueryChoice(Br, Bc, warps, split=split)
 
@@ -107,11 +111,12 @@ HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 HALF_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (128, (F(64, 64, 4, 2, True), F(64, 32, 4, 2, True), F(64, 32, 4))),
     (256, (F(64, 64, 4, 2), F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
-    (576, (F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (WIDEST, (_four_share(64, 32, 2), _four_share(64, 32), _four_share(32, 32), _four_share(16, 16))),
 )
 SINGLE_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
-    (576, (F(64, 32, 4, 2), F(64, 16, 4, 2), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
+    (256, (F(64, 32, 4, 2), F(64, 16, 4, 2), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
+    (WIDEST, (_four_share(64, 16, 2), _four_share(32, 16, 2), _four_share(32, 16), _four_share(16, 16))),
 )
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
