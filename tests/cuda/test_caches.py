@@ -45,7 +45,7 @@ LENGTHS = torch.tensor([130, 9, 77], dtype=torch.int32)
 PADDING = torch.tensor([3, 0, 70], dtype=torch.int32)
 # What is planted: a text of the source and what stands in its place.
 MISTAKES = {
-    "the page of the one before": ("const unsigned n = place / rows;", "const unsigned n = (place - 1) / rows;"),
+    "the page of the one before": ("shift < 0 ? place / rows : place >> shift", "(place - 1) / rows"),
     "another row of the page": ("place -= n * rows;", "place = (place + 1) - n * rows;"),
     "a page for all that begins in it": ("place + count <= rows ? found : *this", "found"),
     "pages of the first sequence": ("a.block_table + int64_t(a.sequence) * a.table_columns", "a.block_table"),

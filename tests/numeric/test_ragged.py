@@ -96,16 +96,25 @@ def results(function: Any, given: Batch, op: AttentionOp, *, wide: bool = False,
     return named | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 
-def check(op: AttentionOp, given: Batch, **options: Any) -> None:
-    """The rule of ``flashgen verify``: twice the error of the formula in the tensors' type, and a rounding."""
-    own = results(op.varlen, given, op, **options)
+def check(op: AttentionOp, *batches: Batch, **options: Any) -> None:
+    """The rule of ``flashgen verify``: twice the error of the formula in the tensors' type, and a rounding.
+
+    Of several batches together: the gradient of a param is one number, whose error alone is luck.
+    """
+
+    def of_all(function: Any, **own: Any) -> dict[str, Tensor]:
+        found = [results(function, given, op, **own) for given in batches]
+        return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+
+    own = of_all(op.varlen, **options)
     options.pop("deterministic", None)
-    truth = results(op.reference.varlen, given, op, wide=True, dtype=torch.float64, **options)
-    plain = results(op.reference.varlen, given, op, dtype=None, **options)
+    truth = of_all(op.reference.varlen, wide=True, dtype=torch.float64, **options)
+    plain = of_all(op.reference.varlen, dtype=None, **options)
+    is_float32 = batches[0].q.dtype is torch.float32
     for name, exact in truth.items():
         error, reached = relative_error(own[name], exact), relative_error(plain[name], exact)
         tolerance = 2.0 * reached + torch.finfo(own[name].dtype).eps
-        if given.q.dtype is torch.float32:
+        if is_float32:
             tolerance = max(tolerance, FLOAT32_TOLERANCE)
         assert error <= tolerance, f"{name} is off by {error:.2e}, {tolerance:.2e} is allowed"
         if name == "lse":
