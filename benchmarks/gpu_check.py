@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import multiprocessing
 import os
 import platform
@@ -18,10 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import cupy
 import torch
@@ -29,6 +26,7 @@ import torch
 import flashgen
 from benchmarks import gpu_batches
 from benchmarks.gpu_speed import overhead, speed
+from benchmarks.report import Report
 from flashgen.analysis.variant import analyse
 from flashgen.backends import gpu_at_hand
 from flashgen.compiled import assembled
@@ -42,38 +40,6 @@ from flashgen.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = min(os.cpu_count() or 1, 12)
-
-
-@dataclass
-class Report:
-    """What was found so far, written to the folder after each section."""
-
-    folder: Path
-    stop: float
-    sections: list[str] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def seconds_left(self) -> float:
-        """Until the run has to end."""
-        return self.stop - time.monotonic()
-
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remark: str = "") -> None:
-        """A section of the page."""
-        lines = [f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-        self.text("\n".join([*lines, *(["", remark] if remark else [])]))
-
-    def text(self, text: str) -> None:
-        """Add to the page, and save it."""
-        print(f"\n{text}", flush=True)
-        self.sections.append(text)
-        self.save()
-
-    def save(self) -> None:
-        """Write both files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "report.md").write_text("\n\n".join(self.sections) + "\n", encoding="utf-8")
-        (self.folder / "report.json").write_text(json.dumps(self.data, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def environment(report: Report) -> None:

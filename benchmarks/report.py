@@ -1,19 +1,56 @@
-"""Writes measured tables into README.md beside this file, each with the machine and the command that made it.
+"""Writes measured tables: into a folder as a run goes on, or into README.md beside this file with the machine and the
+command that made them.
 
-A table stays where it is of another processor, so that a run elsewhere loses nothing: the new one is printed. With
-``REPLACE_TABLES=1`` in the environment it is replaced all the same.
+A table of README.md stays where it is of another processor, so that a run elsewhere loses nothing: the new one is
+printed. With ``REPLACE_TABLES=1`` in the environment it is replaced all the same.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 README = Path(__file__).resolve().parent / "README.md"
+
+
+@dataclass
+class Report:
+    """What was found so far, written to the folder after each section."""
+
+    folder: Path
+    stop: float
+    sections: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def seconds_left(self) -> float:
+        """Until the run has to end."""
+        return self.stop - time.monotonic()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remark: str = "") -> None:
+        """A section of the page."""
+        lines = [f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        self.text("\n".join([*lines, *(["", remark] if remark else [])]))
+
+    def text(self, text: str) -> None:
+        """Add to the page, and save it."""
+        print(f"\n{text}", flush=True)
+        self.sections.append(text)
+        self.save()
+
+    def save(self) -> None:
+        """Write both files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "report.md").write_text("\n\n".join(self.sections) + "\n", encoding="utf-8")
+        (self.folder / "report.json").write_text(json.dumps(self.data, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def publish(

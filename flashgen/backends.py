@@ -181,6 +181,7 @@ class CpuProvider:
         }
         self.libraries = functools.cache(self._libraries)
         self._other = functools.cache(self._load)
+        self._other_parts = functools.cache(self._parts)
 
     def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
         return self.libraries()[head_dim]
@@ -222,8 +223,18 @@ class CpuProvider:
         found: dict[HeadDim, LibraryKernel] = {}
         for source, binary in zip(sources, compile_sources(sources), strict=True):
             kernel = LibraryKernel.load(binary.path, source.symbol, fields)
+            if self._texts is None:  # what a text says that may have been edited, no other library does
+                kernel = replace(kernel, parts=functools.partial(self._other_parts, source.head_dim))
             found[source.head_dim] = self._choosing(source.head_dim, kernel)
         return found
+
+    def _parts(self, head_dim: HeadDim) -> LibraryKernel:
+        """The kernel of parts, another library. Its tiles are the usual ones."""
+        choices = self.choices[head_dim]
+        variant = replace(choices.variant, parts=True)
+        source = compiled(variant, self.device.target, choices.usual()).source
+        (binary,) = compile_sources([source])
+        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
 
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""

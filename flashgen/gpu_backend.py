@@ -61,6 +61,7 @@ class RowsOf(Enum):
     DENSE = "dense"
     RAGGED = "ragged"
     CACHED = "cached"
+    PARTS = "parts"
 
 
 BOTH: tuple[PassName, PassName] = ("forward", "backward")
@@ -145,7 +146,7 @@ class EmulatorProvider:
 
     Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
     for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
-    ``rows``: those for ragged batches, or for caches, which the kernels of the others lead to.
+    ``rows``: those for ragged batches, for caches or for parts, which the kernels of the others lead to.
     """
 
     def __init__(
@@ -228,8 +229,8 @@ class EmulatorProvider:
             return functools.partial(self._other(rows), head_dim, 0) if self.rows is RowsOf.DENSE else None
 
         layout = ArgumentLayout(cuda_fields(variant))
-        varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
-        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached)
+        varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
+        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts)
 
 
 def _check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -271,9 +272,9 @@ class CudaProvider:
     """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
 
     A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
-    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, or for caches, which the others
-    lead to; their tiles are the planner's own, and packages have none. Calls raise ``CudaMissing``, ``NvrtcMissing``,
-    ``UnsupportedGpu``, ``CompileFailed``.
+    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, for caches or for parts, which
+    the others lead to, and packages do not have; tiles of the former two are the planner's own. Calls raise
+    ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
 
     def __init__(self, spec: AttentionSpec, package: Package | None = None, *, rows: RowsOf = RowsOf.DENSE) -> None:
@@ -392,11 +393,16 @@ class CudaProvider:
             return functools.partial(self._other(rows), head_dim, index) if self.rows is RowsOf.DENSE else None
 
         layout = ArgumentLayout(cuda_fields(variant))
+        brought = self.brought(head_dim, index)
+        is_edited = brought is not None and brought.is_edited  # what a text says that was edited, no other kernel does
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
-        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached)
+        parts = None if is_edited else other(RowsOf.PARTS)
+        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts)
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)
+        if self.rows is RowsOf.PARTS:  # which are dense calls but for what they write
+            return tile_choices(kernel_variant(self.spec, head_dim), board.gpu, board.name)
         if self.rows is not RowsOf.DENSE:  # what was measured is of dense calls
             return TileChoices(variant, board.gpu, by_length=False)
         return tile_choices(variant, board.gpu, board.name)
@@ -436,7 +442,7 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
     variant = analyse(spec, head_dim)
     if rows is RowsOf.CACHED:
         return replace(variant, cached=True, gradients=())
-    return replace(variant, ragged=rows is RowsOf.RAGGED)
+    return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
 
 
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:

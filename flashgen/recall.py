@@ -51,7 +51,9 @@ def specs_of_text(
 
 def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSource:
     """The source of one head dimension for CPUs; its tiles are those of a generic one."""
-    key = _key("source", json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
+    key = _key(
+        "source", json.dumps(spec_to_data(variant.spec)), str(variant.head_dim), "parts" if variant.parts else ""
+    )
     stored = _recalled(key, _SOURCE)
     if stored is not None:
         file_name, symbol, text, defines = json.loads(stored)

@@ -88,7 +88,8 @@ class Variant:
     derivative by dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
-    they take caches, of which each sequence's last queries are a part of a dense call.
+    they take caches, of which each sequence's last queries are a part of a dense call; ``parts``: kernels are over some
+    of the keys of rows, and write what others are added to, in float32.
     """
 
     spec: AttentionSpec
@@ -103,6 +104,7 @@ class Variant:
     proofs: tuple[IndexProof, ...] = field(repr=False)
     ragged: bool = False
     cached: bool = False
+    parts: bool = False
 
     @property
     def uses_sqdist(self) -> bool:

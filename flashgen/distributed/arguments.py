@@ -20,7 +20,7 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors
     wanted = torch.get_autocast_dtype(first.device.type)
-    dtypes = op._registered.engine.checker.dtypes
+    dtypes = op.engine.checker.dtypes
     to = next((dtype for dtype in (wanted, torch.float32) if dtype in dtypes), None)
     return tuple(
         x.to(to) if to is not None and x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors

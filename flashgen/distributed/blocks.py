@@ -67,9 +67,7 @@ def mask_of(
 ) -> Mask:
     """The mask of a call, or of sequence ``b`` of it. What it reads of tensors on a device is copied to the host."""
     variant = _variant(spec, head_dim)
-    nodes = set(walk(variant.keep))
-    reads = read_of_calls(spec, (node.tensor for node in nodes if isinstance(node, Load)))
-    names = {node.name for node in nodes if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM}
+    reads, names = read_by(spec, head_dim)
     found: dict[str, Tensor] = {}
     for name in sorted(reads):
         given = captured.get(name)
@@ -89,6 +87,15 @@ def mask_of(
         if isinstance(value, (bool, int, float)):
             params[name] = value
     return Mask(variant, sizes, params, tensors, b)
+
+
+@functools.lru_cache(maxsize=64)
+def read_by(spec: AttentionSpec, head_dim: HeadDim) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of tensors and of params that the mask reads."""
+    nodes = set(walk(_variant(spec, head_dim).keep))
+    tensors = read_of_calls(spec, (node.tensor for node in nodes if isinstance(node, Load)))
+    params = {node.name for node in nodes if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM}
+    return frozenset(tensors), frozenset(params)
 
 
 @functools.lru_cache(maxsize=64)

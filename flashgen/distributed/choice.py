@@ -21,8 +21,9 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.pipeline import device_named
 
-# Bytes a second that a rank sends, where nobody has measured: NVLink of an H100 in one direction, and a local network.
-LINKS: Mapping[str, float] = {"nccl": 450e9, "gloo": 1e9}
+# Bytes a second that a rank sends to another: what NCCL was measured to move between two H100 of one host (of the 450
+# GB/s that NVLink has in one direction), and a local network.
+LINKS: Mapping[str, float] = {"nccl": 300e9, "gloo": 1e9}
 _TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of what it found
 _ELEMENT_BYTES = 4  # of gradients that travel
 

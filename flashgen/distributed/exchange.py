@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 Group = dist.ProcessGroup | None
 
@@ -190,6 +191,15 @@ def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
     """The same values; their gradients are those of all ranks."""
     found: tuple[Tensor, ...] = _Sum.apply(group, *values)  # type: ignore[no-untyped-call]
     return found
+
+
+def is_under_ddp(group: Group) -> bool:
+    """Whether this is inside of a forward pass of DDP that averages gradients over several ranks of a group."""
+    module = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if module is None or dist.get_world_size(group) == 1:
+        return False
+    own = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    return len(set(own) & set(dist.get_process_group_ranks(module.process_group))) > 1
 
 
 class _Gather(torch.autograd.Function):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, Span, cuts, kept
 
 # The ascending spans of each rank.
@@ -16,15 +18,23 @@ Held = tuple[tuple[Span, ...], ...]
 
 
 @dataclass(frozen=True)
+class Sight:
+    """Queries, and the ascending spans of keys, whoever holds them, of which the mask keeps a pair for one of them."""
+
+    queries: Span
+    keys: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class Needs:
     """Of every rank, the keys of every other that it needs, as spans of positions.
 
-    ``keys[rank][source]`` are ascending spans of what ``source`` holds. ``wanted[rank]`` has for each span of the
-    rank's queries the spans of keys, whoever holds them, of which the mask keeps a pair.
+    ``keys[rank][source]`` are ascending spans of what ``source`` holds. ``sights[rank]`` has for each span of the
+    rank's queries, in parts of it, the keys that they see.
     """
 
     keys: tuple[tuple[tuple[Span, ...], ...], ...]
-    wanted: tuple[tuple[tuple[Span, ...], ...], ...]
+    sights: tuple[tuple[tuple[Sight, ...], ...], ...]
 
     def rows_sent(self, rank: int) -> int:
         """Rows that a rank sends to others."""
@@ -58,19 +68,24 @@ def _found(mask: Mask, held: Held) -> Needs:
         for start, stop in own
         for block in cuts(start, stop, max((stop - start) // size, 1))
     ]
-    keys, wanted = [], []
+    keys, sights = [], []
     for own in held:
         needed = [False] * len(blocks)
         of_spans = []
         for start, stop in own:
-            shares = kept(mask, cuts(start, stop, MOST_ROWS), [block for _, block in blocks])
-            some: list[bool] = (shares.max(0) > 0).tolist() if blocks else []
-            of_spans.append(joined(block for (_, block), is_kept in zip(blocks, some, strict=True) if is_kept))
-            needed = [before or now for before, now in zip(needed, some, strict=True)]
+            rows = cuts(start, stop, MOST_ROWS)
+            some = kept(mask, rows, [block for _, block in blocks]) > 0
+            of_spans.append(
+                tuple(
+                    Sight(each, joined(block for (_, block), is_kept in zip(blocks, own, strict=True) if is_kept))
+                    for each, own in zip(rows, some.tolist(), strict=True)
+                )
+            )
+            needed = [before or bool(now) for before, now in zip(needed, np.any(some, axis=0), strict=True)]
         chosen = [each for each, is_needed in zip(blocks, needed, strict=True) if is_needed]
         keys.append(tuple(joined(block for owner, block in chosen if owner == source) for source in range(len(held))))
-        wanted.append(tuple(of_spans))
-    return Needs(tuple(keys), tuple(wanted))
+        sights.append(tuple(of_spans))
+    return Needs(tuple(keys), tuple(sights))
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -6,6 +6,7 @@ What crosses ranks goes by ``torch.distributed``; kernels are those of one devic
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.distributed.agreement import Given, Told, agree
 from flashgen.distributed.arguments import autocast, checked, dense, described, worded
-from flashgen.distributed.blocks import Mask, mask_of
+from flashgen.distributed.blocks import Mask, mask_of, read_by
 from flashgen.distributed.choice import LINKS, Choice, Sizes, Travel, by_heads, by_keys, chosen, predicted
-from flashgen.distributed.exchange import summed
+from flashgen.distributed.exchange import is_under_ddp, summed
+from flashgen.distributed.marks import Mark, mark_of
 from flashgen.distributed.needs import Held, Needs, length, needs_of
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.partition import Partition, in_order, work_of
@@ -31,7 +33,7 @@ from flashgen.distributed.ulysses import Swap, no_heads, shares_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.call import check_captured
-from flashgen.runtime.op import AttentionOp, _repeatable
+from flashgen.runtime.op import AttentionOp, is_repeatable
 
 __all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
 
@@ -44,6 +46,7 @@ def context_parallel(
     *,
     check: bool = True,
     wide: bool = True,
+    sums: bool = True,
 ) -> ContextParallel:
     """``op`` over the ranks of ``mesh``: a process group, a mesh of one dimension or two, or None for all ranks.
 
@@ -56,9 +59,11 @@ def context_parallel(
     one behind the other, equal or not, as long as their tensors are. ``check`` False: ranks do not ask each other
     whether they were given the same, which takes a partition and, of dropout, a seed.
 
-    Parts of rows are added up in float32. ``wide``: of tensors of 16 bits they are computed in float32, too, so that
-    each result is rounded once, as on one device; kernels for float32 are slower. False: kernels of the tensors' type
-    compute and round them.
+    Parts of rows are added up in float32. ``wide``: of tensors of 16 bits they are written in float32, too, so that
+    each result is rounded once, as on one device. False: each part is rounded.
+
+    ``sums``: gradients of captured values are those of all ranks, on each. False: those of the rank's own rows, where
+    something else adds up the gradients of all parameters (DDP, FSDP).
 
     Raises ``TypeError`` and ``ValueError`` for what is none of these.
     """
@@ -71,21 +76,23 @@ def context_parallel(
     topology = topology_of(mesh, method)
     if partition is not None and partition.world != topology.world:
         raise ValueError(f"the partition is for {partition.world} ranks; the group has {topology.world}")
-    return ContextParallel(op, topology, method if isinstance(method, str) else tuple(method), partition, check, wide)
+    by = method if isinstance(method, str) else tuple(method)
+    return ContextParallel(op, topology, by, partition, check=check, wide=wide, sums=sums)
 
+
+_MOST_MARKED = 8  # calls that are remembered where ranks do not ask each other
 
 # q, k and v of a dense call, and its options.
 Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A call as all ranks know it. ``tensors`` are the operator's, q, k and v of this rank's rows."""
+class Known:
+    """A call as all ranks know it."""
 
     held: Held
     needs: Needs
     sizes: Sizes
-    tensors: tuple[Any, ...]
     choice: Choice
 
     @property
@@ -103,13 +110,16 @@ class ContextParallel:
         topology: Topology,
         method: str | tuple[str, ...],
         partition: Partition | None,
+        *,
         check: bool,
         wide: bool,
+        sums: bool,
     ) -> None:
         self.op, self.method = op, method
         self.rank, self.world = topology.rank, topology.world
-        self._topology, self._partition, self._check = topology, partition, check
+        self._topology, self._partition, self._check, self._sums = topology, partition, check, sums
         self._partial = Partial(op, wide=wide)
+        self._marked: deque[tuple[Mark, Known]] = deque(maxlen=_MOST_MARKED)
 
     def __repr__(self) -> str:
         return f"<{self.op.name} over {self.world} ranks by {self._method_text}; this is rank {self.rank}>"
@@ -135,8 +145,8 @@ class ContextParallel:
         """The rows of this rank: ``q`` [B, H, n, D], ``k`` [B, Hkv, n, D], ``v`` [B, Hkv, n, Dv] → ``o`` [B, H, n, Dv].
 
         Captured tensors and params are whole, and the same on every rank; their gradients are those of all ranks, on
-        each. ``return_lse`` adds ``lse`` [B, H, n], float32. With dropout the decisions are those of one device with
-        the same ``seed``; None: rank 0 draws it. Where gradients are wanted, every rank has to go backward.
+        each (``sums``). ``return_lse`` adds ``lse`` [B, H, n], float32. With dropout the decisions are those of one
+        device with the same ``seed``; None: rank 0 draws it. Where gradients are wanted, every rank has to go backward.
 
         Raises on every rank what a call of the op raises on any, ``ValueError`` where ranks were given what does not
         go together, naming the rank and the argument, and ``RuntimeError`` naming a rank that does not answer within
@@ -144,9 +154,8 @@ class ContextParallel:
         """
         options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
         q, k, v = autocast(self.op, q, k, v)
-        call = self._prepared(q, k, v, options, seed, captured)
-        repeatable = _repeatable(deterministic)
-        o, lse = self._attend(call, repeatable, return_lse)
+        call, tensors = self._prepared(q, k, v, options, seed, captured)
+        o, lse = self._attend(call, tensors, is_repeatable(deterministic), return_lse)
         return (o, lse) if return_lse else o
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -186,14 +195,14 @@ class ContextParallel:
         method = self.method if isinstance(self.method, str) else self.method[0]
         tensors = self._summed(tensors)
         if method == "ulysses":
-            o, lse = self._ragged_by_heads(held, tensors, cu_seqlens, _repeatable(deterministic), return_lse)
+            o, lse = self._ragged_by_heads(held, tensors, cu_seqlens, is_repeatable(deterministic), return_lse)
         else:
             why = refusal(self.op.spec)
             if why:
                 raise ValueError(f"method '{method}': {why}; 'ulysses' can")
             o, lse = attend_pieces(
                 self._partial, tensors, pieces_of(starts, held, self.rank), len(starts) - 1, self._topology.by_keys,
-                rank=self.rank, at_once=method == "all_gather", repeatable=_repeatable(deterministic),
+                rank=self.rank, at_once=method == "all_gather", repeatable=is_repeatable(deterministic),
             )  # fmt: skip
         o = o[0].transpose(0, 1)
         return (o, lse[0]) if return_lse and lse is not None else o
@@ -207,7 +216,7 @@ class ContextParallel:
             raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
         swap = Swap(self._topology.by_heads, held, shares_of(heads, kv_heads, self.world))
         q, k, v = (x[0].transpose(0, 1) for x in swap.there(*tensors[:3]))
-        signature, own = op._signature, swap.shares[swap.rank]
+        signature, own = op.signature, swap.shares[swap.rank]
         named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
         if signature.has_dropout:
             named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
@@ -224,15 +233,26 @@ class ContextParallel:
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, **captured: Any) -> Choice:
         """How such a call is spread, and why. Every rank has to ask."""
-        return self._prepared(q, k, v, {"return_lse": False, "dropout_p": None}, None, captured).choice
+        return self._prepared(q, k, v, {"return_lse": False, "dropout_p": None}, None, captured)[0].choice
 
     # What ranks agree on ----------------------------------------------------------------------------------------------
 
     def _prepared(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
-    ) -> Prepared:
+    ) -> tuple[Known, tuple[Any, ...]]:
+        """What ranks know, and the operator's tensors, of which q, k and v are this rank's rows."""
         held, tensors, said = self._told(lambda: ((q, k, v), options), seed, captured)
-        return self._known(held, said, tensors)
+        mark = None if self._check else self._mark(tensors)
+        known = next((known for other, known in self._marked if mark is not None and other == mark), None)
+        if known is None:
+            known = self._known(held, said, tensors)
+            if mark is not None:
+                self._marked.appendleft((mark, known))
+        return known, tensors
+
+    def _mark(self, tensors: Sequence[Any]) -> Mark | None:
+        head_dim = HeadDim(tensors[0].shape[3], tensors[2].shape[3])
+        return mark_of(tensors, self.op.signature.names, frozenset().union(*read_by(self.op.spec, head_dim)))
 
     def _told(
         self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]
@@ -241,7 +261,7 @@ class ContextParallel:
         spec, held = self.op.spec, None if self._partition is None else self._partition.spans
         drawn: list[tuple[Any, ...]] = []
 
-        def given() -> Given:
+        def take() -> tuple[Call, HeadDim, tuple[Any, ...]]:
             (q, k, v), options = call()
             head_dim = checked(spec, q, k, v, dist.get_backend(self._topology.whole))
             if held is not None and q.shape[2] != length(held[self.rank]):
@@ -250,6 +270,10 @@ class ContextParallel:
                 )
             tensors = self._tensors(q, k, v, options, seed, captured)
             drawn.append(tensors)
+            return ((q, k, v), options), head_dim, tensors
+
+        def given() -> Given:
+            ((q, k, v), options), head_dim, tensors = take()
             return self._given(q, k, v, options, captured, tensors, head_dim)
 
         if self._check:
@@ -257,8 +281,8 @@ class ContextParallel:
         else:
             if spec.dropout is not None and seed is None:
                 raise ValueError("check=False takes a seed: ranks do not tell each other the one that they draw")
-            given_alone = given()
-            said = [replace(given_alone.told, length=length(own)) for own in held or ()]
+            take()
+            said = [Told(length(own)) for own in held or ()]
         (tensors,) = drawn
         if self._check and spec.dropout is not None and tensors[-2] is not None:
             tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])
@@ -269,12 +293,13 @@ class ContextParallel:
     ) -> tuple[Any, ...]:
         """The operator's tensors. Raises what the op raises."""
         op = self.op
-        bound = op._signature.bind(dict(captured))
-        found = op._tensors(q, k, v, bound, options["return_lse"], options["dropout_p"], seed)
-        for position, declaration in op._signature.fixed:
+        found = op.operator_tensors(
+            q, k, v, captured, return_lse=options["return_lse"], dropout_p=options["dropout_p"], seed=seed
+        )
+        for position, declaration in op.signature.fixed:
             if torch.is_grad_enabled() and isinstance(found[position], Tensor) and found[position].requires_grad:
                 raise ValueError(
-                    f"argument '{op._signature.names[position - 3]}' requires a gradient, which the spec does not give "
+                    f"argument '{op.signature.names[position - 3]}' requires a gradient, which the spec does not give "
                     f"it; declare it `{declaration} grad`, or pass it detached"
                 )
         return tuple(found)
@@ -290,7 +315,7 @@ class ContextParallel:
         head_dim: HeadDim,
     ) -> Given:
         spec, flag = self.op.spec, torch.is_grad_enabled()
-        signature = self.op._signature
+        signature = self.op.signature
         starts = options.get("cu_seqlens")
         batch = q.shape[0] if starts is None else len(starts) - 1
         rows = {"B": batch, "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
@@ -315,10 +340,10 @@ class ContextParallel:
             told=Told(q.shape[2], seed, nanoseconds),
         )
 
-    def _known(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Prepared:
+    def _known(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
         """Raises what every rank finds wrong alike."""
         spec, (q, k, v) = self.op.spec, tensors[:3]
-        signature = self.op._signature
+        signature = self.op.signature
         head_dim, N = HeadDim(q.shape[3], v.shape[3]), sum(map(length, held))
         sizes = {
             "B": q.shape[0],
@@ -337,7 +362,7 @@ class ContextParallel:
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
         needs = needs_of(mask, self._topology.of_keys(held))
         choice = self._choice(held, needs, mask, of_call, max((each.nanoseconds for each in said), default=0))
-        return Prepared(held, needs, of_call, tensors, choice)
+        return Known(held, needs, of_call, choice)
 
     def _choice(self, held: Held, needs: Needs, mask: Mask, sizes: Sizes, nanoseconds: int) -> Choice:
         spec, topology = self.op.spec, self._topology
@@ -384,8 +409,10 @@ class ContextParallel:
 
     # What it computes -------------------------------------------------------------------------------------------------
 
-    def _attend(self, call: Prepared, repeatable: bool, has_lse: bool) -> tuple[Tensor, Tensor | None]:
-        tensors = self._summed(call.tensors)
+    def _attend(
+        self, call: Known, tensors: Sequence[Any], repeatable: bool, has_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = self._summed(tensors)
         method = call.choice.method
         if method in KEYS:
             return self._by_keys(call, tensors, (0, call.sizes.heads), repeatable, at_once=method == "all_gather")
@@ -409,10 +436,16 @@ class ContextParallel:
         return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
 
     def _summed(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The same; gradients of what is captured are those of all ranks."""
+        """The same; gradients of what is captured are those of all ranks, if anything is to be learned."""
         learned = [n for n, x in enumerate(tensors) if n > 2 and isinstance(x, Tensor) and x.requires_grad]
-        if not (learned and torch.is_grad_enabled()):
+        if not (learned and torch.is_grad_enabled() and self._sums):
             return tuple(tensors)
+        if is_under_ddp(self._topology.whole):
+            named = ", ".join(f"'{self.op.signature.names[n - 3]}'" for n in learned)
+            raise ValueError(
+                f"DistributedDataParallel would add up the gradients of {named} over ranks again: pass "
+                "context_parallel(…, sums=False), which leaves that to it"
+            )
         found = list(tensors)
         for group in self._topology.sums:
             for n, x in zip(learned, summed([found[n] for n in learned], group), strict=True):
@@ -420,13 +453,13 @@ class ContextParallel:
         return tuple(found)
 
     def _by_keys(
-        self, call: Prepared, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool, *, at_once: bool
+        self, call: Known, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool, *, at_once: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Some heads of the rows of this rank, and of those that change heads with it."""
         topology = self._topology
         held = topology.of_keys(call.held)
         line = topology.along(self.rank)[0]
-        rounds = rounds_of(call.needs, held, line, at_once=at_once)
+        rounds = rounds_of(call.needs, held, line, at_once=at_once, device=tensors[0].device)
         batch, N = call.sizes.batch, call.total
         where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
         return Walk(self._partial, held[line], rounds, topology.by_keys, where, repeatable, keeps=at_once).attend(
@@ -434,11 +467,11 @@ class ContextParallel:
         )
 
     def _alone(
-        self, call: Prepared, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool
+        self, call: Known, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Some heads of all rows."""
         op, N = self.op, call.total
-        signature = op._signature
+        signature = op.signature
         named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
         if signature.has_dropout:
             named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}

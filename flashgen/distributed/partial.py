@@ -1,10 +1,10 @@
 """Attention over some of the keys of a row at a time, and how the parts make the whole.
 
 In: an op, and calls of it over parts of the keys. Out: o and lse of all keys; gradients of each part, given these. Sums
-are float32 whatever the tensors hold; so are parts where ``wide``, by an op for float32 of the same spec. A sink
-belongs to a row, not to its parts: their spec has none, and it joins when the row is closed.
+are float32 whatever the tensors hold; so are parts where ``wide``, by kernels that write it of 16 bits. A sink belongs
+to a row, not to its parts: their spec has none, and it joins when the row is closed.
 
-    lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
+    softmax and what is divided: ``runtime/sums.py``
     pointwise weights: o = Σ o'
 """
 
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from flashgen.analysis.variant import analyse, linear_factor
 from flashgen.ir.spec import HeadDim
-from flashgen.ir.types import ElementType
 from flashgen.pipeline import load_spec
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 from flashgen.runtime.engine import Engine, Tensors
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.parts import widened
+from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, first_part
 
-_LOG2_E = 1.0 / math.log(2.0)
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
 
 
@@ -55,7 +55,8 @@ class Where:
 
 @dataclass
 class Rows:
-    """Rows so far: ``o`` [B, H, n, Dv], float32 at least; ``lse`` [B, H, n] in float64, and a maximum of their scores.
+    """A span of rows so far: ``o`` [B, H, n, Dv], float32 at least; ``lse`` [B, H, n] in float64, and a maximum of
+    their scores.
 
     The latter is what kernels count scores from, as far as they are extreme. Both None for pointwise weights.
     """
@@ -74,76 +75,78 @@ class Partial:
 
     def __init__(self, op: AttentionOp, *, wide: bool = True) -> None:
         self.op, self.wide = op, wide
-        spec = op.spec
-        dtypes = spec.dtypes
-        if wide and dtypes is not None and ElementType.F32 not in dtypes:
-            dtypes = (*dtypes, ElementType.F32)
-        sinkless = spec.weights if spec.weights.sink is None else spec.weights.over(None)
-        of_parts = replace(spec, weights=sinkless, dtypes=dtypes)
-        self.inner = op if of_parts == spec else load_spec(of_parts, op._parts.backend, op._parts.label or None)
-        self.form = spec.weights.form
-        self.engine: Engine = self.inner._registered.engine
+        of_parts, self.inner = op.spec, op
+        if of_parts.weights.sink is not None:
+            of_parts = replace(of_parts, weights=of_parts.weights.over(None))
+            self.inner = op.of_spec(of_parts, load_spec)
+        self.form = of_parts.weights.form
+        self.engine: Engine = self.inner.engine_of_parts if wide else self.inner.engine
         # What makes what kernels count from an exponent in base 2.
-        self._factors = {each: _LOG2_E * (linear_factor(analyse(of_parts, each)) or 1.0) for each in of_parts.head_dims}
+        self._factors = {each: LOG2_E * (linear_factor(analyse(of_parts, each)) or 1.0) for each in of_parts.head_dims}
 
     def type_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that parts are computed in."""
+        """The type in which parts are written, and o is read backward."""
         return widened(dtype) if self.wide else dtype
 
     def captured(self, rest: Sequence[Any]) -> dict[str, Tensor | None]:
         """What is captured, by name, of the operator's tensors behind q, k and v."""
-        return dict(zip(self.op._signature.names, rest, strict=False))
+        return dict(zip(self.op.signature.names, rest, strict=False))
 
     def begin(self, q: Tensor, v: Tensor) -> Rows:
-        """Rows that have seen no key yet."""
+        """Rows that see no key."""
         o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=widened(q.dtype))
         if not self.form.normalised:
             return Rows(o, None, None)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
         return Rows(o, lse, torch.zeros_like(lse))
 
-    def add(self, rows: Rows, at: slice, tensors: Tensors, where: Where, *, is_first: bool) -> None:
-        """Add a part of the keys, k and v of ``tensors``, to some rows; ``is_first``: they have seen none."""
-        o, lse, parts = self.engine.attend(tensors, (where.offsets, False))
-        if rows.lse is None or rows.top is None or lse is None:
-            rows.o[:, :, at] += o
-            return
-        factor = self._factor(tensors)
-        exact = lse.double()
-        top = torch.zeros_like(exact)
-        if parts is not None and self.form.exponential:
-            far = parts.double()
-            is_far = (parts != 0).any(-1)
-            top = torch.where(is_far, far[..., 0], 0.0)
-            exact = torch.where(is_far, (far[..., 0] * factor + far[..., 1]) / _LOG2_E, exact)
-        if is_first:
-            rows.o[:, :, at], rows.lse[:, :, at], rows.top[:, :, at] = o, exact, top
-            return
-        before, degree = rows.lse[:, :, at], self.form.degree
-        both = torch.logaddexp(degree * before, degree * exact) / degree
-        # Of two parts without keys none is left.
-        kept, added = (torch.where(x == -math.inf, 0.0, (x - both).exp()).to(o.dtype) for x in (before, exact))
-        rows.o[:, :, at] = rows.o[:, :, at] * kept[..., None] + o * added[..., None]
-        rows.top[:, :, at] = torch.where(exact > before, top, rows.top[:, :, at])
-        rows.lse[:, :, at] = both
+    def add(self, rows: Rows | None, tensors: Tensors, where: Where) -> Rows:
+        """Rows with a part of the keys, k and v of ``tensors``, more, in place; None: they have seen none."""
+        o, lse, extremes = self.engine.attend(tensors, (where.offsets, False))
+        if lse is None:
+            if rows is None:
+                return Rows(o.to(widened(o.dtype)), None, None)
+            rows.o += o
+            return rows
+        exponents = Exponents(self._factor(tensors), self.form.degree)
+        if not self.form.exponential:
+            extremes = None
+        if rows is None or rows.lse is None or rows.top is None:
+            found = first_part(o.to(widened(o.dtype)), lse, extremes, exponents)
+            return Rows(found.o, found.lse, found.top)
+        add_part(Seen(rows.o, rows.lse, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
+        return rows
 
-    def close(self, rows: Rows, sink: Tensor | None, tensors: Tensors) -> Closed:
-        """o, lse and its parts of rows that have seen every key; ``sink`` [B, H, n] where there is one."""
-        if rows.lse is None or rows.top is None:
-            return rows.o, None, None
-        lse, o = rows.lse, rows.o
+    def add_to(self, rows: Rows, at: slice, tensors: Tensors, where: Where) -> None:
+        """The same of some of these rows."""
+        lse, top = (None if x is None else x[:, :, at] for x in (rows.lse, rows.top))
+        self.add(Rows(rows.o[:, :, at], lse, top), tensors, where)
+
+    def close(self, rows: Sequence[tuple[slice, Rows]], sink: Tensor | None, tensors: Tensors) -> Closed:
+        """o in the type of q, lse and its parts, of spans of rows that have seen every key; ``sink`` [B, H, n] where
+        there is one.
+        """
+        q, v = tensors[0], tensors[2]
+        if not self.form.normalised:
+            return _rounded(rows, None, q, v), None, None
+        lse, top = (q.new_empty(q.shape[:3], dtype=torch.float64) for _ in range(2))
+        for at, each in rows:
+            assert each.lse is not None
+            assert each.top is not None
+            lse[:, :, at], top[:, :, at] = each.lse, each.top
+        wide, factor = widened(q.dtype), None
         if sink is not None:
             # A row that keeps no key stays empty.
             closed = torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sink.double()))
-            o = o * torch.where(lse == -math.inf, 0.0, (lse - closed).exp()).to(o.dtype)[..., None]
+            factor = torch.where(lse == -math.inf, 0.0, (lse - closed).exp()).to(wide)
             lse = closed
-        parts = torch.zeros((*lse.shape, 2), dtype=torch.float32, device=o.device)
+        parts = torch.zeros((*lse.shape, 2), dtype=torch.float32, device=q.device)
         if self.form.exponential:
             is_far = (lse.abs() > _MOST_LSE) & lse.isfinite()
-            rest = lse * _LOG2_E - rows.top * self._factor(tensors)
-            parts[..., 0] = torch.where(is_far, rows.top, 0.0)
+            rest = lse * LOG2_E - top * self._factor(tensors)
+            parts[..., 0] = torch.where(is_far, top, 0.0)
             parts[..., 1] = torch.where(is_far, rest, 0.0)
-        return o, lse.to(o.dtype), parts
+        return _rounded(rows, factor, q, v), lse.to(wide), parts
 
     def gradients(
         self, d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where, needs: Sequence[bool],
@@ -175,6 +178,9 @@ class Partial:
         return found.expand(*q.shape[:3], 1)[..., 0]
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums."""
-    return torch.promote_types(dtype, torch.float32)
+def _rounded(rows: Sequence[tuple[slice, Rows]], factor: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
+    """o of spans of rows as one, in the type of q; ``factor`` [B, H, n] is what it is multiplied by."""
+    o = q.new_empty((*q.shape[:3], v.shape[3]))
+    for at, each in rows:
+        o[:, :, at] = each.o if factor is None else each.o * factor[:, :, at, None]
+    return o

@@ -17,11 +17,12 @@ from torch import Tensor
 from flashgen.distributed.blocks import mask_of
 from flashgen.distributed.exchange import Group
 from flashgen.distributed.needs import Held, needs_of
-from flashgen.distributed.partial import Partial, Where, widened
+from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.runtime.parts import widened
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def attend_pieces(
     q, k and v are [1, heads, n, width].
     """
     q, k, v = tensors[:3]
-    spec, signature = partial.op.spec, partial.op._signature
+    spec, signature = partial.op.spec, partial.op.signature
     head_dim, heads = HeadDim(q.shape[3], v.shape[3]), q.shape[1]
     found: list[tuple[Tensor, Tensor | None]] = []
     for each in pieces:
@@ -108,7 +109,7 @@ def attend_pieces(
         sizes = {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
         captured = {name: x for name, x in zip(signature.names, rest, strict=False) if x is not None}
         needs = needs_of(mask_of(spec, head_dim, sizes, captured, each.number), each.held)
-        rounds = rounds_of(needs, each.held, rank, at_once=at_once)
+        rounds = rounds_of(needs, each.held, rank, at_once=at_once, device=q.device)
         where = Where(0, 0, each.number, 0, N, N, batch, heads)
         own = (torch.cat([x[:, :, rows] for rows in each.rows], 2) for x in (q, k, v))
         walk = Walk(partial, each.held[rank], rounds, group, where, repeatable, keeps=at_once)

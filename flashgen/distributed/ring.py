@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.exchange import Flight, Group, post
-from flashgen.distributed.partial import Closed, Partial, Where, widened
-from flashgen.distributed.rounds import Round
+from flashgen.distributed.partial import Closed, Partial, Rows, Where
+from flashgen.distributed.rounds import Round, Unit
 from flashgen.runtime.engine import Tensors
+from flashgen.runtime.parts import widened
 from flashgen.runtime.plain import with_memory
 
 
@@ -95,7 +96,7 @@ class _Pieces:
         if keys.flight is not None:
             keys.flight.wait()
         order = self.walk.rounds[number].order
-        rows = keys.rows if order is None else keys.rows.index_select(0, order.to(keys.rows.device))
+        rows = keys.rows if order is None else keys.rows.index_select(0, order)
         return keys_of(rows, self.k, self.v)
 
 
@@ -108,27 +109,30 @@ class _Attend(torch.autograd.Function):
         q, k, v = tensors[:3]
         rest = tensors[3:]
         partial = walk.partial
-        wide_q = q.to(partial.type_of(q.dtype))
         pieces = _Pieces(walk, k, v)
-        rows = partial.begin(q, v)
-        seen: set[int] = set()
+        spans = [at for _, at in walk.spans()]
+        rows: dict[int, Rows] = {}  # of each span that has seen keys
         kept: list[Keys | None] = []
         coming: Keys | None = None
         for number, each in enumerate(walk.rounds):
             keys, coming = coming, pieces.fetch(number + 1)
-            wide_k, wide_v = (x.to(wide_q.dtype) for x in pieces.opened(number, keys))
+            k_of_round, v_of_round = pieces.opened(number, keys)
             for unit in each.units:
                 at, of_keys = slice(*unit.rows), slice(*unit.keys)
-                own = (wide_q[:, :, at], wide_k[:, :, of_keys], wide_v[:, :, of_keys], *rest)
+                own = (q[:, :, at], k_of_round[:, :, of_keys], v_of_round[:, :, of_keys], *rest)
                 where = walk.place(unit.q_start, unit.kv_start)
-                partial.add(rows, at, own, where, is_first=unit.q_start not in seen)
-                seen.add(unit.q_start)
+                if at == spans[unit.span]:
+                    rows[unit.span] = partial.add(rows.get(unit.span), own, where)
+                    continue
+                if unit.span not in rows:
+                    rows[unit.span] = partial.begin(q[:, :, spans[unit.span]], v)
+                partial.add_to(rows[unit.span], _within(spans[unit.span], at), own, where)
             kept.append(keys)
         sink = None
         if partial.op.spec.weights.sink is not None:
             sink = _sinks(walk, q, v, partial.captured(rest))
-        o, lse, parts = partial.close(rows, sink, (q, k, v))
-        o = o.to(q.dtype)
+        closed = [(at, rows.get(n) or partial.begin(q[:, :, at], v)) for n, at in enumerate(spans)]
+        o, lse, parts = partial.close(closed, sink, (q, k, v))
         ctx.walk, ctx.inputs = walk, len(tensors)
         ctx.kept = [None if keys is None else keys.rows for keys in kept] if walk.keeps else None
         ctx.save_for_backward(*tensors, o, lse, parts)
@@ -143,14 +147,15 @@ class _Attend(torch.autograd.Function):
         tensors, (o, lse, parts) = saved[: ctx.inputs], saved[ctx.inputs :]
         q, k, v = tensors[:3]
         d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
-        wide, own = widened(q.dtype), walk.partial.type_of(q.dtype)
-        signature = walk.partial.inner._signature
+        wide = widened(q.dtype)
+        signature = walk.partial.inner.signature
         learned = [n for n in range(3, signature.inputs) if ctx.needs_input_grad[1 + n]]
         needs = [n < 3 or n in learned for n in range(signature.inputs)]
-        backward = _Backward(walk, tensors, (d_o.to(own), d_lse), (o.to(own), lse, parts), needs)
+        closed = (o.to(walk.partial.type_of(q.dtype)), lse, parts)
+        backward = _Backward(walk, tensors, (d_o, d_lse), closed, needs)
         backward.run(ctx.kept)
         found: list[Tensor | None] = [None] * ctx.inputs
-        found[:3] = backward.d_q.to(q.dtype), *(x.to(k.dtype) for x in keys_of(backward.d_rows, k, v))
+        found[:3] = backward.d_queries(), *(x.to(k.dtype) for x in keys_of(backward.d_rows, k, v))
         for n, total in zip(learned, backward.sums, strict=True):
             found[n] = total
         if walk.partial.op.spec.weights.sink is not None and learned:
@@ -162,8 +167,8 @@ class _Attend(torch.autograd.Function):
 
 
 class _Backward:
-    """One backward pass. ``d_q`` [B, H, n, D] and ``d_rows``, of k and v, are of this rank's rows; ``sums`` of what
-    is captured. All float32 at least.
+    """One backward pass. ``d_q`` [B, H, n, D], by number of its span of rows, and ``d_rows``, of k and v,
+    are of this rank's rows; ``sums`` of what is captured. All float32 at least.
     """
 
     def __init__(
@@ -171,11 +176,12 @@ class _Backward:
     ) -> None:
         q, k, v = tensors[:3]
         self.walk, self.arriving, self.closed, self.needs = walk, arriving, closed, needs
-        self.q, self.rest, wide = q.to(closed[0].dtype), tensors[3:], widened(q.dtype)
+        self.q, self.rest, wide = q, tensors[3:], widened(q.dtype)
         self.pieces = _Pieces(walk, k, v)
-        self.d_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        self.spans = [at for _, at in walk.spans()]
+        self.d_q: dict[int, Tensor] = {}
         width = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
-        self.d_rows = self.d_q.new_zeros(k.shape[2], width)
+        self.d_rows = k.new_zeros(k.shape[2], width, dtype=wide)
         self.sums: list[Tensor] = [
             torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=q.device)
             for x, need in zip(tensors[3:], needs[3:], strict=False)
@@ -201,20 +207,35 @@ class _Backward:
                 going = self._send_home(number, each, d_keys)
         self._come_home(going)
 
+    def d_queries(self) -> Tensor:
+        """The gradient of q, in its type; zero where no key is seen."""
+        found = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        for n, at in enumerate(self.spans):
+            found[:, :, at] = self.d_q.get(n, 0.0)
+        return found
+
+    def _add_to_queries(self, unit: Unit, at: slice, part: Tensor) -> None:
+        own, before = self.spans[unit.span], self.d_q.get(unit.span)
+        if at == own and before is None:
+            self.d_q[unit.span] = part.to(self.d_rows.dtype)
+            return
+        if before is None:
+            before = self.d_q[unit.span] = torch.zeros_like(self.q[:, :, own], dtype=self.d_rows.dtype)
+        before[:, :, _within(own, at)].add_(part)
+
     def _round(self, each: Round, k: Tensor, v: Tensor) -> Tensor:
         """The gradients of a round's keys, as rows; adds to others what is theirs."""
-        wide_k, wide_v = k.to(self.q.dtype), v.to(self.q.dtype)
-        d_k, d_v = (torch.zeros(x.shape, dtype=self.d_q.dtype, device=x.device) for x in (k, v))
+        d_k, d_v = (torch.zeros(x.shape, dtype=self.d_rows.dtype, device=x.device) for x in (k, v))
         d_o, d_lse = self.arriving
         for unit in each.units:
             at, of_keys = slice(*unit.rows), slice(*unit.keys)
             closed: Any = tuple(None if x is None else x[:, :, at] for x in self.closed)
-            own = (self.q[:, :, at], wide_k[:, :, of_keys], wide_v[:, :, of_keys], *self.rest)
+            own = (self.q[:, :, at], k[:, :, of_keys], v[:, :, of_keys], *self.rest)
             found = self.walk.partial.gradients(
                 d_o[:, :, at], None if d_lse is None else d_lse[:, :, at], closed, own,
                 self.walk.place(unit.q_start, unit.kv_start), self.needs, self.walk.deterministic,
             )  # fmt: skip
-            self.d_q[:, :, at] += found[0]
+            self._add_to_queries(unit, at, found[0])
             d_k[:, :, of_keys] += found[1]
             d_v[:, :, of_keys] += found[2]
             for total, more in zip(self.sums, found[3:], strict=True):
@@ -223,8 +244,7 @@ class _Backward:
 
     def _send_home(self, number: int, each: Round, d_keys: Tensor) -> tuple[Flight, list[tuple[Tensor | None, Tensor]]]:
         if each.order is not None:
-            order = each.order.to(d_keys.device)
-            d_keys = torch.empty_like(d_keys).index_copy_(0, order, d_keys)
+            d_keys = torch.empty_like(d_keys).index_copy_(0, each.order, d_keys)
         sent = _split(d_keys, each)
         coming = [
             (to, which, self.d_rows.new_empty(self.d_rows.shape[0] if which is None else len(which), d_keys.shape[1]))
@@ -242,8 +262,7 @@ class _Backward:
             if which is None:
                 self.d_rows += part
             else:  # a rank names a row once, so that nothing is added twice at one place
-                at = which.to(part.device)
-                self.d_rows.index_copy_(0, at, self.d_rows.index_select(0, at) + part)
+                self.d_rows.index_add_(0, which, part)
 
 
 def _sinks(walk: Walk, q: Tensor, v: Tensor, captured: dict[str, Tensor | None], some: Tensor | None = None) -> Tensor:
@@ -306,8 +325,13 @@ def keys_of(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def _within(span: slice, at: slice) -> slice:
+    """The same rows, counted from the first of a span."""
+    return slice(at.start - span.start, at.stop - span.start)
+
+
 def _chosen(rows: Tensor, which: Tensor | None) -> Tensor:
-    return rows if which is None else rows.index_select(0, which.to(rows.device))
+    return rows if which is None else rows.index_select(0, which)
 
 
 def _split(rows: Tensor, each: Round) -> list[tuple[int, Tensor]]:

@@ -7,8 +7,9 @@ rank sends to one and receives from one; ``all_gather`` takes all others at once
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ from torch import Tensor
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.needs import Held, Needs, joined, length
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Unit:
-    """One call: a span of the rank's query rows, at position ``q_start``, over a span of a round's keys."""
+    """One call: some of the rank's query rows, at position ``q_start``, over a span of a round's keys.
 
+    The rows lie together in the rank's span of this number.
+    """
+
+    span: int
     rows: Span
     q_start: int
     keys: Span
@@ -45,13 +52,22 @@ class Round:
         """How many rows come."""
         return sum(count for _, count in self.received)
 
+    def to(self, device: torch.device) -> Round:
+        """The same with the numbers of rows on a device."""
+        sent = tuple((rank, None if which is None else which.to(device)) for rank, which in self.sent)
+        return replace(self, sent=sent, order=None if self.order is None else self.order.to(device))
 
-def rounds_of(needs: Needs, held: Held, rank: int, *, at_once: bool) -> tuple[Round, ...]:
-    """The rounds of a rank; of ``at_once`` two."""
+
+@functools.lru_cache(maxsize=64)
+def rounds_of(needs: Needs, held: Held, rank: int, *, at_once: bool, device: torch.device = _HOST) -> tuple[Round, ...]:
+    """The rounds of a rank; of ``at_once`` two. Numbers of rows lie on ``device``.
+
+    Remembered: to bring them to a device, the host would wait for all that this has to do before.
+    """
     world = len(held)
     steps = [tuple(range(1, world))] if at_once else [(step,) for step in range(1, world)]
     own = Round((), (), None, tuple(_units(needs, held, rank, held[rank])))
-    return (own, *(_round(needs, held, rank, each) for each in steps))
+    return (own, *(_round(needs, held, rank, each).to(device) for each in steps))
 
 
 def _round(needs: Needs, held: Held, rank: int, steps: Sequence[int]) -> Round:
@@ -71,18 +87,19 @@ def _round(needs: Needs, held: Held, rank: int, steps: Sequence[int]) -> Round:
 
 
 def _units(needs: Needs, held: Held, rank: int, spans: Sequence[Span]) -> list[Unit]:
-    """The calls over keys at these positions: of each span of queries, with what it needs of each run of keys."""
+    """The calls over keys at these positions: of each span of queries those that see some of a run of keys."""
     found = []
     first_row = 0
     runs = joined(spans)
-    for (start, stop), wanted in zip(held[rank], needs.wanted[rank], strict=True):
+    for number, ((start, stop), sights) in enumerate(zip(held[rank], needs.sights[rank], strict=True)):
         first_key = 0
         for low, high in runs:
-            seen = [(max(low, x), min(high, y)) for x, y in wanted if x < high and y > low]
+            seen = [(each.queries, x, y) for each in sights for x, y in each.keys if x < high and y > low]
             if seen:
-                x, y = seen[0][0], seen[-1][1]
-                keys = (first_key + x - low, first_key + y - low)
-                found.append(Unit((first_row, first_row + stop - start), start, keys, x))
+                first, last = min(queries[0] for queries, _, _ in seen), max(queries[1] for queries, _, _ in seen)
+                x, y = max(low, min(x for _, x, _ in seen)), min(high, max(y for _, _, y in seen))
+                rows = (first_row + first - start, first_row + last - start)
+                found.append(Unit(number, rows, first, (first_key + x - low, first_key + y - low), x))
             first_key += high - low
         first_row += stop - start
     return found

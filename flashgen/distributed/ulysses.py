@@ -6,9 +6,11 @@ Heads are dealt out in turn, as evenly as they divide. Key/value heads go to eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -116,10 +118,24 @@ class Swap:
         found: Tensor = _Home.apply(self, x)  # type: ignore[no-untyped-call]
         return found
 
-    def ascending(self, device: torch.device) -> Tensor:
-        """Which of the rows, those of each rank together, come first."""
-        positions = [torch.arange(*span) for own in self.held for span in own]
-        return torch.cat(positions).argsort().to(device) if positions else torch.arange(0, device=device)
+    def rows_of(self, x: Tensor, rank: int) -> Iterator[tuple[Tensor, slice]]:
+        """The rows of ``x`` [B, heads, N, width] that a rank holds, span by span, and where they lie among its own."""
+        before = 0
+        for span in self.held[rank]:
+            first, count = self._places[span], span[1] - span[0]
+            yield x[:, :, first : first + count], slice(before, before + count)
+            before += count
+
+    @functools.cached_property
+    def _places(self) -> Mapping[Span, int]:
+        """How many of all these rows come before a span."""
+        spans = sorted(span for own in self.held for span in own)
+        return dict(zip(spans, accumulate((stop - start for start, stop in spans), initial=0), strict=False))
+
+    @property
+    def total(self) -> int:
+        """N."""
+        return sum(self.lengths)
 
     def heads(self, x: int) -> list[Span]:
         """The heads of each rank, of q (0), k (1) or v (2)."""
@@ -132,51 +148,30 @@ class _There(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.swap, ctx.shapes = swap, [x.shape for x in tensors]
-        parts = [
-            torch.cat([x[:, slice(*swap.heads(n)[rank])].reshape(-1) for n, x in enumerate(tensors)])
-            for rank in range(len(swap.held))
-        ]
-        widths = [
-            (x.shape[0], count, x.shape[3]) for x, count in zip(tensors, swap.shares[swap.rank].counts, strict=True)
-        ]
-        each = sum(batch * count * width for batch, count, width in widths)
-        flat = _exchanged(parts, [n * each for n in swap.lengths], swap.group)
-        arrived: list[list[Tensor]] = [[], [], []]
-        before = 0
-        for n in swap.lengths:
-            for found, (batch, count, width) in zip(arrived, widths, strict=True):
-                size = batch * count * n * width
-                found.append(flat[before : before + size].reshape(batch, count, n, width))
-                before += size
-        order = swap.ascending(flat.device)
-        return tuple(torch.cat(found, 2).index_select(2, order) for found in arrived)
+        parts = [[x[:, slice(*swap.heads(n)[rank])] for n, x in enumerate(tensors)] for rank in range(len(swap.held))]
+        found = tuple(tensors[0].new_empty(shape) for shape in _whole_shapes(ctx.shapes, swap))
+        flat = _exchanged(
+            [part for of_rank in parts for part in of_rank], _counts(parts), _sizes(found, swap), swap.group
+        )
+        _to_places(flat, found, swap)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         swap: Swap = ctx.swap
         gradients = tuple(of_first_order(gradients))
-        order = swap.ascending(gradients[0].device)
-        together = (torch.empty_like(x).index_copy_(2, order, x) for x in gradients)
-        by_rank = [torch.split(x, swap.lengths, 2) for x in together]
-        parts = [torch.cat([x[rank].reshape(-1) for x in by_rank]) for rank in range(len(swap.held))]
-        counts = [
-            sum(
-                shape[0] * (high - low) * shape[2] * shape[3]
-                for shape, (low, high) in _heads_of(ctx.shapes, swap, rank)
-            )
-            for rank in range(len(swap.held))
+        ranks = range(len(swap.held))
+        pieces = [
+            [(shape[0], high - low, *shape[2:]) for shape, (low, high) in _heads_of(ctx.shapes, swap, rank)]
+            for rank in ranks
         ]
-        flat = _exchanged(parts, counts, swap.group)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        found = [flat.new_zeros(shape, dtype=wide) for shape in ctx.shapes]
-        before = 0
-        for rank in range(len(swap.held)):
-            for total, (shape, (low, high)) in zip(found, _heads_of(ctx.shapes, swap, rank), strict=True):
-                size = shape[0] * (high - low) * shape[2] * shape[3]
-                part = flat[before : before + size].reshape(shape[0], high - low, shape[2], shape[3])
-                total[:, low:high] += part
-                before += size
-        return None, *(total.to(flat.dtype) for total in found)
+        flat = _from_places(gradients, swap)
+        counts = [sum(map(_count, of_rank)) for of_rank in pieces]
+        flat = all_to_all(flat[:, None], _sizes(gradients, swap), counts, swap.group)[:, 0]
+        of_ranks = [_split(part, shapes) for part, shapes in zip(torch.split(flat, counts), pieces, strict=True)]
+        return None, *(
+            _added(shape, swap.heads(n), [each[n] for each in of_ranks]) for n, shape in enumerate(ctx.shapes)
+        )
 
 
 class _Home(torch.autograd.Function):
@@ -185,12 +180,10 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, swap: Swap, x: Tensor) -> Tensor:
         ctx.swap = swap
-        order = swap.ascending(x.device)
-        rows = torch.split(torch.empty_like(x).index_copy_(2, order, x), swap.lengths, 2)
         n, batch, width = swap.lengths[swap.rank], x.shape[0], x.shape[3]
         spans = swap.heads(0)
         counts = [batch * (high - low) * n * width for low, high in spans]
-        flat = _exchanged([each.reshape(-1) for each in rows], counts, swap.group)
+        flat = all_to_all(_from_places((x,), swap)[:, None], _sizes((x,), swap), counts, swap.group)[:, 0]
         parts = torch.split(flat, counts)
         return torch.cat(
             [part.reshape(batch, high - low, n, width) for part, (low, high) in zip(parts, spans, strict=True)], 1
@@ -201,21 +194,80 @@ class _Home(torch.autograd.Function):
         swap: Swap = ctx.swap
         (d,) = of_first_order(gradients)
         low, high = swap.heads(0)[swap.rank]
-        parts = [d[:, slice(*span)].reshape(-1) for span in swap.heads(0)]
+        parts = [[d[:, slice(*span)]] for span in swap.heads(0)]
         counts = [d.shape[0] * (high - low) * n * d.shape[3] for n in swap.lengths]
-        flat = _exchanged(parts, counts, swap.group)
-        arrived = [
-            part.reshape(d.shape[0], high - low, n, d.shape[3])
-            for part, n in zip(torch.split(flat, counts), swap.lengths, strict=True)
-        ]
-        return None, torch.cat(arrived, 2).index_select(2, swap.ascending(d.device))
+        flat = _exchanged([part for (part,) in parts], _counts(parts), counts, swap.group)
+        found = flat.new_empty((d.shape[0], high - low, swap.total, d.shape[3]))
+        _to_places(flat, (found,), swap)
+        return None, found
 
 
 def _heads_of(shapes: Sequence[torch.Size], swap: Swap, rank: int) -> list[tuple[torch.Size, Span]]:
     return [(shape, swap.heads(n)[rank]) for n, shape in enumerate(shapes)]
 
 
-def _exchanged(parts: Sequence[Tensor], counts: Sequence[int], group: Group) -> Tensor:
-    """What each rank sent of elements, one behind the other."""
-    flat = torch.cat(list(parts))[:, None]
-    return all_to_all(flat, [part.numel() for part in parts], counts, group)[:, 0]
+def _whole_shapes(shapes: Sequence[torch.Size], swap: Swap) -> list[tuple[int, ...]]:
+    """Of own heads and all rows."""
+    own = swap.shares[swap.rank].counts
+    return [(shape[0], count, swap.total, shape[3]) for shape, count in zip(shapes, own, strict=True)]
+
+
+def _count(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def _counts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Elements for each rank."""
+    return [sum(part.numel() for part in of_rank) for of_rank in parts]
+
+
+def _sizes(tensors: Sequence[Tensor], swap: Swap) -> list[int]:
+    """Elements of each rank's rows of these, which have all rows."""
+    return [sum(x.shape[0] * x.shape[1] * n * x.shape[3] for x in tensors) for n in swap.lengths]
+
+
+def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors that lie one behind the other; views."""
+    parts = torch.split(flat, [_count(shape) for shape in shapes])
+    return [part.reshape(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _by_rank(flat: Tensor, tensors: Sequence[Tensor], swap: Swap) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each rank, each tensor, and the rank's rows of it as they lie in ``flat``: rank by rank; views."""
+    for rank, part in enumerate(torch.split(flat, _sizes(tensors, swap))):
+        shapes = [(*x.shape[:2], swap.lengths[rank], x.shape[3]) for x in tensors]
+        for x, rows in zip(tensors, _split(part, shapes), strict=True):
+            yield rank, x, rows
+
+
+def _to_places(flat: Tensor, tensors: Sequence[Tensor], swap: Swap) -> None:
+    """Rows of each rank, one behind the other, to where they belong among all."""
+    for rank, x, rows in _by_rank(flat, tensors, swap):
+        for place, own in swap.rows_of(x, rank):
+            place.copy_(rows[:, :, own])
+
+
+def _from_places(tensors: Sequence[Tensor], swap: Swap) -> Tensor:
+    """The reverse."""
+    flat = tensors[0].new_empty(sum(_sizes(tensors, swap)))
+    for rank, x, rows in _by_rank(flat, tensors, swap):
+        for place, own in swap.rows_of(x, rank):
+            rows[:, :, own] = place
+    return flat
+
+
+def _added(shape: torch.Size, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
+    """Heads of all ranks as one tensor; those that several ranks had are added in float32 at least, by rank."""
+    dtype = parts[0].dtype
+    if sum(high - low for low, high in spans) == shape[1]:
+        return torch.cat(list(parts), 1)
+    total = parts[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+    for part, (low, high) in zip(parts, spans, strict=True):
+        total[:, low:high] += part
+    return total.to(dtype)
+
+
+def _exchanged(parts: Sequence[Tensor], sent: Sequence[int], counts: Sequence[int], group: Group) -> Tensor:
+    """What each rank sent of elements, one behind the other; ``parts`` are those for each rank, ``sent`` how many."""
+    flat = torch.cat([part.reshape(-1) for part in parts])[:, None]
+    return all_to_all(flat, sent, counts, group)[:, 0]

@@ -8,6 +8,7 @@ A CPU's library has the flags of every library, and those that imitate another k
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from flashgen.cache import Cache
 from flashgen.compiled import compiled as compiled_kernel
 from flashgen.fuzz.draws import Case
 from flashgen.fuzz.inputs import head_dim_of
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.arguments import argument_fields
 from flashgen.runtime.compiler import (
     compile_sources,
@@ -57,16 +58,22 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
 
 
 def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
-    wanted = dict.fromkeys(head_dim_of(spec, call) for call in case.calls)
-    sources = [compiled_kernel(analyse(spec, head_dim), local_cpu().target).source for head_dim in wanted]
+    wanted = {(head_dim_of(spec, call), False): None for call in case.calls}
+    wanted |= {(head_dim_of(spec, call), True): None for call in case.calls if call.parts and call.wide}
+    variants = [replace(analyse(spec, head_dim), parts=parts) for head_dim, parts in wanted]
+    sources = [compiled_kernel(variant, local_cpu().target).source for variant in variants]
     if case.build.matrices:
         sources = [replace(each, defines=(*each.defines, ("FLASHGEN_MATRIX_PRODUCTS", "2"))) for each in sources]
     compiler = replace(find_compiler(), flags=case.build.flags)
     binaries = compile_sources(sources, cache=Cache(scratch), compiler=compiler)
     fields = argument_fields(spec)
     kernels = {
-        source.head_dim: LibraryKernel.load(binary.path, source.symbol, fields)
-        for source, binary in zip(sources, binaries, strict=True)
+        key: LibraryKernel.load(binary.path, source.symbol, fields)
+        for key, source, binary in zip(wanted, sources, binaries, strict=True)
     }
-    parts = OpParts(spec, {"cpu": lambda head_dim, _: kernels[head_dim]}, tuple(sources), backend="cpu")
-    return AttentionOp(parts)
+
+    def find(head_dim: HeadDim, _: int) -> LibraryKernel:
+        of_parts = kernels.get((head_dim, True))
+        return replace(kernels[head_dim, False], parts=None if of_parts is None else lambda: of_parts)
+
+    return AttentionOp(OpParts(spec, {"cpu": functools.cache(find)}, tuple(sources), backend="cpu"))

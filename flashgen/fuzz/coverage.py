@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from flashgen.backends import cached_kernel, is_cached, ragged_kernel
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import head_dim_of
+from flashgen.fuzz.parts import has_parts
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.plan.operands import PARTS
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
 
@@ -19,6 +21,7 @@ from flashgen.runtime.op import AttentionOp
 def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequence[Counted]) -> tuple[str, ...]:
     """Labels of all that ran; of a CPU's kernels, the element type and the order of sums."""
     head_dim = head_dim_of(spec, call)
+    of_parts = f", parts{' in float32' if call.wide else ''}" if call.parts and has_parts(spec) else ""
     plan = op.plan.get(head_dim) if op.plan else None
     tiles = plan.of_element(ElementType(call.dtype)) if plan else {}
     if plan and not tiles:  # an empty call of a type that no tile fits
@@ -27,6 +30,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         ragged = ", ragged" if call.lengths else ", cache" if call.cached else ""
         ragged += " in pages" if call.page and call.cached else ""
         ragged += " of 8 bits" if call.eight_bits else ""
+        ragged += of_parts
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
     symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
     over_cache = [each for each in counted if is_cached(each.values)]
@@ -38,7 +42,8 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     if plan and any(each.sequences for each in counted):
         kernel = ragged_kernel(spec, head_dim, plan.target)
         tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol
-    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}"]
+    symbol += "_parts" if any(each.launches.operands is PARTS for each in counted) else ""
+    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
     for each in counted:
         names = [launch.kernel.removeprefix(symbol) for launch in each.launches.launches]
         found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in each.launches.lists]

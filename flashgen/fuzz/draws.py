@@ -61,7 +61,8 @@ class CallDraw:
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
     of 8 bits and their factors. With ``order`` 2 derivatives of the second order are judged, too. ``parts``: a dense
-    call is made of as many parts of its keys, as ranks of a ring make it; 0: of one.
+    call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these are written in
+    float32, whatever q, k and v hold.
     """
 
     head_dim: int
@@ -86,6 +87,7 @@ class CallDraw:
     new: int = 0
     splits: int = 0
     parts: int = 0
+    wide: bool = False
     spare: int = 0
     eight_bits: bool = False
     order: int = 1
@@ -297,7 +299,7 @@ def _call(
     # Without kernels nothing but lse goes from part to part, which holds nothing of rows whose scores are all extreme.
     lossy = machine.backend == "tiled" and drawn.extremes
     if drawn.order == 1 and not lossy and chance.random() < 0.15:
-        return dataclasses.replace(drawn, parts=chance.choice((2, 3)))
+        return dataclasses.replace(drawn, parts=chance.choice((2, 3)), wide=drawn.seed % 3 > 0)
     return drawn
 
 

@@ -143,12 +143,10 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
 
 def run(op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw) -> Results:
     """o, lse and the gradients of a call."""
-    return _results(
-        spec, _calls(op, spec, values, call.parts), values.inputs, values.learned(spec, call.wants), call.wants
-    )
+    return _results(spec, _calls(op, spec, values, call), values.inputs, values.learned(spec, call.wants), call.wants)
 
 
-def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, parts: int = 0) -> _Function:
+def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, drawn: CallDraw | None = None) -> _Function:
     """The op at these values, which may be leaves."""
 
     def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -157,8 +155,8 @@ def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, parts: int =
             call = functools.partial(_cached, op, values.held)
         elif values.starts is not None:
             call = functools.partial(_ragged, op, values.starts)
-        elif parts and has_parts(spec):
-            call = functools.partial(in_parts, op, parts)
+        elif drawn is not None and drawn.parts and has_parts(spec):
+            call = functools.partial(in_parts, op, drawn.parts, drawn.wide)
         if not spec.weights.form.normalised:
             return call(given.q, given.k, given.v, **values.options, **given.named), None
         o, lse = call(given.q, given.k, given.v, return_lse=True, **values.options, **given.named)

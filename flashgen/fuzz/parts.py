@@ -26,20 +26,19 @@ def has_parts(spec: AttentionSpec) -> bool:
     return spec.weights.sink is None
 
 
-def in_parts(op: AttentionOp, count: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """o, or o and lse, of ``count`` parts of the keys."""
+def in_parts(op: AttentionOp, count: int, wide: bool, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """o, or o and lse, of ``count`` parts of the keys, written in float32 where they are to be ``wide``."""
     starts = [int(options.pop(name, 0)) for name in _OFFSETS]
     ends = [start + length for start, length in zip(starts, (q.shape[2], k.shape[2], *q.shape[:2]), strict=True)]
     totals = [int(options.pop(name, None) or end) for name, end in zip(_TOTALS, ends, strict=True)]
     returns_lse, repeatable = options.pop("return_lse", False), bool(options.pop("deterministic", False))
     chosen = {name: options.pop(name, None) for name in ("dropout_p", "seed")}
-    bound = op._signature.bind(options)
-    tensors = op._tensors(q, k, v, bound, returns_lse, chosen["dropout_p"], chosen["seed"])
+    tensors = op.operator_tensors(q, k, v, options, return_lse=returns_lse, **chosen)
     rows = (0, q.shape[2])
     spans = cuts(0, k.shape[2], count) if q.shape[2] and k.shape[2] else []
-    units = tuple(Unit(rows, starts[0], span, starts[1] + span[0]) for span in spans)
+    units = tuple(Unit(0, rows, starts[0], span, starts[1] + span[0]) for span in spans)
     walk = Walk(
-        Partial(op, wide=False), ((starts[0], ends[0]),), (Round((), (), None, units),), None,
+        Partial(op, wide=wide), ((starts[0], ends[0]),), (Round((), (), None, units),), None,
         Where(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False,
     )  # fmt: skip
     o, lse = walk.attend(tensors)

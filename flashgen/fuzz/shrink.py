@@ -89,6 +89,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "dropout_p",
         "deterministic",
         "parts",
+        "wide",
         "threads",
         "converted",
         "order",

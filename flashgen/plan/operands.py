@@ -1,6 +1,7 @@
 """Operands: the tensors of rows that kernels read and write, each declared once.
 
-Stage 3, plan. In: nothing. Out: ``OPERANDS``, and ``RAGGED`` and ``CACHED``, the same of ragged batches and of caches.
+Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``) and
+of calls over some of the keys (``PARTS``).
 An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of
 ``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
 shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
@@ -191,4 +192,9 @@ CACHED: Mapping[str, Operand] = MappingProxyType(
         each.name: replace(each, rows=Rows.CACHED, elements=Elements.OF_THE_CACHE) if each.name in ("k", "v") else each
         for each in _OPERANDS
     }
+)
+# Parts of rows are added up outside of kernels, and rounded once: all that is written is float32, whatever q, k and v
+# are. Backward o is that of all keys.
+PARTS: Mapping[str, Operand] = MappingProxyType(
+    {each.name: replace(each, elements=_F32) if each.is_written else each for each in _OPERANDS}
 )

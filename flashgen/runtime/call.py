@@ -50,12 +50,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o``, ``lse`` and ``lse_parts`` are shapes and strides; ``o_is_like_q``: the former are those of q, which is
-    contiguous. ``settled`` are the values of ``struct Arguments`` behind those that vary; empty where no kernel runs.
-    ``needs_copy``: the kernel cannot read q, k or v where they are; ``may_copy``: or perhaps not from where they start.
-    ``reads_nothing``: a captured tensor has no elements: its strides are 0, and a zero stands for any that is read.
-    ``forward`` remembers passes with and without dropout, ``backward`` by all that they depend on, ``params`` the
-    defaults.
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides; ``written`` is the type of o and of the gradients of q, k
+    and v; ``o_is_like_q``: it is that of q, and so are the former, and q is contiguous. ``settled`` are the values of
+    ``struct Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
+    or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
+    elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
+    dropout, ``backward`` by all that they depend on, ``params`` the defaults.
     """
 
     shard: Shard
@@ -63,6 +63,7 @@ class Call:
     sizes: Mapping[str, int]
     is_empty: bool
     deterministic: bool
+    written: torch.dtype
     o: Layout
     o_is_like_q: bool
     lse: Layout
@@ -212,6 +213,7 @@ class CallChecker:
         threads: int,
     ) -> Call:
         settled: Sequence[float] = ()
+        written = self.written(q.dtype)
         if kernel is not None:
             known = settled_values(self.spec, shard, q, k, v, tensors)
             known |= {"deterministic": deterministic, "threads": threads}
@@ -226,8 +228,9 @@ class CallChecker:
             sizes,
             shard.is_empty,
             deterministic,
+            written,
             _packed(*q.shape[:-1], v.shape[-1]),
-            q.is_contiguous() and q.shape[-1] == v.shape[-1],
+            q.is_contiguous() and q.shape[-1] == v.shape[-1] and written is q.dtype,
             _packed(*rows),
             _packed(*rows, 2),
             q.device,
@@ -239,6 +242,10 @@ class CallChecker:
             any(x.numel() == 0 for x in tensors),
             threads,
         )
+
+    def written(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of o and of gradients, where q, k and v have this one."""
+        return dtype
 
     def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
         """Raise ``ValueError`` where an index leaves its tensor at these sizes."""

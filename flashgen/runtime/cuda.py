@@ -101,6 +101,7 @@ class CudaKernel:
     row_alignment: int = ROW_ALIGNMENT
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
+    parts: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -83,6 +83,7 @@ class EmulatedKernel:
     list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
+    parts: Callable[[], Kernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -123,7 +123,7 @@ class Engine:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
         # To ask for what is like a tensor takes half as long.
-        o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
+        o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=call.written, device=call.device)
         lse = parts = None
         if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
@@ -181,9 +181,9 @@ class Engine:
             d_o = d_o.clone(memory_format=contiguous_format)
         d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
         # Kernels write all three, asked for or not.
-        dq = empty_like(q, memory_format=contiguous_format)
-        dk = empty_like(k, memory_format=contiguous_format)
-        dv = empty_like(v, memory_format=contiguous_format)
+        dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
+        dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
+        dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
         d_o_at = d_o.data_ptr()
         if not d_o_at:
             raise NoMemoryError("d_o is zero in name alone")

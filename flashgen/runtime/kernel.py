@@ -91,6 +91,10 @@ class Kernel(Protocol):
     def cached(self) -> Callable[[], Kernel] | None:
         """The same for the one over caches."""
 
+    @property
+    def parts(self) -> Callable[[], Kernel] | None:
+        """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -135,6 +139,7 @@ class LibraryKernel:
     ragged: RaggedPasses | None = None
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
+    parts: Callable[[], Kernel] | None = None
 
     @classmethod
     def load(

@@ -37,11 +37,12 @@ from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import check_starts
 from flashgen.runtime.nested import is_nested, sequences
+from flashgen.runtime.parts import PartsEngine
 from flashgen.runtime.ragged import RaggedEngine
 from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
 from flashgen.runtime.registration import NAMESPACE, call, register
 from flashgen.runtime.selecting import engine_of
-from flashgen.runtime.signature import CACHED, RAGGED, Form
+from flashgen.runtime.signature import CACHED, RAGGED, Form, Signature
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
 # Their kernels do not go by the type of device.
@@ -150,6 +151,43 @@ class BaseOp:
             return engine_of(CachedEngine, parts.spec, parts.kernels)
 
         self._cached = register(f"{name}{CACHED.suffix}", parts.identity_of_engine, cached_engine, remember)
+
+    # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
+
+    @property
+    def signature(self) -> Signature:
+        """The arguments of the operator."""
+        return self._signature
+
+    @property
+    def engine(self) -> Engine:
+        """What runs dense calls."""
+        return self._registered.engine
+
+    @functools.cached_property
+    def engine_of_parts(self) -> Engine:
+        """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""
+        if self._parts.backend == "reference":
+            return PartsEngine(self.spec, {}, pairs=None)
+        return engine_of(PartsEngine, self.spec, self._parts.kernels)
+
+    def of_spec(self, spec: AttentionSpec, load: Callable[..., AttentionOp]) -> AttentionOp:
+        """What ``load`` makes of another spec for the same backend, and on the emulator the same target."""
+        return load(spec, self._parts.backend, self._parts.label or None)
+
+    def operator_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Mapping[str, object],
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+    ) -> Tensors:
+        """The tensors of the operator, of arguments as a dense call takes them. Raises what the call does."""
+        return self._tensors(q, k, v, self._signature.bind(dict(captured)), return_lse, dropout_p, seed)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -291,7 +329,7 @@ class BaseOp:
     ) -> Any:
         """Call the operator; ``captured`` are tensors, then params, in the order of the spec."""
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
-        return call(self._registered, tensors, offsets, _repeatable(deterministic), return_lse)
+        return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
 
     def _tensors(
         self,
@@ -345,7 +383,7 @@ class BaseOp:
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         cu_seqlens = tuple(map(check_starts, RAGGED.tensors, starts))
-        return call(self._ragged, (*tensors, *cu_seqlens), numbers, _repeatable(deterministic), return_lse)
+        return call(self._ragged, (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
 
     @property
     def reference(self) -> Reference:
@@ -570,7 +608,8 @@ class AttentionOp(BaseOp):
         return shows.explain_cached(self.spec.name, asked)
 
 
-def _repeatable(deterministic: bool | None) -> bool:
+def is_repeatable(deterministic: bool | None) -> bool:
+    """Whether gradients are to be the same to the bit: as asked, else as PyTorch is told."""
     if deterministic is None:
         return are_deterministic_algorithms_enabled()
     check_switch("deterministic", deterministic)

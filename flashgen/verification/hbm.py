@@ -11,8 +11,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.backends import ELEMENTS, cached_kernel, is_cached, kernel_variant, launches_of, ragged_kernel
+from flashgen.backends import (
+    ELEMENTS,
+    RowsOf,
+    cached_kernel,
+    is_cached,
+    kernel_variant,
+    launches_of,
+    ragged_kernel,
+)
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.operands import PARTS
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.selected import lowered_tensors
@@ -50,6 +59,8 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
+            if each.launches.operands is PARTS:
+                variant = kernel_variant(op.spec, head_dim, RowsOf.PARTS)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)

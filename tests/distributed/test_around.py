@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flashgen.distributed import context_parallel, partition
@@ -98,3 +99,77 @@ def _around() -> dict[str, float]:
 def test_checkpoints_and_compiled_models() -> None:
     for found in run(_around, 2):
         assert max(found.values()) == 0.0, found
+
+
+class _Slopes(torch.nn.Module):
+    """Attention of the rows of this rank, with a learned slope."""
+
+    def __init__(self, sharded: Any) -> None:
+        super().__init__()
+        self.slope, self.sharded = torch.nn.Parameter(torch.linspace(0.1, 0.4, 4)), sharded
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        found: Tensor = self.sharded(*rows, slope=self.slope)
+        return found
+
+
+def _under_ddp() -> tuple[str, float]:
+    """What is said of sums that DDP makes again, and how far its own are from those of one process."""
+    op = op_of(RAGGED["slopes"], "reference")
+    dealt = partition(op, 60, dist.get_world_size())
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_o = (torch.randn(1, 4, 60, 16, generator=generator) for _ in range(4))
+    slope = torch.linspace(0.1, 0.4, 4, requires_grad=True)
+    (truth,) = torch.autograd.grad((op(q, k, v, slope=slope) * d_o).sum(), slope)
+    rows = [dealt.shard(x, rank=dist.get_rank()) for x in (q, k, v, d_o)]
+    said = ""
+    try:
+        DistributedDataParallel(_Slopes(context_parallel(op, None, "ring", dealt)))(*rows[:3])
+    except ValueError as error:
+        said = str(error)
+    model = DistributedDataParallel(_Slopes(context_parallel(op, None, "ring", dealt, sums=False)))
+    (model(*rows[:3]) * rows[3]).sum().backward()
+    gradient = model.module.slope.grad
+    assert gradient is not None
+    return said, relative_error(gradient * dist.get_world_size(), truth)  # DDP takes the mean
+
+
+def test_ddp_adds_up_gradients_once() -> None:
+    for said, error in run(_under_ddp, 2):
+        assert said.startswith("DistributedDataParallel would add up the gradients of 'slope' over ranks again")
+        assert error < 1e-5
+
+
+DOCUMENTS = "attention documents { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] and causal }"
+
+
+def _looked_at() -> tuple[list[float], list[int]]:
+    """Calls whose ranks do not ask each other: errors, and how often the mask was looked at before each."""
+    op, N = op_of(DOCUMENTS, "reference"), 60
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, N, 16, generator=generator) for _ in range(3))
+    doc = torch.zeros(1, N, dtype=torch.int32)
+    dealt = partition(op, N, dist.get_world_size(), method="contiguous", doc=doc)
+    sharded = context_parallel(op, None, "ring", dealt, check=False)
+    errors, looks = [], []
+
+    def call(doc: Tensor) -> None:
+        rows = [dealt.shard(x, rank=dist.get_rank()) for x in (q, k, v)]
+        errors.append(relative_error(sharded(*rows, doc=doc), dealt.shard(op(q, k, v, doc=doc), rank=dist.get_rank())))
+        looks.append(len(sharded._marked))
+
+    call(doc)
+    call(doc)
+    doc[:, 20:] = 1  # counted by PyTorch
+    call(doc)
+    call(doc)
+    call(torch.ones_like(doc))
+    with torch.inference_mode():
+        call(torch.ones_like(doc))  # where nothing is counted, nothing is remembered
+    return errors, looks
+
+
+def test_a_mask_is_looked_at_again_where_what_it_reads_was_written() -> None:
+    for errors, looks in run(_looked_at, 2):
+        assert max(errors) < 1e-6, errors
+        assert looks == [1, 1, 2, 2, 3, 3]

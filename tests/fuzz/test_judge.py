@@ -166,3 +166,14 @@ def test_calls_in_parts_of_their_keys(tmp_path: Path) -> None:
     verdict = judge(Case(text, (call,), Machine("tiled")), tmp_path)
     assert not verdict.findings, verdict
     assert verdict.results == 6
+
+
+def test_parts_in_float32_have_kernels_of_their_own(tmp_path: Path) -> None:
+    """Also of a spec that is not built for float32."""
+    text = "attention near { head_dim 16 dtype bf16 tensor t: f32[H] grad score s * t[h] mask window(9) }"
+    call = CallDraw(head_dim=0, dtype="bf16", shape=(1, 2, 1, 30, 41), starts=(0, 0, 5, 0), parts=3, wide=True)
+    verdict = judge(Case(text, (call,), Machine("cpu")), tmp_path)
+    assert not verdict.findings, verdict
+    assert verdict.results == 6
+    assert verdict.kinds == ("bf16, parts in float32",)
+    assert len(list(tmp_path.rglob("*.so"))) == 2

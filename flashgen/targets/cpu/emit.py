@@ -111,6 +111,8 @@ class _Context:
     head_dim: object
     plan: CpuPlan
     primitives: tuple[str, ...]
+    parts: bool  # over some of the keys of rows, and no ragged batches
+    written: str  # of what element o and gradients are, as code
     arguments: tuple[Declaration, ...]
     hooks: object
     function_inputs: dict[str, str]
@@ -147,7 +149,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults."""
     variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
-    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}"
+    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{'_parts' if variant.parts else ''}"
     context = _context(variant, plan, symbol)
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
     return KernelSource(
@@ -207,6 +209,8 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         head_dim=variant.head_dim,
         plan=plan,
         primitives=_primitives(dropout=spec.dropout is not None),
+        parts=variant.parts,
+        written="F32" if variant.parts else "a.element",
         arguments=tuple(declaration(field) for field in argument_fields(spec)),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,

@@ -52,6 +52,8 @@ template <class T> FG_DEVICE const T* row_of_{name}({pair}, int64_t n) {{
 def _packed(each: Operand, head_dim: HeadDim) -> str:
     name, width, (_, heads, _) = each.name, each.columns(head_dim), each.counts
     rows, result = "T*", f"static_cast<T*>(a.{name}) + first * {width}"
+    if each.elements is Elements.FLOAT32:  # whatever T is
+        rows, result = "float*", f"static_cast<float*>(a.{name}) + first * {width}"
     if each.rows is Rows.PACKED:
         rows, result = "fg::StridedRows<T>", f"{{{result}, a.{heads} * {width}}}"
     return f"""// {name} {each.shape}: the rows of a head from one on.

@@ -32,7 +32,15 @@ from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
 from flashgen.plan.operands import ELEMENT_BYTES, OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
-from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums, part_buffers, rows_of_a_block
+from flashgen.targets.gpu.launches import (
+    CLEARS,
+    PART_O,
+    PART_ROWS,
+    dq_sums,
+    operands_of,
+    part_buffers,
+    rows_of_a_block,
+)
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
@@ -268,7 +276,9 @@ class _Account:
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
         accesses = _accesses(kernel, recipe_of(self.variant), self.tiles.queries.split)
-        found = moved(accesses, head_dim, element, self.sizes, counts)
+        operands = operands_of(self.variant)
+        own = (replace(each, operand=operands.get(each.operand.name, each.operand)) for each in accesses)
+        found = moved(own, head_dim, element, self.sizes, counts)
         if kernel == "rows":
             found.update(self._rows())
         if kernel == "backward":
@@ -281,10 +291,11 @@ class _Account:
 
     def _rows(self) -> Mapping[str, int]:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""
-        each, Dv = rows_of_a_block(self.variant.head_dim.v, self.tiles.element), self.variant.head_dim.v
+        each, Dv = rows_of_a_block(self.variant, self.tiles.element), self.variant.head_dim.v
         blocks = -(-self.sizes["batch"] * self.sizes["heads"] * self.sizes["q_len"] // each)
-        wide, by_thread = blocks * each * Dv * self.tiles.element.bytes, blocks * _THREADS * FLOAT
-        found = {"o": wide, "d_o": wide}
+        operands, by_thread = operands_of(self.variant), blocks * _THREADS * FLOAT
+        element = self.tiles.element.bytes
+        found = {name: blocks * each * Dv * operands[name].element_bytes(element) for name in ("o", "d_o")}
         if self.asks_lse:
             found["d_lse"] = by_thread
         if recipe_of(self.variant).sink_gradients:

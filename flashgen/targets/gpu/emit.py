@@ -42,6 +42,7 @@ from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.arguments import fields_of_sequences, gradient_field, param_field, param_place_field
+from flashgen.plan.operands import Elements, Width
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.diagonals import diagonal_indices
 from flashgen.targets.gpu.launches import captured_elements, operands_of
@@ -213,6 +214,7 @@ class _Context:
     notes: str
     ragged: bool
     cached: bool
+    written: str  # the type of elements of o and of gradients: T, that of the call, or another
     f8_caches: bool  # which may be of 8 bits
     mask_by_head: bool  # of caches: heads that share keys have masks of their own
     addressing: str
@@ -263,7 +265,8 @@ def cuda_symbol(variant: Variant) -> str:
 
 
 def _form(variant: Variant) -> str:
-    return "_cached" if variant.cached else "_ragged" if variant.ragged else ""
+    kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged}
+    return next((kind for kind, holds in kinds.items() if holds), "")
 
 
 def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
@@ -341,7 +344,11 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         head_dim=variant.head_dim,
         plan=plan,
         primitives=primitives(
-            dropout=has_dropout, f8_caches=f8_caches, warpgroups=warpgroups, pieces=pieces is not None
+            dropout=has_dropout,
+            f8_caches=f8_caches,
+            parts=variant.parts,
+            warpgroups=warpgroups,
+            pieces=pieces is not None,
         ),
         recipe=recipe,
         warpgroups=warpgroups is not None,
@@ -354,6 +361,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         notes=_notes(),
         ragged=variant.ragged,
         cached=variant.cached,
+        written=_written(variant),
         f8_caches=f8_caches,
         mask_by_head="h" in index_set(variant.keep),
         addressing=addressing_code(operands_of(variant), variant.head_dim),
@@ -409,6 +417,14 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         query_gradients=tuple(gradients[each.read] for each in recipe.query_gradients),
         sink_gradients=tuple(gradients[each.read] for each in recipe.sink_gradients),
     )
+
+
+def _written(variant: Variant) -> str:
+    """The same for all that a pass writes."""
+    operands = operands_of(variant).values()
+    elements = {each.elements for each in operands if each.is_written and each.width in (Width.QK, Width.V)}
+    assert len(elements) == 1, "o and the gradients of q, k and v are of one type"
+    return "float" if elements == {Elements.FLOAT32} else "T"
 
 
 def _notes() -> str:

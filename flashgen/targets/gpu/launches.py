@@ -14,7 +14,7 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
-from flashgen.plan.operands import CACHED, OPERANDS, RAGGED, Operand
+from flashgen.plan.operands import CACHED, OPERANDS, PARTS, RAGGED, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import mergers, padded, panel_width
@@ -45,6 +45,8 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
     """Where the rows lie that its kernels read and write."""
     if variant.cached:
         return CACHED
+    if variant.parts:
+        return PARTS
     return RAGGED if variant.ragged else OPERANDS
 
 
@@ -194,7 +196,7 @@ def backward_launches(
         if not recipe.row_state:
             return []
         name = f"{symbol}_rows_{element}{how if recipe.sink_gradients else ''}{CLEARS if clears else ''}"
-        grid = Count((*_heads(variant), Factor("q_len")), divide=rows_of_a_block(variant.head_dim.v, element))
+        grid = Count((*_heads(variant), Factor("q_len")), divide=rows_of_a_block(variant, element))
         return [Launch(name, grid, 128, 0)]
 
     def keys(kernel: str, how: str = "") -> Launch:
@@ -236,9 +238,10 @@ def backward_launches(
     return PassLaunches(exact_buffers(variant), tuple(launches), lists, operands_of(variant))
 
 
-def rows_of_a_block(head_dim: int, element: ElementType) -> int:
+def rows_of_a_block(variant: Variant, element: ElementType) -> int:
     """Rows of O that a block of the first kernel of the backward pass takes."""
-    chunk = 16 // element.bytes
+    head_dim = variant.head_dim.v
+    chunk = 16 // operands_of(variant)["o"].element_bytes(element.bytes)
     chunks = head_dim // chunk if head_dim % chunk == 0 else head_dim
     lanes = 1
     while lanes < 32 and 2 * lanes <= chunks:

@@ -31,10 +31,16 @@ class WarpgroupProducts:
 
 
 def primitives(
-    *, dropout: bool, f8_caches: bool = False, warpgroups: WarpgroupProducts | None = None, pieces: bool = False
+    *,
+    dropout: bool,
+    f8_caches: bool = False,
+    parts: bool = False,
+    warpgroups: WarpgroupProducts | None = None,
+    pieces: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first."""
-    names = (*_PRIMITIVES, *(("philox.cuh",) if dropout else ()), *(("eight_bits.cuh",) if f8_caches else ()))
+    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches, "parts.cuh": parts}
+    names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)

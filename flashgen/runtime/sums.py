@@ -1,0 +1,146 @@
+"""Adds a part of the keys to what rows have seen so far, in place: by a kernel on a GPU, else by PyTorch's operators.
+
+In: o and lse of rows, and of the same rows over more keys. Out: those over both. lse is float64, for rows may have many
+parts; ``top`` is a maximum of a row's scores where they are extreme, from which kernels count them, else 0.
+
+    lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashgen.runtime import cuda
+from flashgen.runtime.nvrtc import compile_cuda
+from flashgen.shipped import shipped
+
+LOG2_E = 1.0 / math.log(2.0)
+_ROWS = 8  # of a block, a warp each
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """What makes an exponent in base 2 of an extreme score, and p."""
+
+    factor: float
+    degree: float
+
+
+@dataclass
+class Seen:
+    """``o`` [B, H, n, Dv], float32 at least; ``lse`` and ``top`` [B, H, n], float64. Each a slice of rows, or whole."""
+
+    o: Tensor
+    lse: Tensor
+    top: Tensor
+
+
+def first_part(o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> Seen:
+    """Rows that have seen one part; ``extremes`` [B, H, n, 2] as kernels leave them, None where there are none."""
+    if _has_kernel(o, o, lse):
+        found = Seen(o, *(torch.empty_like(lse, dtype=torch.float64) for _ in range(2)))
+        _launch(found, None, lse, extremes, exponents)
+        return found
+    return Seen(o, *_exact(lse, extremes, exponents))
+
+
+def add_part(rows: Seen, o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
+    """Add one more, in place; its o is of the type of theirs."""
+    if _has_kernel(rows.o, o, lse):
+        return _launch(rows, o, lse, extremes, exponents)
+    exact, top = _exact(lse, extremes, exponents)
+    before, p = rows.lse, exponents.degree
+    both = torch.logaddexp(before, exact) if p == 1 else torch.logaddexp(p * before, p * exact) / p
+    # Of two parts without keys none is left.
+    unit = torch.where(both == -math.inf, 0.0, both)
+    kept, added = ((x - unit).exp_().to(rows.o.dtype) for x in (before, exact))
+    rows.o.mul_(kept[..., None]).addcmul_(o, added[..., None])
+    rows.top.copy_(torch.where(exact > before, top, rows.top))
+    rows.lse.copy_(both)
+    return None
+
+
+def _exact(lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> tuple[Tensor, Tensor]:
+    exact = lse.double()
+    if extremes is None:
+        return exact, torch.zeros_like(exact)
+    top, log = extremes.double().unbind(-1)
+    return torch.where((top != 0) | (log != 0), (top * exponents.factor + log) / LOG2_E, exact), top
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+class Arguments(ctypes.Structure):
+    """``struct AddPart``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("o", "part_o", "lse", "top", "part_lse", "extremes")),
+        *((name, ctypes.c_int64) for name in ("heads", "rows", "o_by_head", "lse_by_head")),
+        *((name, ctypes.c_double) for name in ("factor", "degree")),
+        *((name, ctypes.c_int) for name in ("width", "padding")),
+    )
+
+
+@dataclass(frozen=True)
+class Text:
+    """The source, on its own."""
+
+    name: str
+    text: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+@functools.cache
+def source() -> Text:
+    """The kernel with the primitives that it takes."""
+    folder = shipped("templates") / "cuda"
+    files = (folder / "primitives" / "instructions.cuh", folder / "primitives" / "updates.cuh", folder / "add_part.cu")
+    text = "\n".join(each.read_text(encoding="utf-8") for each in files)
+    return Text("add_part", text.replace("#pragma once\n", "").replace('#include "instructions.cuh"\n', ""))
+
+
+def arguments(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> Arguments:
+    """Of a launch."""
+    batch, heads, count, width = rows.o.shape
+    return Arguments(
+        rows.o.data_ptr(), 0 if o is None else o.data_ptr(), rows.lse.data_ptr(), rows.top.data_ptr(), lse.data_ptr(),
+        0 if extremes is None else extremes.data_ptr(), batch * heads, count, rows.o.stride(1), rows.lse.stride(1),
+        exponents.factor, exponents.degree, width, 0,
+    )  # fmt: skip
+
+
+def grid(rows: Seen) -> int:
+    """Its blocks."""
+    return -(-math.prod(rows.lse.shape) // _ROWS)
+
+
+def _has_kernel(o: Tensor, part: Tensor, lse: Tensor) -> bool:
+    """Whether these lie as the kernel takes them: [B, H] one number, rows together."""
+    if not o.is_cuda or not o.dtype is part.dtype is lse.dtype is torch.float32 or not part.is_contiguous():
+        return False
+    batch, heads, rows, width = o.shape
+    together = o.stride(3) == 1 and o.stride(2) == width and (batch == 1 or o.stride(0) == heads * o.stride(1))
+    return together and rows > 0 and width > 0 and o.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _kernel(index: int) -> tuple[cuda.CupyDriver, int]:
+    major, minor = torch.cuda.get_device_capability(index)
+    binary = compile_cuda(source(), f"sm_{major}{minor}")
+    driver = cuda.CupyDriver(index)
+    return driver, driver.function(binary.path, "fg_add_part", 0)
+
+
+def _launch(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
+    driver, function = _kernel(rows.o.device.index)
+    packed = arguments(rows, o, lse, extremes, exponents)
+    pointer = ctypes.c_void_p(ctypes.addressof(packed))
+    with driver.enter():
+        driver.launch(function, grid(rows), 32 * _ROWS, 0, driver.stream(), ctypes.addressof(pointer))
