@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.operands import Operand
 from flashgen.runtime import driver_maps
 from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
@@ -116,7 +117,7 @@ class CudaKernel:
         parts = [
             (
                 part,
-                [(launch(step), self._maps(step, part.values(values))) for step in part.steps],
+                [(launch(step), self._maps(step, part.values(values), launches.operands)) for step in part.steps],
                 [(each, [launch(step) for step in each.steps]) for each in part.lists],
             )
             for part in found.parts
@@ -124,10 +125,10 @@ class CudaKernel:
         settled = tuple(values[self.layout.varying :])
         return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)))
 
-    def _maps(self, step: Step, values: Values) -> LaunchMaps | None:
+    def _maps(self, step: Step, values: Values, operands: Mapping[str, Operand]) -> LaunchMaps | None:
         """The maps that a kernel takes, as its second parameter."""
         known, slots = self.layout.named(values), self.layout.slots
-        maps = [(slots[box.tensor], tensor_map(box, self.head_dim, known)) for box in step.boxes]
+        maps = [(slots[box.tensor], tensor_map(box, self.head_dim, known, operands)) for box in step.boxes]
         return LaunchMaps(maps, self.driver.encode) if maps else None
 
     def _run(

@@ -13,13 +13,8 @@ from typing import Any
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, SWIZZLES, WORD_BYTES, TensorMap
 
 _LIBRARY = "libcuda.so.1"
-_DIMENSIONS = 3
 _TYPE_UINT16, _INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 1, 0, 2, 0
 _SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))
-
-_Sizes = ctypes.c_uint64 * _DIMENSIONS
-_Strides = ctypes.c_uint64 * (_DIMENSIONS - 1)
-_Boxes = ctypes.c_uint32 * _DIMENSIONS
 
 
 class TensorMapRefused(RuntimeError):  # noqa: N818 - reads as what happened
@@ -30,23 +25,24 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
     """The driver's description of a tensor at this address. Raises ``TensorMapRefused``."""
     memory = ctypes.create_string_buffer(WORD_BYTES + PARAMETER_ALIGNMENT)
     shift = -ctypes.addressof(memory) % PARAMETER_ALIGNMENT
-    columns, rows = tensor.box
+    count = len(tensor.extents)
+    sizes, boxes = ctypes.c_uint64 * count, ctypes.c_uint32 * count
     error = _function(library)(
         ctypes.addressof(memory) + shift,
         _TYPE_UINT16,
-        _DIMENSIONS,
+        count,
         address,
-        _Sizes(*tensor.extents),
-        _Strides(*tensor.strides),
-        _Boxes(columns, rows, 1),
-        _Boxes(1, 1, 1),
+        sizes(*tensor.extents),
+        (ctypes.c_uint64 * (count - 1))(*tensor.strides),
+        boxes(*tensor.box, *(1,) * (count - 2)),
+        boxes(*(1,) * count),
         _INTERLEAVE_NONE,
         _SWIZZLE_CODES[tensor.row_bytes],
         _PROMOTE_L2_128B,
         _FILL_ZEROS,
     )
     if error:
-        width, length, slabs = tensor.extents
+        width, length, slabs = tensor.extents[:3]
         raise TensorMapRefused(
             f"the driver cannot describe '{tensor.tensor}' to tensor copies (CUDA error {error}): {slabs} x {length} "
             f"rows of {width} elements at address {address:#x}, {tensor.strides[1]} and {tensor.strides[0]} bytes "

@@ -20,6 +20,7 @@ from typing import Any
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
+from flashgen.plan.operands import Operand
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
@@ -175,7 +176,9 @@ class EmulatedKernel:
         arguments = self.layout.pack(*own)
         known = self.layout.named(own)
         reports = [
-            self._launch(program, step, arguments + self._maps(step, known, len(arguments)), allocations)
+            self._launch(
+                program, step, arguments + self._maps(step, launches.operands, known, len(arguments)), allocations
+            )
             for step in part.steps
         ]
         for address, place, size in written:
@@ -204,9 +207,10 @@ class EmulatedKernel:
         grid, threads = (step.grid, 1, 1), (step.threads, 1, 1)
         return program.launch(step.kernel, grid, threads, step.shared_bytes, parameters, allocations, seed=self.seed)
 
-    def _maps(self, step: Step, known: Mapping[str, float], behind: int) -> bytes:
+    def _maps(self, step: Step, operands: Mapping[str, Operand], known: Mapping[str, float], behind: int) -> bytes:
         """The maps that a kernel takes, as its second parameter."""
         maps = (
-            map_bytes(tensor_map(box, self.head_dim, known), int(known[box.tensor]), emulated) for box in step.boxes
+            map_bytes(tensor_map(box, self.head_dim, known, operands), int(known[box.tensor]), emulated)
+            for box in step.boxes
         )
         return bytes(-behind % PARAMETER_ALIGNMENT) + b"".join(maps) if step.boxes else b""

@@ -360,6 +360,8 @@ class BaseOp:
         return tensors
 
     def _check_names(self, method: str, form: Form) -> None:
+        if not self._signature.names:
+            return
         for name in (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale"):
             if name in self._signature.names:
                 raise ValueError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,21 +70,23 @@ class RaggedEngine(Engine):
 
     form: ClassVar[Form] = RAGGED
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Whether there is more than q, k and v, which kernels are told of.
+        self._varies = self.signature.takes_more
+        self._last: tuple[object, Any, Any] = (None, None, None)  # a call whose lengths nobody has looked at
+
     def _make_checker(self) -> CallChecker:
         return RaggedChecker(self.spec, self.kernels, is_reference=self._pairs is None)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts, as of a dense call."""
-        found, call, own, starts = self._found(tensors, rest)
+        found, call, own, starts = self._read(tensors, rest)
         q, k, v = own[0], own[1], own[2]
         kernel = call.kernel
         if call.is_empty or kernel is None:
             return self._attend_each(call, found, own)
-        q, k, v = (readable(kernel, x) for x in (q, k, v))
-        own = (q, k, v, *own[3:])
-        call = self.checker.find(own, _rest(found, rest))
-        check_memory(q, k, v)
-        o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
+        o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
         lse = parts = None
         if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
@@ -92,10 +95,13 @@ class RaggedEngine(Engine):
         values: list[float] = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), address(parts), 0, 0, 0, 0, 0
         ]  # fmt: skip
-        captured = self._captured(call, own)
-        self._add(values, call, captured, self._no_gradients)
-        each = PerSequence(self.spec, call, found.pairs, own, captured)
+        each = None
+        if self._varies or isinstance(kernel, LibraryKernel):
+            captured = self._captured(call, own)
+            self._add(values, call, captured, self._no_gradients)
+            each = PerSequence(self.spec, call, found.pairs, own, captured)
         if isinstance(kernel, LibraryKernel):
+            assert each is not None, "kernels of a library take it"
             prepared = self._prepare(kernel, "forward", (*values, *call.settled), found, each)
         else:
             drops, _kept = self._add_sequences(values, call, starts, each)
@@ -107,34 +113,38 @@ class RaggedEngine(Engine):
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
-        found, call, own, starts = self._found(tensors, rest)
+        found, call, own, starts = self._read(tensors, rest)
         q, k, v = own[0], own[1], own[2]
         kernel = call.kernel
         if call.is_empty or kernel is None:
             return self._gradients_of_each(call, found, d_o, rows[0], own, needs)
-        q, k, v, d_o = (readable(kernel, x) for x in (q, k, v, d_o))
-        own = (q, k, v, *own[3:])
-        call = self.checker.find(own, _rest(found, rest))
-        check_memory(q, k, v, d_o)
+        d_o = readable(kernel, d_o)
+        check_memory(d_o)
         d_lse, o, lse, parts = (packed(x) for x in rows)
         dq, dk, dv = (empty_like(x, memory_format=contiguous_format) for x in (q, k, v))
         values: list[float] = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o.data_ptr(),
             address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
-        captured = self._captured(call, own)
-        sums = self._sums(call, captured, needs[3:])
-        self._add(values, call, captured, [address(x) for x, _ in sums])
+        each, sums = None, []
+        if self._varies or isinstance(kernel, LibraryKernel):
+            captured = self._captured(call, own)
+            sums = self._sums(call, captured, needs[3:])
+            self._add(values, call, captured, [address(x) for x, _ in sums])
+            each = PerSequence(self.spec, call, found.pairs, own, captured)
         strides = (0, d_o.stride(1), d_o.stride(0))
-        settled = with_strides(kernel, call.settled, strides)
-        each = PerSequence(self.spec, call, found.pairs, own, captured)
         if isinstance(kernel, LibraryKernel):
+            assert each is not None, "kernels of a library take it"
+            settled = with_strides(kernel, call.settled, strides)
             prepared = self._prepare(kernel, "backward", (*values, *settled), found, each)
         else:
             drops, _kept = self._add_sequences(values, call, starts, each)
             key = (drops, strides, *needs[3:])
-            prepared = call.backward.get(key) or kernel.prepare("backward", (*values, *settled))
-            call.backward[key] = prepared
+            known = call.backward.get(key)
+            if known is None:
+                settled = with_strides(kernel, call.settled, strides)
+                known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
+            prepared = known
         self._run(call, prepared, values)
         results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
         return results + [
@@ -142,6 +152,36 @@ class RaggedEngine(Engine):
             for total, like in sums
             if total is not None
         ]
+
+    def _read(self, tensors: Tensors, rest: Rest) -> tuple[Lengths, Call, Tensors, tuple[Tensor, Tensor]]:
+        """What ``_found`` says, with copies of q, k and v where the kernel cannot read them.
+
+        A call like the last one asks for nothing again, where only the device knows the sequences.
+        """
+        q, k, v, q_starts, k_starts = tensors[0], tensors[1], tensors[2], tensors[-2], tensors[-1]
+        # A number of a device is there at once, the device itself is not.
+        key: tuple[object, ...] = tuple(
+            [(x.shape, x.dtype, x.is_contiguous() or x.stride(), x.get_device()) for x in (q, k, v, q_starts, k_starts)]
+        )
+        key += (rest, *[x is None or (x.shape, x.stride(), x.get_device()) for x in tensors[3:-2]])
+        last, found, call = self._last
+        if key == last and not checks_lengths():
+            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if all(addresses) and not (addresses[0] | addresses[1] | addresses[2]) % call.kernel.row_alignment:
+                return found, call, tensors[:-2], (q_starts, k_starts)
+        found, call, own, starts = self._found(tensors, rest)
+        kernel = call.kernel
+        if call.is_empty or kernel is None:
+            return found, call, own, starts
+        read = tuple([readable(kernel, x) for x in own[:3]])
+        check_memory(*read)
+        is_same = all(map(operator.is_, (*read, *starts), (q, k, v, q_starts, k_starts)))
+        if is_same and found.starts is None:
+            self._last = (key, found, call)
+        if not is_same:
+            own = (*read, *own[3:])
+            call = self.checker.find(own, _rest(found, rest))
+        return found, call, own, starts
 
     def _found(
         self, tensors: Tensors, rest: Rest, *, asks: bool = False
@@ -177,11 +217,14 @@ class RaggedEngine(Engine):
         return found, call, tuple(own), placed
 
     def _add_sequences(
-        self, values: list[float], call: Call, starts: tuple[Tensor, Tensor], each: PerSequence
+        self, values: list[float], call: Call, starts: tuple[Tensor, Tensor], each: PerSequence | None
     ) -> tuple[bool, list[Tensor]]:
         """Add what kernels for GPUs have beside the values of a dense call. Whether pairs are dropped; what to keep."""
         kernel = call.kernel
         assert kernel is not None, "there is one"
+        if each is None:
+            values += [x.data_ptr() for x in starts]
+            return False, list(starts)
         arrays = each.arrays()
         tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in arrays]
         values += [address(x) for x in (*starts, *tables)]

@@ -7,6 +7,12 @@ the driver's (``driver_maps.py``) or the emulator's. Nothing here imports torch.
 A tensor [B, H, N, D] of any strides becomes one of three dimensions: elements of a row, rows, and slabs. Slabs are as
 far apart as the greatest common divisor of the strides of B and H says, so that a head is found at
 ``b * batch_slabs + h * head_slabs``, whatever the order of the axes, and where a stride is 0.
+
+Rows [T, H, D] of a ragged batch have two dimensions more, by which a copy sees one sequence as if it were all there is:
+rows behind its last become zero, whatever lies there. Rows are counted such that every sequence ends at ``END``, where
+the dimension does. The fourth dimension, as far apart as rows, says where the sequence ends among all; the fifth, of
+which a copy always takes number ``END``, brings that back: ``END`` of its strides and ``END`` rows are together 2^64,
+and addresses are numbers modulo that.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from operator import itemgetter
 
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.launches import Box
-from flashgen.plan.operands import OPERANDS
+from flashgen.plan.operands import OPERANDS, Operand
 from flashgen.runtime.kernel import Values
 
 ELEMENT_BYTES = 2  # of what warpgroups multiply
@@ -27,21 +33,25 @@ SWIZZLES = (128, 64, 32)  # bytes of a row of a box whose chunks of 16 bytes can
 BYTES, WORD_BYTES = 192, 128  # of a map as a kernel takes it, and of what is the driver's
 PARAMETER_ALIGNMENT = 64  # of maps among the parameters of a kernel
 MOST_REMEMBERED = 64  # parameters of one launch
+END = 1 << 30  # templates/cuda/primitives/sequence_copies.cuh says the same
+_END_STRIDE = (1 << 64) // END
+_MANY = (1 << 31) - (1 << 16)  # more than END, and than all rows
+_DIMENSIONS = 5
 _BESIDE = struct.Struct(f"<ii{BYTES - WORD_BYTES - 8}x")
-_EMULATED = struct.Struct(f"<Q3Q2Q2I{WORD_BYTES - 56}x")  # MappedTensor of templates/emulator/interface.h
+_EMULATED = struct.Struct(f"<Q5Q4Q2I{WORD_BYTES - 88}x")  # MappedTensor of templates/emulator/interface.h
 
 
 @dataclass(frozen=True)
 class TensorMap:
     """A tensor of 2-byte elements but for its address, and the box of it that one copy brings.
 
-    ``extents`` are the elements of a row, the rows and the slabs, ``strides`` the bytes from a row and from a slab to
-    the next; ``box`` has columns and rows.
+    ``extents`` are the elements of a row, the rows and the slabs, and of a ragged batch what places a sequence;
+    ``strides`` the bytes from one to the next, but of elements. ``box`` has columns and rows.
     """
 
     tensor: str
-    extents: tuple[int, int, int]
-    strides: tuple[int, int]
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
     box: tuple[int, int]
     batch_slabs: int
     head_slabs: int
@@ -80,9 +90,13 @@ class LaunchMaps:
         return found
 
 
-def tensor_map(box: Box, head_dim: HeadDim, known: Mapping[str, float]) -> TensorMap:
+def tensor_map(
+    box: Box, head_dim: HeadDim, known: Mapping[str, float], operands: Mapping[str, Operand] = OPERANDS
+) -> TensorMap:
     """The map of a box for values of ``struct Arguments`` by name, whose strides are multiples of 16 bytes."""
-    operand = OPERANDS[box.tensor]
+    operand = operands[box.tensor]
+    if operand.rows.is_packed:
+        return _of_sequences(box, operand, head_dim, known)
     width = operand.columns(head_dim)
     batch, heads, rows = (int(known[name]) for name in operand.counts)
     # The stride of an axis of one element says nothing.
@@ -103,6 +117,23 @@ def tensor_map(box: Box, head_dim: HeadDim, known: Mapping[str, float]) -> Tenso
     )
 
 
+def _of_sequences(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[str, float]) -> TensorMap:
+    width = operand.columns(head_dim)
+    _, heads, rows = operand.counts
+    _, of_head, of_row = operand.stride_fields
+    row_bytes = (int(known[of_row]) if known[rows] > 1 else width) * ELEMENT_BYTES
+    head_bytes = int(known[of_head]) * ELEMENT_BYTES if known[heads] > 1 else 0
+    head_slabs = int(head_bytes > 0)
+    return TensorMap(
+        tensor=box.tensor,
+        extents=(width, END, (int(known[heads]) - 1) * head_slabs + 1, _MANY, _MANY),
+        strides=(row_bytes, head_bytes or row_bytes, row_bytes, _END_STRIDE - row_bytes),
+        box=(box.columns, box.rows),
+        batch_slabs=0,
+        head_slabs=head_slabs,
+    )
+
+
 def map_bytes(tensor: TensorMap, address: int, encode: Encode) -> bytes:
     """A map as kernels take it; ``encode`` makes the first 128 bytes."""
     return encode(tensor, address) + _BESIDE.pack(tensor.batch_slabs, tensor.head_slabs)
@@ -110,4 +141,5 @@ def map_bytes(tensor: TensorMap, address: int, encode: Encode) -> bytes:
 
 def emulated(tensor: TensorMap, address: int) -> bytes:
     """The words that the emulator reads."""
-    return _EMULATED.pack(address, *tensor.extents, *tensor.strides, *tensor.box)
+    more = _DIMENSIONS - len(tensor.extents)
+    return _EMULATED.pack(address, *tensor.extents, *(1,) * more, *tensor.strides, *(0,) * more, *tensor.box)

@@ -71,13 +71,13 @@ struct Product {
 // A tensor of 2-byte elements in global memory, and the boxes of it that tensor copies bring: what the emulator's hosts write
 // into the words of a fg::TensorMap (flashgen/runtime/tensor_maps.py).
 struct MappedTensor {
-  uint64_t address, extents[3], strides[2];  // elements of a row, rows, slabs; bytes between rows and between slabs
+  uint64_t address, extents[5], strides[4];  // elements of a row, rows, slabs, two more; bytes between those, but elements
   uint32_t box[2];                           // columns and rows
 };
 struct PanelCopy {
   void* to;
   MappedTensor from;
-  int column, row, slab;  // of the first element
+  int column, row, slab, more[2];  // of the first element
   const void* signal;
 };
 

@@ -14,7 +14,6 @@ import flashgen
 from flashgen.backends import RowsOf, kernel_variant, launches_of
 from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.spec import AttentionSpec
-from flashgen.ir.types import ElementType
 from flashgen.runtime import lengths, ragged
 from flashgen.runtime.emulated import EmulatedKernel
 from flashgen.runtime.emulator import EmulatorError, compile_program
@@ -25,7 +24,6 @@ from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
 
-TARGET = GPUS["sm_80"]
 TEXT = """
 attention planted {
     head_dim 16
@@ -39,12 +37,12 @@ attention planted {
 LENGTHS = ((20, 20), (0, 3), (1, 90), (100, 70), (3, 0), (17, 17))
 # What is planted: a text of the source and what stands in its place.
 MISTAKES = {
-    "two sequences share a tile": ("begin / tile + sequence", "begin / tile"),
+    "two sequences share a tile": ("int(unsigned(begin) / tile) + sequence", "int(unsigned(begin) / tile)"),
     "the last of equal begins": (", first + own) <= place", ", first + own) < place"),
-    "keys of the next one": ("begin_of(call.k_starts, a.kv_rows, n);", "begin_of(call.k_starts, a.kv_rows, n + 1);"),
+    "keys of the next one": ("begin_of(call.k_starts, kv_rows, n);", "begin_of(call.k_starts, kv_rows, n + 1);"),
     "as many keys as queries": (
-        "a.kv_len = begin_of(call.k_starts, a.kv_rows, n + 1) - a.kv_begin",
-        "a.kv_len = a.q_len",
+        "s.kv_count = fg::max(begin_of(call.k_starts, kv_rows, n + 1) - s.kv_begin, 0)",
+        "s.kv_count = s.q_count",
     ),
     "the first sequence's b": ("a.b_start = call.b_start + n", "a.b_start = call.b_start"),
     "Nq of all": ("a.q_total = a.q_len", "a.q_total = call.q_len"),
@@ -60,24 +58,32 @@ OF_THE_BACKWARD_PASS = {
     "delta of another sequence": (" + a.q_begin;", ";"),
     "sums of dQ of another sequence": ("a.heads * first_tile<16>(a.q_begin, a.sequence) * 256", "0"),
     "dK as one head's rows": ("(a.dk) + first * 16, a.kv_heads * 16", "(a.dk) + first * 16, 16"),
+    "delta of a head's first row": ("h * rows_apart(a) + i;", "h * rows_apart(a);"),
+}
+# With a sink the kernel of delta has to know of sequences, too.
+WITH_SINK = TEXT.replace("planted", "planted_sink").replace(
+    "    mask", "    weights softmax(sink = slope[b])\n    mask"
+)
+OF_SINKS = {
     "d(lse) of the call's first rows": ("fg::moved<float>(call.d_lse, a.q_begin * 1)", "call.d_lse"),
+    "O of another sequence": ("fg::moved<T>(call.o, a.q_begin * (call.heads * 16))", "call.o"),
 }
 
 
 @functools.cache
-def emitted() -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
-    spec = flashgen.loads(TEXT, backend="reference").spec
-    return spec, compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.RAGGED), TARGET)
+def emitted(text: str = TEXT, target: str = "sm_80") -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
+    spec = flashgen.loads(text, backend="reference").spec
+    return spec, compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.RAGGED), GPUS[target])
 
 
-def changed(name: str, *changes: tuple[str, str]) -> AttentionOp:
+def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = "sm_80") -> AttentionOp:
     """The op with changes in the text of its kernels, each in one place."""
-    spec, kernel = emitted()
+    spec, kernel = emitted(of, target)
     text = kernel.source.text
     for old, new in changes:
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
-    element = ElementType.F32
+    (element,) = kernel.plan.by_element
     find = launches_of(kernel.variant, kernel.plan, kernel.source.symbol, element)
     compiled_by_pass: dict[str, Compiled[Any]] = {}
 
@@ -151,18 +157,26 @@ def test_mistakes_of_the_backward_pass_show(mistake: str) -> None:
     assert shows(op, backward=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [None, *OF_SINKS])
+def test_mistakes_of_sinks_show(mistake: str | None) -> None:
+    change = [] if mistake is None else [OF_SINKS[mistake]]
+    op = changed(f"planted_sinks_{[None, *OF_SINKS].index(mistake)}", *change, of=WITH_SINK)
+    assert shows(op, backward=True) is (mistake is not None)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("return begin < 0 ? 0 : begin < rows ? begin : rows;", "return begin;"),
-        ("a.kv_len < call.kv_most ? a.kv_len : call.kv_most", "a.kv_len"),
+        ("s.kv_count = fg::min(s.kv_count, int(call.kv_most))", "s.kv_count += 0"),
     ],
 )
 def test_what_keeps_kernels_inside_is_needed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has checked cu_seqlens."""
     monkeypatch.setattr(ragged, "lengths", lengths.unseen_lengths)
     op = changed(f"planted_bound_{len(new)}", (old, new))
-    q, starts = random(60, 2, 16, seed=0), torch.tensor([0, -7, 30, 60], dtype=torch.int32)
+    q, starts = random(60, 2, 16, seed=0), torch.tensor([0, 55, 90, 60], dtype=torch.int32)
     if "most" in old:
         starts = torch.tensor([0, 0, 0, 60], dtype=torch.int32)
     short = torch.ones(3, 20, dtype=torch.int32)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.plan.launches import Box
+from flashgen.plan.operands import RAGGED
 from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.tensor_maps import TensorMap
+from flashgen.runtime.tensor_maps import TensorMap, tensor_map
 from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 
@@ -168,3 +171,34 @@ def test_in_a_ring_that_was_right(old: str, new: str, kinds: set[FaultKind]) -> 
             sums(203, seed, RING_SOURCE.replace(old, new))
         assert caught.value.kind in kinds, str(caught.value)
         assert any(word in caught.value.line_text for word in ("mbarrier_", "copy_panel", "multiply"))
+
+
+SEQUENCE_SOURCE = "".join(
+    primitives(dropout=False, warpgroups=WarpgroupProducts((8,), (ElementType.F16,)), sequence_copies=True)
+) + kernel("sequence_copies")
+HEAD_DIM = HeadDim(96, 96)
+
+
+@pytest.mark.parametrize("name", ["packed", "heads outside", "one head for all"])
+@pytest.mark.parametrize(
+    ("begin", "count", "first"),
+    [(0, 90, 0), (0, 90, 64), (10, 70, 0), (10, 37, 32), (10, 32, 0), (89, 1, 0), (40, 0, 0), (5, 20, 32)],
+)
+def test_rows_of_a_sequence(name: str, begin: int, count: int, first: int) -> None:
+    """Behind its last row there are zeros, whatever lies there, and nothing of it is read."""
+    x = np.arange(1, 1 + 90 * 3 * 96, dtype=np.uint16).reshape(90, 3, 96)
+    strides = {"packed": (288, 96), "heads outside": (96, 90 * 96), "one head for all": (96, 0)}[name]
+    seen = np.lib.stride_tricks.as_strided(x, (90, 3, 96), (2 * strides[0], 2 * strides[1], 2))
+    known = {"kv_heads": 3, "kv_len": 90, "k_stride_b": 0, "k_stride_h": strides[1], "k_stride_n": strides[0]}
+    outcome = launch(
+        SEQUENCE_SOURCE,
+        {"y": np.zeros((32, 96), np.uint16), "begin": begin, "count": count, "first": first, "head": 2},
+        allocated={"x": x},
+        maps=[replace(tensor_map(Box("k", 32, 64), HEAD_DIM, known, RAGGED), tensor="x")],
+        name="bring_sequence",
+        threads=64,
+        shared_bytes=SHARED_BYTES,
+    )
+    own = seen[begin : begin + count, 2][first : first + 32]
+    assert np.array_equal(outcome.arrays["y"], np.pad(own, ((0, 32 - len(own)), (0, 0))))
+    assert outcome.report.traffic["x"].loaded == 2 * own.size

@@ -45,6 +45,30 @@ def test_a_giant_beside_a_thousand_small_ones() -> None:
     check(op, on_gpu(batch(op, lengths, dtype=torch.bfloat16)))
 
 
+@pytest.mark.parametrize("name", ["causal", "alibi"])
+def test_no_number_of_a_neighbour(name: str) -> None:
+    """NaN in some sequences changes no bit of o, dk and dv of the others."""
+    op = operator(name)
+    lengths, spoiled = [(n, n) for n in (130, 5, 257, 64, 1, 700)], (1, 3, 5)
+    found = []
+    for nan in (False, True):
+        given = on_gpu(batch(op, lengths, dtype=torch.bfloat16))
+        for x, starts in ((given.q, 0), (given.k, 1), (given.v, 1), (given.d_o, 0)):
+            for n in spoiled if nan else ():
+                x[given.starts[starts][n] : given.starts[starts][n + 1]] = torch.nan
+        leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
+        captured: dict[str, Any] = {
+            key: x.detach() if isinstance(x, Tensor) else x for key, x in given.captured.items()
+        }
+        o = op.varlen(leaves[0], leaves[1], leaves[2], *given.starts, **captured)
+        _, dk, dv = torch.autograd.grad(o, leaves, given.d_o)
+        found.append((o.detach(), dk, dv))
+    for n in set(range(len(lengths))) - set(spoiled):
+        begin, end = sum(a for a, _ in lengths[:n]), sum(a for a, _ in lengths[: n + 1])
+        for clean, beside in zip(*found, strict=True):
+            assert torch.equal(clean[begin:end], beside[begin:end])
+
+
 def test_repeatable() -> None:
     op = operator("alibi")
     given = on_gpu(batch(op, dtype=torch.bfloat16))

@@ -14,13 +14,23 @@ from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Box, Count, Factor, Launch, PassLaunches
+from flashgen.plan.operands import RAGGED
 from flashgen.runtime.compiler import compile_sources
 from flashgen.runtime.cuda import CudaKernel
 from flashgen.runtime.driver_maps import TensorMapRefused, encode
 from flashgen.runtime.emulator.source import HostSource
 from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.runtime.schedule import Compiled
-from flashgen.runtime.tensor_maps import BYTES, MOST_REMEMBERED, LaunchMaps, TensorMap, emulated, map_bytes, tensor_map
+from flashgen.runtime.tensor_maps import (
+    BYTES,
+    END,
+    MOST_REMEMBERED,
+    LaunchMaps,
+    TensorMap,
+    emulated,
+    map_bytes,
+    tensor_map,
+)
 from tests.runtime.test_schedule import RecordingDriver
 
 HEAD_DIM = HeadDim(64, 32)
@@ -85,8 +95,47 @@ MAP = TensorMap("k", (64, 50, 12), (128, 6400), (64, 48), 4, 1)
 def test_the_bytes_of_a_map() -> None:
     data = map_bytes(MAP, 1 << 40, emulated)
     assert len(data) == BYTES
-    assert struct.unpack_from("<Q3Q2Q2I", data) == (1 << 40, 64, 50, 12, 128, 6400, 64, 48)
+    assert struct.unpack_from("<Q5Q4Q2I", data) == (1 << 40, 64, 50, 12, 1, 1, 128, 6400, 0, 0, 64, 48)
     assert struct.unpack_from("<ii", data, 128) == (4, 1)
+
+
+def sequences_of(k: torch.Tensor, name: str = "k") -> TensorMap:
+    """The map of a tensor of 16 bits [T, H, D]."""
+    rows, heads, _ = k.shape
+    by_row, by_head, _ = k.stride()
+    known: dict[str, float] = {"batch": 3, "kv_heads": heads, "kv_len": rows}
+    known |= {f"{name}_stride_b": 7, f"{name}_stride_h": by_head, f"{name}_stride_n": by_row}
+    return tensor_map(Box(name, 48, 64), HEAD_DIM, known, RAGGED)
+
+
+RAGGED_TENSORS = [
+    torch.empty(50, 4, 64, dtype=torch.float16),
+    torch.empty(4, 50, 64, dtype=torch.float16).transpose(0, 1),
+    torch.empty(50, 1, 64, dtype=torch.float16).expand(-1, 4, -1),
+    torch.empty(50, 12, 128, dtype=torch.float16)[:, ::3, 64:],
+    torch.empty(50, 1, 64, dtype=torch.float16),
+    torch.empty(1, 4, 64, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("x", RAGGED_TENSORS, ids=lambda x: f"{tuple(x.shape)} by {x.stride()}")
+def test_a_sequence_ends_where_its_rows_do(x: torch.Tensor) -> None:
+    """The last row of a sequence is the last of its dimension, wherever it lies; addresses are modulo 2^64."""
+    found = sequences_of(x)
+    assert (found.extents[0], found.extents[1], found.batch_slabs) == (64, END, 0)
+    assert all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in found.strides)
+    assert all(extent < 1 << 32 for extent in found.extents)
+    assert found.extents[4] > END
+    rows, heads, _ = x.shape
+    by_row, by_head, _ = x.stride()
+    for begin, count in ((0, rows), (rows // 2, rows - rows // 2), (rows // 3, 1)):
+        assert begin + count < found.extents[3]
+        for row, h in ((0, 0), (count - 1, heads - 1)):
+            place = (END - count + row, h * found.head_slabs, begin + count, END)
+            assert all(at < extent for at, extent in zip(place, found.extents[1:], strict=True))
+            at = sum(n * stride for n, stride in zip(place, found.strides, strict=True))
+            assert at % (1 << 64) == 2 * ((begin + row) * by_row * (rows > 1) + h * by_head * (heads > 1))
+        assert END - count + count >= found.extents[1]  # and behind it there is none
 
 
 # Writes down what it is told; an odd address is refused.
@@ -98,8 +147,11 @@ extern "C" int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* 
                                       int interleave, int swizzle, int promotion, int fill) {
   if (reinterpret_cast<uint64_t>(map) % 64) return 99;
   if (reinterpret_cast<uint64_t>(address) % 2) return 1;
+  uint64_t more[2] = {0, 0};  // steps of all dimensions, and sizes and strides of those behind the third
+  for (uint32_t n = 0; n < rank; ++n) more[0] += steps[n];
+  for (uint32_t n = 3; n < rank; ++n) more[1] += sizes[n] * box[n] + strides[n - 1];
   uint64_t words[16] = {uint64_t(type), rank, reinterpret_cast<uint64_t>(address), sizes[0], sizes[1], sizes[2],
-                        strides[0], strides[1], box[0], box[1], box[2], steps[0] + steps[1] + steps[2],
+                        strides[0], strides[1], box[0], box[1], box[2] + more[1], more[0],
                         uint64_t(interleave), uint64_t(swizzle), uint64_t(promotion), uint64_t(fill)};
   memcpy(map, words, sizeof words);
   return 0;
@@ -120,6 +172,13 @@ def test_what_the_driver_is_told(driver: str, columns: int, swizzle: int) -> Non
     tensor = TensorMap("k", (64, 50, 12), (128, 6400), (columns, 48), 4, 1)
     words = struct.unpack("<16Q", encode(tensor, 1 << 40, driver))
     assert words == (1, 3, 1 << 40, 64, 50, 12, 128, 6400, columns, 48, 1, 3, 0, swizzle, 2, 0)
+
+
+def test_what_the_driver_is_told_of_sequences(driver: str) -> None:
+    tensor = sequences_of(RAGGED_TENSORS[0])
+    words = struct.unpack("<16Q", encode(tensor, 1 << 40, driver))
+    more = sum(tensor.extents[3:]) + sum(tensor.strides[2:])
+    assert words == (1, 5, 1 << 40, 64, END, 4, 512, 128, 64, 48, 1 + more, 5, 0, 3, 2, 0)
 
 
 def test_a_tensor_that_the_driver_refuses(driver: str) -> None:

@@ -50,19 +50,19 @@ from flashgen.targets.gpu.layout import Printed, joined, printed
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.model import (
     BINS,
-    NOTES,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
     TILES_OF_QUERIES,
-    VISIT_LIST,
     WINDOW,
     backward_layout,
     forward_layout,
     mergers,
+    notes,
     padded,
     query_layout,
     row_words,
+    visit_list,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts, primitives
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
@@ -175,14 +175,16 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The same of those for dK and dV. ``persistent``: some that add up dQ take one key tile after another.
+    """The same of those for dK and dV.
+
+    ``persistent``: the types where those that add up dQ take one key tile after another.
 
     ``shows_rows``: what the mask reads by row comes with what rows carry; ``divided``: warps share the rows of dQ, and
     of those that share keys some may weigh none.
     """
 
     mapped: tuple[str, ...]
-    persistent: bool
+    persistent: tuple[str, ...]
     begins_next: bool
     shows_rows: bool
     divided: bool
@@ -349,6 +351,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
             parts=variant.parts,
             warpgroups=warpgroups,
             pieces=pieces is not None,
+            sequence_copies=variant.ragged,
         ),
         recipe=recipe,
         warpgroups=warpgroups is not None,
@@ -356,9 +359,9 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         backward=_backward(variant, recipe, plan),
         queries_memory=_queries_memory(variant, plan),
         window=WINDOW,
-        words_of_notes=NOTES,
-        bytes_of_list=VISIT_LIST,
-        notes=_notes(),
+        words_of_notes=notes(variant),
+        bytes_of_list=visit_list(variant),
+        notes=_notes(variant),
         ragged=variant.ragged,
         cached=variant.cached,
         written=_written(variant),
@@ -427,16 +430,17 @@ def _written(variant: Variant) -> str:
     return "float" if elements == {Elements.FLOAT32} else "T"
 
 
-def _notes() -> str:
-    """What blocks keep beside a list of visits."""
+def _notes(variant: Variant) -> str:
+    """What blocks keep beside a list of visits; in ragged batches also which sequence it is of."""
+    base = "Sequence" if variant.ragged else ""
     return joined(
         (
             "// What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.",
-            PLACE_OF_QUERIES.struct("QueryPlace"),
+            PLACE_OF_QUERIES.struct("QueryPlace", base),
             "template <bool has_producers> struct QueryNotes;",
             "template <> " + TILES_OF_QUERIES.struct("QueryNotes<false>", "QueryPlace"),
             "template <> " + PRODUCER_TILES_OF_QUERIES.struct("QueryNotes<true>", "QueryPlace"),
-            TILES_OF_KEYS.struct("KeyNotes"),
+            TILES_OF_KEYS.struct("KeyNotes", base),
         )
     )
 
@@ -461,7 +465,7 @@ def _forward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Forward:
 
 
 def _backward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Backward:
-    persistent = [each.backward for each in plan.elements if recipe.one_pass and each.backward.persistent]
+    persistent = [each for each in plan.elements if recipe.one_pass and each.backward.persistent]
     layouts = {
         f"{C_TYPES[each.element]}, {str(atomic).lower()}": backward_layout(
             variant, each.element, each.backward, with_dq=atomic
@@ -471,8 +475,8 @@ def _backward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Backward:
     }
     return _Backward(
         mapped=tuple(str(each.element) for each in plan.elements if each.backward.tensor_copies),
-        persistent=bool(persistent),
-        begins_next=any(each.begins_next for each in persistent),
+        persistent=tuple(str(each.element) for each in persistent),
+        begins_next=any(each.backward.begins_next for each in persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=any(each.queries.split > 1 for each in plan.elements),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),

@@ -48,6 +48,7 @@ TILES_OF_KEYS = Words(
 )
 NOTES = 8  # words for any of these
 VISIT_LIST = WORD * (3 + NOTES) + 2 * WINDOW // 8 + 2 * WINDOW
+SEQUENCE = 5  # words of struct Sequence, beside these in ragged batches: templates/cuda/sequences.cuh.jinja
 COPIED_LIST = 16 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
@@ -105,6 +106,16 @@ def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -
     return max(n for n in range(1, warps // 4 // row_groups + 1) if works(n))
 
 
+def notes(variant: Variant) -> int:
+    """Words of what a block keeps beside a list of visits."""
+    return NOTES + SEQUENCE * variant.ragged
+
+
+def visit_list(variant: Variant) -> int:
+    """Bytes of a list of visits."""
+    return VISIT_LIST + WORD * SEQUENCE * variant.ragged
+
+
 def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
@@ -117,6 +128,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next, variant.uses_sqdist
+    moves = variant.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
     parts = (
@@ -130,7 +142,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
             "self_loading * int(sizeof(QueryPlace))",
         ),
-        Part("LIST", "list of tiles", (1 + has_producers) * VISIT_LIST, "lists * int(sizeof(VisitList))"),
+        Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
+        Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
         Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
@@ -168,6 +181,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
     words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
     dq, next_too = has_producers and with_dq, with_dq and tiles.begins_next
+    moves = variant.ragged and with_dq and tiles.persistent
     signals = copies * (3 if has_producers else 2) * stages * SIGNAL
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
@@ -181,7 +195,10 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
-        Part("LIST", "list of tiles", VISIT_LIST, "int(sizeof(VisitList))"),
+        Part(
+            "NEXT_TILES", "next tile", moves * 2 * WORD * (SEQUENCE + 1), "persistent * 2 * (4 + int(sizeof(Sequence)))"
+        ),
+        Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
         Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
         Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
         Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
@@ -221,6 +238,6 @@ def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Lay
         Part("ROWS", "lse, delta", 2 * FLOAT * Br, "8 * BR"),
         Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
-        Part("LIST", "list of tiles", VISIT_LIST, "int(sizeof(VisitList))"),
+        Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
     )
     return Layout(parts)

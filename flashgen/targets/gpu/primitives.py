@@ -37,8 +37,9 @@ def primitives(
     parts: bool = False,
     warpgroups: WarpgroupProducts | None = None,
     pieces: bool = False,
+    sequence_copies: bool = False,
 ) -> tuple[str, ...]:
-    """The texts to paste, lowest layer first."""
+    """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches, "parts.cuh": parts}
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
@@ -46,17 +47,17 @@ def primitives(
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
     masks = ("standard.cuh", "../../primitives/ranges.h", "observed.cuh", *(("pieces.cuh",) if pieces else ()))
     of_masks = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in masks)
-    return (instructions, *others, *_warpgroup_primitives(warpgroups), *of_masks)
+    return (instructions, *others, *_warpgroup_primitives(warpgroups, sequence_copies), *of_masks)
 
 
-def _warpgroup_primitives(products: WarpgroupProducts | None) -> tuple[str, ...]:
+def _warpgroup_primitives(products: WarpgroupProducts | None, sequence_copies: bool) -> tuple[str, ...]:
     if products is None:
         return ()
     elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
     template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
     instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
-    others = ("warpgroup.cuh", "tensor_copies.cuh")
+    others = ("warpgroup.cuh", "tensor_copies.cuh", *(("sequence_copies.cuh",) if sequence_copies else ()))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 
 

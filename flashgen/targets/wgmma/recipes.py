@@ -22,6 +22,7 @@ from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
+PERSISTENT = "persistent"  # a choice of which tile comes next
 _LENGTH = rules.LONG_ROWS.limit
 _FAR = _LENGTH - 128
 _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
@@ -81,8 +82,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     if copies:
         staging = Decision.by("staging", "tensor copies", rules.TENSOR_COPIES)
     else:
-        why = "maps end where tensors do, not sequences" if variant.ragged else "rows are no whole numbers of 16 bytes"
-        staging = Decision("staging", "async copies", why, FORCED)
+        staging = Decision("staging", "async copies", "rows are no whole numbers of 16 bytes", FORCED)
     has_producers = row.producers > 0
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
@@ -92,16 +92,18 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
             replace(row, tensor_copies=copies, begins_next=begins_next),
             (*common, *_order_of_queries(copies=copies, begins_next=begins_next)),
         )
-    persistent = copies and not has_producers and not (recipe.observed_rows or recipe.observed_columns)
+    order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
+    persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
     few = recipe.weights_first and row.blocks > 2
     weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
-    order = _order_of_keys(recipe, copies=copies, has_producers=has_producers, begins_next=begins_next)
+    overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
+    overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
     return Candidate(
         replace(row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed),
-        (*common, *order, Decision.by("weights", *kept), at_a_time),
+        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time),
     )
 
 
@@ -109,9 +111,9 @@ RECIPES = Recipes(forward, backward, queries, complete)
 
 
 def _copies_tensors(variant: Variant, element: ElementType) -> bool:
-    """Rows are whole numbers of 16 bytes, and behind a head's last there is none of another sequence."""
+    """Rows are whole numbers of 16 bytes."""
     widths = (variant.head_dim.qk, variant.head_dim.v)
-    return not variant.ragged and all(width * element.bytes % 16 == 0 for width in widths)
+    return all(width * element.bytes % 16 == 0 for width in widths)
 
 
 def _divides_values(variant: Variant, split: int) -> bool:
@@ -124,25 +126,23 @@ def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...
     overlap = Decision.by("overlap", "weights of one tile beside O of the one before", rules.OVERLAP_FORWARD)
     if not copies:
         return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED), overlap
-    order = Decision.by("tile order", "persistent", rules.PERSISTENT)
+    order = Decision.by("tile order", PERSISTENT, rules.PERSISTENT)
     if not begins_next:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
 
 
-def _order_of_keys(recipe: Recipe, *, copies: bool, has_producers: bool, begins_next: bool) -> tuple[Decision, ...]:
-    overlap = Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)
+def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:
     if not copies:
-        order = Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED)
-    elif has_producers:
-        order = Decision.by("tile order", "one tile a block", rules.KEYS_OF_PRODUCERS)
-    elif recipe.observed_rows or recipe.observed_columns:
-        order = Decision.by("tile order", "one tile a block", rules.KEYS_OF_DOCUMENTS)
-    else:
-        order = Decision.by("tile order", "persistent", rules.PERSISTENT_KEYS)
-    if not begins_next:
-        return order, overlap
-    return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+        return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED)
+    if variant.ragged:
+        ragged = (PERSISTENT, rules.KEYS_OF_SEQUENCES) if has_producers else ("one tile a block", rules.SHORT_SEQUENCES)
+        return Decision.by("tile order", *ragged)
+    if has_producers:
+        return Decision.by("tile order", "one tile a block", rules.KEYS_OF_PRODUCERS)
+    if recipe.observed_rows or recipe.observed_columns:
+        return Decision.by("tile order", "one tile a block", rules.KEYS_OF_DOCUMENTS)
+    return Decision.by("tile order", PERSISTENT, rules.PERSISTENT_KEYS)
 
 
 def has_long_rows(variant: Variant) -> bool:

@@ -50,6 +50,16 @@ KEYS_OF_PRODUCERS = Rule(
     "producer warps only copy, and hand tiles over by barriers: they know of one key tile",
     "not measured otherwise",
 )
+KEYS_OF_SEQUENCES = Rule(
+    "keys of sequences",
+    "a ragged batch has fewer tiles than places: a warp that copies finds the next tile while one is worked on",
+    "not measured otherwise",
+)
+SHORT_SEQUENCES = Rule(
+    "keys of small blocks",
+    "blocks that share a multiprocessor hide what each begins with; numbers that live from tile to tile would spill",
+    "persistent, a window at D 64 spills 492 bytes, read in every step",
+)
 OVERLAP_FORWARD = Rule(
     "weights beside O",
     "S of one tile is weighed while O takes in the tile before",

@@ -32,7 +32,16 @@ template <class T>
 FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal,
                                    int line = __builtin_LINE()) {
   static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
-  emulator::PanelCopy copy = {to, {}, column, row, slab, signal};
+  emulator::PanelCopy copy = {to, {}, column, row, slab, {0, 0}, signal};
+  memcpy(&copy.from, map.words, sizeof copy.from);
+  emulator::registers.machine->copy_panel(copy, line);
+}
+// The same of a tensor of five dimensions.
+template <class T>
+FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, int fourth, int fifth,
+                                   uint64_t* signal, int line = __builtin_LINE()) {
+  static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
+  emulator::PanelCopy copy = {to, {}, column, row, slab, {fourth, fifth}, signal};
   memcpy(&copy.from, map.words, sizeof copy.from);
   emulator::registers.machine->copy_panel(copy, line);
 }

@@ -95,6 +95,13 @@ class Mbarriers {
     if (wanted.slab < 0 || static_cast<uint64_t>(wanted.slab) >= from.extents[2])
       faults_.report(Fault::outside, line, 0, "copies a box of slab %d, and the tensor has %llu", wanted.slab,
                      static_cast<unsigned long long>(from.extents[2]));
+    uint64_t begin = from.address + static_cast<uint64_t>(wanted.slab) * from.strides[1];  // of the slab, modulo 2^64
+    for (int n = 0; n < 2; ++n) {
+      if (wanted.more[n] < 0 || static_cast<uint64_t>(wanted.more[n]) >= from.extents[3 + n])
+        faults_.report(Fault::outside, line, 0, "copies a box at place %d of dimension %d, which has %llu", wanted.more[n],
+                       4 + n, static_cast<unsigned long long>(from.extents[3 + n]));
+      begin += static_cast<uint64_t>(wanted.more[n]) * from.strides[2 + n];
+    }
     signal.copied += static_cast<int>(all);
     if (signal.pending == 0 && signal.copied > signal.expected)
       faults_.report(Fault::mbarrier, line, signal.last_line,
@@ -108,7 +115,7 @@ class Mbarriers {
         const uint64_t plain = start + row * row_bytes + at;
         Chunk chunk = {plain ^ (plain >> 3 & mask), {}};
         fetch(chunk, from, wanted.column + static_cast<int>(at / element_bytes), wanted.row + static_cast<int>(row),
-              wanted.slab, writer, line);
+              begin, writer, line);
         shared_.place("copies to", shared_.data() + chunk.offset, warpgroup::chunk_bytes, line);
         shared_.begin_copy(thread, chunk.offset, warpgroup::chunk_bytes, line);
         copy.chunks.push_back(chunk);
@@ -226,15 +233,15 @@ class Mbarriers {
   }
 
   // 16 bytes, or as many of them as lie in the tensor.
-  void fetch(Chunk& chunk, const MappedTensor& from, int column, int row, int slab, GlobalShadow::Writer writer, int line) {
+  void fetch(Chunk& chunk, const MappedTensor& from, int column, int row, uint64_t begin, GlobalShadow::Writer writer,
+             int line) {
     if (row < 0 || column < 0 || static_cast<uint64_t>(row) >= from.extents[1]) return;
     const uint64_t first = static_cast<uint64_t>(column);
     if (first >= from.extents[0]) return;
     const uint64_t left = from.extents[0] - first, whole = warpgroup::chunk_bytes / element_bytes;
     const unsigned count = static_cast<unsigned>(left < whole ? left : whole) * element_bytes;
     const unsigned step = left < whole ? element_bytes : count;
-    const uint64_t address = from.address + static_cast<uint64_t>(slab) * from.strides[1] +
-                             static_cast<uint64_t>(row) * from.strides[0] + first * element_bytes;
+    const uint64_t address = begin + static_cast<uint64_t>(row) * from.strides[0] + first * element_bytes;
     const char* source = reinterpret_cast<const char*>(address);
     for (unsigned at = 0; at < count; at += step) global_.access(Access::load, source + at, step, writer, line);
     memcpy(chunk.data, source, count);
