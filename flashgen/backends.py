@@ -25,10 +25,13 @@ from flashgen.gpu_backend import (
     RowsOf,
     cached_kernel,
     call_of,
+    f8_kernel,
     is_cached,
+    is_f8,
     kernel_variant,
     launches_of,
     ragged_kernel,
+    takes_f8,
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.package.cpu import Library, NoLibrary, libraries
@@ -61,8 +64,11 @@ __all__ = [
     "providers",
     "RowsOf",
     "cached_kernel",
+    "f8_kernel",
     "is_cached",
+    "is_f8",
     "ragged_kernel",
+    "takes_f8",
 ]
 
 EMULATED = GPUS["sm_80"]

@@ -52,7 +52,12 @@ if TYPE_CHECKING:
     from flashgen.runtime.emulated import EmulatedKernel
     from flashgen.runtime.emulator import Program
 
-ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16)  # by the codes of ``struct Arguments``
+ELEMENTS = (
+    ElementType.F32,
+    ElementType.BF16,
+    ElementType.F16,
+    ElementType.F8E4M3,
+)  # by the codes of ``struct Arguments``
 
 
 class RowsOf(Enum):
@@ -62,6 +67,7 @@ class RowsOf(Enum):
     RAGGED = "ragged"
     CACHED = "cached"
     PARTS = "parts"
+    F8 = "of 8 bits"
 
 
 BOTH: tuple[PassName, PassName] = ("forward", "backward")
@@ -110,6 +116,11 @@ def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
     """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
     return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
+
+
+def _passes(variant: Variant) -> Sequence[PassName]:
+    """Those that there are kernels for."""
+    return BOTH[:1] if variant.forward_only else BOTH
 
 
 def _steps(
@@ -172,6 +183,8 @@ class EmulatorProvider:
 
     def explain(self, name: str, asked: Asked) -> Explanation:
         """One call."""
+        if is_f8(asked.values) and self.rows is not RowsOf.F8:
+            return self._other(RowsOf.F8).explain(name, asked)
         head_dim = asked.call.head_dim
         kernel, emulated = self.compiled(head_dim), self(head_dim, 0)
         plan = kernel.plan
@@ -181,7 +194,7 @@ class EmulatorProvider:
             each: GpuPass(
                 plan, _steps(launches(each, asked.values), emulated.layout, head_dim, asked, emulated.size), {}
             )
-            for each in BOTH
+            for each in _passes(kernel.variant)
         }
         gpu = product_of(self.target)
         return explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
@@ -230,7 +243,8 @@ class EmulatorProvider:
 
         layout = ArgumentLayout(cuda_fields(variant))
         varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
-        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts)
+        f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
+        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8)
 
 
 def _check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -314,16 +328,18 @@ class CudaProvider:
 
     def explain(self, name: str, asked: Asked) -> Explanation:
         """One call."""
+        if is_f8(asked.values) and self.rows is not RowsOf.F8:
+            return self._other(RowsOf.F8).explain(name, asked)
         head_dim, index = asked.call.head_dim, asked.call.device.index or 0
         board, kernel = self.board(index), self(head_dim, index)
+        variant = self._variant(head_dim)
         passes: dict[str, GpuPass] = {}
-        for each in BOTH:
+        for each in _passes(variant):
             ready, reasons = self.of_call(head_dim, index, each, asked.values)
-            launches = launches_of(kernel_variant(self.spec, head_dim), ready.plan, ready.source.symbol, asked.element)
+            launches = launches_of(variant, ready.plan, ready.source.symbol, asked.element)
             steps = _steps(launches(each, asked.values), kernel.layout, head_dim, asked, board.driver.size)
             resources = {said.name: said for said in ready.resources}
             passes[each] = GpuPass(ready.plan, steps, resources, reasons)
-        variant = kernel_variant(self.spec, head_dim)
         return explain_gpu(name, "cuda", board.name, variant, board.gpu, asked, passes)
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
@@ -397,7 +413,8 @@ class CudaProvider:
         is_edited = brought is not None and brought.is_edited  # what a text says that was edited, no other kernel does
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
         parts = None if is_edited else other(RowsOf.PARTS)
-        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts)
+        f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
+        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts, f8=f8)
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)
@@ -438,11 +455,19 @@ class CudaProvider:
 
 @functools.lru_cache(maxsize=64)
 def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf.DENSE) -> Variant:
-    """The spec at a head dimension, without gradients over caches; remembered, as each pass of a call asks for it."""
+    """The spec at a head dimension, over caches and of 8 bits without gradients.
+
+    It is remembered, as each pass of a call asks for it.
+    """
     variant = analyse(spec, head_dim)
-    if rows is RowsOf.CACHED:
-        return replace(variant, cached=True, gradients=())
+    if rows in (RowsOf.CACHED, RowsOf.F8):
+        return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
     return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
+
+
+def takes_f8(variant: Variant, target: GpuTarget) -> bool:
+    """Whether a target has kernels for q, k and v of 8 bits of a spec that takes them."""
+    return variant.spec.takes_f8 and target.takes_f8(variant)
 
 
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
@@ -456,6 +481,16 @@ def cached_kernel(
     """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
     variant, element = kernel_variant(spec, head_dim, RowsOf.CACHED), call_of(values)[0]
     return compiled(variant, GPUS[target], _pins(compiled(variant, GPUS[target]), element, values))
+
+
+def f8_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What calls of 8 bits run on the emulator of a target that has kernels for them."""
+    return compiled(kernel_variant(spec, head_dim, RowsOf.F8), GPUS[target])
+
+
+def is_f8(values: Mapping[str, float]) -> bool:
+    """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
+    return values["element"] == F8_CODE
 
 
 def is_cached(values: Mapping[str, float]) -> bool:

@@ -89,7 +89,8 @@ class Variant:
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
     they take caches, of which each sequence's last queries are a part of a dense call; ``parts``: kernels are over some
-    of the keys of rows, and write what others are added to, in float32.
+    of the keys of rows, and write what others are added to, in float32; ``f8``: they multiply q, k and v of 8 bits.
+    Over caches and of 8 bits they have a forward pass alone.
     """
 
     spec: AttentionSpec
@@ -105,6 +106,12 @@ class Variant:
     ragged: bool = False
     cached: bool = False
     parts: bool = False
+    f8: bool = False
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether kernels for GPUs have no backward pass."""
+        return self.cached or self.f8
 
     @property
     def uses_sqdist(self) -> bool:

@@ -25,7 +25,7 @@ from flashgen.cli.options import (
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
-    from flashgen.verification import Case
+    from flashgen.verification import Case, F8Case, F8Row, Row
 
 
 @click.command(short_help="Compare results with the float64 reference.")
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     default=1,
     help="2: tangents and gradients of gradients, too.",
 )
+@click.option("--f8", is_flag=True, help="q, k and v of 8 bits, too, as where dtype names f8e4m3.")
 @set_option
 @json_option
 def verify(
@@ -49,6 +50,7 @@ def verify(
     target: str | None,
     shape: Shape | None,
     order: int,
+    f8: bool,
     constants: tuple[tuple[str, Constant], ...],
     as_json: bool,
 ) -> None:
@@ -57,22 +59,38 @@ def verify(
     With --order 2 also what o and lse change by in some direction (t_o, t_lse), and the gradients of gradients in
     another, by all inputs and by the gradients that arrive (ddq, …, dd_o, dd_lse).
 
+    Of q, k and v of 8 bits a table of its own has the error against float64 beside that of bfloat16 and that of one
+    factor a tensor; what the op adds to the rounding of its inputs has a tolerance.
+
     Exits with 1 if a result is beyond tolerance.
     """
     from flashgen import verification
 
     reports: dict[str, list[Case]] = {}
+    narrow: dict[str, list[F8Case]] = {}
     for op in loaded_operators(file, name, backend, shape, constants, target):
         shapes = (shape,) if shape else verification.default_shapes(op.spec)
-        steps = verification.verify(op, shapes, device="cuda" if backend == "cuda" else "cpu", order=order)
+        device = "cuda" if backend == "cuda" else "cpu"
+        steps = verification.verify(op, shapes, device=device, order=order)
         reports[op.spec.name] = list(progress(steps, f"verifying {op.spec.name}"))
-    rows = [row for cases in reports.values() for case in cases for row in case.rows]
+        if f8 and not op.spec.takes_f8:
+            raise click.UsageError(f"--f8: '{op.spec.name}' names no f8e4m3 in its dtype statement")
+        if f8 or (op.spec.takes_f8 and op.spec.dtypes is not None):
+            of_8_bits = verification.verify_f8(op, shapes, device=device)
+            narrow[op.spec.name] = list(progress(of_8_bits, f"verifying {op.spec.name} of 8 bits"))
+    rows: list[Row | F8Row] = [row for cases in reports.values() for case in cases for row in case.rows]
+    rows += [row for f8_cases in narrow.values() for f8_case in f8_cases for row in f8_case.rows]
     failed = sum(not row.ok for row in rows)
     if as_json:
-        print_json({name: [_as_dict(case) for case in cases] for name, cases in reports.items()})
+        found = {name: [_as_dict(case) for case in cases] for name, cases in reports.items()}
+        for title, f8_cases in narrow.items():
+            found[title] += map(_f8_as_dict, f8_cases)
+        print_json(found)
     else:
         for title, cases in reports.items():
             _print(title, cases)
+            if title in narrow:
+                _print_f8(title, narrow[title])
     note(f"{len(rows) - failed} of {len(rows)} tensors within tolerance")
     if failed:
         sys.exit(1)
@@ -96,6 +114,32 @@ def _print(title: str, cases: Sequence[Case]) -> None:
         print_table(table)
 
 
+def _print_f8(title: str, cases: Sequence[F8Case]) -> None:
+    columns = [
+        "head_dim",
+        "B,H,Hkv,Nq,Nk",
+        "tensor",
+        "8 bits",
+        "wider",
+        "a factor a tensor",
+        "own rounding",
+        "tolerance",
+        "",
+    ]
+    table = plain_table(
+        f"{title} of 8 bits: relative error against the float64 reference", columns, left=["tensor", ""]
+    )
+    for case in cases:
+        place: tuple[str, ...] = (str(case.head_dim), str(case.shape))
+        for row in case.rows:
+            own = (f"{row.error:.1e}", f"{row.wide:.1e} ({case.wide})")
+            numbers = (f"{each:.1e}" for each in (row.per_tensor, row.rounding, row.tolerance))
+            table.add_row(*place, row.tensor, *own, *numbers, "ok" if row.ok else "FAIL")
+            place = ("", "")
+        table.add_section()
+    print_table(table)
+
+
 def _cells(case: Case) -> Iterator[tuple[str, ...]]:
     place: tuple[str, ...] = (str(case.head_dim), str(case.dtype), str(case.shape))
     for row in case.rows:
@@ -111,4 +155,14 @@ def _as_dict(case: Case) -> dict[str, object]:
         "shape": dataclasses.astuple(case.shape),
         "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
         "hbm_bytes": {name: dataclasses.asdict(each) for name, each in case.hbm_bytes.items()},
+    }
+
+
+def _f8_as_dict(case: F8Case) -> dict[str, object]:
+    return {
+        "head_dim": str(case.head_dim),
+        "dtype": "f8e4m3",
+        "wide": str(case.wide),
+        "shape": dataclasses.astuple(case.shape),
+        "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
     }

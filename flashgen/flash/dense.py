@@ -28,6 +28,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | float | None = None,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
 ) -> Any:
     """Attention: ``q`` [B, Nq, H, D], ``k`` [B, Nk, Hkv, D], ``v`` [B, Nk, Hkv, Dv] → ``o`` [B, Nq, H, Dv].
 
@@ -38,6 +41,9 @@ def flash_attn_func(
     ``s_aux`` [H] are sinks: a score for each head that enters the denominator and has no value; they receive a
     gradient, too. ``dropout_p`` drops weights; torch's generator decides which. ``deterministic`` makes gradients
     bitwise repeatable.
+
+    q, k and v may be ``torch.float8_e4m3fn``, all three: they are multiplied by ``q_descale``, ``k_descale`` and
+    ``v_descale``, float32 [B, Hkv] or one number each, and ``o`` is bfloat16, without gradients.
 
     With ``return_attn_probs`` returns ``(o, lse, None)``: ``lse`` [B, H, Nq], float32, the natural logarithm of the
     denominator, differentiable, −inf for a row without a key. FlashAttention's third result, the weights with the signs
@@ -57,6 +63,9 @@ def flash_attn_func(
         return_lse=return_attn_probs,
         dropout_p=dropout_p if dropout_p > 0 else None,
         deterministic=True if deterministic else None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         **captured,
     )
     if return_attn_probs:

@@ -67,7 +67,7 @@ def make_spec(
         name=shell.name,
         head_dims=(shell.head_dim,),
         dtypes=None,
-        has_f8_caches=True,
+        takes_f8=True,
         constants=(),
         params=tuple(params),
         tensors=tuple(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashgen.backends import cached_kernel, is_cached, ragged_kernel
+from flashgen.backends import cached_kernel, is_cached, is_f8, ragged_kernel
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import head_dim_of
 from flashgen.fuzz.parts import has_parts
@@ -21,6 +21,9 @@ from flashgen.runtime.op import AttentionOp
 def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequence[Counted]) -> tuple[str, ...]:
     """Labels of all that ran; of a CPU's kernels, the element type and the order of sums."""
     head_dim = head_dim_of(spec, call)
+    if call.eight_bits and not call.cached:
+        of_8_bits = any(is_f8(each.values) for each in counted)
+        return (f"forward: {'8 bits' if of_8_bits else '8 bits, widened'}",)
     of_parts = f", parts{' in float32' if call.wide else ''}" if call.parts and has_parts(spec) else ""
     plan = op.plan.get(head_dim) if op.plan else None
     tiles = plan.of_element(ElementType(call.dtype)) if plan else {}

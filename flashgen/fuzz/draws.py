@@ -27,6 +27,8 @@ ELEMENTS = ("f32", "bf16", "f16")
 # One call in so many is judged to the second order, whose formulas take long in float64, if it is small.
 _ORDERS = 4
 _MOST_OF_SECOND_ORDER = 5000
+# One dense call in so many of the first order is of 8 bits.
+_NARROW = 6
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class CallDraw:
     are the rows of each sequence in a cache, and those of them in front that are not its own; the shape holds the rows
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
-    of 8 bits and their factors. With ``order`` 2 derivatives of the second order are judged, too. ``parts``: a dense
-    call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these are written in
-    float32, whatever q, k and v hold.
+    of 8 bits and their factors; of a dense call q, k and v all three are such numbers. With ``order`` 2 derivatives of
+    the second order are judged, too. ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring
+    make it; 0: of one. ``wide``: these are written in float32, whatever q, k and v hold.
     """
 
     head_dim: int
@@ -298,6 +300,8 @@ def _call(
         return _of_cache(chance, drawn)
     # Without kernels nothing but lse goes from part to part, which holds nothing of rows whose scores are all extreme.
     lossy = machine.backend == "tiled" and drawn.extremes
+    if drawn.order == 1 and drawn.seed // _ORDERS % _NARROW == 0:
+        return dataclasses.replace(drawn, eight_bits=True)
     if drawn.order == 1 and not lossy and chance.random() < 0.15:
         return dataclasses.replace(drawn, parts=chance.choice((2, 3)), wide=drawn.seed % 3 > 0)
     return drawn

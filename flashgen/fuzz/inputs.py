@@ -22,8 +22,9 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.reference.shard import Shard
 from flashgen.runtime.eight_bits import to_8_bits
+from flashgen.runtime.f8 import widened
 from flashgen.runtime.ragged import of_sequence
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.runtime.signature import DESCALES, TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs, tensor_shape
 
 _CONVERTED = {torch.float32: torch.bfloat16, torch.int32: torch.int64}
@@ -81,7 +82,9 @@ class Arguments:
     """What a call gets. ``options`` are its keyword arguments but for what is captured.
 
     ``starts``: where the sequences of a ragged batch begin, of queries and of keys, whose rows the inputs then are.
-    ``held``: where the sequences of a cache lie, which k and v then are, with NaN where nobody may read.
+    ``held``: where the sequences of a cache lie, which k and v then are, with NaN where nobody may read. ``factors``:
+    what q, k and v of 8 bits are multiplied by, [B, Hkv]; ``phase``: the formula in PyTorch rounds weights to 8 bits as
+    well, multiplied by this before; 0: it does not.
     """
 
     inputs: Inputs
@@ -89,6 +92,17 @@ class Arguments:
     options: Mapping[str, Any]
     starts: tuple[Tensor, Tensor] | None = None
     held: Held | None = None
+    factors: tuple[Tensor, Tensor, Tensor] | None = None
+    phase: float = 0.0
+
+    def rows(self, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a dense call as numbers."""
+        q, k, v = given.q, given.k, given.v
+        if self.factors is None:
+            return q, k, v
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        q, k, v = (widened(x, factor, wide) for x, factor in zip((q, k, v), self.factors, strict=True))
+        return q, k, v
 
     def sequences(self) -> Iterator[tuple[Shard, slice, slice]]:
         """Each sequence of a ragged batch, its rows of q, and those of k and v."""
@@ -119,8 +133,8 @@ class Arguments:
             )
 
     def learned(self, spec: AttentionSpec, wants: str) -> dict[str, Tensor]:
-        """The tensors that take gradients, by name; none of a cache."""
-        if self.held is not None:
+        """The tensors that take gradients, by name; none of a cache, none of 8 bits."""
+        if self.held is not None or self.factors is not None:
             return {}
         found = self.inputs.differentiable(spec)
         captured = {name: tensor for name, tensor in found.items() if name not in ("q", "k", "v")}
@@ -161,7 +175,6 @@ def arguments(spec: AttentionSpec, call: CallDraw, device: str = "cpu") -> Argum
     local = (slice(batch), slice(heads), slice(q_len)), (slice(batch), slice(kv_heads), slice(kv_len))
     if call.converted:
         captured = {name: tensor.to(_CONVERTED.get(tensor.dtype, tensor.dtype)) for name, tensor in captured.items()}
-    views = dict(call.views)
     local_inputs = Inputs(
         q=values.q[local[0]] * call.spread,
         k=values.k[local[1]] * call.spread,
@@ -171,13 +184,12 @@ def arguments(spec: AttentionSpec, call: CallDraw, device: str = "cpu") -> Argum
         d_o=values.d_o[local[0]].clone(),
         d_lse=values.d_lse[local[0]].clone(),
     )
-    held = None
+    held, factors = None, None
     if call.cached:
         local_inputs, held = _in_cache(local_inputs, call)
-        if call.eight_bits:  # which no view negates
-            views = {name: view for name, view in views.items() if name not in ("k", "v")}
-        if call.new:  # rows that lie at the same place of memory could not be written
-            views = {name: view for name, view in views.items() if name not in ("k", "v") or "expanded" not in view}
+    elif call.eight_bits:
+        local_inputs, factors = _of_8_bits(local_inputs, call)
+    views = _possible_views(call)
     own = (_rows(local_inputs, call.lengths) if call.lengths else local_inputs).to(device)
     inputs = Inputs(
         q=shown(own.q, views.get("q")),
@@ -196,12 +208,37 @@ def arguments(spec: AttentionSpec, call: CallDraw, device: str = "cpu") -> Argum
         options |= {"seed": call.dropout_seed}
         if call.dropout_p is not None:
             options |= {"dropout_p": call.dropout_p}
+    if factors is not None:
+        descales = {name: factor.to(device) for name, factor in zip(DESCALES, factors, strict=True)}
+        return Arguments(inputs, shard, options | descales, factors=factors)
     if not call.lengths:
         return Arguments(inputs, shard, options)
     cumulative = [torch.tensor([0, *each]).cumsum(0) for each in zip(*call.lengths, strict=True)]
     q_starts, k_starts = (each.to(device, torch.int32) for each in cumulative)
     options |= {"max_seqlen_q": q_len, "max_seqlen_k": kv_len}
     return Arguments(inputs, shard, options, (q_starts, k_starts))
+
+
+def _possible_views(call: CallDraw) -> dict[str, str]:
+    """How tensors lie, but for what cannot be: none negates 8 bits, none has rows at one place that are written."""
+    views = dict(call.views)
+    rows = ("k", "v") if call.cached else ("q", "k", "v")
+    if call.eight_bits:
+        views = {name: view for name, view in views.items() if name not in rows}
+    if call.new:
+        views = {name: view for name, view in views.items() if name not in rows or "expanded" not in view}
+    return views
+
+
+def _of_8_bits(inputs: Inputs, call: CallDraw) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v as numbers of 8 bits, and their factors."""
+    generator = torch.Generator().manual_seed(call.seed + 3)
+    batch, heads, kv_heads = call.shape[:3]
+    # Of few bits, so that a float32 product with a number of 8 bits is exact.
+    q, k, v = ((torch.rand((batch, kv_heads), generator=generator) + 0.1).bfloat16().float() for _ in range(3))
+    of_heads = q.repeat_interleave(heads // max(kv_heads, 1), 1)
+    q8, k8, v8 = to_8_bits(inputs.q, of_heads), to_8_bits(inputs.k, k), to_8_bits(inputs.v, v)
+    return replace(inputs, q=q8, k=k8, v=v8), (q, k, v)
 
 
 def _rows(inputs: Inputs, lengths: Sequence[tuple[int, int]]) -> Inputs:

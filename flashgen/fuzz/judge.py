@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.backends import kernel_variant, takes_f8
 from flashgen.diagnostics import SpecError
 from flashgen.fuzz.compiling import compiled
 from flashgen.fuzz.coverage import kinds
@@ -30,10 +31,13 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
 from flashgen.runtime.compiler import CompileFailed
+from flashgen.runtime.eight_bits import F8, rounded_weights
 from flashgen.runtime.emulated import Counted, recording
 from flashgen.runtime.emulator import EmulatorError
 from flashgen.runtime.op import AttentionOp
 from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.registry import GPUS
+from flashgen.verification.f8 import PHASES
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.second_order import second_order
@@ -133,9 +137,17 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
         return Verdict(refused=str(error))
     except Exception as error:  # a bug of ours
         return Verdict((Finding("call", _said(error), number),))
-    wrong, borderline = compare(spec, call, values, own)
+    wrong, borderline = compare(spec, call, values, own, PHASES if _rounds_weights(case, spec, call) else ())
     findings += [Finding(f"wrong {name}", text, number) for name, text in wrong.items()]
     return Verdict(tuple(findings), "", len(own), borderline, ran)
+
+
+def _rounds_weights(case: Case, spec: AttentionSpec, call: CallDraw) -> bool:
+    """Whether kernels multiply weights of 8 bits; of a GPU it is taken to be so, as it may be Hopper's."""
+    target = "sm_90a" if case.machine.backend == "cuda" else case.machine.target
+    if not call.eight_bits or not target:
+        return False
+    return takes_f8(kernel_variant(spec, head_dim_of(spec, call)), GPUS[target])
 
 
 # --- running
@@ -240,20 +252,21 @@ def _dense(
         probability = float(values.options.get("dropout_p", probability))
     return attention(
         spec,
-        given.q,
-        given.k,
-        given.v,
+        *(values.rows(given) if values.held is None else (given.q, given.k, given.v)),
         tensors=given.captured,
         params=given.params,
         shard=shard,
         dropout=Dropout(probability, values.options["seed"]) if probability else None,
         dtype=dtype,
+        rounded=functools.partial(rounded_weights, phase=values.phase)
+        if values.phase and dtype is torch.bfloat16
+        else None,
     )
 
 
 def _is_second(call: CallDraw, values: Arguments) -> bool:
-    """Whether derivatives of the second order are judged; a cache has none."""
-    return call.order > 1 and values.held is None
+    """Whether derivatives of the second order are judged; a cache has none, nor have 8 bits."""
+    return call.order > 1 and values.held is None and values.factors is None
 
 
 def _second(
@@ -309,18 +322,26 @@ def _results(
 # --- judging
 
 
-def compare(spec: AttentionSpec, call: CallDraw, values: Arguments, own: Results) -> tuple[Mapping[str, str], int]:
-    """What is wrong, in words by the names of results, and how many results no float32 program can tell."""
+def compare(
+    spec: AttentionSpec, call: CallDraw, values: Arguments, own: Results, phases: Sequence[float] = ()
+) -> tuple[Mapping[str, str], int]:
+    """What is wrong, in words by the names of results, and how many results no float32 program can tell.
+
+    ``phases``: kernels make weights numbers of 8 bits, and so does the formula in PyTorch, in so many ways.
+    """
     given = plain(values.inputs).to("cpu")
     wide = widened(given)
     own = {name: result.cpu() for name, result in own.items()}
     truth = reference(spec, values, wide, call, torch.float64)
-    baseline = reference(spec, values, given, call, given.q.dtype)
+    composed = [
+        reference(spec, dataclasses.replace(values, phase=phase), given, call, _wide(given))
+        for phase in phases or (0.0,)
+    ]
     if "lse" in truth:
         own["lse"] = _as_endless(own["lse"], truth["lse"])
     suspects: dict[str, tuple[float, float]] = {}
     for name, exact in truth.items():
-        error, reached = relative_error(own[name], exact), relative_error(baseline[name], exact)
+        error, reached = relative_error(own[name], exact), max(relative_error(each[name], exact) for each in composed)
         tolerance = 2.0 * reached + torch.finfo(own[name].dtype).eps
         if given.q.dtype is torch.float32:
             tolerance = max(tolerance, FLOAT32_TOLERANCE)
@@ -337,6 +358,11 @@ def compare(spec: AttentionSpec, call: CallDraw, values: Arguments, own: Results
         if not error <= _MARGIN * possible[name] + tolerance and not math.isinf(possible[name])
     }
     return wrong, len(suspects) - len(wrong)
+
+
+def _wide(given: Inputs) -> torch.dtype:
+    """The type that PyTorch's formula is composed in: that of the tensors, where it computes with them."""
+    return torch.bfloat16 if given.q.dtype is F8 else given.q.dtype
 
 
 def _as_endless(own: Tensor, truth: Tensor) -> Tensor:
@@ -360,7 +386,7 @@ def _possible_errors(
     spec: AttentionSpec, values: Arguments, given: Inputs, call: CallDraw, truth: Results, o: Tensor
 ) -> Mapping[str, float]:
     """How far the results of float32 programs may be off that take operands of products in the tensors' type."""
-    operands = torch.finfo(given.q.dtype).eps / 2 if given.q.dtype is not torch.float32 else 0.0
+    operands = torch.finfo(_wide(given)).eps / 2 if given.q.dtype is not torch.float32 else 0.0
     wide = widened(given)
     tried = [reference(spec, values, wide, call, torch.float32)]
     for seed in range(_TRIALS):
@@ -375,7 +401,7 @@ def _possible_errors(
 
 def _left_by_rounding(spec: AttentionSpec, values: Arguments, wide: Inputs, o: Tensor) -> Mapping[str, float]:
     """What the stored O leaves in each gradient through delta = Σ dO · O; see ``verify.left_by_rounding``."""
-    if not spec.weights.form.normalised or values.held is not None:
+    if not spec.weights.form.normalised or values.held is not None or values.factors is not None:
         return {}
     leaves = {name: x.detach().requires_grad_() for name, x in wide.differentiable(spec).items() if name != "v"}
     moved = Inputs(

@@ -107,6 +107,8 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
 
 
 def _smaller_shapes(call: CallDraw) -> Iterator[CallDraw]:
+    if call.eight_bits:
+        yield replace(call, eight_bits=False)
     for view in call.views:
         yield replace(call, views=tuple(each for each in call.views if each != view))
     for name in ("dtype", "wants", "head_dim", "seed", "dropout_seed"):

@@ -67,7 +67,7 @@ def spec_to_data(spec: AttentionSpec) -> Data:
         "name": spec.name,
         "head_dims": [[each.qk, each.v] for each in spec.head_dims],
         "dtypes": None if spec.dtypes is None else [each.value for each in spec.dtypes],
-        "has_f8_caches": spec.has_f8_caches,
+        "takes_f8": spec.takes_f8,
         "constants": [[name, value if isinstance(value, bool) else repr(value)] for name, value in spec.constants],
         "params": [[each.name, each.type.value, number(each.default), each.grad] for each in spec.params],
         "tensors": [
@@ -102,7 +102,7 @@ def spec_from_data(data: Data) -> AttentionSpec:
         name=data["name"],
         head_dims=tuple(HeadDim(qk, v) for qk, v in data["head_dims"]),
         dtypes=None if data["dtypes"] is None else tuple(ElementType(each) for each in data["dtypes"]),
-        has_f8_caches=bool(data["has_f8_caches"]),
+        takes_f8=bool(data["takes_f8"]),
         constants=tuple((name, _number(value)) for name, value in data["constants"]),
         params=tuple(
             Param(name, ScalarType(kind), expr(default), grad) for name, kind, default, grad in data["params"]

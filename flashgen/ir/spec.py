@@ -102,7 +102,7 @@ class AttentionSpec:
     ``scale`` is τ (over sizes, constants and params). ``score`` ranges over ``s`` (= τ · dot), ``dot``, ``sqdist``,
     indices, sizes, params and loads; ``mask`` over indices, sizes, params and loads; both have every ``let``,
     ``const`` and ``def`` expanded. ``dtypes`` are those of q and o; None means every one that the target supports.
-    ``has_f8_caches``: caches of keys and values may be of 8 bits.
+    ``takes_f8``: caches of keys and values may be of 8 bits, and so may q, k and v all three.
     ``constants`` are the values in force, overrides applied, in the order of declaration.
     ``sources`` are the spec file and its imports, for diagnostics and packaging; the first is the file itself.
     """
@@ -110,7 +110,7 @@ class AttentionSpec:
     name: str
     head_dims: tuple[HeadDim, ...]
     dtypes: tuple[ElementType, ...] | None
-    has_f8_caches: bool
+    takes_f8: bool
     constants: tuple[tuple[str, bool | int | float], ...]
     params: tuple[Param, ...]
     tensors: tuple[CapturedTensor, ...]

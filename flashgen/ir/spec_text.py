@@ -37,7 +37,7 @@ def _statements(spec: AttentionSpec) -> list[tuple[str, str]]:
     """Every statement: its word, and what follows."""
     found = [("head_dim", ", ".join(map(str, spec.head_dims)))]
     if spec.dtypes is not None:
-        types = (*spec.dtypes, ElementType.F8E4M3) if spec.has_f8_caches else spec.dtypes
+        types = (*spec.dtypes, ElementType.F8E4M3) if spec.takes_f8 else spec.dtypes
         found.append(("dtype", ", ".join(map(str, types))))
     found += [("param", declared(each)) for each in spec.params]
     found += [("tensor", declared(each)) for each in spec.tensors]

@@ -161,7 +161,7 @@ def _spec(
         name=tree.name.text,
         head_dims=parts.head_dims,
         dtypes=None if parts.dtypes is None else tuple(x for x in parts.dtypes if x is not ElementType.F8E4M3),
-        has_f8_caches=parts.dtypes is None or ElementType.F8E4M3 in parts.dtypes,
+        takes_f8=parts.dtypes is None or ElementType.F8E4M3 in parts.dtypes,
         constants=constants,
         params=tuple(parts.params),
         tensors=tuple(parts.tensors),

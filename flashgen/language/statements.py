@@ -87,7 +87,7 @@ def _head_dim(block: Block, node: syntax.Expression) -> int | None:
 
 
 def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | None:
-    """``dtype f16, bf16``; with ``f8e4m3`` among them for caches of keys and values, beside one of the others."""
+    """``dtype f16, bf16``; with ``f8e4m3`` among them for caches, and for q, k and v, beside one of the others."""
     found: list[ElementType] = []
     sound = True
     for name in statement.names:
@@ -102,9 +102,9 @@ def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | 
     if sound and found == [ElementType.F8E4M3]:
         block.report.add(
             "E110",
-            "'f8e4m3' is an element type of caches alone",
+            "'f8e4m3' is an element type of q, k, v and caches alone",
             statement.names[0].span,
-            hints=("name the types of q and o, too: dtype bf16, f8e4m3",),
+            hints=("name a type that o has, too: dtype bf16, f8e4m3",),
         )
         return None
     return tuple(found) if sound else None

@@ -117,6 +117,7 @@ def _module(spec: AttentionSpec) -> str:
             dropout=spec.dropout is not None,
             exponential=spec.weights.form.exponential,
             has_lse=spec.weights.form.normalised,
+            takes_f8=spec.takes_f8,
             head_dims=" or ".join(str(each) for each in spec.head_dims),
             dtypes=" or ".join(str(each) for each in dtypes),
         )

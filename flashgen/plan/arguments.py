@@ -16,7 +16,7 @@ from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import OPERANDS, Operand
+from flashgen.plan.operands import F8, OPERANDS, Operand, Rows
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
@@ -140,6 +140,14 @@ def cached_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     sizes = [Field(name, "i64", comment) for name, comment in _CACHE_SIZES.items()]
     sizes.append(Field("key_element", "i32", "of k and v: as element, or 3, float8_e4m3fn"))
     return _with_sequences(spec, places, [*sizes, *(Field(each, "i32", says) for each, says in SPLITS.items())])
+
+
+def f8_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels that multiply q, k and v of 8 bits, and what each of these is multiplied by."""
+    fields = argument_fields(spec)
+    varying = sum(each.varies for each in fields)
+    factors = (_operand(each) for each in F8.values() if each.rows is Rows.PER_HEAD)
+    return (*fields[:varying], *(dataclasses.replace(each, varies=True) for each in factors), *fields[varying:])
 
 
 def _with_sequences(spec: AttentionSpec, places: list[Field], sizes: list[Field]) -> tuple[Field, ...]:

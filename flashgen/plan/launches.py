@@ -69,11 +69,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Box:
-    """What one tensor copy brings of ``tensor``, a field of ``struct Arguments``: ``rows`` of ``columns`` elements."""
+    """What one tensor copy brings of ``tensor``, a field of ``struct Arguments``: ``rows`` of ``columns`` elements.
+
+    Of so many bytes each.
+    """
 
     tensor: str
     rows: int
     columns: int
+    element_bytes: int = 2
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ class Access:
     times: int = 1
 
 
-def once(*names: str) -> tuple[Access, ...]:
+def once(*names: str, of: Mapping[str, Operand] = OPERANDS) -> tuple[Access, ...]:
     """All rows of these operands, one time."""
-    return tuple(Access(OPERANDS[name]) for name in names)
+    return tuple(Access(of[name]) for name in names)
 
 
 def by_tile(*names: str) -> tuple[Access, ...]:

@@ -1,7 +1,7 @@
 """Operands: the tensors of rows that kernels read and write, each declared once.
 
-Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``) and
-of calls over some of the keys (``PARTS``).
+Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``), of
+calls over some of the keys (``PARTS``) and of q, k and v of 8 bits (``F8``).
 An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of
 ``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
 shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
@@ -19,7 +19,7 @@ from flashgen.ir.spec import HeadDim
 
 AXES = ("b", "h", "n")
 FLOAT_BYTES = 4
-# By the codes of element types in ``struct Arguments``: float32, bfloat16, float16, and in caches float8_e4m3fn.
+# By the codes of element types in ``struct Arguments``: float32, bfloat16, float16, float8_e4m3fn.
 ELEMENT_BYTES = (4, 2, 2, 1)
 F8_CODE = 3
 
@@ -35,6 +35,7 @@ class Rows(Enum):
     PACKED_HEADS = "one behind the other, in the order of h and n"
     # Those of caches: b counts its entries, or its pages, of which numbers in memory name those of a sequence.
     CACHED = "strides of an entry or page, h and n, in elements, are arguments"
+    PER_HEAD = "one for all n of a head, one behind the other, in the order of b and h"
 
     @property
     def has_strides(self) -> bool:
@@ -53,6 +54,7 @@ class Elements(Enum):
     OF_THE_CALL = "the type of q, k, v and o, which the argument 'element' names"
     OF_THE_CACHE = "the type of keys and values in a cache, which the argument 'key_element' names"
     FLOAT32 = "float"
+    BFLOAT16 = "bfloat16, whatever q is"
 
 
 class Width(Enum):
@@ -99,6 +101,8 @@ class Operand:
     @property
     def shape(self) -> str:
         """For people."""
+        if self.rows is Rows.PER_HEAD:
+            return "[B, Hkv]"
         axes = "B, H, Nq" if self.of_queries else "B, Hkv, Nk"
         if self.rows.is_packed:
             rows, heads = ("Tq", "H") if self.of_queries else ("Tk", "Hkv")
@@ -114,7 +118,7 @@ class Operand:
     def lengths(self, known: Mapping[str, int]) -> tuple[int, int, int]:
         """How many b, h and n there are, by the values of fields."""
         batch, heads, rows = (known[name] for name in self.counts)
-        return 1 if self.rows.is_packed else batch, heads, rows
+        return 1 if self.rows.is_packed else batch, heads, 1 if self.rows is Rows.PER_HEAD else rows
 
     def strides(self, head_dim: HeadDim, known: Mapping[str, int]) -> tuple[int, int, int]:
         """From one b, h and n to the next, in elements."""
@@ -129,7 +133,12 @@ class Operand:
 
     def element_bytes(self, of_the_call: int, of_the_cache: int = 0) -> int:
         """Bytes of an element, where those of q have so many, and those of keys in a cache."""
-        sizes = {Elements.OF_THE_CALL: of_the_call, Elements.OF_THE_CACHE: of_the_cache, Elements.FLOAT32: FLOAT_BYTES}
+        sizes = {
+            Elements.OF_THE_CALL: of_the_call,
+            Elements.OF_THE_CACHE: of_the_cache,
+            Elements.FLOAT32: FLOAT_BYTES,
+            Elements.BFLOAT16: 2,
+        }
         return sizes[self.elements]
 
     def known_bytes(self, known: Mapping[str, int]) -> int:
@@ -197,4 +206,12 @@ CACHED: Mapping[str, Operand] = MappingProxyType(
 # are. Backward o is that of all keys.
 PARTS: Mapping[str, Operand] = MappingProxyType(
     {each.name: replace(each, elements=_F32) if each.is_written else each for each in _OPERANDS}
+)
+# Where q, k and v are of 8 bits, o is not, and what each is multiplied by is a number for each key/value head.
+F8: Mapping[str, Operand] = MappingProxyType(
+    {each.name: replace(each, elements=Elements.BFLOAT16) if each.name == "o" else each for each in _OPERANDS}
+    | {
+        name: Operand(name, KEYS, Width.ONE, Rows.PER_HEAD, _F32, says="null: 1")
+        for name in ("q_factors", "k_factors", "v_factors")
+    }
 )

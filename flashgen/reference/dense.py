@@ -13,7 +13,7 @@ gives o = 0, lse = -inf and zero gradients; so does a row whose denominator is 0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,13 +49,14 @@ def attention(
     shard: Shard | None = None,
     dropout: Dropout | None = None,
     dtype: torch.dtype | None = None,
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of ``spec``, densely.
 
     ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv], converted to ``dtype`` (default:
     that of q). ``tensors`` and ``params`` by name; params left out take their defaults. ``shard`` places
     the call in a larger problem. ``dropout`` None: no dropout, whatever the spec says (see
-    ``drop_probability``).
+    ``drop_probability``). ``rounded``: what becomes of weights [B, H, Nq, Nk] before they meet values.
 
     Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse``, the logarithm of the denominator,
     is None where the weights have none. Raises ``KeyError`` for a tensor or required param that is missing.
@@ -81,7 +82,7 @@ def attention(
         threshold = drop_threshold(dropout.probability)
         survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))
         weight = torch.where(survives, weight / (1.0 - dropout.probability), 0.0)
-    return weight @ v, lse
+    return (weight if rounded is None else rounded(weight)) @ v, lse
 
 
 def param_values(spec: AttentionSpec, given: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import F8_CODE
 from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
@@ -178,8 +177,11 @@ def cache_of(
     else:
         match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
     factors = [
-        factors_of(name, given, x, (batch, k_cache.shape[1]), q.device)
-        for name, given, x in (("k_descale", k_descale, k_cache), ("v_descale", v_descale, v_cache))
+        factors_of(name, given, of, (batch, k_cache.shape[1]), q.device)
+        for name, given, of in (
+            ("k_descale", k_descale, ("k_cache", k_cache)),
+            ("v_descale", v_descale, ("v_cache", v_cache)),
+        )
     ]
     return Cache(found + new if new else found, padding, entries, blocks, *factors)
 
@@ -212,7 +214,7 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         wanted = (cache.lengths.shape[0], to.shape[1], new, to.shape[3])
         if x.dim() != 4 or tuple(x.shape) != wanted:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
-        fits = x.dtype in ELEMENTS if to.dtype is F8 else x.dtype is to.dtype
+        fits = x.dtype in ELEMENTS and x.dtype is not F8 if to.dtype is F8 else x.dtype is to.dtype
         if not fits or x.device != to.device:
             raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
     cache = cache.in_numbers()
@@ -406,7 +408,7 @@ def cached_sequences(
 
 def element_of_cache(k: Tensor) -> int:
     """The code of what a cache holds, which is of the type of q or of 8 bits."""
-    return F8_CODE if k.dtype is F8 else ELEMENTS[k.dtype]
+    return ELEMENTS[k.dtype]
 
 
 class CachedChecker(RaggedChecker):
@@ -447,7 +449,7 @@ class CachedChecker(RaggedChecker):
             return
         if k.dtype is not v.dtype:
             raise TypeError(f"'k_cache' is {k.dtype}, but 'v_cache' is {v.dtype}; both are of 8 bits, or neither")
-        if not self.spec.has_f8_caches:
+        if not self.spec.takes_f8:
             known = ", ".join(map(str, self.dtypes))
             raise TypeError(
                 f"'k_cache' and 'v_cache' are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype "

@@ -23,9 +23,11 @@ from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, stride_field
+from flashgen.plan.operands import F8_CODE
 from flashgen.reference.dense import constant_number, drop_probability, param_values
 from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
+from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
@@ -33,7 +35,7 @@ from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 # The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
 Rest = tuple[Offsets, bool]
 
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, F8: F8_CODE}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
 _MOST_REMEMBERED = 512
 
@@ -269,7 +271,11 @@ class CallChecker:
                 raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
         if q.dtype not in self._accepted:
             known = ", ".join(str(dtype) for dtype in self._accepted)
-            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}")
+            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if q.dtype is F8 else ""
+            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}{hint}")
+        self._check_device(q)
+
+    def _check_device(self, q: Tensor) -> None:
         if not self._is_reference and q.device.type not in self._kernels:
             known = " and ".join(kind.upper() for kind in self._kernels)
             raise ValueError(

@@ -13,7 +13,8 @@ from typing import Any
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, SWIZZLES, WORD_BYTES, TensorMap
 
 _LIBRARY = "libcuda.so.1"
-_TYPE_UINT16, _INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 1, 0, 2, 0
+_INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 0, 2, 0
+_TYPES = {1: 0, 2: 1}  # unsigned integers, by their bytes
 _SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))
 
 
@@ -29,7 +30,7 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
     sizes, boxes = ctypes.c_uint64 * count, ctypes.c_uint32 * count
     error = _function(library)(
         ctypes.addressof(memory) + shift,
-        _TYPE_UINT16,
+        _TYPES[tensor.element_bytes],
         count,
         address,
         sizes(*tensor.extents),

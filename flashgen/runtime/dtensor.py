@@ -27,7 +27,7 @@ from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor
 from flashgen.runtime import registration
 from flashgen.runtime.registration import Registered
-from flashgen.runtime.signature import CACHED, DENSE, Signature
+from flashgen.runtime.signature import CACHED, DENSE, F8_CALLS, Signature
 
 Placements = tuple[Placement, ...]
 
@@ -136,6 +136,11 @@ def prepared(signature: Signature, tensors: Sequence[Any]) -> tuple[Any, ...]:
         raise TypeError(
             "'decode' takes no DTensors: pass what each rank has (to_local()), with h_start and h_total, or b_start "
             "and b_total"
+        )
+    if signature.form is F8_CALLS:
+        raise TypeError(
+            "calls of 8 bits take no DTensors: pass what each rank has (to_local()), with h_start and h_total, or "
+            "b_start and b_total"
         )
     mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
     names = signature.inputs_by_name

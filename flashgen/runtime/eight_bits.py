@@ -1,6 +1,7 @@
-"""Caches of 8 bits: numbers in ``float8_e4m3fn``, and one factor for each sequence and key/value head.
+"""Numbers of 8 bits: ``float8_e4m3fn``, and one factor for each sequence and key/value head.
 
-A cache holds x / factor, rounded; what attention means is a formula of the numbers times their factor.
+A tensor holds x / factor, rounded; what attention means is a formula of the numbers times their factor. Caches of keys
+and values may be of 8 bits beside queries of more (``cached.py``), or q, k and v all three (``f8.py``).
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ F8 = torch.float8_e4m3fn
 _LARGEST = 448.0
 
 
-def factors_of(name: str, given: object, cache: Tensor, wanted: tuple[int, int], device: torch.device) -> Tensor:
-    """The factors [B, Hkv] of a cache, float32; [0, 0] of one that has none, and of one of more than 8 bits.
+def factors_of(
+    name: str, given: object, of: tuple[str, Tensor], wanted: tuple[int, int], device: torch.device
+) -> Tensor:
+    """The factors [B, Hkv] of a tensor and its name, float32; [0, 0] where it has none, and where it has more bits.
 
     ``given`` is None, a number, or a tensor that broadcasts to [B, Hkv]. Raises ``TypeError`` and ``ValueError``.
     """
     if given is None:
         return torch.zeros((0, 0), dtype=torch.float32, device=device)
-    cache_name = f"{name[0]}_cache"
-    if cache.dtype is not F8:
-        raise ValueError(f"'{name}' goes with a cache of 8 bits ({F8}), but '{cache_name}' is {cache.dtype}")
+    owner, x = of
+    if x.dtype is not F8:
+        what = "a cache" if owner.endswith("_cache") else "q, k and v"
+        raise ValueError(f"'{name}' goes with {what} of 8 bits ({F8}), but '{owner}' is {x.dtype}")
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         return torch.full(wanted, float(given), dtype=torch.float32, device=device)
     if not isinstance(given, Tensor):
@@ -49,3 +53,23 @@ def from_8_bits(x: Tensor, factors: Tensor | None) -> Tensor:
     """The numbers that rows [..., Hkv, rows, width] of a cache mean, in float32; ``factors`` are [Hkv] or none."""
     numbers = x.float()
     return numbers if factors is None else numbers * factors[:, None, None]
+
+
+def fitting_factors(x: Tensor, kv_heads: int) -> Tensor:
+    """Factors [B, Hkv] by which the largest number of each of x [B, H or Hkv, N, width] becomes the largest there is.
+
+    Float32; 1 where all are zero.
+    """
+    largest = x.float().abs().amax((2, 3)).view(x.shape[0], kv_heads, -1).amax(2)
+    return torch.where(largest > 0, largest / _LARGEST, 1.0)
+
+
+def rounded_weights(weights: Tensor, phase: float = 1.0) -> Tensor:
+    """Weights [..., Nk] as numbers of 8 bits hold them, of which each row has the largest between 128 and 256.
+
+    They are multiplied by ``phase`` in [1, 2) before: what is rounded away depends on where powers of two lie.
+    """
+    wide = weights.double()
+    top = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(1)
+    scale = torch.where((top > 0) & top.isfinite(), phase * torch.exp2(7 - torch.floor(torch.log2(top))), 1.0)
+    return ((wide * scale).float().clamp(-_LARGEST, _LARGEST).to(F8).double() / scale).to(weights.dtype)

@@ -95,6 +95,10 @@ class Kernel(Protocol):
     def parts(self) -> Callable[[], Kernel] | None:
         """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
 
+    @property
+    def f8(self) -> Callable[[], Kernel] | None:
+        """The same for the one that multiplies q, k and v of 8 bits."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -140,6 +144,7 @@ class LibraryKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    f8: Callable[[], Kernel] | None = None
 
     @classmethod
     def load(

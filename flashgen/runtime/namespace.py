@@ -16,7 +16,7 @@ import torch
 from flashgen.runtime.fingerprint import DIGITS
 from flashgen.runtime.registration import NAMESPACE, registered_names
 
-_NAME = re.compile(rf"(?P<operator>(?P<spec>\w+)_[0-9a-f]{{{DIGITS}}})(_varlen|_decode)?(_backward)?")
+_NAME = re.compile(rf"(?P<operator>(?P<spec>\w+)_[0-9a-f]{{{DIGITS}}})(_varlen|_decode|_f8)?(_backward)?")
 _Base: Any = type(getattr(torch.ops, NAMESPACE))
 
 

@@ -32,7 +32,9 @@ from flashgen.runtime.conversion import (
     seed_argument,
     tensor_argument,
 )
+from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.engine import Engine, Tensors
+from flashgen.runtime.f8 import F8Engine, factors_of_call, wide_type
 from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import check_starts
@@ -42,7 +44,7 @@ from flashgen.runtime.ragged import RaggedEngine
 from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
 from flashgen.runtime.registration import NAMESPACE, call, register
 from flashgen.runtime.selecting import engine_of
-from flashgen.runtime.signature import CACHED, RAGGED, Form, Signature
+from flashgen.runtime.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
 # Their kernels do not go by the type of device.
@@ -152,6 +154,13 @@ class BaseOp:
 
         self._cached = register(f"{name}{CACHED.suffix}", parts.identity_of_engine, cached_engine, remember)
 
+        def f8_engine() -> Engine:
+            if parts.backend == "reference":
+                return F8Engine(parts.spec, {}, pairs=None)
+            return engine_of(F8Engine, parts.spec, parts.kernels)
+
+        self._f8 = register(f"{name}{F8_CALLS.suffix}", parts.identity_of_engine, f8_engine, remember)
+
     # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
 
     @property
@@ -232,8 +241,9 @@ class BaseOp:
     ) -> Explanation:
         """What a call with these arguments runs, and why, without running it: tiles, kernels, bytes, predicted time.
 
-        Takes what the op takes, also fake tensors; those on ``meta`` are taken to be on the GPU where the op can use
-        one, else on the CPU. Kernels of a GPU are compiled if they were not before. Raises what the op raises.
+        Takes what the op takes but for descales, which change nothing of it, also fake tensors; those on ``meta`` are
+        taken to be on the GPU where the op can use one, else on the CPU. Kernels of a GPU are compiled if they were
+        not before. Raises what the op raises.
         """
         device = self._device()
         tensors = self._positional(
@@ -245,11 +255,18 @@ class BaseOp:
             refuse_dropout(self.spec, dropout_p)
         offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))
         repeatable = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        engine = self._registered.engine
-        asked = ask(engine, tensors, (offsets, repeatable), dropout_p, device)
+        rest, widens = (offsets, repeatable), ""
+        asked = ask((self._f8 if tensors[0].dtype is F8 else self._registered).engine, tensors, rest, dropout_p, device)
+        if asked.call.kernel is None and tensors[0].dtype is F8:
+            dtype = wide_type(self._registered.engine.checker.dtypes, asked.call.device)
+            wide = (placed(torch.empty_like(x, dtype=dtype, device="meta"), asked.call.device) for x in tensors[:3])
+            asked = ask(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
+            widens = f"no kernel of this target multiplies 8 bits: q, k and v are widened to {dtype} first"
         shows = self._shows(asked.call.device.type)
         if asked.call.kernel is not None and shows is not None and not asked.call.is_empty:
-            return replace(shows.explain(self.spec.name, asked), derivatives=self._registered.derivatives)
+            found = shows.explain(self.spec.name, asked)
+            reasons = (widens, *found.reasons) if widens else found.reasons
+            return replace(found, reasons=reasons, derivatives=self._registered.derivatives)
         return Explanation(
             name=self.spec.name,
             backend="none" if asked.call.is_empty else "reference",
@@ -259,7 +276,7 @@ class BaseOp:
             element=str(asked.element),
             shape=asked.shape,
             passes=(),
-            reasons=(_why_no_kernel(asked, self._parts.backend),),
+            reasons=(*([widens] if widens else []), _why_no_kernel(asked, self._parts.backend)),
             derivatives=self._registered.derivatives,
         )
 
@@ -326,9 +343,16 @@ class BaseOp:
         return_lse: bool,
         dropout_p: float | Tensor | None = None,
         seed: int | Tensor | None = None,
+        descales: tuple[object, object, object] = (None, None, None),
     ) -> Any:
-        """Call the operator; ``captured`` are tensors, then params, in the order of the spec."""
+        """Call the operator; ``captured`` are tensors, then params, in the order of the spec.
+
+        ``descales`` are those of q, k and v, None where not given.
+        """
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
+            factors = factors_of_call(self._positional((q, k, v), ()), descales)
+            return call(self._f8, (*tensors, *factors), offsets, False, return_lse)
         return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
 
     def _tensors(
@@ -450,6 +474,9 @@ class AttentionOp(BaseOp):
         b_total: int | None = None,
         h_total: int | None = None,
         deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
         **captured: Any,
     ) -> Any:
         """Attention: ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
@@ -461,10 +488,18 @@ class AttentionOp(BaseOp):
         the whole. ``deterministic``: gradients are the same bit by bit again and again, on CPUs on any number of
         threads; None follows ``torch.use_deterministic_algorithms``.
 
+        q, k and v may be of 8 bits, ``torch.float8_e4m3fn``, all three; ``o`` then is bfloat16, and there are no
+        gradients. They are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one
+        number each, by default 1; the queries of a head by the factor of its key/value head.
+
         Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
         shape, device, offset or probability), naming the argument, what was expected and what came.
         """
         if is_nested(q, k, v):
+            if not (q_descale is None and k_descale is None and v_descale is None):
+                raise ValueError(
+                    "'q_descale', 'k_descale' and 'v_descale' go with dense q, k and v, not with jagged ones"
+                )
             given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
             found = self.varlen(
                 given.q, given.k, given.v, given.q_offsets, given.k_offsets, return_lse=return_lse, dropout_p=dropout_p,
@@ -475,7 +510,7 @@ class AttentionOp(BaseOp):
         return self._call(
             q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
-            deterministic, return_lse, dropout_p, seed,
+            deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
         )  # fmt: skip
 
     def varlen(

@@ -19,7 +19,9 @@ from flashgen.reference.shard import Shard
 from flashgen.runtime.cached import CachedChecker, append, cache_of, cached_sequences
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
 from flashgen.runtime.conversion import check_switch, offset_arguments, probability_argument, seed_argument
+from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.engine import Tensors
+from flashgen.runtime.f8 import factors_of_call, widened
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.plain import check_tensors
@@ -58,9 +60,15 @@ class Reference:
         b_total: int | None = None,
         h_total: int | None = None,
         deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
         **captured: Any,
     ) -> Any:
-        """What the op computes of these arguments. Raises what the op raises."""
+        """What the op computes of these arguments. Raises what the op raises.
+
+        What is of 8 bits is multiplied by its factors first, in ``dtype``; of None that is float32.
+        """
         if is_nested(q, k, v):
             given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
             found = self.varlen(
@@ -72,6 +80,10 @@ class Reference:
         tensors, params = self._bound(q, k, v, captured, dtype, return_lse, deterministic)
         offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))
         shard, sizes = check_shapes(self.spec, q, k, v, tensors, offsets)
+        factors = factors_of_call((q, k, v), (q_descale, k_descale, v_descale))
+        if F8 in (q.dtype, k.dtype, v.dtype):
+            dtype = dtype or torch.float32
+            q, k, v = (widened(x, each, dtype) for x, each in zip((q, k, v), factors, strict=True))
         self.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
         drawn = self._drawn(q, dropout_p, seed)
         o, lse = self._formula((q, k, v), tensors, params, shard, drawn, dtype)

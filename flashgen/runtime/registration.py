@@ -367,7 +367,7 @@ def _fake_forward(
     for number in others[len(signature.tensors) : signature.tensor_arguments - 3 - len(form.tensors)]:
         if number is not None and number.is_meta and not q.is_meta:
             raise ValueError(f"a param, 'seed' or 'dropout_p' is on meta, but 'q' is on {q.device}")
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=form.o or q.dtype)
     if not signature.has_lse:
         return o
     rows = form.rows(q)

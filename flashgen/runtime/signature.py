@@ -20,12 +20,13 @@ from flashgen.ir.types import ElementType, ScalarType
 
 OPTIONS = (
     "return_lse", "dropout_p", "seed", "q_start", "kv_start", "b_start", "h_start",
-    "q_total", "kv_total", "b_total", "h_total", "deterministic",
+    "q_total", "kv_total", "b_total", "h_total", "deterministic", "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
 TORCH_DTYPES = {
     ElementType.F32: torch.float32,
     ElementType.F16: torch.float16,
     ElementType.BF16: torch.bfloat16,
+    ElementType.F8E4M3: torch.float8_e4m3fn,
     ElementType.I32: torch.int32,
     ElementType.I64: torch.int64,
     ElementType.BOOL: torch.bool,
@@ -37,7 +38,8 @@ class Form:
     """A kind of call: what its operator takes beside what a spec declares, and how its rows lie.
 
     ``suffix`` is what its operator's name ends in. ``tensors`` and ``numbers`` are names; numbers that ``may_be_none``
-    may be left out, others are ints. ``dims``: of q, k and v, the last of which is the head dimension.
+    may be left out, others are ints. ``dims``: of q, k and v, the last of which is the head dimension. ``o``: the type
+    of o, None where it is that of q.
     """
 
     suffix: str
@@ -45,6 +47,7 @@ class Form:
     numbers: tuple[str, ...]
     may_be_none: tuple[str, ...]
     dims: int
+    o: torch.dtype | None = None
 
     @property
     def schema(self) -> str:
@@ -58,6 +61,8 @@ class Form:
 
 _TOTALS = ("q_total", "kv_total", "b_total", "h_total")
 DENSE = Form("", (), ("q_start", "kv_start", "b_start", "h_start", *_TOTALS), _TOTALS, 4)
+DESCALES = ("q_descale", "k_descale", "v_descale")
+F8_CALLS = Form("_f8", DESCALES, DENSE.numbers, _TOTALS, 4, torch.bfloat16)
 _MOST = ("b_total", "h_total", "max_seqlen_q", "max_seqlen_k")
 RAGGED = Form("_varlen", ("cu_seqlens_q", "cu_seqlens_k"), ("b_start", "h_start", *_MOST), _MOST, 3)
 _WHOLE = ("b_total", "h_total")

@@ -28,7 +28,6 @@ from flashgen.plan.launches import Box
 from flashgen.plan.operands import OPERANDS, Operand
 from flashgen.runtime.kernel import Values
 
-ELEMENT_BYTES = 2  # of what warpgroups multiply
 SWIZZLES = (128, 64, 32)  # bytes of a row of a box whose chunks of 16 bytes can be permuted
 BYTES, WORD_BYTES = 192, 128  # of a map as a kernel takes it, and of what is the driver's
 PARAMETER_ALIGNMENT = 64  # of maps among the parameters of a kernel
@@ -38,12 +37,12 @@ _END_STRIDE = (1 << 64) // END
 _MANY = (1 << 31) - (1 << 16)  # more than END, and than all rows
 _DIMENSIONS = 5
 _BESIDE = struct.Struct(f"<ii{BYTES - WORD_BYTES - 8}x")
-_EMULATED = struct.Struct(f"<Q5Q4Q2I{WORD_BYTES - 88}x")  # MappedTensor of templates/emulator/interface.h
+_EMULATED = struct.Struct(f"<Q5Q4Q3I{WORD_BYTES - 92}x")  # MappedTensor of templates/emulator/interface.h
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor of 2-byte elements but for its address, and the box of it that one copy brings.
+    """A tensor but for its address, and the box of it that one copy brings; elements are of 2 bytes or of 1.
 
     ``extents`` are the elements of a row, the rows and the slabs, and of a ragged batch what places a sequence;
     ``strides`` the bytes from one to the next, but of elements. ``box`` has columns and rows.
@@ -55,11 +54,12 @@ class TensorMap:
     box: tuple[int, int]
     batch_slabs: int
     head_slabs: int
+    element_bytes: int = 2
 
     @property
     def row_bytes(self) -> int:
         """Of a box: 128, 64 or 32, by which its chunks are permuted."""
-        return self.box[0] * ELEMENT_BYTES
+        return self.box[0] * self.element_bytes
 
 
 # The first 128 bytes of a map, for the address of its tensor.
@@ -101,10 +101,10 @@ def tensor_map(
     batch, heads, rows = (int(known[name]) for name in operand.counts)
     # The stride of an axis of one element says nothing.
     by_batch, by_head, by_row = (
-        int(known[name]) * ELEMENT_BYTES if size > 1 else 0
+        int(known[name]) * box.element_bytes if size > 1 else 0
         for name, size in zip(operand.stride_fields, (batch, heads, rows), strict=True)
     )
-    row_bytes = by_row or width * ELEMENT_BYTES
+    row_bytes = by_row or width * box.element_bytes
     slab_bytes = math.gcd(by_batch, by_head) or row_bytes
     batch_slabs, head_slabs = by_batch // slab_bytes, by_head // slab_bytes
     return TensorMap(
@@ -114,6 +114,7 @@ def tensor_map(
         box=(box.columns, box.rows),
         batch_slabs=batch_slabs,
         head_slabs=head_slabs,
+        element_bytes=box.element_bytes,
     )
 
 
@@ -121,8 +122,8 @@ def _of_sequences(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[
     width = operand.columns(head_dim)
     _, heads, rows = operand.counts
     _, of_head, of_row = operand.stride_fields
-    row_bytes = (int(known[of_row]) if known[rows] > 1 else width) * ELEMENT_BYTES
-    head_bytes = int(known[of_head]) * ELEMENT_BYTES if known[heads] > 1 else 0
+    row_bytes = (int(known[of_row]) if known[rows] > 1 else width) * box.element_bytes
+    head_bytes = int(known[of_head]) * box.element_bytes if known[heads] > 1 else 0
     head_slabs = int(head_bytes > 0)
     return TensorMap(
         tensor=box.tensor,
@@ -131,6 +132,7 @@ def _of_sequences(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[
         box=(box.columns, box.rows),
         batch_slabs=0,
         head_slabs=head_slabs,
+        element_bytes=box.element_bytes,
     )
 
 
@@ -142,4 +144,5 @@ def map_bytes(tensor: TensorMap, address: int, encode: Encode) -> bytes:
 def emulated(tensor: TensorMap, address: int) -> bytes:
     """The words that the emulator reads."""
     more = _DIMENSIONS - len(tensor.extents)
-    return _EMULATED.pack(address, *tensor.extents, *(1,) * more, *tensor.strides, *(0,) * more, *tensor.box)
+    extents, strides = (*tensor.extents, *(1,) * more), (*tensor.strides, *(0,) * more)
+    return _EMULATED.pack(address, *extents, *strides, *tensor.box, tensor.element_bytes)

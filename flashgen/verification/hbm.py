@@ -15,7 +15,9 @@ from flashgen.backends import (
     ELEMENTS,
     RowsOf,
     cached_kernel,
+    f8_kernel,
     is_cached,
+    is_f8,
     kernel_variant,
     launches_of,
     ragged_kernel,
@@ -56,6 +58,9 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
                 predicted = bytes_of_caches(each.sequences, kernel.variant, own, each.values, captured)
                 found[each.name] = HbmBytes(sum(predicted.values()), _counted(each))
                 continue
+            if is_f8(each.values):
+                kernel = f8_kernel(op.spec, head_dim, plan.target)
+                variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol

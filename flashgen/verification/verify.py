@@ -193,6 +193,7 @@ def dense(
     v: Tensor,
     named: Mapping[str, Any],
     dtype: torch.dtype,
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The reference, with the captured tensors and params that an operator takes by name."""
     names = {tensor.name for tensor in spec.tensors}
@@ -209,6 +210,7 @@ def dense(
         params=params,
         dropout=Dropout(probability, DROPOUT_SEED) if probability else None,
         dtype=dtype,
+        rounded=rounded,
     )
 
 

@@ -39,6 +39,9 @@ class GptOssAttention(BaseOp):
         b_total: int | None = None,
         h_total: int | None = None,
         deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -59,6 +62,9 @@ class GptOssAttention(BaseOp):
         b_total: int | None = None,
         h_total: int | None = None,
         deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def __call__(
@@ -78,6 +84,9 @@ class GptOssAttention(BaseOp):
         b_total: int | None = None,
         h_total: int | None = None,
         deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of queries over keys and values.
 
@@ -96,9 +105,12 @@ class GptOssAttention(BaseOp):
             b_total: of batch entries.
             h_total: of query heads.
             deterministic: make every gradient bitwise repeatable, on CPUs on any number of threads; None: PyTorch's setting.
+            q_descale: what q of 8 bits is multiplied by, [B, Hkv] or one number; None: 1.
+            k_descale: the same of k.
+            v_descale: the same of v.
 
         Returns:
-            o [B, H, Nq, Dv], in the type of q; with return_lse the pair (o, lse).
+            o [B, H, Nq, Dv], in the type of q, of 8 bits in bfloat16; with return_lse the pair (o, lse).
 
         Raises:
             ValueError: a shape, device, offset or probability does not fit; the message names it.
@@ -113,6 +125,7 @@ class GptOssAttention(BaseOp):
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
             deterministic,
             return_lse,
+            descales=(q_descale, k_descale, v_descale),
         )
         return found
 

@@ -60,19 +60,23 @@ struct SharedOperand {
   int leading_bytes, stride_bytes, row_bytes;
   bool across;
 };
-// d (64 x 8 n_tiles) = or += a (64 x 16) b (16 x 8 n_tiles), d in float32. The same for all lanes but for registers.
+// What the elements of a and b are.
+enum class Format : int { half, bfloat, e4m3 };
+// d (64 x 8 n_tiles) = or += a (64 x 16) b (16 x 8 n_tiles), d in float32; of 8 bits 32 in the place of 16. The same for all
+// lanes but for registers.
 struct Product {
   const uint32_t* a_registers;  // null: a lies in shared memory
   SharedOperand a, b;
   int n_tiles;
-  bool bfloat, add;
+  Format format;
+  bool add;
 };
 
-// A tensor of 2-byte elements in global memory, and the boxes of it that tensor copies bring: what the emulator's hosts write
+// A tensor in global memory, and the boxes of it that tensor copies bring: what the emulator's hosts write
 // into the words of a fg::TensorMap (flashgen/runtime/tensor_maps.py).
 struct MappedTensor {
   uint64_t address, extents[5], strides[4];  // elements of a row, rows, slabs, two more; bytes between those, but elements
-  uint32_t box[2];                           // columns and rows
+  uint32_t box[2], element_bytes;            // columns and rows
 };
 struct PanelCopy {
   void* to;

@@ -50,6 +50,26 @@ def test_verify_as_json(spec: Path) -> None:
     assert row["error"] <= row["tolerance"]
 
 
+def test_verify_has_a_table_of_8_bits(tmp_path: Path) -> None:
+    file = tmp_path / "narrow.attn"
+    file.write_text("attention narrow { head_dim 32 dtype f32, f8e4m3 mask causal }\nattention wide { head_dim 32 }\n")
+    outcome = flashgen("verify", file, *SMALL, "--backend", "reference")
+    assert outcome.code == 0
+    (table,) = re.findall(r"^(\w+) of 8 bits: relative error", outcome.stdout, re.MULTILINE)
+    assert table == "narrow"
+    asked = flashgen("verify", file, *SMALL, "--backend", "reference", "--f8", "--json")
+    (*_, case) = json.loads(asked.stdout)["wide"]
+    assert case["dtype"] == "f8e4m3"
+    assert [row["tensor"] for row in case["tensors"]] == ["o", "lse"]
+    for row in case["tensors"]:
+        assert row["wide"] < row["error"] < 0.2
+        assert row["rounding"] <= row["tolerance"]
+    file.write_text("attention other { head_dim 32 dtype f32 }\n")
+    refused = flashgen("verify", file, *SMALL, "--f8")
+    assert refused.code == 2
+    assert "'other' names no f8e4m3 in its dtype statement" in refused.stderr
+
+
 @pytest.mark.parametrize("shape", ["0,2,2,5,5", "1,2,2,0,5", "1,2,2,5,0", "1,2,2,0,0"])
 def test_verify_without_anything_to_attend_to(spec: Path, shape: str) -> None:
     assert flashgen("verify", spec, "--shape", shape).code == 0

@@ -158,7 +158,7 @@ def spec(
         name="test",
         head_dims=(HeadDim(64, 64),),
         dtypes=None,
-        has_f8_caches=True,
+        takes_f8=True,
         constants=tuple(constants.items()),
         params=(),
         tensors=captured,

@@ -42,7 +42,7 @@ from flashgen.targets.gpu.launches import (
     rows_of_a_block,
 )
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, padded
+from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 
@@ -114,6 +114,8 @@ def bytes_of_call(
         kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
         if kernel in _KERNELS:
             found.update(account.of(kernel, clears_dq=launch.kernel.endswith(CLEARS)))
+    if variant.f8 and not values["lse"]:  # which no backward pass will want
+        del found["lse"]
     return found
 
 
@@ -237,12 +239,12 @@ def _as_passed(value: Any) -> float:
 _KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
 
 
-def _accesses(kernel: str, recipe: Recipe, sharers: int) -> tuple[Access, ...]:
+def _accesses(kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int) -> tuple[Access, ...]:
     """What a kernel does with whole rows of operands; ``sharers``: warps that share the rows of dQ."""
     state = recipe.row_state
     match kernel:
         case "forward":
-            return (*once("q", "o", *(["lse"] if state else [])), *by_tile("k", "v"))
+            return (*once("q", "o", *(["lse"] if state else []), of=operands), *by_tile("k", "v"))
         case "rows":
             return (Access(DELTA),)
         case "backward" | "keys":
@@ -275,8 +277,8 @@ class _Account:
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        accesses = _accesses(kernel, recipe_of(self.variant), self.tiles.queries.split)
-        operands = operands_of(self.variant)
+        operands, sharers = operands_of(self.variant), self.tiles.queries.split
+        accesses = _accesses(kernel, recipe_of(self.variant), operands, sharers)
         own = (replace(each, operand=operands.get(each.operand.name, each.operand)) for each in accesses)
         found = moved(own, head_dim, element, self.sizes, counts)
         if kernel == "rows":
@@ -326,7 +328,7 @@ class _Account:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = tiles.producers - 1 if tiles.producers else tiles.warps
+                warps = finders(self.variant, tiles.producers) if tiles.producers else tiles.warps
                 copies = tiles.tensor_copies and not tiles.producers
                 return self._reading(OF_QUERIES, warps, copies=copies)
             case "backward" | "keys":

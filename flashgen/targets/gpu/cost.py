@@ -178,11 +178,16 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
-    """Flops a clock of a multiprocessor. Float32 takes three TF32 products, or the float32 units without TF32."""
+    """Flops a clock of a multiprocessor. Float32 takes three TF32 products, or the float32 units without TF32.
+
+    Of 8 bits there are twice as many as of 16.
+    """
     share = 1.0 if warpgroups else multiprocessor_of(gpu.target).mma_share
     peak = gpu.tensor_16 * share
     if element is ElementType.F32:
         peak = gpu.fma if gpu.tensor_tf32 is None else gpu.tensor_tf32 * share / 3
+    if element is ElementType.F8E4M3:
+        peak *= 2
     return peak / gpu.sms / gpu.clock_hz
 
 

@@ -50,12 +50,14 @@ from flashgen.targets.gpu.layout import Printed, joined, printed
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.model import (
     BINS,
+    F8_TURNERS,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
     TILES_OF_QUERIES,
     WINDOW,
     backward_layout,
+    columns_at_a_time,
     forward_layout,
     mergers,
     notes,
@@ -218,6 +220,8 @@ class _Context:
     cached: bool
     written: str  # the type of elements of o and of gradients: T, that of the call, or another
     f8_caches: bool  # which may be of 8 bits
+    f8: bool  # q, k and v are of 8 bits
+    scaled_weights: bool  # which have to be brought into the range of the elements
     mask_by_head: bool  # of caches: heads that share keys have masks of their own
     addressing: str
     sequence_code: tuple[str, ...]
@@ -247,6 +251,8 @@ class _Context:
     linear: bool  # scores are the dot product but for a constant factor, with which kernels go on
     score_factor: str  # of exponential weights: what makes its score, or the dot product, an exponent in base 2
     natural_factor: str  # the same for base e
+    exponent_of_dot: str  # the same, before what numbers of 8 bits are multiplied by
+    headroom: int
     lag: str
     lag_code: str
     dot_factor: str | None
@@ -267,7 +273,7 @@ def cuda_symbol(variant: Variant) -> str:
 
 
 def _form(variant: Variant) -> str:
-    kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged}
+    kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
     return next((kind for kind, holds in kinds.items() if holds), "")
 
 
@@ -328,7 +334,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     }
     has_sequences = variant.ragged or variant.cached
     has_dropout = spec.dropout is not None and not variant.cached  # over a cache nothing is dropped
-    f8_caches = variant.cached and spec.has_f8_caches
+    f8_caches = variant.cached and spec.takes_f8
     loads = (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
     keep_range = range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed})
@@ -348,6 +354,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         primitives=primitives(
             dropout=has_dropout,
             f8_caches=f8_caches,
+            f8=variant.f8,
             parts=variant.parts,
             warpgroups=warpgroups,
             pieces=pieces is not None,
@@ -366,6 +373,8 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         cached=variant.cached,
         written=_written(variant),
         f8_caches=f8_caches,
+        f8=variant.f8,
+        scaled_weights=weights.form.divided or (variant.f8 and not weights.form.exponential),
         mask_by_head="h" in index_set(variant.keep),
         addressing=addressing_code(operands_of(variant), variant.head_dim),
         sequence_code=sequence_code(operands_of(variant), variant.head_dim) if has_sequences else (),
@@ -405,8 +414,10 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         split_score=any(each.name == "row_score" for each in row_functions),
         padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
         linear=linear is not None,
-        score_factor=c_literal(factor),
-        natural_factor=c_literal(linear or 1.0),
+        score_factor="exponent_unit" if variant.f8 and linear is not None else c_literal(factor),
+        natural_factor="exponent_unit * fg::LN_2" if variant.f8 and linear is not None else c_literal(linear or 1.0),
+        exponent_of_dot=c_literal(factor),
+        headroom=recipe.headroom,
         lag=str(recipe.lag),
         lag_code=c_literal(recipe.lag / factor),
         dot_factor=_constant(variant.score_by_dot),
@@ -425,7 +436,11 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
 def _written(variant: Variant) -> str:
     """The same for all that a pass writes."""
     operands = operands_of(variant).values()
-    elements = {each.elements for each in operands if each.is_written and each.width in (Width.QK, Width.V)}
+    elements = {
+        each.elements
+        for each in operands
+        if each.is_written and each.width in (Width.QK, Width.V) and (each.name == "o" or not variant.forward_only)
+    }
     assert len(elements) == 1, "o and the gradients of q, k and v are of one type"
     return "float" if elements == {Elements.FLOAT32} else "T"
 
@@ -545,7 +560,8 @@ def _warpgroups(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
-            widths |= {each.forward.weighed or each.forward.Bc, Dv // each.forward.split}
+            of_o = columns_at_a_time(variant) if variant.f8 else Dv // each.forward.split
+            widths |= {each.forward.weighed or each.forward.Bc, of_o}
         if each.backward.warpgroups:
             widths |= {each.backward.weighed, D, Dv, D // each.backward.dq_column_groups}
         if each.queries.warpgroups:
@@ -580,6 +596,7 @@ def _passes(variant: Variant, plan: GpuPlan) -> tuple[_Pass, ...]:
         name = str(each.element)
         roles = _role_constants(each.forward) if with_warpgroups else {}
         roles |= {"mergers": mergers(variant, each.forward)} if variant.cached else {}
+        roles |= {"turners": F8_TURNERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         forward[name] = constants(each.forward, q_in_registers=int(each.forward.q_in_registers), **roles)
         shared = {"dq_column_groups": each.backward.dq_column_groups, "persistent": int(each.backward.persistent)}
         groups = _role_constants(each.backward) | shared

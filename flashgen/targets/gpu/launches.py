@@ -14,7 +14,7 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
-from flashgen.plan.operands import CACHED, OPERANDS, PARTS, RAGGED, Operand
+from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import mergers, padded, panel_width
@@ -47,6 +47,8 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
         return CACHED
     if variant.parts:
         return PARTS
+    if variant.f8:
+        return F8
     return RAGGED if variant.ragged else OPERANDS
 
 
@@ -171,7 +173,7 @@ def cached_launches(
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
     """One panel each of a tile of these tensors."""
     widths = {name: padded(OPERANDS[name].columns(variant.head_dim)) for name in tensors}
-    return tuple(Box(name, rows, panel_width(width, element)) for name, width in widths.items())
+    return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
 
 
 def backward_launches(

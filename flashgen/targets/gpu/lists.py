@@ -14,6 +14,7 @@ from flashgen.plan.arguments import (
     Field,
     argument_fields,
     cached_fields,
+    f8_fields,
     mask_params,
     mask_sizes,
     param_field,
@@ -41,7 +42,7 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
         return ragged_fields(variant.spec)
     if variant.cached:
         return cached_fields(variant.spec)
-    fields = argument_fields(variant.spec)
+    fields = f8_fields(variant.spec) if variant.f8 else argument_fields(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"

@@ -52,6 +52,7 @@ SEQUENCE = 5  # words of struct Sequence, beside these in ragged batches: templa
 COPIED_LIST = 16 + 2 * WINDOW
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
+F8_TURNERS = 2  # warps that bring V of 8 bits into the order that products want
 
 # Tiles that are weighed up, or chosen.
 _Forward: TypeAlias = ForwardChoice | ForwardTiles
@@ -74,6 +75,20 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
     whole = _REGISTERS // (32 * (warps + producers)) // 8 * 8 * (warps + producers)
     multiplying = min((whole - least * producers) // warps // 8 * 8, _MOST_REGISTERS)
     return multiplying, (whole - multiplying * warps) // producers // 8 * 8
+
+
+def finders(variant: Variant, producers: int) -> int:
+    """Of the producer warps of the forward pass those that find visits: one copies, and some turn V of 8 bits."""
+    return producers - 1 - (F8_TURNERS if variant.f8 else 0)
+
+
+def columns_at_a_time(variant: Variant) -> int:
+    """Of O, to which products of 8 bits are added once they are summed up over a tile: what leaves registers for them.
+
+    A whole row of 128 lets the sum run beside the weights of the next tile; of a wider one parts follow each other.
+    """
+    width = padded(variant.head_dim.v)
+    return width if width <= 128 else next(each for each in (64, 32) if width % each == 0)
 
 
 def padded(head_dim: int) -> int:
@@ -119,7 +134,8 @@ def visit_list(variant: Variant) -> int:
 def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
-    Norms are there where the score uses them, signals where tensor copies have some.
+    Norms are there where the score uses them, signals where tensor copies have some. V of 8 bits is there once more,
+    with its columns as rows.
 
     Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
     its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
@@ -135,6 +151,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("TURNED", "V, turned", variant.f8 * stages * tile_bytes(Dv, Bc, element), "stages * TurnedTile::bytes"),
         Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
         Part("PARTS", "maxima and sums of rows", divided * FLOAT * tiles.split * Br, "4 * split * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
@@ -149,6 +166,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
+        Part("TURNED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TurnedSignals::bytes", SIGNAL),
         Part(
             *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
             "has_producers * ListSignals::bytes",

@@ -55,6 +55,7 @@ def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: C
     if refused:
         raise SpecError(refused, variant.spec.sources)
     wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
+    wanted = (ElementType.F8E4M3,) if variant.f8 else wanted
     plans: list[ElementPlan] = []
     block, multiprocessor = kib(target.block_bytes), kib(target.sm_bytes)
     reasons = [f"{block} of shared memory a block on {target.name}, {multiprocessor} a multiprocessor"]
@@ -102,7 +103,7 @@ def _plan_element(
     """The tiles of one element type; None, with a reason, where a pass has none that fits."""
 
     def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
-        if variant.cached and found and not isinstance(found[-1].row, ForwardChoice):
+        if variant.forward_only and found and not isinstance(found[-1].row, ForwardChoice):
             return found[-1].row  # there are no such kernels: any will do
         for candidate in found:
             choice = candidate.row

@@ -19,6 +19,7 @@ C_TYPES: Mapping[ElementType, str] = {
     ElementType.F16: "fg::half_t",
     ElementType.BF16: "fg::bfloat_t",
     ElementType.F32: "float",
+    ElementType.F8E4M3: "fg::f8e4m3",
 }
 
 
@@ -34,13 +35,14 @@ def primitives(
     *,
     dropout: bool,
     f8_caches: bool = False,
+    f8: bool = False,
     parts: bool = False,
     warpgroups: WarpgroupProducts | None = None,
     pieces: bool = False,
     sequence_copies: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
-    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches, "parts.cuh": parts}
+    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches or f8, "parts.cuh": parts}
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
@@ -57,7 +59,10 @@ def _warpgroup_primitives(products: WarpgroupProducts | None, sequence_copies: b
     template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
     instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
-    others = ("warpgroup.cuh", "tensor_copies.cuh", *(("sequence_copies.cuh",) if sequence_copies else ()))
+    of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
+    more = {"sequence_copies.cuh": sequence_copies}
+    more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
+    others = ("warpgroup.cuh", "tensor_copies.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 
 

@@ -16,7 +16,7 @@ from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
 from flashgen.plan.arguments import gradient_field
-from flashgen.plan.recipe import FORCED, Decision
+from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
 
@@ -46,7 +46,8 @@ class Recipe:
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
-    needed no more once there are weights. ``lag``: O is rescaled once a row's maximum has grown by more, in base 2.
+    needed no more once there are weights. ``lag``: O is rescaled once a row's maximum has grown by more, in base 2;
+    exponents are counted from ``headroom`` below the maximum, so that weights reach 2^(lag + headroom).
     """
 
     computed: Variant
@@ -64,6 +65,7 @@ class Recipe:
     captured: tuple[str, ...]
     weights_first: bool
     lag: int
+    headroom: int
     decisions: tuple[Decision, ...]
 
     @property
@@ -110,7 +112,8 @@ def recipe_of(variant: Variant) -> Recipe:
         sink_gradients=tuple(each for each in computed.gradients if each.from_sink is not None),
         captured=tuple(dict.fromkeys(gradient_field(each.name) for each in variant.gradients)),
         weights_first=weights_first,
-        lag=rules.LAG.limit,
+        lag=_lag(variant).limit,
+        headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
     )
 
@@ -121,6 +124,10 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
     if is_irregular(variant.keep):
         return Lists.KEPT
     return Lists.OF_A_CALL if observed else Lists.NONE
+
+
+def _lag(variant: Variant) -> Rule:
+    return rules.LAG_OF_8_BITS if variant.f8 else rules.LAG
 
 
 def _weights_first(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
@@ -159,8 +166,8 @@ def _decisions(
         by_distance = ("read from a table", rules.DIAGONALS) if numbers else ("for each pair", rules.PAIR_BY_PAIR)
         yield Decision.by("numbers by distance", *by_distance)
     if variant.weights.form.exponential:
-        yield Decision.by("rescaling", f"beyond 2^{rules.LAG.limit}", rules.LAG)
-    if variant.cached:
+        yield Decision.by("rescaling", f"beyond 2^{_lag(variant).limit}", _lag(variant))
+    if variant.forward_only:
         return
     if dq is SumsOfDq.ADDED_UP:
         yield Decision.by("dQ", dq.value, rules.DQ_ADDED_UP)

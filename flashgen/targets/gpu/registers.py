@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Spill
-from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.model import columns_at_a_time, padded
 from flashgen.targets.gpu.recipes import AnyChoice
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
@@ -41,6 +41,8 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
         case ForwardTiles() | ForwardChoice():  # O, S
             numbers = tiles.Br * Dv + max(pairs, tiles.Br * tiles.weighed * tiles.split)
             numbers += tiles.Br * D * element.bytes // 4 if tiles.q_in_registers else 0
+            if variant.f8:  # P, and what it sums up of a tile
+                numbers += pairs // 4 + tiles.Br * columns_at_a_time(variant)
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
             pairs = max(pairs, tiles.weighed * tiles.split * tiles.Bc)  # warps that weigh none have room, too
             numbers = tiles.Bc * (D + Dv) + 2 * pairs

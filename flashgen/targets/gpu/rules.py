@@ -88,6 +88,15 @@ LAG = Rule(
     limit=8,
 )
 
+LAG_OF_8_BITS = Rule(
+    "lag of 8 bits",
+    "P of 8 bits ends at 448: O shrinks once a maximum has grown by more than 2^2, and exponents begin 2^6 above it: "
+    "weights down to 2^-12 of the largest keep three bits",
+    "FlashAttention-3 begins 2^8 above and has no lag; not measured",
+    limit=2,
+)
+HEADROOM_OF_8_BITS = 6  # by which exponents begin above a maximum: with the lag at most 2^8
+
 # -- tiles where one warp multiplies -----------------------------------------------------------------------------------
 
 WARPS = Rule(

@@ -34,12 +34,16 @@ class GpuTarget(Architecture):
     def limits(self, variant: Variant) -> tuple[Diagnostic, ...]:
         return limits.limits(variant)
 
+    def takes_f8(self, variant: Variant) -> bool:  # noqa: ARG002 - some families do
+        """Whether there are kernels that multiply q, k and v of 8 bits; elsewhere these are widened first."""
+        return False
+
     def leaves_out(self, variant: Variant) -> tuple[str, ...]:  # noqa: ARG002 - kernels have all that a schedule says
         return ()
 
     def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> GpuPlan:
-        # What a schedule says is of tiles of many queries.
-        spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.cached else variant.spec)
+        # What a schedule says is of tiles of many queries, of more than 8 bits.
+        spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.forward_only else variant.spec)
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
         return plan_gpu(replace(variant, spec=spec), self, self.recipes, spills)

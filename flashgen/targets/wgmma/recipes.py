@@ -30,6 +30,8 @@ _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """Norms of K want everyone at once; warps that copy do so by tensor copies alone."""
+    if variant.f8:
+        return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(variant, element, on)
     if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
@@ -49,7 +51,7 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
     """The same for dK and dV."""
     others = WARPS.backward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist or variant.cached:
+    if element is ElementType.F32 or variant.uses_sqdist or variant.forward_only:
         return others
     table, why = tables.HOPPER_SHORT_BACKWARD, (rules.SHORT_ROWS,)
     if has_long_rows(variant):
@@ -62,7 +64,7 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
     """The same for dQ."""
     others = WARPS.queries(variant, element, on)
-    if element is ElementType.F32 or variant.cached:
+    if element is ElementType.F32 or variant.forward_only:
         return others
     table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
     if has_small_blocks(variant):
@@ -108,6 +110,12 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
 
 
 RECIPES = Recipes(forward, backward, queries, complete)
+
+
+def takes_f8(variant: Variant) -> bool:
+    """Whether kernels multiply q, k and v of 8 bits: rows are whole products of 32, and nobody asks for norms."""
+    widths = (variant.head_dim.qk, variant.head_dim.v)
+    return not variant.uses_sqdist and all(width % 32 == 0 and width <= 256 for width in widths)
 
 
 def _copies_tensors(variant: Variant, element: ElementType) -> bool:

@@ -87,6 +87,12 @@ WEIGHED_AT_A_TIME = Rule(
     limit=32,
 )
 
+EIGHT_BITS = Rule(
+    "eight bits",
+    "q, k and v of 8 bits leave registers and shared memory for a second set of sums and for V turned: wide tiles",
+    "not measured",
+)
+
 # -- which tiles -------------------------------------------------------------------------------------------------------
 
 WHOLE_ROWS = Rule(

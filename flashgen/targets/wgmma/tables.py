@@ -22,6 +22,11 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
 
 
+def _hopper_f8(Bc: int, stages: int = 3) -> ForwardChoice:
+    """Of 8 bits: V is there a stage before it is multiplied, so that it can be turned."""
+    return ForwardChoice(128, Bc, 8, stages=stages, warpgroups=True, producers=4)
+
+
 def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
     """One warpgroup without producer warps; several such blocks share a multiprocessor."""
     return ForwardChoice(64, Bc, 4, stages=2, warpgroups=True, blocks=blocks)
@@ -75,6 +80,13 @@ HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     HOPPER_SHORT_FORWARD[0],
     (128, (_hopper_shared(64, 2), _hopper_shared(48, 3), _hopper(128, 64, 8))),
     *HOPPER_SHORT_FORWARD[2:],
+)
+# Of 8 bits, where P·V of a tile is summed up by itself: 128 × 128 at D 128 has 208 registers of sums and operands.
+HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (_hopper_f8(160), _hopper_f8(128), _hopper_f8(64))),
+    (128, (_hopper_f8(128), _hopper_f8(96), _hopper_f8(64))),
+    (256, (_hopper_f8(64), _hopper_f8(64, stages=2), _hopper_f8(32, stages=2))),
+    (WIDEST, ()),
 )
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
+from flashgen.analysis.variant import Variant
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.wgmma.limits import ARCHITECTURES
-from flashgen.targets.wgmma.recipes import RECIPES
+from flashgen.targets.wgmma.recipes import RECIPES, takes_f8
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class WgmmaTarget(GpuTarget):
 
     family = "wgmma"
     recipes = RECIPES
+
+    def takes_f8(self, variant: Variant) -> bool:
+        return takes_f8(variant)
 
 
 def targets() -> Mapping[str, WgmmaTarget]:

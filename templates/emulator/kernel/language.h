@@ -58,6 +58,12 @@ inline float __int_as_float(int x) { float y; memcpy(&y, &x, sizeof y); return y
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, sizeof y); return y; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t{a} * b) >> 32); }
 inline int __mulhi(int a, int b) { return static_cast<int>((int64_t{a} * b) >> 32); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned found = 0;
+  for (unsigned n = 0; n < 4; ++n) found |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * n & 7) & 0xff) << 8 * n;
+  return found;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }

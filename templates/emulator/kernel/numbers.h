@@ -16,6 +16,11 @@ FG_DEVICE uint32_t pack_bf16(float low, float high) {
 }
 FG_DEVICE float unpack_f16(uint16_t half) { return emulator::float_of_half(half); }
 
+FG_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+  return emulator::e4m3_of_float(a) | emulator::e4m3_of_float(b) << 8 | emulator::e4m3_of_float(c) << 16 |
+         emulator::e4m3_of_float(d) << 24;
+}
+
 namespace emulator {
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 }  // namespace emulator

@@ -31,18 +31,18 @@ FG_PRIMITIVE void mbarrier_wait(uint64_t* signal, int parity, int line = __built
 template <class T>
 FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal,
                                    int line = __builtin_LINE()) {
-  static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
   emulator::PanelCopy copy = {to, {}, column, row, slab, {0, 0}, signal};
   memcpy(&copy.from, map.words, sizeof copy.from);
+  if (copy.from.element_bytes != sizeof(T)) __builtin_trap();  // the host has described another tensor
   emulator::registers.machine->copy_panel(copy, line);
 }
 // The same of a tensor of five dimensions.
 template <class T>
 FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, int fourth, int fifth,
                                    uint64_t* signal, int line = __builtin_LINE()) {
-  static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
   emulator::PanelCopy copy = {to, {}, column, row, slab, {fourth, fifth}, signal};
   memcpy(&copy.from, map.words, sizeof copy.from);
+  if (copy.from.element_bytes != sizeof(T)) __builtin_trap();  // the host has described another tensor
   emulator::registers.machine->copy_panel(copy, line);
 }
 FG_PRIMITIVE void prefetch_map(const TensorMap&) {}

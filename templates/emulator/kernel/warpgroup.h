@@ -9,6 +9,8 @@
 
 namespace fg {
 
+struct f8e4m3;  // of 8 bits: eight_bits.cuh
+
 struct SharedMatrix {
   const char* start;
   int leading_bytes, stride_bytes, row_bytes;
@@ -24,12 +26,15 @@ FG_DEVICE SharedMatrix advance(SharedMatrix m, int bytes) {
 
 namespace emulator {
 
-template <class T> struct IsBfloat;
-template <> struct IsBfloat<half_t> {
-  static constexpr bool value = false;
+template <class T> struct FormatOf;
+template <> struct FormatOf<half_t> {
+  static constexpr Format value = Format::half;
 };
-template <> struct IsBfloat<bfloat_t> {
-  static constexpr bool value = true;
+template <> struct FormatOf<bfloat_t> {
+  static constexpr Format value = Format::bfloat;
+};
+template <> struct FormatOf<f8e4m3> {
+  static constexpr Format value = Format::e4m3;
 };
 
 inline SharedOperand operand(SharedMatrix m, bool across) {
@@ -39,7 +44,7 @@ template <class T, int n_tiles>
 FG_PRIMITIVE void multiply(float (&d)[n_tiles][4], const uint32_t* a_registers, SharedOperand a, SharedOperand b,
                            bool add, int line) {
   static_assert(n_tiles >= 1 && n_tiles <= 32, "between 8 and 256 columns");
-  const Product product = {a_registers, a, b, n_tiles, IsBfloat<T>::value, add};
+  const Product product = {a_registers, a, b, n_tiles, FormatOf<T>::value, add};
   registers.machine->together({Together::warpgroup_multiply, line, d, {&product, nullptr}, 0, 0});
 }
 

@@ -85,7 +85,8 @@ class Mbarriers {
     Signal& signal = of(thread, wanted.signal, line);
     shared_.require_published(thread, signal.offset, line);
     const MappedTensor& from = wanted.from;
-    const unsigned row_bytes = from.box[0] * element_bytes, rows = from.box[1], all = row_bytes * rows;
+    const unsigned element_bytes = from.element_bytes, rows = from.box[1];
+    const unsigned row_bytes = from.box[0] * element_bytes, all = row_bytes * rows;
     const uint64_t mask = row_bytes - warpgroup::chunk_bytes;  // of the bits that are permuted: operand.h
     const size_t start = shared_.place("copies to", wanted.to, warpgroup::chunk_bytes, line);
     if (start % (8 * row_bytes) != 0)
@@ -168,7 +169,6 @@ class Mbarriers {
   }
 
  private:
-  static constexpr unsigned element_bytes = 2;
 
   struct Chunk {
     size_t offset;
@@ -238,6 +238,7 @@ class Mbarriers {
     if (row < 0 || column < 0 || static_cast<uint64_t>(row) >= from.extents[1]) return;
     const uint64_t first = static_cast<uint64_t>(column);
     if (first >= from.extents[0]) return;
+    const unsigned element_bytes = from.element_bytes;
     const uint64_t left = from.extents[0] - first, whole = warpgroup::chunk_bytes / element_bytes;
     const unsigned count = static_cast<unsigned>(left < whole ? left : whole) * element_bytes;
     const unsigned step = left < whole ? element_bytes : count;

@@ -7,10 +7,12 @@
 //   architecture   terms, 16-bit   terms, tf32   extra_bits
 //   sm_80          8               4             1
 //   sm_90          16              8             2
+//   sm_90, 8-bit   32                          -10
 //
 // Sources: Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ Computer Science 7:e330,
 // 2021; Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004, 2025, which found these
-// numbers to agree with the devices bit by bit.
+// numbers to agree with the devices bit by bit. Of 8 bits, whose sums keep 14 bits: DeepSeek-AI, "DeepSeek-V3 Technical
+// Report", arXiv:2412.19437, 2024, section 3.3.2.
 //
 // Contract: products fit float32's significand, as those of tf32 and 16-bit operands do. What lies below 2^-126 is lost;
 // infinities and NaN come out as sums of float32 give them.
@@ -26,6 +28,7 @@ namespace tensor_core {
 // mma.sync adds as sm_80 does, which loses more; only sm_90 has products of warpgroups.
 constexpr int mma_extra_bits = 1, mma_terms_tf32 = 4, mma_terms_16bit = 8;
 constexpr int warpgroup_extra_bits = 2, warpgroup_terms = 16;
+constexpr int warpgroup_extra_bits_8bit = -10, warpgroup_terms_8bit = 32;
 
 constexpr int width = 8;  // neighbouring columns
 typedef float Floats __attribute__((vector_size(4 * width), aligned(4), may_alias));

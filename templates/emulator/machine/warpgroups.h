@@ -102,7 +102,7 @@ class Warpgroups {
     float* d[lanes];          // registers
     std::vector<float> sums;  // rows by columns
 
-    float& sum(int row, int column) { return sums[static_cast<size_t>(row * warpgroup::chunk * n_tiles + column)]; }
+    float& sum(int row, int column) { return sums[static_cast<size_t>(row * warpgroup::tile * n_tiles + column)]; }
   };
   struct Pending {
     Product product;
@@ -132,7 +132,7 @@ class Warpgroups {
   }
   void compare(int group, int lane, const Product& first, const Product& other, int line) {
     const bool alike = !first.a_registers == !other.a_registers && first.n_tiles == other.n_tiles &&
-                       first.bfloat == other.bfloat && first.add == other.add;
+                       first.format == other.format && first.add == other.add;
     if (alike && same(first.b, other.b) && (first.a_registers || same(first.a, other.a))) return;
     faults_.report(Fault::divergence, line, 0,
                    "warp %d lane 0 and warp %d lane %d of a warpgroup multiply different matrices, or only one adds",
@@ -179,7 +179,7 @@ class Warpgroups {
     fresh.n_tiles = product.n_tiles;
     fresh.line = calls[0]->line;
     fresh.asked = mine.next;
-    fresh.sums.resize(static_cast<size_t>(warpgroup::rows * warpgroup::chunk * product.n_tiles));
+    fresh.sums.resize(static_cast<size_t>(warpgroup::rows * warpgroup::tile * product.n_tiles));
     for (int lane = 0; lane < lanes; ++lane) fresh.d[lane] = static_cast<float*>(calls[lane]->out);
     const bool add = product.add;
     for_each_element(fresh, [add](int, float& d, float& sum) {
@@ -193,15 +193,17 @@ class Warpgroups {
 
   void carry_out(Group& mine, const Pending& pending, int line) {
     using namespace warpgroup;
+    using namespace tensor_core;
     const Product& product = pending.product;
     faults_.asked = &pending.asked;
     const Mark mark = shared_.begin_product(pending.issue);
-    float a[rows][depth], b[depth][most_columns];
+    float a[rows][most_depth], b[most_depth][most_columns];
     if (product.a_registers) unpack(pending, a, line);
     else read(pending, mark, product.a, rows, [&](int m, int k) -> float& { return a[m][k]; });
-    read(pending, mark, product.b, chunk * product.n_tiles, [&](int n, int k) -> float& { return b[k][n]; });
+    read(pending, mark, product.b, tile * product.n_tiles, [&](int n, int k) -> float& { return b[k][n]; });
     Accumulator& into = mine.accumulators[pending.accumulator];
-    add(into, a, b, product.add);
+    if (product.format == Format::e4m3) add<warpgroup_terms_8bit, warpgroup_extra_bits_8bit>(into, a, b, product.add);
+    else add<warpgroup_terms, warpgroup_extra_bits>(into, a, b, product.add);
     if (--into.products == 0) hand_over(into, pending.issue.first_warp, line);
     faults_.asked = nullptr;
   }
@@ -209,43 +211,52 @@ class Warpgroups {
   template <class Element>
   void read(const Pending& pending, Mark mark, const SharedOperand& operand, int extent, Element element) {
     using namespace warpgroup;
-    const bool bfloat = pending.product.bfloat;
+    const Format format = pending.product.format;
     const int line = pending.issue.line;
-    for_each_chunk(operand, extent, [&](int mn, int k, const char* place) {
+    for_each_chunk(operand, format, extent, [&](int mn, int k, const char* place) {
       const size_t offset = shared_.place("reads", place, chunk_bytes, line);
       shared_.read_by_product(pending.issue, mark, offset, chunk_bytes);
-      float x[chunk];
-      convert(x, place, bfloat);
-      for (int e = 0; e < chunk; ++e) (operand.across ? element(mn + e, k) : element(mn, k + e)) = x[e];
+      float x[most_of_chunk];
+      const int count = convert(x, place, format);
+      for (int e = 0; e < count; ++e) (operand.across ? element(mn + e, k) : element(mn, k + e)) = x[e];
     });
   }
 
-  // As the a of m16n8k16, each warp's 16 rows (matrix.h). `line`: of the wait.
-  void unpack(const Pending& pending, float (&a)[warpgroup::rows][warpgroup::depth], int line) {
+  // As the a of m16n8k16, each warp's 16 rows (matrix.h); of 8 bits as that of m16n8k32, where a register has four columns
+  // in the place of two. `line`: of the wait.
+  void unpack(const Pending& pending, float (&a)[warpgroup::rows][warpgroup::most_depth], int line) {
+    const Format format = pending.product.format;
+    const int in_register = 4 / warpgroup::bytes_of(format), width = 32 / in_register;
     for (int lane = 0; lane < lanes; ++lane) {
       if (memcmp(pending.a[lane], pending.a_at[lane], sizeof pending.a[lane]) != 0)
         faults_.report(Fault::not_awaited, pending.issue.line, line,
                        "warp %d lane %d has written to an operand of this product in registers, or left its scope, "
                        "before a wait covered the product",
                        pending.issue.first_warp + lane / warp_lanes, lane % warp_lanes);
-      const int row = lane / warp_lanes * 16 + lane % warp_lanes / 4, column = 2 * (lane % 4);
+      const int row = lane / warp_lanes * 16 + lane % warp_lanes / 4, column = in_register * (lane % 4);
       for (int r = 0; r < 4; ++r)
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t bits = pending.a[lane][r] >> 16 * half & 0xffff;
-          float& place = a[row + r % 2 * 8][column + r / 2 * 8 + half];
-          place = pending.product.bfloat ? float_of_bfloat(bits) : float_of_half(bits);
+        for (int e = 0; e < in_register; ++e) {
+          const uint32_t bits = pending.a[lane][r] >> width * e & (1ull << width) - 1;
+          a[row + r % 2 * 8][column + r / 2 * 4 * in_register + e] = value(bits, format);
         }
     }
   }
 
-  static void add(Accumulator& into, const float (&a)[warpgroup::rows][warpgroup::depth],
-                  const float (&b)[warpgroup::depth][warpgroup::most_columns], bool add) {
+  static float value(uint32_t bits, Format format) {
+    if (format == Format::e4m3) return float_of_e4m3(bits);
+    return format == Format::bfloat ? float_of_bfloat(bits) : float_of_half(bits);
+  }
+
+  // A product is one sum of so many terms.
+  template <int terms, int extra_bits>
+  static void add(Accumulator& into, const float (&a)[warpgroup::rows][warpgroup::most_depth],
+                  const float (&b)[warpgroup::most_depth][warpgroup::most_columns], bool add) {
     using namespace tensor_core;
-    static_assert(width == warpgroup::chunk && warpgroup_terms == warpgroup::depth, "a product is one sum");
+    static_assert(width == warpgroup::tile, "neighbouring columns");
     for (int m = 0; m < warpgroup::rows; ++m)
       for (int n = 0; n < width * into.n_tiles; n += width) {
         Floats& d = reinterpret_cast<Floats&>(into.sum(m, n));
-        d = multiply_and_add<warpgroup_terms, warpgroup_extra_bits>(add ? d : Floats{}, a[m], &b[0][n],
+        d = multiply_and_add<terms, extra_bits>(add ? d : Floats{}, a[m], &b[0][n],
                                                                    warpgroup::most_columns);
       }
   }
