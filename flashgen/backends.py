@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from flashgen.analysis.tangent import with_tangent
 from flashgen.analysis.variant import analyse
 from flashgen.choice import TileChoices, tile_choices
 from flashgen.compiled import compiled, with_reasons
@@ -19,6 +21,7 @@ from flashgen.diagnostics import quoted_list
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.gpu_backend import (
     ELEMENTS,
+    GPU_TANGENTS,
     CudaProvider,
     EmulatorProvider,
     Package,
@@ -35,16 +38,17 @@ from flashgen.gpu_backend import (
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.package.cpu import Library, NoLibrary, libraries
-from flashgen.plan.arguments import argument_fields
+from flashgen.plan.arguments import argument_fields, tangent_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
 from flashgen.runtime.compiler import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
-from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, load_jvp
 from flashgen.targets.cpu.device import Cpu, local_cpu
-from flashgen.targets.cpu.explain import explain_cpu
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.explain import explain_cpu, explain_jvp
+from flashgen.targets.cpu.plan import plan_jvp
+from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.registry import GPUS
 
@@ -72,6 +76,7 @@ __all__ = [
 ]
 
 EMULATED = GPUS["sm_80"]
+CPU_TANGENTS = "all that the others take"
 
 Providers = Mapping[str, KernelProvider | None]
 # The sources of a package for CPUs, by head dimension, without macros.
@@ -104,11 +109,6 @@ def providers(
 def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULATED) -> Providers:
     """The same providers, made when a kernel is first needed."""
     made = functools.cache(functools.partial(providers, spec, backend, None, None, target))
-
-    def provide(device: str, head_dim: HeadDim, index: int) -> Kernel | None:
-        provider = made()[device]
-        return None if provider is None else provider(head_dim, index)
-
     match backend:
         case "reference":
             devices: tuple[str, ...] = ()
@@ -118,7 +118,23 @@ def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULA
             devices = ("cpu",)
         case _:
             devices = ("cpu", "cuda")
-    return {device: functools.partial(provide, device) for device in devices}
+    return {
+        each: Deferred(made, each, GPU_TANGENTS if each != "cpu" or backend == "emulator" else CPU_TANGENTS)
+        for each in devices
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """One that is made when a kernel is first needed."""
+
+    made: Callable[[], Providers]
+    device: str
+    takes_tangents: str
+
+    def __call__(self, head_dim: HeadDim, index: int) -> Kernel | None:
+        provider = self.made()[self.device]
+        return None if provider is None else provider(head_dim, index)
 
 
 def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
@@ -186,8 +202,11 @@ class CpuProvider:
             each: tile_choices(analyse(spec, each), self.device) for each in spec.head_dims
         }
         self.libraries = functools.cache(self._libraries)
+        self.forward_mode = functools.cache(self._forward_mode)
         self._other = functools.cache(self._load)
         self._other_parts = functools.cache(self._parts)
+
+    takes_tangents: ClassVar[str] = CPU_TANGENTS
 
     def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
         return self.libraries()[head_dim]
@@ -220,7 +239,21 @@ class CpuProvider:
         choices = self.choices[head_dim]
         pins = choices.of_call(asked.element, asked.shape)
         plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
-        return explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
+        found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
+        if not self.takes_tangents:
+            return found
+        return replace(found, jvp=explain_jvp(self.device, asked, self.plan_of_forward_mode(head_dim), symbol))
+
+    def plan_of_forward_mode(self, head_dim: HeadDim) -> CpuJvpPlan:
+        """The tiles of tangents' kernel; the planner's own, whatever was tuned."""
+        return plan_jvp(with_tangent(self.choices[head_dim].variant), self.device)
+
+    def _forward_mode(self, head_dim: HeadDim) -> JvpKernel:
+        """A library of its own, compiled when tangents are first asked for."""
+        variant = with_tangent(self.choices[head_dim].variant)
+        source = self.device.target.emit_jvp(variant)
+        (binary,) = compile_sources([source])
+        return load_jvp(binary.path, source.symbol, tangent_fields(variant.spec))
 
     def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
         """Those of the usual tiles, compiled side by side."""
@@ -245,6 +278,7 @@ class CpuProvider:
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""
         choices = self.choices[head_dim]
+        usual = replace(usual, jvp=functools.partial(self.forward_mode, head_dim))
         if not choices.tunings:
             return usual
 
@@ -262,7 +296,12 @@ class CpuProvider:
 
 
 class PackagedProvider(CpuProvider):
-    """The libraries of a package as they are, where nothing can be compiled: whatever was tuned, these tiles run."""
+    """The libraries of a package as they are, where nothing can be compiled: whatever was tuned, these tiles run.
+
+    It has none of forward mode.
+    """
+
+    takes_tangents = ""
 
     def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
         super().__init__(spec, texts)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from flashgen.analysis.tangent import with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.choice import TileChoices, tile_choices
 from flashgen.compiled import CompiledKernel, assembled, compiled
@@ -31,7 +32,7 @@ from flashgen.plan.operands import F8_CODE
 from flashgen.plan.plan import CallKind, Part
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
-from flashgen.runtime.kernel import ArgumentLayout, PassName, Step
+from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, PassName, Step
 from flashgen.runtime.nvrtc import NvrtcMissing, Resources
 from flashgen.runtime.schedule import Compiled, DeviceSize, schedule
 from flashgen.targets.device_table import product_of
@@ -39,10 +40,12 @@ from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts
-from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
+from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu, explain_jvp
 from flashgen.targets.gpu.launches import backward_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import GPUS, target_of
@@ -68,9 +71,12 @@ class RowsOf(Enum):
     CACHED = "cached"
     PARTS = "parts"
     F8 = "of 8 bits"
+    MOVING = "dense, with their tangents"
 
 
 BOTH: tuple[PassName, PassName] = ("forward", "backward")
+# What kernels of forward mode take.
+GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
 
 # A generated package: its folder, and what it says of itself.
 Package = tuple[Path, Manifest]
@@ -80,6 +86,10 @@ def launches_of(
     variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
+    if variant.tangent is not None:
+        return lambda name, values: forward_launches(
+            symbol, variant, plan, element, dropped=kind_of(name, values).dropped
+        )
     if variant.cached:
         return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
     gradients = [gradient_field(each.name) for each in variant.gradients]
@@ -149,6 +159,23 @@ def _over_cache(
     return GpuPass(plan, steps, resources), splits
 
 
+def _with_jvp(
+    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: Asked
+) -> Explanation:
+    """What is told of a call, with the kernel of its tangents, if there is one."""
+    if not has_jvp(kernel_variant(spec, head_dim)):
+        return told
+    moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
+    return replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+
+
+def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan) -> JvpKernel:
+    """The forward pass of kernels with tangents."""
+    elements = tuple(ELEMENTS.index(each) for each in plan.by_element)
+    prepare = functools.partial(kernel.prepare, "forward")
+    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads)
+
+
 # -- the emulator ------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +192,8 @@ class EmulatorProvider:
     ) -> None:
         self.spec, self.target, self.rows, self._cache = spec, target, rows, cache
         self.kernel = functools.cache(self._kernel)
+
+    takes_tangents: ClassVar[str] = GPU_TANGENTS
 
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
         return self.kernel(head_dim)
@@ -197,7 +226,8 @@ class EmulatorProvider:
             for each in _passes(kernel.variant)
         }
         gpu = product_of(self.target)
-        return explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
+        told = explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
+        return _with_jvp(told, self.spec, head_dim, self.target, asked)
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
         """One call over a cache."""
@@ -244,7 +274,14 @@ class EmulatorProvider:
         layout = ArgumentLayout(cuda_fields(variant))
         varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
         f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
-        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8)
+        jvp = self._forward_mode(head_dim)
+        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp)
+
+    def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
+        if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
+            return None
+        moving = self._other(RowsOf.MOVING)
+        return functools.cache(lambda: jvp_kernel(moving(head_dim, 0), moving.compiled(head_dim).plan))
 
 
 def _check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -299,6 +336,8 @@ class CudaProvider:
         self.brought = functools.cache(self._brought)
         self.ready = functools.cache(self._ready)
 
+    takes_tangents: ClassVar[str] = GPU_TANGENTS
+
     def __call__(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
         return self.kernel(head_dim, index)
 
@@ -340,7 +379,8 @@ class CudaProvider:
             steps = _steps(launches(each, asked.values), kernel.layout, head_dim, asked, board.driver.size)
             resources = {said.name: said for said in ready.resources}
             passes[each] = GpuPass(ready.plan, steps, resources, reasons)
-        return explain_gpu(name, "cuda", board.name, variant, board.gpu, asked, passes)
+        told = explain_gpu(name, "cuda", board.name, variant, board.gpu, asked, passes)
+        return _with_jvp(told, self.spec, head_dim, board.target, asked)
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
         """One call over a cache."""
@@ -414,7 +454,17 @@ class CudaProvider:
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
         parts = None if is_edited else other(RowsOf.PARTS)
         f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
-        return cuda.CudaKernel(layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts, f8=f8)
+        jvp = self._forward_mode(head_dim, index)
+        return cuda.CudaKernel(
+            layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp
+        )
+
+    def _forward_mode(self, head_dim: HeadDim, index: int) -> Callable[[], JvpKernel] | None:
+        if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
+            return None
+        moving, target = self._other(RowsOf.MOVING), self.board(index).target
+        plan = functools.cache(lambda: compiled(moving._variant(head_dim), target).plan)
+        return functools.cache(lambda: jvp_kernel(moving(head_dim, index), plan()))
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)
@@ -460,6 +510,8 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
     It is remembered, as each pass of a call asks for it.
     """
     variant = analyse(spec, head_dim)
+    if rows is RowsOf.MOVING:
+        return with_tangent(variant)
     if rows in (RowsOf.CACHED, RowsOf.F8):
         return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
     return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)

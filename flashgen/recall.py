@@ -51,9 +51,8 @@ def specs_of_text(
 
 def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSource:
     """The source of one head dimension for CPUs; its tiles are those of a generic one."""
-    key = _key(
-        "source", json.dumps(spec_to_data(variant.spec)), str(variant.head_dim), "parts" if variant.parts else ""
-    )
+    kind = "source of parts" if variant.parts else "source" if variant.tangent is None else "source of tangents"
+    key = _key(kind, json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
     stored = _recalled(key, _SOURCE)
     if stored is not None:
         file_name, symbol, text, defines = json.loads(stored)

@@ -49,6 +49,7 @@ def _over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool], sums: boo
         score_by_sqdist=None if by_sqdist is None else rewritten(by_sqdist),
         weight_by_score=None if by_score is None else rewritten(by_score),
         gradients=tuple(_gradient(each, rewritten, sums=sums) for each in variant.gradients),
+        tangent=None if variant.tangent is None else variant.tangent.mapped(rewritten),
         proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if load is not None)),
     )
 
@@ -60,6 +61,7 @@ def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     functions = [variant.score, *([] if weights.weight is None else [weights.weight])]
     roots = [*functions, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
     roots += [part for each in variant.gradients for part in (each.from_score, each.from_weight)]
+    roots += [] if variant.tangent is None else variant.tangent.of_pairs
     found: dict[Expr, None] = {}
     seen: set[Expr] = set()
 

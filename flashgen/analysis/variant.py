@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashgen.analysis.bounds import IndexProof, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
@@ -80,6 +80,28 @@ class CapturedGradient:
 
 
 @dataclass(frozen=True)
+class Tangent:
+    """What tangents change: of the score, of a weight beside what the score changes, and of a row's sink.
+
+    Linear in t_dot, in t_norms (the tangent of |q|² + |k|², where there is a sqdist) and in what stands in the place of
+    captured values, see ``tangent.py``. ``weight`` and ``sink`` are None where nothing changes them.
+    """
+
+    score: Expr
+    weight: Expr | None
+    sink: Expr | None
+
+    @property
+    def of_pairs(self) -> tuple[Expr, ...]:
+        """Those that are computed for each pair."""
+        return (self.score,) if self.weight is None else (self.score, self.weight)
+
+    def mapped(self, rule: _Rule) -> Tangent:
+        """The same with ``rule`` applied to what is computed for each pair."""
+        return replace(self, score=rule(self.score), weight=None if self.weight is None else rule(self.weight))
+
+
+@dataclass(frozen=True)
 class Variant:
     """What a kernel computes for one head dimension; every ``D`` and ``Dv`` is a literal.
 
@@ -89,8 +111,9 @@ class Variant:
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
     they take caches, of which each sequence's last queries are a part of a dense call; ``parts``: kernels are over some
-    of the keys of rows, and write what others are added to, in float32; ``f8``: they multiply q, k and v of 8 bits.
-    Over caches and of 8 bits they have a forward pass alone.
+    of the keys of rows, and write what others are added to, in float32; ``f8``: they multiply q, k and v of 8 bits;
+    ``tangent``: they compute tangents beside o and lse; None: they do not. Over caches, of 8 bits and with tangents
+    they have a forward pass alone.
     """
 
     spec: AttentionSpec
@@ -107,11 +130,12 @@ class Variant:
     cached: bool = False
     parts: bool = False
     f8: bool = False
+    tangent: Tangent | None = None
 
     @property
     def forward_only(self) -> bool:
         """Whether kernels for GPUs have no backward pass."""
-        return self.cached or self.f8
+        return self.cached or self.f8 or self.tangent is not None
 
     @property
     def uses_sqdist(self) -> bool:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.analysis.variant import CapturedGradient, Tangent, Variant
 from flashgen.emit.layout import laid_out
 from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.spelling import c_literal, c_operator, user_name
-from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import D_PROBABILITY, DELTA, INVERSE, PROBABILITY, TOTAL, WEIGHT, Form
@@ -34,6 +35,17 @@ class AddHook(Protocol):
 def by_score(variant: Variant) -> str:
     """A format: what comes through the score of a pair, from one of the score's derivatives."""
     return "fg::chained(d_score, %s)" if variant.has_infinities else "d_score * %s"
+
+
+def tangent_hooks(
+    tangent: Tangent, placement: Placement, hook: AddHook, c_type: str, inputs: str, *, sqdist: bool
+) -> str | None:
+    """Places what tangents change; the code of the sink's, None where nothing changes it."""
+    norms = f", {c_type} t_norms" if sqdist else ""
+    hook("score_tangent", tangent.score, f"{inputs}, {c_type} t_dot{norms}", "What the score changes by")
+    if tangent.weight is not None:
+        hook("weight_tangent", tangent.weight, f", {c_type} s", "What captured values change the weight by")
+    return None if tangent.sink is None else placement.value("sink_tangent", tangent.sink, Level.ROW)
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,20 @@ class WeightCode:
     def gradient(self) -> str:
         """What the backward pass computes, for comments."""
         return self.form.gradient
+
+    @property
+    def tangent(self) -> str:
+        """What forward mode computes, for comments."""
+        return self.form.tangent
+
+    def share(self, weight: str, tangent: str) -> str:
+        """What the tangent of a weight adds to t(lse), but for 1 / Z to the form's degree."""
+        return _spelt(self._share_of_tangent, {PROBABILITY: weight, WEIGHT: tangent})
+
+    @property
+    def _share_of_tangent(self) -> Expr | None:
+        share = self.form.share
+        return WEIGHT if share == literal(1.0) else None if share is None else apply("mul", share, WEIGHT)
 
     def term(self, weight: str) -> str:
         """What a weight adds to its row's total."""

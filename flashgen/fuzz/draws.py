@@ -63,8 +63,9 @@ class CallDraw:
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
     of 8 bits and their factors; of a dense call q, k and v all three are such numbers. With ``order`` 2 derivatives of
-    the second order are judged, too. ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring
-    make it; 0: of one. ``wide``: these are written in float32, whatever q, k and v hold.
+    the second order are judged, too; ``still`` are those of q, k, v and ``captured`` that have no tangent then.
+    ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these
+    are written in float32, whatever q, k and v hold.
     """
 
     head_dim: int
@@ -93,6 +94,7 @@ class CallDraw:
     spare: int = 0
     eight_bits: bool = False
     order: int = 1
+    still: tuple[str, ...] = ()
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
         """The same call of these sequences."""
@@ -293,7 +295,10 @@ def _call(
         converted=chance.random() < 0.08,
     )
     if drawn.seed % _ORDERS == 0 and shape[3] * shape[4] <= _MOST_OF_SECOND_ORDER:
-        drawn = dataclasses.replace(drawn, order=2)  # by a number that is drawn anyhow: all other draws stay
+        # By a number that is drawn anyhow: all other draws stay.
+        own = random.Random(drawn.seed)
+        still = tuple(name for name in ("q", "k", "v", "captured") if own.random() < 0.25)
+        drawn = dataclasses.replace(drawn, order=2, still=still)
     if chance.random() < 0.3:
         return drawn.of_sequences(_lengths(chance, shape))
     if shape[4] and chance.random() < 0.35:

@@ -126,7 +126,7 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
         findings = [*_repeats(op, spec, values, call, own, number), *_bytes(op, spec, case, values, counted, number)]
         ran = kinds(op, spec, call, counted)
         if _is_second(call, values):
-            own |= _second(spec, _calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call.wants)
+            own |= _second(spec, _calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call)
     except EmulatorError as error:
         return Verdict((Finding(f"emulator: {error.kind}", str(error), number),))
     except SpecError as error:  # a GPU's kernels are compiled when a call wants them
@@ -200,7 +200,7 @@ def reference(spec: AttentionSpec, values: Arguments, given: Inputs, call: CallD
 
     learned = dataclasses.replace(values, inputs=given).learned(spec, call.wants)
     found = _results(spec, function, given, learned, call.wants)
-    return found | _second(spec, function, given, learned, call.wants) if _is_second(call, values) else found
+    return found | _second(spec, function, given, learned, call) if _is_second(call, values) else found
 
 
 def dense(spec: AttentionSpec, values: Arguments, given: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -270,14 +270,16 @@ def _is_second(call: CallDraw, values: Arguments) -> bool:
 
 
 def _second(
-    spec: AttentionSpec, function: _Function, given: Inputs, learned: Mapping[str, Tensor], wants: str
+    spec: AttentionSpec, function: _Function, given: Inputs, learned: Mapping[str, Tensor], call: CallDraw
 ) -> Results:
     """Tangents and gradients of gradients; as for gradients one arrives through lse with ``all``."""
+    still = [name for name in learned if (name if name in ("q", "k", "v") else "captured") in call.still]
 
     def of_leaves(leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return function(_with(spec, given, leaves))
 
-    return second_order(of_leaves, learned, given.d_o, given.d_lse if wants == "all" else None)
+    d_lse = given.d_lse if call.wants == "all" else None
+    return second_order(of_leaves, learned, given.d_o, d_lse, still)
 
 
 def _with(spec: AttentionSpec, given: Inputs, leaves: Mapping[str, Tensor]) -> Inputs:

@@ -93,6 +93,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "threads",
         "converted",
         "order",
+        "still",
     ):
         yield replace(call, **{name: getattr(_PLAIN_CALL, name)})
     if not any(call.starts) and not any(call.more):

@@ -8,6 +8,7 @@ With e the score of a pair, w its weight before the row is closed, and sums over
     w = exp(e - m) where ``exponential``, m a running maximum of the row; else the spec's own function of e
     total = Σ term(w)      Z = denominator(total)      P = w / Z      lse = log Z (+ m)
     dw = (dP - delta · share(P)) / Z      with share(P) = ∂Z/∂w and delta = rowsum(dO ∘ O) - d(lse)
+    t(lse) = Σ share(P) tw / Z            where weights change by tw; tP = tw / Z - P t(lse)
 
 A form without a denominator has P = w, dw = dP and no lse. Masked pairs have P = 0 in every form, dropout acts on P,
 and a sink is one more exponential in the total of an exponential form.
@@ -44,13 +45,14 @@ class Form:
     ``WEIGHT``, ``denominator`` over ``TOTAL``, ``share`` over ``PROBABILITY``; all None where rows have no denominator.
     ``degree``: the power of Z that is the total, so that those of a row's parts add up.
     ``formula`` is P for comments, ``{}`` the weight's expression, and ``with_sink`` the same with a sink; ``gradient``
-    is what the backward pass computes. ``needs`` completes "'word' needs …".
+    is what the backward pass computes, ``tangent`` what those of o and lse are. ``needs`` completes "'word' needs …".
     """
 
     name: str
     word: str
     formula: str
     gradient: str
+    tangent: str
     exponential: bool = False
     with_sink: str = ""
     term: Expr | None = None
@@ -91,6 +93,7 @@ class Form:
         return (f"{self.word}({{}})" if self.word else "{}",)
 
 
+_T_O = "tO = tP V + P tV"
 _DELTA = "delta = rowsum(dO ∘ O) - d(lse)   dP = dO Vᵀ"
 
 SOFTMAX = Form(
@@ -100,6 +103,7 @@ SOFTMAX = Form(
     formula="P = exp(S) / Σ exp(S)",
     with_sink="P = exp(S) / (exp({}) + Σ exp(S))",
     gradient=f"P = exp(S - lse)   {_DELTA}   dS = P ∘ (dP - delta)",
+    tangent=f"t(lse) = rowsum(P ∘ tS)   {_T_O}   tP = P ∘ (tS - t(lse))",
     term=WEIGHT,
     denominator=TOTAL,
     share=literal(1.0),
@@ -109,6 +113,7 @@ NORMALIZE = Form(
     word="normalize",
     formula="P = w / Σ w, w = {}",
     gradient=f"P = w(S) / Z   {_DELTA}   dS = w'(S) ∘ (dP - delta) / Z",
+    tangent=f"t(lse) = rowsum(tw) / Z   {_T_O}   tP = tw / Z - P t(lse)   tw = w'(S) ∘ tS",
     term=WEIGHT,
     denominator=TOTAL,
     share=literal(1.0),
@@ -119,6 +124,7 @@ NORMALIZE2 = Form(
     word="normalize2",
     formula="P = w / √(Σ w²), w = {}",
     gradient=f"P = w(S) / Z   {_DELTA}   dS = w'(S) ∘ (dP - delta P) / Z",
+    tangent=f"t(lse) = rowsum(P ∘ tw) / Z   {_T_O}   tP = tw / Z - P t(lse)   tw = w'(S) ∘ tS",
     term=apply("mul", WEIGHT, WEIGHT),
     denominator=apply("sqrt", TOTAL),
     share=PROBABILITY,
@@ -130,6 +136,7 @@ POINTWISE = Form(
     word="",
     formula="P = {}",
     gradient="P = w(S)   dP = dO Vᵀ   dS = w'(S) ∘ dP",
+    tangent=f"{_T_O}   tP = w'(S) ∘ tS",
 )
 
 FORMS: Mapping[str, Form] = MappingProxyType({each.name: each for each in (SOFTMAX, NORMALIZE, NORMALIZE2, POINTWISE)})

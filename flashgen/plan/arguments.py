@@ -16,7 +16,7 @@ from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import F8, OPERANDS, Operand, Rows
+from flashgen.plan.operands import F8, OPERANDS, TANGENTS, Operand, Rows
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
@@ -94,6 +94,15 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
     return tuple(fields)
+
+
+def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels of forward mode; the spec is one ``with_tangents``."""
+    fields = argument_fields(spec)
+    varying = sum(each.varies for each in fields)
+    rows = [dataclasses.replace(_operand(each), varies=True) for each in TANGENTS.values()]
+    strides = [Field(name, "i64") for each in TANGENTS.values() for name in each.stride_fields]
+    return (*fields[:varying], *rows, *fields[varying:], *strides)
 
 
 # Of ragged batches: where sequences begin among which rows, and as long as one may be.

@@ -78,7 +78,8 @@ class Explanation:
     """What an op runs for a call. ``device`` is its name, ``target`` what kernels were generated for ("cpu", "sm_90a").
 
     ``passes`` is empty where no kernel runs; ``reasons`` then say what does. ``rejected`` are tiles that were passed
-    over. ``derivatives`` say what computes tangents, derivatives of gradients, and the samples of ``torch.vmap``.
+    over. ``derivatives`` say what computes tangents, derivatives of gradients, and the samples of ``torch.vmap``;
+    ``jvp``: the kernel of tangents, None where there is none.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Explanation:
     reasons: tuple[str, ...]
     rejected: tuple[Rejection, ...] = ()
     derivatives: tuple[str, ...] = ()
+    jvp: ExplainedPass | None = None
 
     @property
     def forward(self) -> ExplainedPass:
@@ -119,6 +121,7 @@ class Explanation:
         lines += [each.describe() for each in self.passes]
         lines += ["why", *(f"  {reason}" for reason in self.reasons)] if self.reasons else []
         lines += ["derivatives", *(f"  {each}" for each in self.derivatives)] if self.derivatives else []
+        lines += [f"  {line}" for line in self.jvp.describe().splitlines()] if self.jvp is not None else []
         if self.rejected:
             lines.append("passed over")
             lines += [f"  {each.pass_name} {each.Br} × {each.Bc}: {each.reason}" for each in self.rejected]

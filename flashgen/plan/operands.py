@@ -1,9 +1,9 @@
 """Operands: the tensors of rows that kernels read and write, each declared once.
 
 Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``), of
-calls over some of the keys (``PARTS``) and of q, k and v of 8 bits (``F8``).
-An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of
-``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
+calls over some of the keys (``PARTS``) and of q, k and v of 8 bits (``F8``); ``TANGENTS``, what forward mode has beside
+them. An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields
+of ``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
 shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
 """
 
@@ -186,6 +186,17 @@ _OPERANDS = (
     Operand("dv", KEYS, Width.V, is_written=True, says="contiguous"),
 )
 OPERANDS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _OPERANDS})
+# What kernels of forward mode read and write beside them; those that are read are null where nothing changes.
+_TANGENTS = (
+    Operand("t_q", QUERIES, Width.QK, Rows.STRIDED, says="the tangent of q; null: 0"),
+    Operand("t_k", KEYS, Width.QK, Rows.STRIDED, says="of k; null: 0"),
+    Operand("t_v", KEYS, Width.V, Rows.STRIDED, says="of v; null: 0"),
+    Operand("t_o", QUERIES, Width.V, is_written=True, says="contiguous"),
+    Operand(
+        "t_lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null where it is not wanted"
+    ),
+)
+TANGENTS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _TANGENTS})
 _PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED}
 # In ragged batches k and v of a sequence lie behind those of the one before, and so does all else; what is one number a
 # row is by heads, as lse is given out.

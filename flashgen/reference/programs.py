@@ -71,6 +71,14 @@ class Program:
         """Its Jacobian-vector product: the inputs, then tangents of ``moving``, to tangents of the outputs."""
         return Program(self.inputs, self.outputs, (*self.steps, Forward(tuple(moving))))
 
+    @property
+    def moved(self) -> tuple[int, ...] | None:
+        """Where it is forward mode of what nothing else differentiates, the inputs that move; else None."""
+        match self.steps:
+            case (Forward(moving=moving),):
+                return moving
+        return None
+
     def taken(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What belongs to all inputs and all outputs, of what belongs to those that nothing differentiates."""
         ins, outs = tuple(of_inputs), tuple(of_outputs)

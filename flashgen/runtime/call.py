@@ -28,7 +28,7 @@ from flashgen.reference.dense import constant_number, drop_probability, param_va
 from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.kernel import Kernel, KernelProvider, Prepared
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Prepared
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 
@@ -290,7 +290,7 @@ def check_probability(name: str, probability: float) -> None:
         raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
 
 
-def is_readable(kernel: Kernel, x: Tensor) -> bool:
+def is_readable(kernel: Kernel | JvpKernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     if x.data_ptr() % kernel.row_alignment:
         return False

@@ -21,7 +21,7 @@ import torch
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.operands import Operand
 from flashgen.runtime import driver_maps
-from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
+from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
@@ -104,6 +104,7 @@ class CudaKernel:
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
+    jvp: Callable[[], JvpKernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -86,22 +86,38 @@ class Derivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> Any:
-        op, program, rest = ctx.how
+        op, program, rest = ctx.how[:3]
         return (None, *gradients_of(op, program, ctx.saved_tensors, arriving, ctx.needs_input_grad[1:], rest))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        op, program, rest = ctx.how
+        op, program, rest = ctx.how[:3]
         return tangents_of(op, program, ctx.saved_tensors, tangents, rest)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: tuple[Registered, Program, Rest], *values: Any) -> Any:
-        op, program, rest = how
+        op, program, rest = how[:3]
         tensors = values[: op.signature.tensor_arguments]
         axes = None
         if folds(op.batch, op.signature, tensors, rest):
             axes = program.taken(op.batch.inputs or (), op.batch.outputs[: len(program.outputs)])
         return mapped(lambda *own: derive(op, program, own, rest), info, in_dims[1:], values, axes)
+
+
+class Known(Derivative):
+    """The same of outputs that have been computed: they stand behind the rest."""
+
+    @staticmethod
+    def forward(how: tuple[Registered, Program, Rest, tuple[Tensor, ...]], *_: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return how[3]
+
+
+def known(
+    op: Registered, program: Program, values: Sequence[Any], rest: Rest, outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The outputs of a program, differentiable any number of times."""
+    found: tuple[Tensor, ...] = Known.apply((op, program, rest, outputs), *values)  # type: ignore[no-untyped-call]
+    return found
 
 
 class AttentionBackward(torch.autograd.Function):

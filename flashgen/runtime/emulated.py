@@ -23,7 +23,7 @@ from flashgen.plan.launches import PassLaunches
 from flashgen.plan.operands import Operand
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
 from flashgen.runtime.extents import extents
-from flashgen.runtime.kernel import ArgumentLayout, Kernel, PassName, Prepared, Step, Values
+from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
@@ -34,7 +34,10 @@ _LINE = 128  # bytes: what alignment a kernel can depend on, and more
 _WORDS: Mapping[str, Any] = {"uint32_t": ctypes.c_uint32, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
 _NAN = b"\xff"  # in every float format
 # What each pass writes whole; it adds to the gradients of captured values, and reads everything else.
-_WRITTEN: Mapping[PassName, tuple[str, ...]] = {"forward": ("o", "lse", "lse_parts"), "backward": ("dq", "dk", "dv")}
+_WRITTEN: Mapping[PassName, tuple[str, ...]] = {
+    "forward": ("o", "lse", "lse_parts", "t_o", "t_lse"),
+    "backward": ("dq", "dk", "dv"),
+}
 
 _RECORDS: contextvars.ContextVar[list[Counted] | None] = contextvars.ContextVar("flashgen_counted", default=None)
 
@@ -86,6 +89,7 @@ class EmulatedKernel:
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
+    jvp: Callable[[], JvpKernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -17,15 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, contiguous_format, empty_like
 
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
 from flashgen.reference.programs import Place, Program
-from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
+from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, is_readable
 from flashgen.runtime.conversion import check_scalar
-from flashgen.runtime.kernel import Kernel, KernelProvider, LibraryKernel, Prepared, Values
-from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.forward_mode import ForwardMode, Moved
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, Prepared, Values, takes_tangents
+from flashgen.runtime.plain import NoMemoryError, lies_in_memory, with_memory
 from flashgen.runtime.signature import DENSE, Form, Signature
 
 # Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
@@ -240,6 +241,11 @@ class Engine:
         """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
         return tiled.program_of(self.spec, self.signature.tensor_arguments)
 
+    @functools.cached_property
+    def forward_mode(self) -> ForwardMode:
+        """What runs kernels of tangents."""
+        return ForwardMode(self.spec)
+
     @property
     def derives(self) -> str:
         """What runs programs, in words."""
@@ -247,6 +253,16 @@ class Engine:
             return "the dense formula by PyTorch's operators, matrices of all pairs"
         pairs = min(self._pairs, tiled.DERIVATIVE_PAIRS)
         return f"tiled path by PyTorch's operators, slices of {pairs:,} pairs; linear memory"
+
+    @property
+    def moves(self) -> str:
+        """What computes tangents, in words."""
+        taken = {device.upper(): takes_tangents(provider) for device, provider in self.kernels.items()}
+        said = [f"on {device} {what}" for device, what in taken.items() if what]
+        if not said:
+            kernels = "" if self._pairs is None else "; there is no kernel of forward mode for it"
+            return f"{self.derives}{kernels}"
+        return f"a kernel of forward mode, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
 
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
@@ -272,8 +288,48 @@ class Engine:
             for problem, view in self._viewed(tensors, rest):
                 own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
                 parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
-                tiled.derive(problem, program, own, parts)
+                if not self._moved_by_kernel(problem, program, own, parts, rest):
+                    tiled.derive(problem, program, own, parts)
         return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
+
+    def _moved_by_kernel(
+        self, problem: tiled.Problem, program: Program, values: Sequence[Any], parts: Sequence[Tensor], rest: Rest
+    ) -> bool:
+        """Write the tangents of a problem's results to ``parts``, where a kernel computes what the program is."""
+        kernel = None if program.moved is None else self._forward_kernel(problem)
+        if kernel is None or program.moved is None:
+            return False
+        count = len(program.inputs)
+        by_input = dict(zip(program.moved, with_memory(values[count:]), strict=True))
+        tangents = [by_input.get(n) for n in range(len(problem.inputs))]
+        if not lies_in_memory((*values[:count], *tangents)):
+            return False
+        found = self.forward_mode.run(kernel, problem, tangents, deterministic=rest[1])
+        for part, x in zip(parts, (found.t_o, found.t_lse), strict=False):
+            if x is not None:
+                part.copy_(x)
+        return True
+
+    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
+        """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
+        if self.form is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
+            return None
+        for problem, _ in self._viewed(tensors, rest):
+            kernel = self._forward_kernel(problem)
+            if kernel is not None:
+                moves = tangents[: self.signature.inputs]
+                return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
+        return None
+
+    def _forward_kernel(self, problem: tiled.Problem) -> JvpKernel | None:
+        """The kernel of forward mode that takes a problem, if there is one."""
+        q = problem.q
+        provider = self.kernels.get(q.device.type)
+        if provider is None or q.dtype not in ELEMENTS:
+            return None
+        kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
+        found = None if kernel is None or kernel.jvp is None else kernel.jvp()
+        return found if found is not None and ELEMENTS[q.dtype] in found.elements else None
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
         """The dense problems of a call that have pairs, and what each of them sees of a tensor of the call."""

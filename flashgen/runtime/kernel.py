@@ -8,6 +8,7 @@ Calls release the interpreter lock. Nothing here imports torch.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,10 @@ class Kernel(Protocol):
     def f8(self) -> Callable[[], Kernel] | None:
         """The same for the one that multiplies q, k and v of 8 bits."""
 
+    @property
+    def jvp(self) -> Callable[[], JvpKernel] | None:
+        """What gives the one of forward mode, whose fields are ``tangent_fields``; None: there is none such."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -109,9 +114,29 @@ class Kernel(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class JvpKernel:
+    """Forward mode of one spec at one head dimension: a pass of its own, as it has other fields.
+
+    ``prepare`` gives the pass for every call that differs in fields that vary alone; ``elements`` are the codes of the
+    types that it takes, the rest as of a ``Kernel``.
+    """
+
+    layout: ArgumentLayout
+    prepare: Callable[[Values], Prepared]
+    elements: tuple[int, ...]
+    row_alignment: int
+    reads: Callable[[Sequence[int], Sequence[int], int], bool]
+
+
 # The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
 # where the reference stands in.
 KernelProvider = Callable[[HeadDim, int], Kernel | None]
+
+
+def takes_tangents(provider: KernelProvider | None) -> str:
+    """What the kernels of forward mode take that those of a provider lead to, as it says itself; empty: none."""
+    return str(getattr(provider, "takes_tangents", ""))
 
 
 @dataclass(frozen=True)
@@ -145,6 +170,7 @@ class LibraryKernel:
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
+    jvp: Callable[[], JvpKernel] | None = None
 
     @classmethod
     def load(
@@ -158,15 +184,7 @@ class LibraryKernel:
         Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
         """
         library = load_library(path)
-
-        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
-            try:
-                found = library[f"{symbol}_{name}"]
-            except AttributeError:
-                raise OSError(f"'{path}' has no function '{symbol}_{name}'") from None
-            found.restype = result
-            return found
-
+        function = functools.partial(_function, library, path, symbol)
         return cls(
             ArgumentLayout(fields),
             function("forward", None),
@@ -183,8 +201,8 @@ class LibraryKernel:
             else None,
         )
 
-    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002
-        return shape[-1] < 2 or strides[-1] == 1
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+        return _reads(shape, strides, element_bytes)
 
     def prepare_ragged(self, name: PassName, values: Values, ragged: bytes) -> Prepared | None:
         """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
@@ -203,7 +221,39 @@ class LibraryKernel:
             return self.choose(self.layout.named(values)).prepare(name, values)
         is_forward = name == "forward"
         workspace = self.forward_workspace if is_forward else self.backward_workspace
-        call, pack = self.forward if is_forward else self.backward, self.layout.pack_varying
-        whole = self.layout.pack(*values)
-        settled = whole[len(pack(*values[: self.layout.varying])) :]
-        return Prepared(workspace(whole), lambda varying: call(pack(*varying) + settled))
+        return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
+
+
+def load_jvp(path: Path, symbol: str, fields: Sequence[Field]) -> JvpKernel:
+    """Load the functions ``symbol_jvp`` and ``symbol_jvp_workspace``. Raises as ``LibraryKernel.load`` does."""
+    function = functools.partial(_function, load_library(path), path, symbol)
+    layout, run, workspace = ArgumentLayout(fields), function("jvp", None), function("jvp_workspace", ctypes.c_int64)
+
+    def prepare(values: Values) -> Prepared:
+        return _prepared(layout, run, workspace, values)
+
+    return JvpKernel(layout, prepare, elements=(0, 1, 2), row_alignment=1, reads=_reads)
+
+
+def _reads(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG001 - as a kernel's
+    return shape[-1] < 2 or strides[-1] == 1
+
+
+def _function(
+    library: ctypes.CDLL, path: Path, symbol: str, name: str, result: type[ctypes.c_int64] | None
+) -> Callable[..., int]:
+    try:
+        found = library[f"{symbol}_{name}"]
+    except AttributeError:
+        raise OSError(f"'{path}' has no function '{symbol}_{name}'") from None
+    found.restype = result
+    return found
+
+
+def _prepared(
+    layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
+) -> Prepared:
+    """A function of the packed arguments, all of which but those that vary are settled."""
+    pack, whole = layout.pack_varying, layout.pack(*values)
+    settled = whole[len(pack(*values[: layout.varying])) :]
+    return Prepared(workspace(whole), lambda varying: call(pack(*varying) + settled))

@@ -22,6 +22,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -56,6 +57,11 @@ def is_plain(tensors: Sequence[Any]) -> bool:
 def is_what_it_seems(tensors: Sequence[Any]) -> bool:
     """Whether these tensors, which look plain, have memory. To ask before each call costs a tenth of a small one."""
     return all(x is None or _has_memory(x) for x in tensors)
+
+
+def lies_in_memory(tensors: Sequence[Any]) -> bool:
+    """Whether all of these tensors are what they store, and nothing notes down what is done with them."""
+    return get_proxy_mode() is None and all(x is None or (type(x) in _PLAIN and _has_memory(x)) for x in tensors)
 
 
 def _has_memory(x: Any) -> bool:

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library
 
+from flashgen.runtime import duals
 from flashgen.runtime.call import Rest
 from flashgen.runtime.conversion import WHOLE, offset_arguments
 from flashgen.runtime.derivatives import AttentionBackward, tangents_of
@@ -68,7 +69,11 @@ class Registered:
     @property
     def derivatives(self) -> tuple[str, ...]:
         """What computes tangents, derivatives of gradients, and the samples of ``torch.vmap``, in words."""
-        return (f"tangents, derivatives of gradients: {self.engine.derives}", f"torch.vmap: {self.batch.describe()}")
+        return (
+            f"tangents: {self.engine.moves}",
+            f"derivatives of gradients and of tangents: {self.engine.derives}",
+            f"torch.vmap: {self.batch.describe()}",
+        )
 
     def attend_below_autograd(self, tensors: Tensors, rest: Rest) -> Attended:
         """The forward operator without its autograd; arguments and results are those of ``Engine.attend``."""
@@ -315,6 +320,11 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
         tensors = dtensor.prepared(op.signature, tensors)
     if not is_compiling():
         tensors = with_memory(tensors)
+    if forward_ad._current_level >= 0 and not is_compiling():
+        kind = Attention if op.signature.has_lse else OutputAlone
+        found = duals.attend(op, tensors, rest, kind.apply)
+        if found is not None:
+            return found if return_lse else found[0]
     if transforming():
         result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:

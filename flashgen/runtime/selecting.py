@@ -21,6 +21,7 @@ from flashgen.reference.programs import Program
 from flashgen.runtime.cached import Cache, CachedChecker
 from flashgen.runtime.call import Rest, check_captured_type, check_shapes
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
+from flashgen.runtime.forward_mode import Moved
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import lengths, unseen_lengths
 from flashgen.runtime.ragged import RaggedChecker
@@ -95,13 +96,37 @@ class SelectingEngine(Engine):
         """What runs programs, in words."""
         return self._formula.derives
 
+    @property
+    def moves(self) -> str:
+        """What computes tangents, in words."""
+        return self.inner.moves
+
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
         return self._formula.likes(program, values)
 
     def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
-        """The outputs of a program, slice by slice on the reference."""
-        return self._formula.derive(program, values, rest)
+        """The outputs of a program: tangents by the lowered spec's engine, all else by the reference."""
+        if program.moved is None:
+            return self._formula.derive(program, values, rest)
+        count = len(program.inputs)
+        inner, own = self.resolved(tuple(values[:count]), rest)
+        moved = inner.program.forward([self._place(n) for n in program.moved])
+        return inner.derive(moved, (*own, *values[count:]), rest)
+
+    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
+        """The same of the lowered spec's engine."""
+        inner, own = self.resolved(tensors, rest)
+        by_place = {self._place(n): x for n, x in enumerate(tangents) if x is not None}
+        return inner.attend_and_move(own, [by_place.get(n) for n in range(len(own))], rest)
+
+    def _place(self, n: int) -> int:
+        """Where an input stands among those of the lowered spec; one with a tangent is no list."""
+        if n < 3:
+            return n
+        if n < self._end:
+            return 3 + self._names.index(self.spec.tensors[n - 3].name)
+        return n + len(self._names) - len(self.spec.tensors)
 
     def _sizes(self, tensors: Tensors, rest: Rest) -> Mapping[str, int]:
         """The sizes of the whole problem. Raises ``ValueError`` where shapes do not fit."""

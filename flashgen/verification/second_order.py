@@ -9,7 +9,7 @@ gradients of its gradients, taken in another; both the same for the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -21,18 +21,22 @@ _TANGENTS, _DIRECTIONS = 7_001, 7_002
 
 
 def second_order(
-    function: Function, learned: Mapping[str, Tensor], d_o: Tensor, d_lse: Tensor | None
+    function: Function,
+    learned: Mapping[str, Tensor],
+    d_o: Tensor,
+    d_lse: Tensor | None,
+    still: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The results above. ``d_lse`` None: no gradient arrives there."""
-    return {**_tangents(function, learned), **_gradients_of_gradients(function, learned, d_o, d_lse)}
+    """The results above. ``d_lse`` None: no gradient arrives there; ``still``: what has no tangent."""
+    moves = {name: _like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
+    return {**_tangents(function, learned, moves), **_gradients_of_gradients(function, learned, d_o, d_lse)}
 
 
-def _tangents(function: Function, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tangents(function: Function, learned: Mapping[str, Tensor], moves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with forward_ad.dual_level():
-        duals = {
-            name: forward_ad.make_dual(x.detach().contiguous(), _like(x, _TANGENTS + n))  # type: ignore[no-untyped-call]
-            for n, (name, x) in enumerate(learned.items())
-        }
+        duals = {name: x.detach() for name, x in learned.items()}
+        for name, tangent in moves.items():
+            duals[name] = forward_ad.make_dual(duals[name].contiguous(), tangent)  # type: ignore[no-untyped-call]
         results = {"t_o": (found := function(duals))[0], "t_lse": found[1]}
         tangents = {
             name: (x, forward_ad.unpack_dual(x).tangent)  # type: ignore[no-untyped-call]

@@ -192,8 +192,11 @@ def test_tiles_of_short_calls_are_right(target: str, text: str, head_dim: int) -
 
 
 def test_what_computes_derivatives() -> None:
-    tangents, samples = flashgen.loads(CAUSAL, backend="cpu").explain(*qkv(30)).derivatives
-    assert "tiled path by PyTorch's operators, slices of 262,144 pairs; linear memory" in tangents
+    told = flashgen.loads(CAUSAL, backend="cpu").explain(*qkv(30))
+    tangents, others, samples = told.derivatives
+    assert tangents.startswith("tangents: a kernel of forward mode, compiled when first asked for")
+    assert told.jvp is not None
+    assert "tiled path by PyTorch's operators, slices of 262,144 pairs; linear memory" in others
     assert samples.startswith("torch.vmap: samples become a part of the batch (B)")
     op = flashgen.loads("attention numbered { head_dim 16  score s + b }", backend="reference")
     found = op.explain(*qkv(30))

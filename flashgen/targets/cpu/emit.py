@@ -24,6 +24,7 @@ from flashgen.emit.context import (
     labels,
     masks_of,
     observed_load,
+    tangent_hooks,
     template_hooks,
     template_values,
     tidy,
@@ -45,10 +46,11 @@ from flashgen.plan.arguments import (
     mask_params,
     mask_sizes,
     param_field,
+    tangent_fields,
 )
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.recipes import keeps_lists
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.version import __version__
 
 # Scores in base 2 that stay below this need no maximum: a sum of 2^20 weights is at most 2^100, and the products of the
@@ -104,12 +106,13 @@ class _Context:
 
     name: str
     symbol: str
+    first_pass: str  # what functions of the forward pass are called, which forward mode is one of
     version: str
     digest: str
     spec_lines: tuple[str, ...]
     formula: str
     head_dim: object
-    plan: CpuPlan
+    plan: CpuPlan | CpuJvpPlan
     primitives: tuple[str, ...]
     parts: bool  # over some of the keys of rows, and no ragged batches
     written: str  # of what element o and gradients are, as code
@@ -137,6 +140,9 @@ class _Context:
     sqdist: bool
     dropout: bool
     sink: str | None
+    tangent: bool  # forward mode: what tangents change, beside o and lse
+    weight_tangent: bool  # captured values change weights beside what scores change
+    sink_tangent: str | None
     gradients: tuple[_Gradient, ...]
     row_gradients: tuple[_Gradient, ...]
     params: tuple[_Param, ...]
@@ -145,15 +151,19 @@ class _Context:
     captured_owned: dict[str, bool]
 
 
-def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
-    """The C++ source of one head dimension; the plan's tiles are its defaults."""
+def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
+    """The C++ source of one head dimension; the plan's tiles are its defaults.
+
+    Forward and backward, or of a variant with a tangent forward mode.
+    """
     variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{'_parts' if variant.parts else ''}"
     context = _context(variant, plan, symbol)
+    suffix = "" if variant.tangent is None else "_jvp"
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
     return KernelSource(
-        file_name=f"{symbol}_cpu.cpp",
+        file_name=f"{symbol}{suffix}_cpu.cpp",
         target="cpu",
         symbol=symbol,
         head_dim=head_dim,
@@ -162,7 +172,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     )
 
 
-def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
+def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
     diagonals = bool(diagonal_values(variant))
@@ -188,9 +198,15 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
     hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
-    if variant.score_by_sqdist is not None:
-        hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    sink_tangent = None
+    if variant.tangent is None:
+        hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
+        if variant.score_by_sqdist is not None:
+            hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    else:
+        sink_tangent = tangent_hooks(
+            variant.tangent, placement, hook, "fg::VecF", pair_inputs, sqdist=variant.uses_sqdist
+        )
     chained = by_score(variant)
     gradients = tuple(
         _gradient(gradient, label, placement, hook, pair, chained)
@@ -211,7 +227,10 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         primitives=_primitives(dropout=spec.dropout is not None),
         parts=variant.parts,
         written="F32" if variant.parts else "a.element",
-        arguments=tuple(declaration(field) for field in argument_fields(spec)),
+        first_pass="forward" if variant.tangent is None else "jvp",
+        arguments=tuple(
+            declaration(field) for field in (argument_fields if variant.tangent is None else tangent_fields)(spec)
+        ),
         hooks=template_hooks(placement.hooks()),
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
@@ -220,7 +239,10 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),
-        heads_are_alike=not diagonals and not keeps_lists(variant) and _heads_are_alike(spec),
+        heads_are_alike=variant.tangent is None
+        and not diagonals
+        and not keeps_lists(variant)
+        and _heads_are_alike(spec),
         diagonals=diagonals,
         pair=pair,
         observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
@@ -235,6 +257,9 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         sqdist=variant.uses_sqdist,
         dropout=spec.dropout is not None,
         sink=sink_code,
+        tangent=variant.tangent is not None,
+        weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
+        sink_tangent=sink_tangent,
         gradients=gradients,
         row_gradients=tuple(each for each in gradients if each.sink_code or each.level == "row"),
         params=tuple(

@@ -14,7 +14,7 @@ from flashgen.runtime.asked import Asked
 from flashgen.targets.cpu import cost as cpu_cost
 from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.products import Products
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.targets.explained import placed, with_prediction
 
 
@@ -54,6 +54,21 @@ def explain_cpu(
         passes=tuple(found),
         reasons=tuple(each for each in (*plan.reasons, *reasons) if each.partition(": ")[0] not in others),
         rejected=tuple(each for each in plan.rejected if each.pass_name in titles),
+    )
+
+
+def explain_jvp(device: Cpu, asked: Asked, plan: CpuJvpPlan, symbol: str) -> ExplainedPass:
+    """The kernel of forward mode, were the call's tangents asked for."""
+    products, tile = plan.of_call(device, asked.element, asked.shape)
+    return ExplainedPass(
+        name="jvp",
+        Br=tile.Br,
+        Bc=tile.Bc,
+        sram_bytes=tile.sram_bytes,
+        multiplies=_cpu_products(products, device),
+        warps=None,
+        stages=None,
+        kernels=(ExplainedKernel(f"{symbol}_jvp", asked.call.threads),),
     )
 
 

@@ -36,10 +36,14 @@ def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, l
     match products, name:
         case Products.VECTORS, "forward":
             sizes = _forward(variant, Br, Bc, lanes)
+        case Products.VECTORS, "jvp":
+            sizes = _jvp(variant, Br, Bc, lanes)
         case Products.VECTORS, _:
             sizes = _backward(variant, Br, Bc, lanes)
         case _, "forward":
             sizes = _matrix_forward(variant, products.parts, Br, Bc, lanes)
+        case _, "jvp":
+            sizes = _matrix_jvp(variant, products.parts, Br, Bc, lanes)
         case _:
             sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
     return {name: size for name, size in sizes.items() if size}
@@ -64,6 +68,16 @@ def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
         "diagonals": _diagonals(variant, Br, Bc, lanes),
     }
     return {name: FLOAT * count for name, count in floats.items()}
+
+
+def _jvp(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The buffers of the forward pass, each with its tangent, of which a row's state has one number."""
+    return _with_tangents(_forward(variant, Br, Bc, lanes), FLOAT * Br)
+
+
+def _with_tangents(sizes: dict[str, int], of_rows: int) -> dict[str, int]:
+    own = {"row state": of_rows, "diagonals": 0}
+    return sizes | {f"{name}, tangents": own.get(name, size) for name, size in sizes.items()}
 
 
 def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
@@ -105,6 +119,12 @@ def _matrix_forward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) 
     }
 
 
+def _matrix_jvp(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The same of forward mode."""
+    rows = _matrix_padded(variant, Br, Bc)[2]
+    return _with_tangents(_matrix_forward(variant, parts, Br, Bc, lanes), FLOAT * rows)
+
+
 def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """The same backward: Q and dO in pairs either way, K and Kᵀ, V, two strips of S and dP, all of P and dS."""
     D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
@@ -132,7 +152,7 @@ def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int) 
     if products is Products.VECTORS:
         return _vector_overhead(variant, Br, Bc)
     border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
-    is_forward = name == "forward"
+    is_forward = name in ("forward", "jvp")
     return border + (_matrix_forward_overhead if is_forward else _matrix_backward_overhead)(products.parts, Br, Bc)
 
 

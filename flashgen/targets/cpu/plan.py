@@ -7,6 +7,7 @@ the one with the least work beside the matrix products is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
@@ -18,7 +19,7 @@ from flashgen.targets.cpu.limits import limits, unused_pins
 from flashgen.targets.cpu.model import buffers, overhead
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.cpu.recipes import USABLE_SRAM, PassToPlan, decisions, pass_to_plan, usable_bytes
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 
 
 def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPlan:
@@ -30,20 +31,28 @@ def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPla
     return replace(found, reasons=chosen.reasons, rejected=chosen.rejected)
 
 
+def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
+    """The plan of forward mode, whose kernel is a library of its own."""
+    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, "jvp") for each in Products])
+    return CpuJvpPlan(
+        spec_name=variant.spec.name,
+        head_dim=str(variant.head_dim),
+        device=device.name,
+        sram_bytes=device.sram_bytes,
+        jvp=tiles[0],
+        matrix_jvp=tiles[1],
+        split_jvp=tiles[2],
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+    )
+
+
 def _plan(variant: Variant, device: Cpu) -> CpuPlan:
     refused = limits(variant)
     if refused:
         raise SpecError(refused, variant.spec.sources)
     passes = [pass_to_plan(variant, products, name) for products in Products for name in ("forward", "backward")]
-    tiles: list[Tiles] = []
-    memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
-    reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
-    rejected: list[Rejection] = []
-    for each in passes:
-        chosen, why, lost = _choose(variant, device, each)
-        tiles.append(chosen)
-        reasons.append(why)
-        rejected += lost
+    tiles, reasons, rejected = _chosen(variant, device, passes)
     reasons += [f"left out: {pin}" for pin in unused_pins(variant)]
     return CpuPlan(
         spec_name=variant.spec.name,
@@ -60,6 +69,22 @@ def _plan(variant: Variant, device: Cpu) -> CpuPlan:
         rejected=tuple(rejected),
         decisions=tuple(decisions(variant, device)),
     )
+
+
+def _chosen(
+    variant: Variant, device: Cpu, passes: Sequence[PassToPlan]
+) -> tuple[list[Tiles], list[str], list[Rejection]]:
+    """The tile of each pass, the reasons, and what was passed over."""
+    tiles: list[Tiles] = []
+    memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
+    reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
+    rejected: list[Rejection] = []
+    for each in passes:
+        chosen, why, lost = _choose(variant, device, each)
+        tiles.append(chosen)
+        reasons.append(why)
+        rejected += lost
+    return tiles, reasons, rejected
 
 
 def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:

@@ -24,7 +24,11 @@ USABLE_SRAM = 0.75
 ROWS = (16, 32, 48, 64, 96, 128)
 COLUMNS = (16, 32, 64, 96, 128)
 # Matrix registers take 32 rows at a time, and what they multiply is laid out for them once a tile.
-MATRIX_ROWS_OF_PASS = {"forward": (32, 64, 96, 128, 192, 256, 384, 512), "backward": (32, 64, 96, 128, 192, 256)}
+MATRIX_ROWS_OF_PASS = {
+    "forward": (32, 64, 96, 128, 192, 256, 384, 512),
+    "jvp": (32, 64, 96, 128, 192, 256),
+    "backward": (32, 64, 96, 128, 192, 256),
+}
 MATRIX_COLUMNS = (32, 64, 96, 128)
 
 

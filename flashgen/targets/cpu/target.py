@@ -19,7 +19,7 @@ from flashgen.runtime.compiler import Binary, CompilerMissing, compile_sources, 
 from flashgen.runtime.cpu_features import needed, system
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
-from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
 from flashgen.targets.cpu.tiles import CpuPlan
 
 
@@ -51,6 +51,16 @@ class CpuTarget:
             return emit_cpu(variant, plan_cpu(variant, GENERIC_CPU))
 
         return replace(cpu_source(variant, emitted), defines=plan.defines)
+
+    def emit_jvp(self, variant: Variant) -> KernelSource:
+        """The text of forward mode, of a variant ``with_tangent``, a source of its own."""
+
+        def emitted() -> KernelSource:
+            from flashgen.targets.cpu.emit import emit_cpu
+
+            return emit_cpu(variant, plan_jvp(variant, GENERIC_CPU))
+
+        return replace(cpu_source(variant, emitted), defines=plan_jvp(variant, self.device).defines)
 
     def compile(self, source: KernelSource, plan: CpuPlan, part: Part = WHOLE) -> Binary:  # noqa: ARG002 - a library is whole
         (binary,) = compile_sources([source])

@@ -12,6 +12,16 @@ from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.products import Products, products_of_call
 
 
+def _macros(tiles: Mapping[tuple[Products, str], Tiles]) -> tuple[tuple[str, str], ...]:
+    """Macros of tiles, by how they multiply and what their pass is called in a macro."""
+    kinds = {Products.VECTORS: "", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
+    return tuple(
+        (f"FLASHGEN_{kinds[products]}{name}{axis}", str(size))
+        for (products, name), tile in tiles.items()
+        for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class CpuPlan(Plan):
     """The decisions for one head dimension on the CPU of this name.
@@ -64,14 +74,9 @@ class CpuPlan(Plan):
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
         """The macros that carry the decisions into the generated source."""
-        kinds = {Products.VECTORS: "", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
         passes = {"forward": "", "backward": "BACKWARD_"}
-        return tuple(
-            (f"FLASHGEN_{kind}{passes[name]}{axis}", str(size))
-            for products, kind in kinds.items()
-            for name, tile in self.tiles(products).items()
-            for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
-        )
+        tiles = {(each, passes[name]): tile for each in Products for name, tile in self.tiles(each).items()}
+        return _macros(tiles)
 
     def describe(self) -> str:
         """The plan for people: the choice, its reasons, and the runners-up."""
@@ -92,3 +97,40 @@ class CpuPlan(Plan):
                 lines.append(f"rejected, {pass_name}")
                 lines += [f"  {each.Br:>4} × {each.Bc:<4} {each.reason}" for each in lost]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False)
+class CpuJvpPlan(Plan):
+    """The same of forward mode, whose kernel is a library of its own; the macros are those of the forward pass."""
+
+    device: str
+    jvp: Tiles
+    matrix_jvp: Tiles
+    split_jvp: Tiles
+
+    @property
+    def passes(self) -> Mapping[str, Tiles]:
+        """The tiles by how they multiply."""
+        return {each.of_pass("jvp"): tile for each, tile in self.by_products.items()}
+
+    @property
+    def by_products(self) -> Mapping[Products, Tiles]:
+        """The tiles where numbers are multiplied in this way."""
+        return {Products.VECTORS: self.jvp, Products.BFLOAT16: self.matrix_jvp, Products.SPLIT: self.split_jvp}
+
+    def of_call(self, device: Cpu, element: ElementType, shape: Shape) -> tuple[Products, Tiles]:
+        """How a call multiplies, and its tiles."""
+        products = products_of_call(device, element, shape, self.split_jvp.Br)
+        return products, self.by_products[products]
+
+    @property
+    def elements_apart(self) -> tuple[ElementType, ...]:
+        return (ElementType.F32,)
+
+    def of_element(self, element: ElementType) -> Mapping[str, Tiles]:  # noqa: ARG002 - inside all is float32
+        return {"jvp": self.jvp}
+
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        """The macros that carry the decisions into the generated source."""
+        return _macros({(each, ""): tile for each, tile in self.by_products.items()})

@@ -19,17 +19,21 @@ DIAGONALS = "diagonals"
 def with_diagonals(variant: Variant) -> Variant:
     """The variant as kernels for GPUs compute it; gradients of reads are summed by pairs as before.
 
-    Sequences of a ragged batch have diagonals of their own, as many together as there are rows, and over a cache a pair
-    is looked at once: no table pays.
+    Sequences of a ragged batch have diagonals of their own, as many together as there are rows, over a cache a pair is
+    looked at once, and products of forward mode take three times as long: no table pays.
     """
-    if variant.ragged or variant.cached:
+    if not _has_tables(variant):
         return variant
     return over_diagonals(variant, takes_longer_than_a_read, sums=False)
 
 
 def diagonal_numbers(variant: Variant) -> tuple[Expr, ...]:
     """What lies in memory for each diagonal."""
-    return () if variant.ragged or variant.cached else diagonal_values(with_diagonals(variant))
+    return diagonal_values(with_diagonals(variant)) if _has_tables(variant) else ()
+
+
+def _has_tables(variant: Variant) -> bool:
+    return not (variant.ragged or variant.cached or variant.tangent)
 
 
 def diagonal_indices(variant: Variant) -> frozenset[str]:

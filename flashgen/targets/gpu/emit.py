@@ -27,6 +27,7 @@ from flashgen.emit.context import (
     masks_apart,
     masks_of,
     observed_load,
+    tangent_hooks,
     template_hooks,
     template_values,
     tidy,
@@ -244,6 +245,9 @@ class _Context:
     distance: bool
     dropout: bool
     sink: str | None
+    tangent: bool  # forward mode: what tangents change, beside o and lse
+    weight_tangent: bool  # captured values change weights beside what scores change
+    sink_tangent: str | None
     params: tuple[_Param, ...]
     row_functions: tuple[_RowFunction, ...]
     split_score: bool
@@ -274,6 +278,7 @@ def cuda_symbol(variant: Variant) -> str:
 
 def _form(variant: Variant) -> str:
     kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
+    kinds["_jvp"] = variant.tangent is not None
     return next((kind for kind, holds in kinds.items() if holds), "")
 
 
@@ -322,9 +327,15 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
     hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
-    if variant.score_by_sqdist is not None:
-        hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    sink_tangent = None
+    if variant.tangent is None:
+        hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
+        if variant.score_by_sqdist is not None:
+            hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    else:
+        sink_tangent = tangent_hooks(variant.tangent, placement, hook, "float", pair_inputs, sqdist=variant.uses_sqdist)
+        if sink_tangent is not None:
+            row_functions.append(_RowFunction("sink_tangent", sink_tangent, "What the sink changes by"))
     if sink_code is not None:
         row_functions.append(_RowFunction("sink_score", sink_code, "The sink"))
     chained = by_score(variant)
@@ -359,6 +370,7 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
             warpgroups=warpgroups,
             pieces=pieces is not None,
             sequence_copies=variant.ragged,
+            tangent=variant.tangent is not None,
         ),
         recipe=recipe,
         warpgroups=warpgroups is not None,
@@ -402,6 +414,9 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         distance=placement.measures_distance,
         dropout=has_dropout,
         sink=sink_code,
+        tangent=variant.tangent is not None,
+        weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
+        sink_tangent=sink_tangent,
         params=tuple(
             _Param(
                 param_field(each.name),

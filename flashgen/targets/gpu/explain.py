@@ -71,6 +71,18 @@ def explain_gpu(
     )
 
 
+def explain_jvp(symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | None:
+    """The kernel of forward mode, were its tangents asked for, by the planner's tiles; None: none takes the type."""
+    tiles = plan.by_element.get(asked.element)
+    if tiles is None:
+        return None
+    tile, shape = tiles.forward, asked.shape
+    blocks = shape.batch * shape.heads * -(-shape.q_len // tile.Br)
+    dropped = "_dropout" if asked.values["dropout_threshold"] else ""
+    kernel = ExplainedKernel(f"{symbol}_forward_{asked.element}{dropped}", 32 * tile.warps, blocks, tile.sram_bytes)
+    return replace(_gpu_pass("jvp", tile, GpuPass(plan, (), {})), kernels=(kernel,))
+
+
 def explain_cache(
     name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: Asked, forward: GpuPass, splits: int
 ) -> Explanation:

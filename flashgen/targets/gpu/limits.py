@@ -12,6 +12,17 @@ from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipes import candidates
+from flashgen.targets.gpu.tables import WIDEST_JVP
+
+# A tangent of a score, by which weights are multiplied, may be of any size: float16 ends at 65504.
+ELEMENTS_OF_JVP = (ElementType.BF16, ElementType.F32)
+
+
+def has_jvp(variant: Variant) -> bool:
+    """Whether there are kernels of forward mode: registers hold the sums of O twice up to a head dimension."""
+    is_narrow = max(variant.head_dim.qk, variant.head_dim.v) <= WIDEST_JVP
+    dtypes = variant.spec.dtypes or ELEMENTS_OF_JVP
+    return is_narrow and any(each in dtypes for each in ELEMENTS_OF_JVP)
 
 
 def limits(variant: Variant) -> tuple[Diagnostic, ...]:

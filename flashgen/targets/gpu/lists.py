@@ -20,6 +20,7 @@ from flashgen.plan.arguments import (
     param_field,
     param_place_field,
     ragged_fields,
+    tangent_fields,
 )
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
@@ -42,6 +43,8 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
         return ragged_fields(variant.spec)
     if variant.cached:
         return cached_fields(variant.spec)
+    if variant.tangent is not None:
+        return tangent_fields(variant.spec)
     fields = f8_fields(variant.spec) if variant.f8 else argument_fields(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields

@@ -135,7 +135,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
     Norms are there where the score uses them, signals where tensor copies have some. V of 8 bits is there once more,
-    with its columns as rows.
+    with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
 
     Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
     its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
@@ -147,11 +147,15 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     moves = variant.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
+    tangents = variant.tangent is not None
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("TURNED", "V, turned", variant.f8 * stages * tile_bytes(Dv, Bc, element), "stages * TurnedTile::bytes"),
+        Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
         Part("PARTS", "maxima and sums of rows", divided * FLOAT * tiles.split * Br, "4 * split * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
@@ -163,6 +167,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
         Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
+        Part("T_QQ", "norms", tangents * norms * FLOAT * Br, "4 * BR"),
+        Part("T_KK", "norms", tangents * norms * FLOAT * Bc, "4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),

@@ -17,7 +17,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.limits import limits
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits
 from flashgen.targets.gpu.model import (
     COPYING_REGISTERS,
     FINDING_REGISTERS,
@@ -56,6 +56,8 @@ def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: C
         raise SpecError(refused, variant.spec.sources)
     wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
     wanted = (ElementType.F8E4M3,) if variant.f8 else wanted
+    if variant.tangent is not None:
+        wanted = tuple(each for each in wanted if each in ELEMENTS_OF_JVP)
     plans: list[ElementPlan] = []
     block, multiprocessor = kib(target.block_bytes), kib(target.sm_bytes)
     reasons = [f"{block} of shared memory a block on {target.name}, {multiprocessor} a multiprocessor"]

@@ -40,19 +40,24 @@ def primitives(
     warpgroups: WarpgroupProducts | None = None,
     pieces: bool = False,
     sequence_copies: bool = False,
+    tangent: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches or f8, "parts.cuh": parts}
+    more["products_of_both.cuh"] = tangent
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
     masks = ("standard.cuh", "../../primitives/ranges.h", "observed.cuh", *(("pieces.cuh",) if pieces else ()))
     of_masks = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in masks)
-    return (instructions, *others, *_warpgroup_primitives(warpgroups, sequence_copies), *of_masks)
+    of_warpgroups = _warpgroup_primitives(warpgroups, sequence_copies=sequence_copies, tangent=tangent)
+    return (instructions, *others, *of_warpgroups, *of_masks)
 
 
-def _warpgroup_primitives(products: WarpgroupProducts | None, sequence_copies: bool) -> tuple[str, ...]:
+def _warpgroup_primitives(
+    products: WarpgroupProducts | None, *, sequence_copies: bool, tangent: bool
+) -> tuple[str, ...]:
     if products is None:
         return ()
     elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
@@ -60,9 +65,9 @@ def _warpgroup_primitives(products: WarpgroupProducts | None, sequence_copies: b
     instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
     of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
-    more = {"sequence_copies.cuh": sequence_copies}
+    more = {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": not tangent, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
-    others = ("warpgroup.cuh", "tensor_copies.cuh", *(name for name, is_used in more.items() if is_used))
+    others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 
 

@@ -121,6 +121,8 @@ def recipe_of(variant: Variant) -> Recipe:
 def _lists(variant: Variant, *, observed: bool) -> Lists:
     if variant.ragged or variant.cached:  # lists are of shapes, and those of sequences lie on the device
         return Lists.NONE
+    if variant.tangent is not None:  # to find visits takes little beside six products
+        return Lists.NONE
     if is_irregular(variant.keep):
         return Lists.KEPT
     return Lists.OF_A_CALL if observed else Lists.NONE

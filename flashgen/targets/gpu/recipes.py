@@ -77,6 +77,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     if variant.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
         return Considered(rows_for(variant, table), (rules.FEW_ROWS,))
+    if variant.tangent is not None:
+        table = tables.SINGLE_JVP if element is ElementType.F32 else tables.HALF_JVP
+        return Considered(rows_for(variant, table), (rules.WARPS,))
     if element is ElementType.F32:
         return Considered(rows_for(variant, tables.SINGLE_FORWARD), (rules.WARPS,))
     rows, why = rows_for(variant, tables.HALF_FORWARD), [rules.WARPS]

@@ -118,6 +118,16 @@ SINGLE_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (256, (F(64, 32, 4, 2), F(64, 16, 4, 2), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
     (WIDEST, (_four_share(64, 16, 2), _four_share(32, 16, 2), _four_share(32, 16), _four_share(16, 16))),
 )
+# Forward mode has the sums of O twice, and of scores, too: 16 rows a warp, of few keys.
+WIDEST_JVP = 128
+HALF_JVP: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (F(128, 64, 8, 2), F(128, 32, 8, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (WIDEST_JVP, (F(128, 32, 8, 2), F(128, 32, 8), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+)
+SINGLE_JVP: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (64, (F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
+    (WIDEST_JVP, (F(64, 32, 4), F(32, 16, 2), F(16, 16, 1))),
+)
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
     (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),

@@ -35,6 +35,8 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     others = WARPS.forward(variant, element, on)
     if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
+    if variant.tangent is not None:
+        return others.after(rows_for(variant, tables.HOPPER_JVP), (rules.WARPGROUPS,))
     table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
     if has_whole_rows(variant):
         table, why = tables.HOPPER_WHOLE_FORWARD, (rules.WHOLE_ROWS,)
@@ -77,7 +79,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     if not row.warpgroups:
         return WARPS.complete(variant, recipe, element, row)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
-    if isinstance(row, QueryChoice) or row.split > 1:
+    if isinstance(row, QueryChoice) or row.split > 1 or variant.tangent is not None:
         alike = WARPS.complete(variant, recipe, element, row)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)

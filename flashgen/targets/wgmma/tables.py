@@ -13,7 +13,7 @@ three: 344; at D 128: 128 × 128: 373, 64 × 48 by three: 380. Nothing masked, 1
 
 from __future__ import annotations
 
-from flashgen.targets.gpu.tables import WIDEST, BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import WIDEST, WIDEST_JVP, BackwardChoice, ForwardChoice, QueryChoice
 
 Q = QueryChoice
 
@@ -61,6 +61,10 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
     (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
     (WIDEST, (_HOPPER_DIVIDED,)),
+)
+# Forward mode has the sums of O twice, and of scores, too. Not measured.
+HOPPER_JVP: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
+    (WIDEST_JVP, (ForwardChoice(128, 64, 8, stages=2, warpgroups=True), ForwardChoice(128, 32, 8, 2, warpgroups=True))),
 )
 # The same where the mask relates no queries to keys, so that every row has all tiles.
 HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (

@@ -1,0 +1,126 @@
+"""What tangents of q, k, v and of captured values change: the score, the weights and the sink, symbolically.
+
+Stage: analyse. In: an ``AttentionSpec``; a ``Variant``. Out: the spec with one more tensor or param for each float that
+it captures, which holds the tangent of that one; the variant over it, with its ``Tangent``. The derivatives are those
+that the backward pass uses, from the rows of the operator table. With tq, tk, … for tangents,
+
+    t_dot = tq·k + q·tk      t_norms = 2 q·tq + 2 k·tk
+    tS = ∂score/∂dot t_dot + ∂score/∂|q|² t_norms + Σ ∂score/∂read t(read)
+
+``ir/weights.py`` has what becomes of tS. Kernels are emitted from such a variant as from any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from flashgen.analysis.differentiate import derivatives
+from flashgen.analysis.simplify import simplify
+from flashgen.analysis.variant import Tangent, Variant
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, score_input, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
+from flashgen.ir.types import ScalarType
+
+T_DOT = score_input("t_dot")
+T_NORMS = score_input("t_norms")
+
+
+def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
+    """What the tangents of captured floats are called, by the names of these; tensors, then params."""
+    captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
+    taken = {each.name for each in captured}
+    found: dict[str, str] = {}
+    for each in captured:
+        if _is_float(each):
+            name = f"t_{each.name}"
+            while name in taken:
+                name = f"t_{name}"
+            taken.add(name)
+            found[each.name] = name
+    return found
+
+
+def with_tangents(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with the tangents of its captured floats behind what it captures; no value has a gradient."""
+    names = tangent_names(spec)
+    tensors = [replace(each, name=names[each.name]) for each in spec.tensors if each.name in names]
+    params = [replace(each, name=names[each.name], default=literal(0.0)) for each in spec.params if each.name in names]
+    return replace(
+        spec,
+        schedule=Schedule(),  # which has no word for forward mode
+        tensors=tuple(replace(each, grad=False) for each in (*spec.tensors, *tensors)),
+        params=tuple(replace(each, grad=False) for each in (*spec.params, *params)),
+    )
+
+
+def with_tangent(variant: Variant) -> Variant:
+    """The variant over ``with_tangents`` of its spec, for kernels that compute tangents, and no gradients."""
+    names = tangent_names(variant.spec)
+    weights = variant.weights
+    # As in the variant: what weights do not look at changes nothing, however steep it is.
+    is_looked_at = variant.weight_by_score != literal(0.0)
+    terms = [_product(variant.score_by_dot, T_DOT)]
+    if variant.score_by_sqdist is not None:
+        terms.append(_product(variant.score_by_sqdist, T_NORMS))
+    if is_looked_at:
+        terms += _by_reads(variant.score, names)
+    floats = (each for each in variant.proofs if each.load.tensor in names)
+    of_tangents = (replace(each, load=_load_of(each.load, names)) for each in floats)
+    return replace(
+        variant,
+        spec=with_tangents(variant.spec),
+        gradients=(),
+        tangent=Tangent(
+            score=_sum(terms),
+            weight=None if weights.weight is None else _sum_or_none(_by_reads(weights.weight, names)),
+            sink=None if weights.sink is None else _sum_or_none(_by_reads(weights.sink, names)),
+        ),
+        proofs=(*variant.proofs, *of_tangents),
+    )
+
+
+def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:
+    """∂root/∂read t(read), of every distinct read of a float."""
+    reads: list[Load | Symbol] = []
+    for node in walk(root):
+        match node:
+            case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in names:
+                reads.append(node)
+    slopes = derivatives(root, reads)
+    for read in reads:
+        yield _product(slopes[read], _tangent_of(read, names))
+
+
+def _tangent_of(read: Load | Symbol, names: Mapping[str, str]) -> Load | Symbol:
+    """What stands for the tangent of a read."""
+    if isinstance(read, Load):
+        return _load_of(read, names)
+    return replace(read, name=names[read.name])
+
+
+def _load_of(read: Load, names: Mapping[str, str]) -> Load:
+    return replace(read, tensor=names[read.tensor])
+
+
+def _product(slope: Expr, tangent: Expr) -> Expr:
+    return slope if slope == literal(0.0) else apply("mul", slope, tangent)
+
+
+def _sum(terms: list[Expr]) -> Expr:
+    return _sum_or_none(iter(terms)) or literal(0.0)
+
+
+def _sum_or_none(terms: Iterator[Expr]) -> Expr | None:
+    total: Expr | None = None
+    for term in terms:
+        if term != literal(0.0):
+            total = term if total is None else apply("add", total, term)
+    return None if total is None else simplify(total)
+
+
+def _is_float(captured: CapturedTensor | Param) -> bool:
+    if isinstance(captured, Param):
+        return captured.type is ScalarType.FLOAT
+    return captured.element.is_floating
