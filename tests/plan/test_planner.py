@@ -152,16 +152,19 @@ def test_large_head_dimensions_have_tiles(head_dim: str, target: str) -> None:
         assert tiles.sram_bytes <= GPUS[target].block_bytes
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "by_warpgroups"), [("384", True), ("512", True), ("576/512", True), ("320", False)]
-)
-def test_two_warpgroups_share_rows_where_a_part_of_v_is_whole_panels(head_dim: str, by_warpgroups: bool) -> None:
+@pytest.mark.parametrize("head_dim", ["300", "384", "448", "512", "576/512"])
+def test_two_warpgroups_share_rows_of_a_large_head_dimension(head_dim: str) -> None:
     plan = planned_for(head_dim, "sm_90a")
     for element, each in plan.by_element.items():
-        assert each.forward.warpgroups is (by_warpgroups and element is not ElementType.F32)
+        assert each.forward.warpgroups is (element is not ElementType.F32)
         assert each.forward.split > 1
         assert not each.backward.warpgroups
-    assert f"divided among 2 {'warpgroups' if by_warpgroups else 'warps'}" in {each.choice for each in plan.decisions}
+    assert "divided among 2 warpgroups" in {each.choice for each in plan.decisions}
+
+
+def test_registers_hold_whole_rows_up_to_320() -> None:
+    tiles = planned_for("320", "sm_90a").by_element[ElementType.BF16].forward
+    assert (tiles.warpgroups, tiles.split, tiles.producers) == (True, 1, 4)
 
 
 def test_a_head_dimension_that_no_tile_has_room_for_is_refused_by_name() -> None:

@@ -69,6 +69,26 @@ def test_they_are_what_other_kernels_write_before_it_is_rounded(backend: str, ta
     assert all(each.predicted == each.counted for each in moved.values()), moved
 
 
+@pytest.mark.parametrize("head_dim", ["224/160", "160"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_where_warpgroups_divide_columns(head_dim: str, deterministic: bool) -> None:
+    """Each stores its own; what is not rounded is nearer to the formula."""
+    text = f"attention parts_of_columns {{ head_dim {head_dim}  dtype bf16  mask window(60) }}"
+    op = flashgen.loads(text, backend="emulator", target="sm_90a")
+    inputs, tensors = call_of(op, torch.bfloat16)
+    needs, rest = [True] * 3, (OFFSETS, deterministic)
+    o, lse, extreme = op._registered.engine.attend(tensors, rest)
+    rounded = op._registered.engine.gradients(inputs.d_o, (None, o, lse, extreme), tensors, rest, needs)
+    engine = op.engine_of_parts
+    sums = engine.gradients_of_part(inputs.d_o, (None, o.float(), lse, extreme), tensors, rest, needs)
+    leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    exact = op.reference(*leaves, dtype=torch.float64, q_start=20, q_total=90, kv_total=90)
+    truths = torch.autograd.grad(exact, leaves, inputs.d_o.double())
+    for truth, wide, narrow in zip(truths, sums, rounded, strict=True):
+        assert wide.dtype is torch.float32
+        assert (wide - truth).norm() < 0.9 * (narrow - truth).norm() < 0.004 * truth.norm()
+
+
 def test_calls_in_float32_take_the_kernels_that_others_take() -> None:
     op = flashgen.loads(TEXT, backend="cpu")
     inputs, tensors = call_of(op, torch.float32)

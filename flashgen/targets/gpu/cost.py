@@ -240,6 +240,8 @@ def _barriers(tiles: AnyTiles) -> int:
     match tiles:
         case BackwardTiles(warpgroups=False, stages=stages, split=split):
             return 3 + (stages == 1) + (split > 1)
+        case BackwardTiles(shares_keys=True):
+            return 3
         case QueryTiles(warpgroups=False, split=split):
             return 3 + (split > 1)
         case ForwardTiles(split=split):

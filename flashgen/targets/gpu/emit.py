@@ -52,6 +52,7 @@ from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.model import (
     BINS,
     F8_TURNERS,
+    MOST_COLUMNS,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
@@ -65,6 +66,7 @@ from flashgen.targets.gpu.model import (
     padded,
     query_layout,
     row_words,
+    spans_of_half,
     visit_list,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts, primitives
@@ -164,7 +166,8 @@ class _Forward:
     ``mapped``: the types whose kernels take maps for tensor copies; ``self_loading``: some have no warps of their own
     to copy; ``has_producers``: some have them; ``begins_next``: some begin with the next query tile while they work on
     one;
-    ``shows_columns``: what the mask reads by column comes with the tile; ``divided``: warps share rows.
+    ``shows_columns``: what the mask reads by column comes with the tile; ``divided``: warps share rows; ``wide``: V has
+    more columns than a product of warpgroups.
     """
 
     mapped: tuple[str, ...]
@@ -173,6 +176,7 @@ class _Forward:
     begins_next: bool
     shows_columns: bool
     divided: bool
+    wide: bool
     memory: Printed
 
 
@@ -183,7 +187,8 @@ class _Backward:
     ``persistent``: the types where those that add up dQ take one key tile after another.
 
     ``shows_rows``: what the mask reads by row comes with what rows carry; ``divided``: warps share the rows of dQ, and
-    of those that share keys some may weigh none.
+    of those that share keys some may weigh none; ``shares_keys``: two warpgroups share 64 keys; ``dq_in_halves``:
+    they have half of the columns of dQ each.
     """
 
     mapped: tuple[str, ...]
@@ -191,6 +196,8 @@ class _Backward:
     begins_next: bool
     shows_rows: bool
     divided: bool
+    shares_keys: bool
+    dq_in_halves: bool
     memory: Printed
 
 
@@ -490,6 +497,7 @@ def _forward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Forward:
         begins_next=any(each.forward.begins_next for each in persistent),
         shows_columns=bool(persistent and recipe.observed_columns),
         divided=any(each.forward.split > 1 for each in plan.elements),
+        wide=padded(variant.head_dim.v) > MOST_COLUMNS,
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
     )
 
@@ -509,8 +517,14 @@ def _backward(variant: Variant, recipe: Recipe, plan: GpuPlan) -> _Backward:
         begins_next=any(each.backward.begins_next for each in persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=any(each.queries.split > 1 for each in plan.elements),
+        shares_keys=any(each.backward.shares_keys for each in plan.elements),
+        dq_in_halves=_has_dq_in_halves(plan),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
     )
+
+
+def _has_dq_in_halves(plan: GpuPlan) -> bool:
+    return any(each.backward.dq_in_halves for each in plan.elements)
 
 
 def _lists(variant: Variant, recipe: Recipe) -> _Lists | None:
@@ -575,14 +589,32 @@ def _warpgroups(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
-            of_o = columns_at_a_time(variant) if variant.f8 else Dv // each.forward.split
-            widths |= {each.forward.weighed or each.forward.Bc, of_o}
-        if each.backward.warpgroups:
+            of_o = (columns_at_a_time(variant),) if variant.f8 else _widths_of_o(Dv, each.element, each.forward)
+            widths |= {each.forward.weighed or each.forward.Bc, *of_o}
+        if each.backward.dq_in_halves:
+            of_dq = spans_of_half(D, each.element)
+            of_keys = (*of_dq, *spans_of_half(Dv, each.element)) if each.backward.shares_keys else (D, Dv)
+            pieces = (min(64, span) for span in of_dq)  # where registers are few
+            widths |= {each.backward.weighed, *of_dq, *of_keys, *pieces}
+        elif each.backward.warpgroups:
             widths |= {each.backward.weighed, D, Dv, D // each.backward.dq_column_groups}
         if each.queries.warpgroups:
             widths |= {each.queries.Bc, D}
     elements = tuple(each.element for each in plan.elements if each.element is not ElementType.F32)
-    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements) if widths else None
+    if not widths:
+        return None
+    spans = _has_dq_in_halves(plan) or any(
+        tiles.warpgroups and (tiles.split > 1 or Dv > MOST_COLUMNS)
+        for tiles in (each.forward for each in plan.elements)
+    )
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans)
+
+
+def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[int, ...]:
+    """The columns of products with V."""
+    if tiles.split > 1:
+        return spans_of_half(Dv, element)
+    return tuple(min(MOST_COLUMNS, Dv - first) for first in range(0, Dv, MOST_COLUMNS))
 
 
 def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
@@ -617,6 +649,7 @@ def _passes(variant: Variant, plan: GpuPlan) -> tuple[_Pass, ...]:
         groups = _role_constants(each.backward) | shared
         groups = groups if with_warpgroups else {}
         own = {"split": each.backward.split, "weighed": each.backward.weighed}
+        own |= {"dq_sent": each.backward.dq_sent or 0} if _has_dq_in_halves(plan) else {}
         backward[name] = constants(each.backward, **own, **groups)
         queries[name] = constants(each.queries)
     return (

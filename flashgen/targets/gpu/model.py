@@ -50,6 +50,7 @@ NOTES = 8  # words for any of these
 VISIT_LIST = WORD * (3 + NOTES) + 2 * WINDOW // 8 + 2 * WINDOW
 SEQUENCE = 5  # words of struct Sequence, beside these in ragged batches: templates/cuda/sequences.cuh.jinja
 COPIED_LIST = 16 + 2 * WINDOW
+MOST_COLUMNS = 256  # of a product of warpgroups
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
 F8_TURNERS = 2  # warps that bring V of 8 bits into the order that products want
@@ -107,6 +108,13 @@ def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
     """A ``SharedTile``: whole panels."""
     width = panel_width(columns, element)
     return -(-columns // width) * width * element.bytes * rows
+
+
+def spans_of_half(columns: int, element: ElementType) -> tuple[int, ...]:
+    """The columns of products of a warpgroup that has half of a tile's: of whole panels, of what is left of each."""
+    width = panel_width(columns, element)
+    panels, rest = divmod(columns, width)
+    return tuple(each for each in (panels // 2 * width, panels % 2 * width // 2, rest // 2) if each)
 
 
 def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -> int:
@@ -196,17 +204,26 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
-    tiles have room for the next one's list of visits.
+    tiles have room for the next one's list of visits. Where warpgroups have halves of dQ, Q alone has stages.
     """
     Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    more = stages if tiles.warpgroups else 1  # of dO and what rows carry
-    ds = (stages if tiles.producers else 1) * (with_dq or split > 1)
+    halves = tiles.dq_in_halves
+    more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
+    ds = (stages if tiles.producers and not halves else 1) * (with_dq or split > 1)
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
     words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
-    dq, next_too = has_producers and with_dq, with_dq and tiles.begins_next
     moves = variant.ragged and with_dq and tiles.persistent
-    signals = copies * (3 if has_producers else 2) * stages * SIGNAL
+    next_too = with_dq and tiles.begins_next
+    dq = Part("DQ", "dQ", has_producers * with_dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP")
+    if tiles.dq_in_halves:
+        dq = Part(
+            "DQ",
+            "dQ",
+            with_dq * FLOAT * Br * 2 * (tiles.dq_sent or 0),
+            "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
+        )
+    signals = copies * (3 if has_producers else 2) * more * SIGNAL
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
         Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
@@ -215,7 +232,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("O", "dO", more * tile_bytes(Br, Dv, element), "more_stages * OTile::bytes"),
         Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
         Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
-        Part("DQ", "dQ", dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP"),
+        dq,
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
@@ -226,6 +243,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
         Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
         Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
+        Part("Q_SIGNALS", "signals", halves * 2 * stages * SIGNAL, "P::tensor_copies * QSignals::bytes", SIGNAL),
     )
     return Layout(parts)
 

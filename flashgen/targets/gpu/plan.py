@@ -155,7 +155,7 @@ def _plan_element(
             sram_bytes=backward_size(backward),
             keys_sram_bytes=backward_layout(variant, element, backward, with_dq=False).bytes,
             dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
-            if backward.warpgroups
+            if backward.warpgroups and not backward.dq_in_halves
             else 1,
             registers=copying[0],
             producer_registers=copying[1],

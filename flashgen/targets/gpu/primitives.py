@@ -25,10 +25,11 @@ C_TYPES: Mapping[ElementType, str] = {
 
 @dataclass(frozen=True)
 class WarpgroupProducts:
-    """What a source multiplies by warpgroups: widths in tiles of 8 columns, and element types."""
+    """What a source multiplies by warpgroups: widths in tiles of 8 columns, element types, and how."""
 
     tiles: tuple[int, ...]
     elements: tuple[ElementType, ...]
+    spans: bool = False  # some have more columns than an instruction, or half of those of a tile
 
 
 def primitives(
@@ -65,7 +66,8 @@ def _warpgroup_primitives(
     instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
     of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
-    more = {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": not tangent, "sequence_copies.cuh": sequence_copies}
+    more = {"warpgroup_spans.cuh": bool(products.spans)}
+    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": not tangent, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
     others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))

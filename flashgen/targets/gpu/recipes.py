@@ -252,6 +252,8 @@ def _problems(choice: AnyChoice) -> Iterator[str]:
             yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
         if choice.Br % (16 * choice.split) and (choice.split == 2 or choice.Br > 16 * choice.split):
             yield "warps that share keys divide the query rows into sixteens"
+        if choice.dq_in_halves and (choice.Br != 64 or choice.warps != 8):
+            yield "two warpgroups divide 64 rows of dQ"
         if choice.Br > 32 * choice.warps:
             yield "there are fewer threads than query rows"
         if choice.stages > 2:

@@ -29,7 +29,8 @@ HARMLESS_WARPGROUP_SPILL = 320
 # A register too many is stored once and loaded once. Measured: 128 × 128 spills 1,276 bytes and 64 × 128, whose warps
 # keep 64 numbers less, 636.
 _SPILLED_BYTES = 8
-_FREE = ("Br", "Bc", "stages", "q_in_registers", "split")  # in which tiles differ that have as many registers a thread
+# In which tiles differ that have as many registers a thread.
+_FREE = ("Br", "Bc", "stages", "q_in_registers", "split", "dq_sent")
 
 AnyTiles = ForwardTiles | BackwardTiles | QueryTiles
 
@@ -44,7 +45,8 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
             if variant.f8:  # P, and what it sums up of a tile
                 numbers += pairs // 4 + tiles.Br * columns_at_a_time(variant)
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
-            pairs = max(pairs, tiles.weighed * tiles.split * tiles.Bc)  # warps that weigh none have room, too
+            at_a_time = tiles.weighed * tiles.split * tiles.Bc
+            pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too
             numbers = tiles.Bc * (D + Dv) + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
         case QueryTiles() | QueryChoice():  # dQ, S, dP

@@ -43,7 +43,8 @@ class BackwardChoice:
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring Q and dO; a block that adds up dK, dV and dQ may be ``persistent``: it takes one
     key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
-    queries whose scores a warp has in registers at a time.
+    queries whose scores a warp has in registers at a time. ``dq_sent``: of two warpgroups that have half of dQ's
+    columns each, as many leave by way of shared memory, at most; None where all do.
     """
 
     Br: int
@@ -58,6 +59,17 @@ class BackwardChoice:
     persistent: bool = False
     begins_next: bool = False
     weighed: int = 0
+    dq_sent: int | None = None
+
+    @property
+    def dq_in_halves(self) -> bool:
+        """Whether two warpgroups have half of the columns of dQ each, wherever panels end."""
+        return self.warpgroups and self.dq_sent is not None
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two warpgroups share 64 keys."""
+        return self.warpgroups and self.split > 1
 
 
 @dataclass(frozen=True)

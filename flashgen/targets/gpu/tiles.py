@@ -81,7 +81,9 @@ class BackwardTiles(Tiles):
     warpgroups share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
     ``tensor_copies``: these bring Q and dO, and one thread starts them. Blocks that add up dQ, too, may be
     ``persistent``: they take one key tile after another; ``begins_next``: the list of the next one comes while this one
-    is worked on. ``weighed``: queries whose scores a warp has in registers at a time.
+    is worked on. ``weighed``: queries whose scores a warp has in registers at a time. Where two warpgroups have half of
+    dQ's columns each, there is one stage of dO and dS, and ``dq_sent`` of these columns leave by way of shared memory;
+    None where all of dQ does.
     """
 
     warps: int
@@ -96,13 +98,25 @@ class BackwardTiles(Tiles):
     persistent: bool = False
     begins_next: bool = False
     weighed: int = 0
+    dq_sent: int | None = None
     registers: int = 0
     producer_registers: int = 0
 
     @property
+    def dq_in_halves(self) -> bool:
+        """Whether two warpgroups have half of the columns of dQ each, wherever panels end."""
+        return self.warpgroups and self.dq_sent is not None
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two warpgroups share 64 keys, each with half of the columns of dK, dV and dQ."""
+        return self.warpgroups and self.split > 1
+
+    @property
     def kind(self) -> tuple[str, ...]:
         if self.warpgroups:
-            return _of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies)
+            shared = ("split head dimension",) if self.shares_keys else ()
+            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *shared)
         split = ("split head dimension",) if self.split > 1 else ()
         return ("warps", f"{self.stages} stage{'s' * (self.stages > 1)}", *split)
 

@@ -17,7 +17,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
-from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
@@ -60,7 +60,9 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
         table, why = tables.HOPPER_BACKWARD, (rules.LONG_ROWS,)
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_BACKWARD, (rules.SMALL_BLOCKS,)
-    return others.after(rows_for(variant, table), why)
+    rows = rows_for(variant, table)
+    rows = [row for row in rows if not row.dq_in_halves or _divides_dq(variant, element, row)]
+    return others.after(rows, why)
 
 
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
@@ -79,6 +81,8 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     if not row.warpgroups:
         return WARPS.complete(variant, recipe, element, row)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
+    if isinstance(row, BackwardChoice) and row.dq_in_halves:
+        return _with_halves_of_dq(variant, recipe, row, products)
     if isinstance(row, QueryChoice) or row.split > 1 or variant.tangent is not None:
         alike = WARPS.complete(variant, recipe, element, row)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
@@ -111,6 +115,29 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     )
 
 
+def _with_halves_of_dq(
+    variant: Variant, recipe: Recipe, row: BackwardChoice, products: Decision
+) -> Candidate[BackwardChoice]:
+    """Two warpgroups that divide dQ: others copy for them, by tensor copies, and a block has one key tile."""
+    sent = min(row.dq_sent or 0, padded(variant.head_dim.qk) // 2)
+    kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
+    divided = ("divided among 2 warpgroups", rules.SHARED_KEYS)
+    if not row.shares_keys:
+        divided = ("whole rows of dK and dV", rules.OWN_KEYS)
+    return Candidate(
+        replace(row, tensor_copies=True, weighed=row.Br // 2, dq_sent=sent),
+        (
+            products,
+            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
+            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            Decision.by("head dimension", *divided),
+            _order_of_keys(variant, recipe, copies=True, has_producers=True),
+            Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
+            Decision.by("weights", *kept),
+        ),
+    )
+
+
 RECIPES = Recipes(forward, backward, queries, complete)
 
 
@@ -126,10 +153,24 @@ def _copies_tensors(variant: Variant, element: ElementType) -> bool:
     return all(width * element.bytes % 16 == 0 for width in widths)
 
 
+def _padded_widths(variant: Variant) -> tuple[int, int]:
+    return padded(variant.head_dim.qk), padded(variant.head_dim.v)
+
+
+def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+    """Whether two warpgroups may have half of dQ's columns each, of whole instructions, and tensor copies for them.
+
+    By whole rows, registers have to hold them beside scores that are weighed before dP is there.
+    """
+    widths = _padded_widths(variant)
+    if variant.ragged or not _copies_tensors(variant, element) or any(width % 32 for width in widths):
+        return False
+    return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and recipe_of(variant).weights_first)
+
+
 def _divides_values(variant: Variant, split: int) -> bool:
-    """Whether parts of V are whole panels, no wider than a product."""
-    width = padded(variant.head_dim.v)
-    return width % (64 * split) == 0 and width <= 256 * split
+    """Whether V has parts of one length."""
+    return padded(variant.head_dim.v) % (16 * split) == 0
 
 
 def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...]:

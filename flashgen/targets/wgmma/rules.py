@@ -80,6 +80,19 @@ ALL_AT_ONCE = Rule(
     "derivatives need the dot product beside the weight: S and dP are there together",
     "each of eight other tiles is slower",
 )
+SHARED_KEYS = Rule(
+    "shared keys",
+    "above D 128 a thread has no registers for dK and dV of 64 keys beside S and dP: two warpgroups share them, each "
+    "with half of the columns, and scores of half a tile's queries; P and dS go through shared memory",
+    "an H100, causal of 8k with forward, D 256: 409 TFLOP/s, half of dQ through shared memory 384; mma.sync 128 (H200)",
+)
+OWN_KEYS = Rule(
+    "own keys",
+    "above D 128 a thread has registers for dK and dV of 64 keys by 320 columns together, beside 32 queries at a time: "
+    "twice the keys of a tile are half of the additions to dQ",
+    "not measured",
+    limit=320,
+)
 WEIGHED_AT_A_TIME = Rule(
     "queries weighed at a time",
     "three blocks a multiprocessor leave registers for 32 queries, where P is formed before dP is there; else 64",

@@ -8,7 +8,9 @@ multiprocessor, or not at all. On an H200, bfloat16, TFLOP/s of the forward pass
 multiprocessor, and without them and several: documents of 900 tokens in 8k at D 64 192 × 96: 144, 64 × 64 by four
 blocks: 232; at D 128 128 × 128: 226, 64 × 48 by three: 283. ALiBi, 2k tokens, at D 64: 192 × 96: 263, 64 × 128 by
 three: 344; at D 128: 128 × 128: 373, 64 × 48 by three: 380. Nothing masked, 16k tokens: D 64 192 × 128: 513,
-64 × 128 by three: 461; D 128 128 × 160: 665, 128 × 128: 605.
+64 × 128 by three: 461; D 128 128 × 160: 665, 128 × 128: 605. On an H100, causal and nothing masked, 8k: D 192/128
+128 × 112: 549 and 697, 128 × 80: 538 and 633, 128 × 128: 538 and 660; D 192 128 × 112: 598, 128 × 80: 510; D 256
+128 × 64: 605 and 756, 128 × 48: 522 and 692; D 320 128 × 48: 575 and 725, 128 × 32: 495.
 """
 
 from __future__ import annotations
@@ -41,12 +43,24 @@ def _hopper_shared_backward(Br: int, blocks: int) -> BackwardChoice:
     return BackwardChoice(Br, 64, 4, stages=2, warpgroups=True, blocks=blocks)
 
 
-# Two warpgroups share 64 rows: each has half of O's columns, and scores of half a tile's keys. Not measured. Counted at
-# 512, shared memory and products together allow 0.8 of the peak, where one warp multiplies 0.47.
+def _hopper_shared_keys(sent: int) -> BackwardChoice:
+    """Two warpgroups share 64 keys: each has half of the columns of dK, dV and dQ, and scores of half a tile's queries.
+
+    As many columns of dQ as shared memory has room for leave by way of it.
+    """
+    return BackwardChoice(64, 64, 8, stages=2, split=2, warpgroups=True, producers=4, dq_sent=sent)
+
+
+def _hopper_halves_of_dq(sent: int) -> BackwardChoice:
+    """Two warpgroups with 64 keys each, by whole rows, where registers hold them; dQ in halves as above."""
+    return BackwardChoice(64, 128, 8, stages=2, warpgroups=True, producers=4, dq_sent=sent)
+
+
+# Two warpgroups share 64 rows: each has half of O's columns, and scores of half a tile's keys. An H100 at 512: 360
+# TFLOP/s, which is what K and V at about 5 TB/s from L2 allow for 64 queries.
 _HOPPER_DIVIDED = ForwardChoice(64, 64, 8, warpgroups=True, split=2)
 
 
-# dK and dV of a larger head dimension leave no registers for S and dP of 64 keys.
 HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (
         64,
@@ -59,7 +73,9 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
         ),
     ),
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
-    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+    (192, (_hopper(128, 112, 8), _hopper(128, 80, 8), _hopper(128, 48, 8))),
+    (256, (_hopper(128, 64, 8), _hopper(128, 48, 8))),
+    (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
     (WIDEST, (_HOPPER_DIVIDED,)),
 )
 # Forward mode has the sums of O twice, and of scores, too. Not measured.
@@ -76,14 +92,17 @@ HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
     (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
-    (256, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+    (192, (_hopper(128, 112, 8), _hopper(128, 80, 8), _hopper(128, 48, 8))),
+    (256, (_hopper(128, 64, 8), _hopper(128, 48, 8))),
+    (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
     (WIDEST, (_HOPPER_DIVIDED,)),
 )
 # The same where they are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     HOPPER_SHORT_FORWARD[0],
     (128, (_hopper_shared(64, 2), _hopper_shared(48, 3), _hopper(128, 64, 8))),
-    *HOPPER_SHORT_FORWARD[2:],
+    (192, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
+    *HOPPER_SHORT_FORWARD[3:],
 )
 # Of 8 bits, where P·V of a tile is summed up by itself: 128 × 128 at D 128 has 208 registers of sums and operands.
 HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
@@ -92,23 +111,23 @@ HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (256, (_hopper_f8(64), _hopper_f8(64, stages=2), _hopper_f8(32, stages=2))),
     (WIDEST, ()),
 )
+# dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever shares them.
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
-    (256, ()),
+    (192, (_hopper_halves_of_dq(0), _hopper_shared_keys(64))),
+    (320, (_hopper_shared_keys(0),)),
     (WIDEST, ()),
 )
 HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_shared_backward(64, 3), _hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8), _hopper_shared_backward(64, 2))),
-    (256, ()),
-    (WIDEST, ()),
+    *HOPPER_BACKWARD[2:],
 )
 HOPPER_BLOCK_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     HOPPER_SHORT_BACKWARD[0],
     (128, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
-    (256, ()),
-    (WIDEST, ()),
+    *HOPPER_BACKWARD[2:],
 )
 HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (128, (Q(128, 64, 8, 2, warpgroups=True),)),

@@ -7,9 +7,15 @@
 
 namespace fg {
 
-// Stores accumulators of 16 rows, whose columns begin at `column`; there are `count` rows.
-template <int width, class To, int n_tiles>
-FG_DEVICE void store_sums(To to, const float (&d)[n_tiles][4], int row, int column, int count) {
+// Where tiles of 8 columns begin that lie side by side.
+struct ColumnsFrom {
+  int first;
+  FG_DEVICE int operator()(int tile) const { return first + 8 * tile; }
+};
+
+// Stores accumulators of 16 rows, whose tiles of columns begin where `column_of` says; there are `count` rows.
+template <int width, class To, class ColumnOf, int n_tiles>
+FG_DEVICE void store_sums(To to, const float (&d)[n_tiles][4], int row, ColumnOf column_of, int count) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = row + fragment_row(2 * half);
@@ -17,7 +23,7 @@ FG_DEVICE void store_sums(To to, const float (&d)[n_tiles][4], int row, int colu
     float* const place = row_of<width>(to, at);
 #pragma unroll
     for (int t = 0; t < n_tiles; ++t) {
-      const int first = column + 8 * t + fragment_column(0);
+      const int first = column_of(t) + fragment_column(0);
       if (first >= width) continue;
       if constexpr (width % 2 == 0) {
         global_store(reinterpret_cast<float2*>(place + first), make_float2(d[t][2 * half], d[t][2 * half + 1]));
