@@ -22,10 +22,9 @@ class Level(Enum):
     DIAGONAL = "diagonal"
     PAIR = "pair"
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether neighbouring rows, which share a vector, see different values."""
-        return self in (Level.ROW, Level.DIAGONAL, Level.PAIR)
+    def is_vector(self, lanes: "Level") -> bool:
+        """Whether values differ within a vector of neighbours of the level ``lanes``, rows or columns."""
+        return self in (lanes, Level.DIAGONAL, Level.PAIR)
 
 
 def level_of_indices(indices: frozenset[str]) -> Level:

@@ -6,8 +6,8 @@ computed once a launch, head, row vector, column and vector of diagonals, as mem
 template.
 
 At row, diagonal and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``);
-elsewhere it is a scalar. The functions of ``templates/cpu/primitives`` are overloaded for both, so that an operator
-prints the same way at every level.
+elsewhere it is a scalar. Where there are few rows, neighbouring columns are the lanes instead. The functions of
+``templates/cpu/primitives`` are overloaded for both, so that an operator prints the same way at every level.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class Hooks:
 class Placement:
     """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``.
 
-    ``vectors`` False, for GPUs: rows are computed one by one, and every value is a scalar; params are members of the
-    launch, which may have to fetch them.
+    ``lanes`` is the level whose neighbours share a vector. None, for GPUs: rows are computed one by one, and every
+    value is a scalar; params are members of the launch, which may have to fetch them.
     """
 
-    def __init__(self, proofs: Sequence[IndexProof], *, vectors: bool = True) -> None:
+    def __init__(self, proofs: Sequence[IndexProof], *, lanes: Level | None = Level.ROW) -> None:
         self._proofs = proofs
-        self._vectors = vectors
+        self._lanes = lanes
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
         self._measures_distance = False
@@ -99,6 +99,13 @@ class Placement:
         """
         return self._measures_distance
 
+    def with_lanes(self, lanes: Level) -> Placement:
+        """One for the same kernel, of other lanes: both have the members of launches and heads together."""
+        other = Placement(self._proofs, lanes=lanes)
+        for level in (Level.LAUNCH, Level.HEAD):
+            other._members[level] = self._members[level]
+        return other
+
     def hooks(self) -> Hooks:
         """What has been placed so far."""
         members = {level: tuple(found.values()) for level, found in self._members.items()}
@@ -107,7 +114,7 @@ class Placement:
     def function(self, name: str, expr: Expr, comment: str = "") -> None:
         """A hook evaluated per pair; where rows are vectors the result is one whatever the level of the expression."""
         lines, result = self._body(expr, Level.PAIR)
-        if self._vectors and (not level_of(expr).is_vector or isinstance(expr, Literal)):
+        if self._lanes and (not self._is_vector(level_of(expr)) or isinstance(expr, Literal)):
             result = f"fg::broadcast({result})"
         c_type = self._c_type(expr.type, Level.PAIR)
         level, reads = level_of(expr), any(level_of(node) is Level.DIAGONAL for node in walk(expr))
@@ -138,7 +145,7 @@ class Placement:
         return ", ".join((f"int64_t({scalar})", *(part for pair in vectors for part in pair)))
 
     def _is_vector(self, level: Level) -> bool:
-        return self._vectors and level.is_vector
+        return self._lanes is not None and level.is_vector(self._lanes)
 
     def _c_type(self, scalar: ScalarType, level: Level) -> str:
         return (_VECTORS if self._is_vector(level) else _SCALARS)[scalar]
@@ -187,7 +194,7 @@ class Placement:
             case Symbol(kind=SymbolKind.SIZE, name=name):
                 return f"u.{name}"
             case Symbol(kind=SymbolKind.PARAM, name=name):
-                return f"{'a' if self._vectors else 'u'}.{param_field(name)}"
+                return f"{'a' if self._lanes else 'u'}.{param_field(name)}"
             case Symbol(name=name):
                 return name
         own = kept_level(node)
@@ -198,7 +205,7 @@ class Placement:
         match node:
             case Load():
                 return self._load(node, at, named)
-            case Apply(op="to_float", args=(Apply(op="sub", args=(first, second)),)) if not self._vectors and (
+            case Apply(op="to_float", args=(Apply(op="sub", args=(first, second)),)) if not self._lanes and (
                 {first, second} == {_I, _J}
             ):
                 self._measures_distance = True

@@ -29,6 +29,7 @@ from flashgen.runtime.conversion import is_integral, require
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits, to_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.plain import is_plain
 from flashgen.runtime.ragged import (
     PerSequence,
     RaggedChecker,
@@ -39,6 +40,10 @@ from flashgen.runtime.ragged import (
     struct_of,
 )
 from flashgen.runtime.signature import CACHED, Form
+
+_USUAL: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the number of sequences, on CPUs
+_WRITTEN_OUT: dict[int, tuple[Tensor, Tensor]] = {}  # the same
+_MOST_USUAL = 64
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,11 @@ class Cache:
 
     def in_numbers(self) -> Cache:
         """The same, with ``padding`` and ``entries`` written out."""
-        batch, device = self.lengths.shape[0], self.lengths.device
-        padding = self.padding if self.padding.numel() else torch.zeros_like(self.lengths)
-        entries = self.entries if self.entries.numel() else torch.arange(batch, dtype=torch.int32, device=device)
-        return replace(self, padding=padding, entries=entries)
+        if self.padding.numel() and self.entries.numel():
+            return self
+        padding, entries = _written_out(self.lengths)
+        padding = self.padding if self.padding.numel() else padding
+        return replace(self, padding=padding, entries=self.entries if self.entries.numel() else entries)
 
     def capacity(self, cache: Tensor) -> int:
         """The rows that there may be."""
@@ -98,7 +104,7 @@ class Cache:
 
         In numbers.
         """
-        capacity = self.capacity(cache)
+        capacity, is_paged = self.capacity(cache), self.is_paged
         lengths, padding = self.lengths.tolist(), self.padding.tolist()
         entries = self.entries.tolist()
         for b, (length, before) in enumerate(zip(lengths, padding, strict=True)):
@@ -114,11 +120,11 @@ class Cache:
                     f"sequence {b} has {length} rows in the cache, but {queries} queries, its last ones: write "
                     "their keys to the cache first, by k and v"
                 )
-            if not self.is_paged and not 0 <= entries[b] < cache.shape[0]:
+            if not is_paged and not 0 <= entries[b] < cache.shape[0]:
                 raise ValueError(
                     f"'cache_batch_idx' of sequence {b} is {entries[b]}; the cache has {cache.shape[0]} entries"
                 )
-        if self.is_paged:
+        if is_paged:
             each = torch.arange(self.blocks.shape[1], device=self.blocks.device) * cache.shape[2]
             used = each < self.lengths[:, None]
             outside = used & ((self.blocks < 0) | (self.blocks >= cache.shape[0]))
@@ -161,11 +167,11 @@ def cache_of(
         match("v_cache", v_cache, axis, k_cache.shape[axis], f"the {what} of k_cache")
     batch = q.shape[0]
     found = _numbers("cache_seqlens", lengths, (batch,), q)
+    nothing, no_blocks, no_factors = _usual(batch, q)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("'cache_batch_idx' goes with a cache of entries; in pages 'block_table' says where rows lie")
-    nothing = torch.empty(0, dtype=torch.int32, device=q.device)
     padding = nothing if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
-    entries, blocks = nothing, torch.empty((batch, 0), dtype=torch.int32, device=q.device)
+    entries, blocks = nothing, no_blocks
     if block_table is not None:
         blocks = _numbers("block_table", block_table, (batch, None), q)
         if blocks.shape[1] == 0 or k_cache.shape[2] == 0:
@@ -177,13 +183,39 @@ def cache_of(
     else:
         match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
     factors = [
-        factors_of(name, given, of, (batch, k_cache.shape[1]), q.device)
+        no_factors if given is None else factors_of(name, given, of, (batch, k_cache.shape[1]), q.device)
         for name, given, of in (
             ("k_descale", k_descale, ("k_cache", k_cache)),
             ("v_descale", v_descale, ("v_cache", v_cache)),
         )
     ]
     return Cache(found + new if new else found, padding, entries, blocks, *factors)
+
+
+def _usual(batch: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What most calls of so many sequences say: no numbers, no pages, no factors. Nobody writes to them.
+
+    On a CPU they are made once: a small call takes as long as to make them.
+    """
+    keeps = q.is_cpu and is_plain((q,))
+    found = _USUAL.get(batch) if keeps else None
+    if found is None:
+        nothing, blocks = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((0,), (batch, 0)))
+        found = nothing, blocks, torch.empty((0, 0), dtype=torch.float32, device=q.device)
+        if keeps and len(_USUAL) < _MOST_USUAL:
+            _USUAL[batch] = found
+    return found
+
+
+def _written_out(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The padding and the entries of as many sequences where nobody gives others; remembered, as ``_usual``."""
+    batch, keeps = lengths.shape[0], lengths.is_cpu and is_plain((lengths,))
+    found = _WRITTEN_OUT.get(batch) if keeps else None
+    if found is None:
+        found = torch.zeros_like(lengths), torch.arange(batch, dtype=torch.int32, device=lengths.device)
+        if keeps and len(_WRITTEN_OUT) < _MOST_USUAL:
+            _WRITTEN_OUT[batch] = found
+    return found
 
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
@@ -268,9 +300,10 @@ class CachedEngine(Engine):
         checker = self.checker
         assert isinstance(checker, CachedChecker)
         given: Any = rest[0]
-        numbers: Any = (*given[:-1], cache.capacity(k))
+        capacity = cache.capacity(k)
+        numbers: Any = (*given[:-1], capacity)
         found: Sequence[tuple[int, int]] = ()
-        if self._sees(own, lengths, cache.capacity(k)):
+        if self._sees(own, lengths, capacity):
             cache = asked.in_numbers()
             found = cache.check(k, q.shape[2])
         call = checker.find(own, (numbers, rest[1]))
@@ -281,9 +314,10 @@ class CachedEngine(Engine):
         kernel = call.kernel
         if call.is_empty or kernel is None:
             return self._attend_each(call, cache, found, own, each)
-        q, k, v = (readable(kernel, x) for x in (q, k, v))
-        own = (q, k, v, *own[3:])
-        call = checker.find(own, (numbers, rest[1]))
+        if call.needs_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % kernel.row_alignment:
+            q, k, v = (readable(kernel, x) for x in (q, k, v))
+            own = (q, k, v, *own[3:])
+            call = checker.find(own, (numbers, rest[1]))
         check_memory(q, k, v)
         o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
         lse = parts = None

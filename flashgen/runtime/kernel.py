@@ -212,9 +212,10 @@ class LibraryKernel:
             return None
         is_forward = name == "forward"
         workspace = self.ragged.forward_workspace if is_forward else self.ragged.backward_workspace
-        call, pack = self.ragged.forward if is_forward else self.ragged.backward, self.layout.pack
-        settled = tuple(values[self.layout.varying :])
-        return Prepared(workspace(pack(*values), ragged), lambda varying: call(pack(*varying, *settled), ragged))
+        call, pack = self.ragged.forward if is_forward else self.ragged.backward, self.layout.pack_varying
+        whole = self.layout.pack(*values)
+        settled = whole[len(pack(*values[: self.layout.varying])) :]
+        return Prepared(workspace(whole, ragged), lambda varying: call(pack(*varying) + settled, ragged))
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         if self.choose is not None:

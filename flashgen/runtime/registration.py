@@ -28,7 +28,7 @@ from torch.library import Library
 
 from flashgen.runtime import duals
 from flashgen.runtime.call import Rest
-from flashgen.runtime.conversion import WHOLE, offset_arguments
+from flashgen.runtime.conversion import offset_arguments
 from flashgen.runtime.derivatives import AttentionBackward, tangents_of
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.flops import count_flops
@@ -299,7 +299,9 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     plain = is_plain(tensors)
     # Most calls are the whole, and tuples of the same objects are compared in no time. What equals 0 is taken for it,
     # but for a compiler's symbols, which a comparison would settle.
-    rest: Rest = (WHOLE if plain and offsets == WHOLE else offset_arguments(offsets, op.signature.form), deterministic)
+    form = op.signature.form
+    numbers: Any = form.whole if plain and offsets == form.whole else offset_arguments(offsets, form)
+    rest: Rest = (numbers, deterministic)
     if plain:
         try:
             if is_grad_enabled() and _any_requires_grad(*tensors):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class Form:
     may_be_none: tuple[str, ...]
     dims: int
     o: torch.dtype | None = None
+    whole: tuple[int | None, ...] = field(init=False)  # the numbers of a call that is no part of another
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", tuple(None if name in self.may_be_none else 0 for name in self.numbers))
 
     @property
     def schema(self) -> str:

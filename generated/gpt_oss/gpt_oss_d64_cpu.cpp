@@ -131,8 +131,10 @@ class FlushSubnormals {
 // throughout.
 #if defined(__clang__)
 #define FG_UNROLL
+#define FG_UNROLL_BY_2 _Pragma("unroll 2")
 #else
 #define FG_UNROLL _Pragma("GCC unroll 16")
+#define FG_UNROLL_BY_2 _Pragma("GCC unroll 2")
 #endif
 
 namespace fg {
@@ -1682,7 +1684,7 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
   const char* ahead = p.ahead;
   const int64_t ahead_step = p.ahead_step;
-  for (int k = p.K; k > 0; --k) {
+  FG_UNROLL_BY_2 for (int k = p.K; k > 0; --k) {
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
     FG_UNROLL for (int m = 0; m < R; ++m) {
@@ -1766,7 +1768,6 @@ FG_INLINE VecF interleave_high(VecF a, VecF b) {
   return FG_SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
-#undef FG_SHUFFLE
 
 // Transposes the W x W matrix of x, in registers: log2(W) rounds, each interleaving row i with row i + W/2.
 FG_INLINE void transpose_lanes(VecF x[W]) {
@@ -1804,88 +1805,146 @@ inline __attribute__((noinline)) void transpose_to(
 // Layer 3 of the CPU primitives: products with few query rows, as in generation, where rows would not fill the lanes of
 // a vector.
 //
-// Contract: float32; features are lanes. Widths are whole vectors: what lies behind the last feature is zero on one
-// side. R rows, of which scores have whole vectors: lanes behind the last row are copies of it. Sums do not depend on
-// how keys are cut.
+// Contract: sums in float32, of keys and values of float32 or 16 bits, which become float32 in registers. Of Q Kᵀ
+// features are lanes, then keys; of P V features. Rows of Q and O are whole vectors, zeros behind the last feature; of
+// K and V nothing is read that is not there. Sums do not depend on how a tile's keys are cut into runs. `ahead`: rows
+// that another call will read, as far apart as those of this one, which are asked for on the way; or null.
 
 namespace fg {
 
-constexpr int most_few_rows = 4;
+constexpr int most_few_rows = 2 * W < 16 ? 2 * W : 16;
+// Rows that are multiplied together, by four keys or by vectors of features: their sums fit the registers.
+constexpr int few_together = block_vectors == 4 ? 4 : 2;
 
-// The sums of W vectors, lane by lane, in their order: halves are added pair by pair.
-FG_INLINE VecF sums_of(VecF x[W]) {
-  FG_UNROLL for (int count = W / 2; count > 0; count /= 2)
-    for (int i = 0; i < count; ++i) x[i] = interleave_low(x[i], x[i + count]) + interleave_high(x[i], x[i + count]);
-  return x[0];
+// The vector of features that begins with feature d of `width`.
+template <int width, class T> FG_INLINE VecF features_of(const T* row, int d) {
+  if (width % W == 0 || d + W <= width) return load_elements(row + d);
+  return load_elements(row + d, width % W);
 }
 
-// S[j][i] = Σ_d K[j][d] Q[i][d] of `keys` keys. Leading dimensions in floats.
-template <int R>
-inline __attribute__((noinline)) void scores_of_rows(int keys, int width, const float* k, int64_t ldk, const float* q,
-                                                     int64_t ldq, float* s,
-                                                     int64_t lds, Ahead& ahead) {
-  const int lines = width * int(sizeof(float)) / line_bytes;
+// Asks for `count` features from `row` on.
+template <int count, class T> FG_INLINE void ask_for(const T* row) {
+  FG_UNROLL for (int byte = 0; byte < count * int(sizeof(T)); byte += line_bytes)
+      __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
+}
+
+// The sums of four vectors, by and by: groups of four neighbouring lanes hold one part of each.
+FG_INLINE VecF partial_sums(const VecF (&x)[4]) {
+#if FG_LANES == 16
+#define FG_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define FG_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#elif FG_LANES == 8
+#define FG_LOW 0, 8, 1, 9, 4, 12, 5, 13
+#define FG_HIGH 2, 10, 3, 11, 6, 14, 7, 15
+#else
+#define FG_LOW 0, 4, 1, 5
+#define FG_HIGH 2, 6, 3, 7
+#endif
+  const VecF even = FG_SHUFFLE(x[0], x[2], FG_LOW) + FG_SHUFFLE(x[0], x[2], FG_HIGH);
+  const VecF odd = FG_SHUFFLE(x[1], x[3], FG_LOW) + FG_SHUFFLE(x[1], x[3], FG_HIGH);
+  return FG_SHUFFLE(even, odd, FG_LOW) + FG_SHUFFLE(even, odd, FG_HIGH);
+#undef FG_LOW
+#undef FG_HIGH
+}
+// The sums of W vectors, of whose quarters these are the partial ones, lane by lane in their order.
+FG_INLINE VecF joined_sums(const VecF (&x)[W / 4]) {
+#if FG_LANES == 16
+#define FG_EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define FG_ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+  const VecF low = FG_SHUFFLE(x[0], x[1], FG_EVEN) + FG_SHUFFLE(x[0], x[1], FG_ODD);
+  const VecF high = FG_SHUFFLE(x[2], x[3], FG_EVEN) + FG_SHUFFLE(x[2], x[3], FG_ODD);
+  return FG_SHUFFLE(low, high, FG_EVEN) + FG_SHUFFLE(low, high, FG_ODD);
+#undef FG_EVEN
+#undef FG_ODD
+#elif FG_LANES == 8
+  return FG_SHUFFLE(x[0], x[1], 0, 1, 2, 3, 8, 9, 10, 11) + FG_SHUFFLE(x[0], x[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  return x[0];
+#endif
+}
+#undef FG_SHUFFLE
+
+// S[i][j] = Σ_d Q[i][d] K[j][d] of `keys` keys and R rows; up to a multiple of W more are written behind them. Leading
+// dimensions in elements.
+template <int R, int width, class T>
+inline __attribute__((noinline)) void scores_of_rows(int keys, const T* k, int64_t ldk, const float* q, int64_t ldq,
+                                                     float* s, int64_t lds, const T* ahead) {
   for (int first = 0; first < keys; first += W) {
-    const int count = keys - first < W ? keys - first : W;
-    VecF parts[R][W] = {};
-    for (int j = 0; j < count; ++j) {
-      const float* const key = k + (first + j) * ldk;
-      VecF sum[R] = {};
-      for (int d = 0; d < width; d += W) {
-        const VecF features = load(key + d);
-        FG_UNROLL for (int i = 0; i < R; ++i) sum[i] += features * load(q + i * ldq + d);
+    VecF parts[R][W / 4];
+    FG_UNROLL for (int group = 0; group < W / 4; ++group) {
+      const T* key[4];
+      FG_UNROLL for (int n = 0; n < 4; ++n) {
+        const int j = first + 4 * group + n;
+        key[n] = k + (j < keys ? j : keys - 1) * ldk;
       }
-      FG_UNROLL for (int i = 0; i < R; ++i) parts[i][j] = sum[i];
-      ahead.ask(lines);
+      VecF sum[R][4] = {};
+      for (int d = 0; d < width; d += W) {
+        VecF features[4];
+        FG_UNROLL for (int n = 0; n < 4; ++n) features[n] = features_of<width>(key[n], d);
+        FG_UNROLL for (int i = 0; i < R; ++i) {
+          const VecF of_row = load(q + i * ldq + d);
+          FG_UNROLL for (int n = 0; n < 4; ++n) sum[i][n] += features[n] * of_row;
+        }
+      }
+      FG_UNROLL for (int i = 0; i < R; ++i) parts[i][group] = partial_sums(sum[i]);
+      if (ahead) {
+        FG_UNROLL for (int n = 0; n < 4; ++n) ask_for<width>(ahead + (key[n] - k));
+      }
     }
-    float of_row[R][W];
-    FG_UNROLL for (int i = 0; i < R; ++i) store(of_row[i], sums_of(parts[i]));
-    for (int j = 0; j < count; ++j) {
-      VecF row = broadcast(of_row[0][j]);
-      FG_UNROLL for (int i = 1; i < R; ++i) row = select(ge(iota(), i), broadcast(of_row[i][j]), row);
-      store(s + (first + j) * lds, row);
-    }
+    FG_UNROLL for (int i = 0; i < R; ++i) store(s + i * lds + first, joined_sums(parts[i]));
   }
 }
 
-// Oᵀ[d][i] += Σ_j V[j][d] P[j][i], of V vectors of features.
-template <int R, int V>
-FG_INLINE void values_of_block(int keys, const float* v, int64_t ldv, const float* p, int64_t ldp, float* o,
-                               int64_t ldo, int lines, Ahead& ahead) {
+// Sums of O over keys that lie in several runs: those so far are kept in `so_far`, and added to O after the last run.
+struct RunOfKeys {
+  float* so_far;  // rows as far apart as those of O
+  bool is_first, is_last;
+};
+
+// O[i][d] += Σ_j P[i][j] V[j][d], of V vectors of features from d0 on.
+template <int R, int V, int width, class T>
+FG_INLINE void values_of_block(int keys, int d0, const T* v, int64_t ldv, const float* p, int64_t ldp, float* o,
+                               int64_t ldo, const RunOfKeys& run, const T* ahead) {
   VecF sum[R][V] = {};
+  float* const so_far = run.so_far + d0;
+  if (!run.is_first) {
+    FG_UNROLL for (int i = 0; i < R; ++i) {
+      FG_UNROLL for (int n = 0; n < V; ++n) sum[i][n] = load(so_far + i * ldo + n * W);
+    }
+  }
   for (int j = 0; j < keys; ++j) {
     VecF features[V];
-    FG_UNROLL for (int n = 0; n < V; ++n) features[n] = load(v + j * ldv + n * W);
+    FG_UNROLL for (int n = 0; n < V; ++n) features[n] = features_of<width>(v + j * ldv, d0 + n * W);
     FG_UNROLL for (int i = 0; i < R; ++i) {
-      const VecF weight = broadcast(p[j * ldp + i]);
+      const VecF weight = broadcast(p[i * ldp + j]);
       FG_UNROLL for (int n = 0; n < V; ++n) sum[i][n] += weight * features[n];
     }
-    ahead.ask(lines);
+    if (ahead) ask_for<V * W>(ahead + j * ldv + d0);
   }
-  for (int i = 0; i < R; ++i)
-    for (int n = 0; n < V; ++n) {
-      float of_row[W];
-      store(of_row, sum[i][n]);
-      for (int l = 0; l < W; ++l) o[(n * W + l) * ldo + i] += of_row[l];
+  float* const to = run.is_last ? o + d0 : so_far;
+  FG_UNROLL for (int i = 0; i < R; ++i) {
+    FG_UNROLL for (int n = 0; n < V; ++n) {
+      float* const at = to + i * ldo + n * W;
+      store(at, run.is_last ? load(at) + sum[i][n] : sum[i][n]);
     }
+  }
 }
-template <int R>
-inline __attribute__((noinline)) void values_of_rows(int keys, int width, const float* v, int64_t ldv, const float* p,
-                                                     int64_t ldp, float* o,
-                                                     int64_t ldo, Ahead& ahead) {
-  constexpr int V = R == 4 && block_vectors == 2 ? 2 : 4;  // R * V sums and V vectors of features in registers
-  const auto lines_of = [](int vectors) { return vectors * W * int(sizeof(float)) / line_bytes; };
-  int d = 0;
-  for (; d + V * W <= width; d += V * W)
-    values_of_block<R, V>(keys, v + d, ldv, p, ldp, o + d * ldo, ldo, lines_of(V), ahead);
-  for (; d < width; d += W) values_of_block<R, 1>(keys, v + d, ldv, p, ldp, o + d * ldo, ldo, lines_of(1), ahead);
+template <int R, int width, class T>
+inline __attribute__((noinline)) void values_of_rows(int keys, const T* v, int64_t ldv, const float* p, int64_t ldp,
+                                                     float* o, int64_t ldo, const RunOfKeys& run, const T* ahead) {
+  constexpr int V = R == 1 ? 8 : 4, vectors = (width + W - 1) / W, whole = vectors / V * V;
+  for (int n = 0; n < whole; n += V) values_of_block<R, V, width>(keys, n * W, v, ldv, p, ldp, o, ldo, run, ahead);
+  if constexpr (vectors > whole)
+    values_of_block<R, vectors - whole, width>(keys, whole * W, v, ldv, p, ldp, o, ldo, run, ahead);
 }
 
-// with_rows(rows, f): f of the number of rows that are computed, at least `rows` of `most_few_rows`.
-template <class F> FG_INLINE void with_rows(int rows, const F& f) {
-  if (rows == 1) return f(std::integral_constant<int, 1>());
-  if (rows == 2) return f(std::integral_constant<int, 2>());
-  return f(std::integral_constant<int, most_few_rows>());
+// perform(first, count) for all of `rows`, some together: `count` is a constant.
+template <class Perform> FG_INLINE void rows_together(int rows, const Perform& perform) {
+  int first = 0;
+  for (; first + few_together <= rows; first += few_together)
+    perform(first, std::integral_constant<int, few_together>());
+  if (few_together > 2 && first + 2 <= rows) perform(first, std::integral_constant<int, 2>()), first += 2;
+  if (first < rows) perform(first, std::integral_constant<int, 1>());
 }
 
 }  // namespace fg
@@ -2367,7 +2426,13 @@ struct Call : Arguments {
   Pages k_pages, v_pages;
   int key_element;                    // of k and v
   const float *k_scales, *v_scales;  // of a cache of 8 bits, [kv_heads]; null: 1
-  bool rows_are_heads;  // all at the position of the first: query heads that share a key/value head
+  int64_t queries;  // rows of one head: q_len, unless heads that share a key/value head follow one another as rows
+
+  int64_t head_of(int64_t h, int64_t row) const { return h * (q_len / queries) + row / queries; }
+  int64_t query_of(int64_t row) const { return row % queries; }
+  int64_t at(const RowStrides& rows, int64_t b, int64_t h, int64_t row) const {
+    return rows.at(b, head_of(h, row), query_of(row));
+  }
 };
 
 // ---- The spec: values that change with the launch (u), the head (x), the row (r) and the column (c) ---------------
@@ -2396,6 +2461,8 @@ FG_INLINE Head make_head(const Arguments& a, const Launch& u, int64_t b, int64_t
   return x;
 }
 
+#define PAIR const Arguments &a, const Launch &u, const Head &x, const Row &r, const Column &c
+
 struct Row {  // W neighbouring query rows
   fg::VecI i;
 };
@@ -2418,8 +2485,6 @@ FG_INLINE Column make_column(const Arguments& a, const Launch& u, const Head& x,
 
 // ---- The spec: functions of one pair, for W rows at once -----------------------------------------------------------
 
-#define PAIR const Arguments &a, const Launch &u, const Head &x, const Row &r, const Column &c
-
 // Kept pairs: j <= i and i - j < 128
 FG_INLINE fg::VecB keep(PAIR) {
   return fg::le(c.j, r.i) && fg::lt(r.i - c.j, 128);
@@ -2430,6 +2495,37 @@ FG_INLINE fg::VecF score_by_dot(PAIR, fg::VecF dot) {
   return fg::broadcast(0.125f);
 }
 
+// The same with keys as lanes, where rows are few.
+namespace by_key {
+
+struct Row {  // one query row
+  int i;
+};
+
+FG_INLINE Row make_row(const Arguments& a, const Launch& u, const Head& x, int i) {
+  Row r;
+  r.i = i;
+  return r;
+}
+
+struct Column {  // W neighbouring keys
+  fg::VecI j;
+};
+
+FG_INLINE Column make_column(const Arguments& a, const Launch& u, const Head& x, fg::VecI j) {
+  Column c;
+  c.j = j;
+  return c;
+}
+
+// ---- The spec: functions of one pair, for W keys at once -----------------------------------------------------------
+
+// Kept pairs: j <= i and i - j < 128
+FG_INLINE fg::VecB keep(PAIR) {
+  return fg::le(c.j, r.i) && fg::lt(r.i - c.j, 128);
+}
+
+}  // namespace by_key
 #undef PAIR
 
 // Whether all, none or some of the pairs of a tile are kept, from the ranges of their positions.
@@ -2470,7 +2566,20 @@ inline Call packed(const Arguments& arguments) {
   a.rows_of_o = rows(a.heads, a.q_len, DV), a.rows_of_lse = rows(a.heads, a.q_len, 1),
       a.rows_of_dq = rows(a.heads, a.q_len, D);
   a.rows_of_dk = rows(a.kv_heads, a.kv_len, D), a.rows_of_dv = rows(a.kv_heads, a.kv_len, DV);
+  a.queries = a.q_len;
   return a;
+}
+
+// Query rows that are too few to fill the lanes of a vector: keys and features are its lanes then. Tiles have no say:
+// they differ with the number of threads. Nor is it for calls with a backward pass, which has to find the same scores
+// to the bit: it weighs them by lse, and exp forgives no rounding. Where there are matrix registers, bfloat16 is soon
+// multiplied faster in them.
+inline bool are_few(const Arguments& a, int64_t queries) {
+  if (a.lse_parts) return false;
+#if FLASHGEN_MATRIX_PRODUCTS
+  if (a.element == BF16) return queries <= 4;
+#endif
+  return queries <= std::max(4, 3 * W / 4);
 }
 
 // The rows of one head as a caller passes them: Q, K, V, O or dO.
@@ -2487,10 +2596,11 @@ struct HeadRows {
     const int64_t n = pages.first + row;
     return pages.table[n / pages.rows] * pages.stride + n % pages.rows * stride;
   }
-  // Whether rows first … first + count - 1 are `stride` apart.
-  bool is_run(int64_t first, int count) const {
-    return !pages.table || (pages.first + first) / pages.rows == (pages.first + first + count - 1) / pages.rows;
+  // How many of the rows first … first + count - 1 are `stride` apart, and whether all are.
+  int run_of(int64_t first, int count) const {
+    return pages.table ? int(std::min<int64_t>(count, pages.rows - (pages.first + first) % pages.rows)) : count;
   }
+  bool is_run(int64_t first, int count) const { return run_of(first, count) == count; }
 };
 inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t stride_b, int64_t h, int64_t stride_h,
                              int64_t stride_n, const Pages& pages = {}, float scale = 1.0f) {
@@ -2807,6 +2917,7 @@ struct VectorProducts {
   // Which of the plan's sizes it works in.
   static constexpr int tile(int of_vectors, int /*of_bfloat16*/, int /*of_parts*/) { return of_vectors; }
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
+  static constexpr bool have_few_rows = true;  // there is another way for these
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
   static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
@@ -2818,27 +2929,12 @@ struct VectorProducts {
   struct Right {
     const float* at;
     int64_t ld;
-    int few = 0;  // rows, where features are lanes: then Q has rows of features
   };
   static void product(
       int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
-    if (b.few) return few_product(M, K, a, b, c, ldc, ahead);
     fg::tile_product(M, vectors, K, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
   }
-  // Sᵀ = K Qᵀ of M keys, or Oᵀ += Vᵀ Pᵀ of M features and K keys.
-  static void few_product(int M, int K, Left a, Right b, float* c, int64_t ldc, fg::Ahead& ahead) {
-    fg::with_rows(b.few, [&](auto rows) {
-      if (a.column == 1)
-        fg::scores_of_rows<rows>(M, int(round_up(K, W)), a.at, a.row, b.at, b.ld, c, ldc, ahead);
-      else
-        fg::values_of_rows<rows>(K, M, a.at, a.column, b.at, b.ld, c, ldc, ahead);
-    });
-  }
-  // The rows of a call that are few enough for this, else 0. Tiles have no say: they differ with the number of threads.
-  // Nor is it for calls with a backward pass, which has to find the same scores to the bit: it weighs them by lse, and
-  // exp forgives no rounding.
-  static int few_rows(const Arguments& a) { return a.q_len <= fg::most_few_rows && !a.lse_parts ? int(a.q_len) : 0; }
-  static int key_rows(int count, int few) { return few ? count : int(round_up(count, key_multiple)); }
+  static int key_rows(int count) { return int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
   struct Later {
     int steps() const { return 0; }
@@ -2859,8 +2955,8 @@ struct VectorProducts {
   template <int most, int width, bool features_first> struct alignas(64) Keys {
     static constexpr int ld = int(round_up(round_up(width, W), MR));
 
-    void load(const HeadRows& from, KeyRows rows, int few = 0) {
-      at = rows_in_place(copy, ld, width, from, rows.first, rows.count, key_rows(rows.count, few));
+    void load(const HeadRows& from, KeyRows rows) {
+      at = rows_in_place(copy, ld, width, from, rows.first, rows.count, key_rows(rows.count));
     }
     Left by_key() const { return {at.at, at.ld, 1}; }
     Left by_feature() const { return {at.at, 1, at.ld}; }
@@ -2878,9 +2974,7 @@ struct VectorProducts {
       if (past == PastEnd::zeros && count < padded) std::fill(copy + count * ld, copy + padded * ld, 0.0f);
       fg::transpose_to(turned, turned_ld, at.at, at.ld, padded, width);
     }
-    Right by_feature(int vector, int few = 0) const {
-      return few ? Right{at.at, at.ld, few} : Right{turned + vector * W, turned_ld};
-    }
+    Right by_feature(int vector) const { return {turned + vector * W, turned_ld}; }
     Right by_row(int vector) const { return {at.at + vector * W * at.ld, at.ld}; }
 
     float copy[most * ld];
@@ -2900,7 +2994,7 @@ struct VectorProducts {
     }
     void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
     Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
-    Right of_keys(int vector, int few = 0) const { return {scores + vector * W, ld, few}; }
+    Right of_keys(int vector) const { return {scores + vector * W, ld}; }
 
     float scores[round_up(keys, MR) * ld];
   };
@@ -2913,11 +3007,11 @@ template <int parts> struct MatrixProducts {
     return parts == 1 ? of_bfloat16 : of_parts;
   }
   static constexpr int key_multiple = fg::matrix_depth;
+  static constexpr bool have_few_rows = false;
   static constexpr int row_vectors = fg::matrix_depth / W;
   static constexpr int fewest_rows = parts == 1 ? fg::matrix_depth : 64;  // K and V are laid out for each
   static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
-  static int few_rows(const Arguments&) { return 0; }
-  static int key_rows(int count, int /*few*/) { return int(round_up(count, key_multiple)); }
+  static int key_rows(int count) { return int(round_up(count, key_multiple)); }
 
   using Left = fg::Images;
   using Right = fg::Images;
@@ -2974,7 +3068,7 @@ template <int parts> struct MatrixProducts {
   template <int most, int width, bool features_first> struct alignas(64) Keys {
     static constexpr int size = depth(most) * depth(width);
 
-    void load(const HeadRows& from, KeyRows rows, int /*few*/ = 0) {
+    void load(const HeadRows& from, KeyRows rows) {
       const int padded = depth(rows.count);
       if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded &&
           from.is_run(rows.first, rows.count)) {
@@ -3005,9 +3099,7 @@ template <int parts> struct MatrixProducts {
       fg::pair_columns<parts>(in_order(features, width), left, padded, depth(width));
       if (rows_first) fg::pair_rows<parts>(in_order(rows, most), left, padded, depth(width));
     }
-    Right by_feature(int vector, int /*few*/ = 0) {
-      return in_order(features + parts * vector * W * depth(width), width, finite);
-    }
+    Right by_feature(int vector) { return in_order(features + parts * vector * W * depth(width), width, finite); }
     Right by_row(int vector) { return in_order(rows + parts * vector * W * W, most, finite); }
 
     fg::bf16 copy[parts * size];
@@ -3050,7 +3142,7 @@ template <int parts> struct MatrixProducts {
     Left by_key(int vector) {
       return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true};
     }
-    Right of_keys(int vector, int /*few*/ = 0) {
+    Right of_keys(int vector) {
       return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true};
     }
     fg::bf16* pairs_of(int vector) {
@@ -3123,8 +3215,9 @@ template <class Later> class Spread {
 template <class Pass>
 inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
 #if FLASHGEN_MATRIX_PRODUCTS
-  if (fg::has_matrix_registers() && a.element == BF16) return pass(MatrixProducts<1>());
-  const bool is_repaid = a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  if (fg::has_matrix_registers() && a.element == BF16 && !are_few(a, a.q_len)) return pass(MatrixProducts<1>());
+  const bool is_repaid = a.element != BF16 && a.q_len >= FLASHGEN_FEWEST_ROWS &&
+      5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
   if (fg::has_matrix_registers() && is_repaid) return pass(MatrixProducts<3>());
 #endif
   return pass(VectorProducts());
@@ -3239,10 +3332,139 @@ struct Place {
 template <class Products>
 static Place place_of(const Call& a, const Launch& u, int64_t b, int64_t h, int64_t query_tile) {
   const int most_rows = tile_rows<Products>(a);
-  const int64_t row0 = query_tile * most_rows, place0 = a.rows_are_heads ? 0 : row0;
+  const bool together = a.queries < a.q_len;  // rows of several heads, which have the places of one
+  const int64_t row0 = query_tile * most_rows, place0 = together ? 0 : row0;
   const int rows = int(std::min<int64_t>(most_rows, a.q_len - row0));
-  return {make_head(a, u, b, h), b, h, query_tile, row0, place0, a.q_start + place0, rows, a.rows_are_heads ? 1 : rows,
+  return {make_head(a, u, b, h), b, h, query_tile, row0, place0, a.q_start + place0, rows,
+          together ? int(a.queries) : rows,
           int(round_up(ceil_div(rows, W), Products::row_vectors))};
+}
+
+// ---- Few query rows -------------------------------------------------------------------------------------------------
+// The same where rows would not fill the lanes of a vector: keys are its lanes, of scores and weights, S[i][j], and
+// features of O[i][d]. Rows are queries of one head, or of all heads that share its keys; K and V are read where they
+// lie.
+
+// One row of scores of `count` keys, S to P, and what its O and sum shrink by on the way. In `sum` lanes are sums of
+// their own.
+template <bool masked>
+static void weigh_row(const Arguments& a, const Launch& u, const Head& x, const by_key::Row& r,
+                      const by_key::Column* columns, int count,
+                      float* s, float& max, fg::VecF& sum, float* o) {
+  const int vectors = int(ceil_div(count, W));
+  [[maybe_unused]] const auto kept = [&](int n) {
+    return by_key::keep(a, u, x, r, columns[n]) && fg::lt(n * W + fg::iota(), count);
+  };
+  const fg::VecF old_max = fg::broadcast(max);
+  fg::VecF top = old_max;
+  for (int n = 0; n < vectors; ++n) {
+    fg::VecF e = fg::load(s + n * W);
+    if (masked) fg::store(s + n * W, e = fg::select(kept(n), e, -INFINITY));
+    top = fg::running_max(top, e);
+  }
+  if (fg::any(fg::gt(top, old_max + 44.3614196f))) {
+    max = fg::horizontal_max(top);
+    const fg::VecF shrink = fg::exp2_bounded((old_max - max) * SCORE_FACTOR);
+    sum *= shrink;
+    for (int d = 0; d < DVP; d += W) fg::store(o + d, fg::load(o + d) * shrink);
+  }
+  const fg::VecF row_max = fg::broadcast(max), offset = offset_of(row_max);
+  if (fg::any(is_far(row_max))) count_from_maxima(s, W, vectors, row_max);
+  for (int n = 0; n < vectors; ++n) {
+    const fg::VecF p = fg::exp2_bounded(fg::load(s + n * W) * SCORE_FACTOR - offset);
+    sum += p;
+    fg::store(s + n * W, p);
+  }
+}
+
+// read(rows, ld, ahead) of float32 or bfloat16 where it lies, else of a copy in `scratch`, where nothing is ahead: rows
+// from `next` on, or none.
+template <int width, class Read>
+static void with_rows_of(
+    const HeadRows& from, int64_t first, int count, int64_t next, float* scratch, int ld, const Read& read) {
+  const auto in_place = [&](const auto* at) {
+    read(at + from.offset(first), from.stride, next < 0 ? nullptr : at + from.offset(next));
+  };
+  if (from.element == F32) return in_place(static_cast<const float*>(from.at));
+  if (from.element == BF16) return in_place(static_cast<const fg::bf16*>(from.at));
+  load_rows(scratch, ld, width, from, first, count, count);
+  read(static_cast<const float*>(scratch), int64_t(ld), static_cast<const float*>(nullptr));
+}
+
+// multiply(first, rows, ld, ahead) for the runs of key rows that lie as far apart; `first` is counted from theirs.
+template <int width, class Multiply>
+static void for_each_run(
+    const HeadRows& from, KeyRows rows, KeyRows next, float* scratch, int ld, const Multiply& multiply) {
+  for (int done = 0, count; done < rows.count; done += count) {
+    const int first = done;
+    count = from.run_of(rows.first + first, rows.count - first);
+    with_rows_of<width>(from, rows.first + first, count, first < next.count ? next.first + first : -1, scratch, ld,
+                        [&](const auto* at, int64_t stride, const auto* ahead) {
+                          multiply(first, count, at, stride, ahead);
+                        });
+  }
+}
+
+// O, the sums and maxima of a query tile over its visits from `visit` on, before `end`, left in `t` as those of more
+// rows are.
+template <class Products>
+static void visit_keys_by_few(const Call& a, const Launch& u, const Place& place, const HeadRows& k, const HeadRows& v,
+                              const Visit* visit,
+                              const Visit* end, Scratch<Products>& t) {
+  static_assert(Scratch<Products>::rows >= fg::most_few_rows, "few rows fit where more of them are kept");
+  constexpr int ldq = decltype(t.q)::ld, ldk = decltype(t.k)::ld, ldv = decltype(t.v)::ld,
+      lds = int(round_up(BC<Products>, W)) + W;
+  const Head& x = place.x;
+  const int rows = place.rows;
+  float *const q = t.q.copy, *const o = t.o;
+  alignas(64) float s[fg::most_few_rows * lds];
+  by_key::Row of_rows[fg::most_few_rows];
+  fg::VecF row_sum[fg::most_few_rows] = {};
+  float row_max[fg::most_few_rows];
+  std::fill_n(row_max, rows, -INFINITY);
+  for (int row = 0; row < rows; ++row) {
+    const int64_t head = a.head_of(place.h, place.row0 + row), query = a.query_of(place.row0 + row);
+    const HeadRows from = rows_of_head(a.q, a.element, place.b, a.q_stride_b, head, a.q_stride_h, a.q_stride_n);
+    load_rows(q + row * ldq, ldq, D, from, query, 1, 1);
+    of_rows[row] = by_key::make_row(a, u, x, int(a.q_start + query));
+  }
+  std::fill_n(o, rows * DVP, 0.0f);
+
+  for (; visit < end; ++visit) {
+    const KeyRows keys = key_rows(a, *visit, BC<Products>),
+        next = visit + 1 < end ? key_rows(a, visit[1], BC<Products>) : KeyRows{};
+    by_key::Column columns[ceil_div(BC<Products>, W)];
+    for (int n = 0; n * W < keys.count; ++n) {
+      columns[n] = by_key::make_column(a, u, x, rows_of(a.kv_start + keys.first, n, keys.count));
+    }
+    for_each_run<D>(k, keys, next, t.k.copy, ldk,
+                    [&](int first, int count, const auto* at, int64_t ld, const auto* ahead) {
+      fg::rows_together(rows, [&](int row, auto together) {
+        fg::scores_of_rows<together, D>(
+            count, at, ld, q + row * ldq, ldq, s + row * lds + first, lds, row == 0 ? ahead : nullptr);
+      });
+    });
+    const bool masked = visit->masked || visit->first > 0 || visit->last < ceil_div(place.places, W) ||
+        keys.count % W != 0;
+    for (int row = 0; row < rows; ++row)
+      (masked ? weigh_row<true> : weigh_row<false>)(
+          a, u, x, of_rows[row], columns, keys.count, s + row * lds, row_max[row], row_sum[row], o + row * DVP);
+    for_each_run<DV>(v, keys, next, t.v.copy, ldv,
+                     [&](int first, int count, const auto* at, int64_t ld, const auto* ahead) {
+      fg::rows_together(rows, [&](int row, auto together) {
+        const fg::RunOfKeys run = {t.ot + row * DVP, first == 0, first + count == keys.count};
+        fg::values_of_rows<together, DV>(
+            count, at, ld, s + row * lds + first, lds, o + row * DVP, DVP, run, row == 0 ? ahead : nullptr);
+      });
+    });
+  }
+  constexpr int ld = Scratch<Products>::ld;
+  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, place.vectors * W, 0.0f);
+  fg::transpose_to(t.ot, ld, o, DVP, rows, DVP);
+  std::fill_n(t.row_max, t.rows, -INFINITY);
+  std::copy_n(row_max, rows, t.row_max);
+  std::fill_n(t.row_sum, t.rows, 0.0f);
+  for (int row = 0; row < rows; ++row) t.row_sum[row] = fg::horizontal_sum(row_sum[row]);
 }
 
 // Some of the key tiles: from `first` on, before `end`.
@@ -3259,7 +3481,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   constexpr int ld = Scratch<Products>::ld, strip = decltype(t.s)::strip;
   const Head& x = place.x;
   const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0, i0 = place.i0;
-  const int rows = place.rows, places = place.places, vectors = place.vectors, few = Products::few_rows(a);
+  const int rows = place.rows, places = place.places, vectors = place.vectors;
   const HeadRows q = rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
   const float k_scale = a.k_scales ? a.k_scales[hkv] : 1.0f, v_scale = a.v_scales ? a.v_scales[hkv] : 1.0f;
   const HeadRows k =
@@ -3272,6 +3494,12 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   while (from < to && visits[from].tile < among.first) ++from;
   while (from < to && visits[to - 1].tile >= among.end) --to;
   if (from == to && among.end < ALL_KEYS) return false;
+  if constexpr (Products::have_few_rows) {
+    if (are_few(a, a.queries)) {
+      visit_keys_by_few(a, u, place, k, v, visits + from, visits + to, t);
+      return true;
+    }
+  }
   t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
   for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, vectors * W, 0.0f);
   std::fill_n(t.row_max, t.rows, -INFINITY);
@@ -3281,9 +3509,9 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     const Visit& visit = visits[n];
     const KeyRows keys = key_rows(a, visit, BC<Products>),
         next = n + 1 < to ? key_rows(a, visits[n + 1], BC<Products>) : KeyRows{};
-    const int columns = keys.count, padded = Products::key_rows(columns, few);
-    t.k.load(k, keys, few);
-    t.v.load(v, keys, few);
+    const int columns = keys.count, padded = Products::key_rows(columns);
+    t.k.load(k, keys);
+    t.v.load(v, keys);
     for (int j = 0; j < columns; ++j) {
       t.columns[j] = make_column(a, u, x, int(a.kv_start + keys.first) + j);
     }
@@ -3293,12 +3521,11 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     using Later = typename Products::Later;
     const auto scores = [&](int first) {
       return Later{first < part.last ? padded : 0, part.end_of_strip(first, strip) - first, Products::depth(D),
-                   t.k.by_key(), t.q.by_feature(first, few),
+                   t.k.by_key(), t.q.by_feature(first),
                    t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
     };
     const auto values = [&](int first, int end) {
-      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(),
-                   t.s.of_keys(first, few),
+      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first),
                    t.ot + first * W, ld, fg::Begin::accumulate, next_v};
     };
     // While one strip is weighed, the one before it meets V and the next one is scored.
@@ -3322,16 +3549,14 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
   constexpr int ld = Scratch<Products>::ld;
   [[maybe_unused]] const Head& x = place.x;
   const int64_t b = place.b, h = place.h, row0 = place.row0;
-  [[maybe_unused]] const int64_t i0 = place.i0;
-  [[maybe_unused]] const int places = place.places;
   const int rows = place.rows;
-  const int64_t first_row = a.rows_of_lse.at(b, h, row0);
   for (int n = 0; n * W < rows; ++n) {
     fg::VecF denominator = fg::load(t.row_sum + n * W);
     const fg::VecF row_max = fg::load(t.row_max + n * W);
     fg::VecB far = is_far(row_max);
     // The sink joins the denominator alone: exp(sink) is one more term, with no value behind it.
-    [[maybe_unused]] const Row r = make_row(a, u, x, rows_of(i0, n, places));
+    const fg::VecI row = fg::min(n * W + fg::iota(), rows - 1) + int32_t(place.row0 - place.place0);
+    [[maybe_unused]] const Row r = make_row(a, u, x, int32_t(place.i0) + row % place.places);
     fg::VecF sink_score = fg::broadcast(x.sink);
     far = far || !fg::le(fg::abs(sink_score * SCORES_IN_BASE_2), MOST_OFFSET);
     sink_score = fg::select(far, sink_score, sink_score * SCORES_IN_BASE_2);
@@ -3348,7 +3573,7 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
     const fg::VecF above = fg::min(fg::settled((base - from) * unit), MOST_FLOAT);
     // Logarithms are formed in double: the backward pass multiplies their error by every weight of the row.
     for (int l = 0; a.lse && l < std::min(W, rows - n * W); ++l) {
-      const int64_t row = first_row + n * W + l;
+      const int64_t row = a.at(a.rows_of_lse, b, h, row0 + n * W + l);
       const double log = std::log2(double(denominator[l]));
       const float lse = denominator[l] == 0.0f ? -INFINITY
           : float(far.lanes[l] ? top[l] + log * LN_2 : (top[l] + log) * LN_2);
@@ -3361,7 +3586,13 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
     }
     for (int d = 0; d < DV; ++d) fg::store(t.ot + d * ld + n * W, fg::load(t.ot + d * ld + n * W) * factor);
   }
-  store_transposed(a.o, a.element, a.rows_of_o.at(b, h, row0), a.rows_of_o.n, t.ot, ld, t.o, DVP, DV, rows);
+  if (a.queries == a.q_len) {
+    store_transposed(a.o, a.element, a.rows_of_o.at(b, h, row0), a.rows_of_o.n, t.ot, ld, t.o, DVP, DV, rows);
+    return;
+  }
+  fg::transpose_to(t.o, DVP, t.ot, ld, DVP, int(round_up(rows, W)));
+  for (int row = 0; row < rows; ++row)
+    store_rows(a.o, a.element, a.at(a.rows_of_o, b, h, row0 + row), 0, t.o + row * DVP, DVP, DV, 1);
 }
 
 template <class Products>
@@ -3381,7 +3612,8 @@ constexpr int64_t KEYS_OF_SPLIT = 2048, MOST_SPLITS = 64;
 template <class Products> static int64_t splits_of(const Arguments& a, int64_t wanted) {
   const int64_t tiles = std::max<int64_t>(1, ceil_div(a.kv_len, BC<Products>));
   if (wanted > 0) return std::min(wanted, tiles);
-  return a.q_len <= W ? std::min(tiles, std::max<int64_t>(1, std::min(a.kv_len / KEYS_OF_SPLIT, MOST_SPLITS))) : 1;
+  return a.q_len <= std::max(W, fg::most_few_rows)
+      ? std::min(tiles, std::max<int64_t>(1, std::min(a.kv_len / KEYS_OF_SPLIT, MOST_SPLITS))) : 1;
 }
 template <class Products> static KeyTiles tiles_of_split(const Arguments& a, int64_t split, int64_t splits) {
   const int64_t tiles = ceil_div(a.kv_len, BC<Products>);
@@ -4102,7 +4334,7 @@ inline Call sequence_of(const Arguments& all, const Ragged& r, int64_t number) {
   a.lse = all.lse ? all.lse + q0 : nullptr, a.lse_parts = all.lse_parts ? all.lse_parts + 2 * q0 : nullptr;
   a.d_lse = all.d_lse ? all.d_lse + q0 : nullptr;
   a.batch = 1, a.b_start = all.b_start + number;
-  a.q_len = a.q_total = q_len(all, r, number), a.kv_len = a.kv_total = kv_len(r, number);
+  a.q_len = a.q_total = a.queries = q_len(all, r, number), a.kv_len = a.kv_total = kv_len(r, number);
 
   return a;
 }
@@ -4125,13 +4357,15 @@ inline Totals totals_of(const Arguments& all, const Ragged& r, const std::vector
 template <class Perform>
 inline void for_each_kind(const Arguments& all, const Ragged& r, int tile_rows, const Perform& perform) {
   std::vector<int32_t> short_ones, others;
-  bool differ = false;
+  const auto is_short = [&]([[maybe_unused]] int64_t queries) {
 #if FLASHGEN_MATRIX_PRODUCTS
-  differ = fg::has_matrix_registers() && all.element != BF16;
+    if (fg::has_matrix_registers()) return all.element == BF16 ? are_few(all, queries) : queries < FLASHGEN_FEWEST_ROWS;
 #endif
+    return false;
+  };
   for (int64_t n = 0; n < r.sequences; ++n) {
     if (q_len(all, r, n) == 0 && kv_len(r, n) == 0) continue;
-    (differ && q_len(all, r, n) < FLASHGEN_FEWEST_ROWS ? short_ones : others).push_back(int32_t(n));
+    (is_short(q_len(all, r, n)) ? short_ones : others).push_back(int32_t(n));
   }
   for (const std::vector<int32_t>* numbers : {&others, &short_ones}) {
     if (numbers->empty()) continue;
@@ -4150,7 +4384,7 @@ inline int useful_threads(const Arguments& all, const Totals& t, int64_t pieces)
 inline int64_t visits_of([[maybe_unused]] const Call& a, [[maybe_unused]] const Launch& u,
                          [[maybe_unused]] int64_t query_tile,
                          [[maybe_unused]] int tile_rows, int tile_columns, [[maybe_unused]] Visit* visits) {
-  if (a.rows_are_heads) return 1 + ceil_div(a.kv_len, tile_columns);  // its other rows are no positions
+  if (a.queries < a.q_len) return 1 + ceil_div(a.kv_len, tile_columns);  // its other rows are no positions
   return a.kv_len == 0 ? 1 : work_of(a, u, 0, query_tile, tile_rows, tile_columns, visits);
 }
 

@@ -1,5 +1,7 @@
 // The primitives behind a C interface, for the tests of this folder. Array lengths are multiples of 16.
+#include <initializer_list>
 #include "convert.h"
+#include "few_rows.h"
 #include "philox.h"
 #include "tile_product.h"
 #include "vector_math.h"
@@ -7,6 +9,25 @@
 using namespace fg;
 
 namespace {
+
+// Scores of rows, with `weights` alone their products with V; both of `width` features, in two runs of keys.
+template <int width, class T>
+void products_of_few_rows(int rows, int keys, int cut, const T* kv, int64_t ld, float* q_or_o, float* s, int64_t lds, bool weights) {
+  constexpr int padded = (width + W - 1) / W * W;
+  float so_far[most_few_rows * padded];
+  for (int first : {0, cut}) {
+    const int count = first == 0 ? cut : keys - cut;
+    if (count == 0) continue;
+    const bool is_last = first + count == keys;
+    rows_together(rows, [&](int row, auto together) {
+      const RunOfKeys run = {so_far + row * padded, first == 0, is_last};
+      if (weights)
+        values_of_rows<together, width>(count, kv + first * ld, ld, s + row * lds + first, lds, q_or_o + row * padded, padded, run, kv);
+      else
+        scores_of_rows<together, width>(count, kv + first * ld, ld, q_or_o + row * padded, padded, s + row * lds + first, lds, kv);
+    });
+  }
+}
 
 // The compiler may contract differently at different levels: a few units in the last place.
 bool same(float a, float b) {
@@ -26,6 +47,18 @@ VecI load_any(const int32_t* p) { return load(p); }
 
 extern "C" {
 
+int few_rows(int width, int is_bf16, int rows, int keys, int cut, const void* kv, int64_t ld, float* q_or_o, float* s, int64_t lds, int weights) {
+  const auto run = [&](auto of_width) {
+    if (is_bf16)
+      products_of_few_rows<of_width>(rows, keys, cut, static_cast<const bf16*>(kv), ld, q_or_o, s, lds, weights != 0);
+    else
+      products_of_few_rows<of_width>(rows, keys, cut, static_cast<const float*>(kv), ld, q_or_o, s, lds, weights != 0);
+  };
+  if (width == 20) run(std::integral_constant<int, 20>());
+  if (width == 64) run(std::integral_constant<int, 64>());
+  if (width == 144) run(std::integral_constant<int, 144>());
+  return most_few_rows;
+}
 int width() { return W; }
 int fused() {
 #if defined(__FMA__) || defined(__aarch64__)

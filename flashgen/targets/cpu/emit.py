@@ -59,6 +59,7 @@ _MOST_EXPONENT = 80.0
 # In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
 # weights, at most 2^8, lose nothing (FlashAttention-4 does the same).
 _MOST_GROWTH = 8.0
+_OF_KEYS = ("score", "weight", "keep")  # hooks that few query rows ask for, too
 _PRIMITIVES = (
     "flush.h",
     "vector.h",
@@ -118,6 +119,7 @@ class _Context:
     written: str  # of what element o and gradients are, as code
     arguments: tuple[Declaration, ...]
     hooks: object
+    hooks_by_key: object  # those of the forward pass with neighbouring keys as lanes, for few query rows
     function_inputs: dict[str, str]
     keep_everything: bool
     masks: Masks
@@ -175,6 +177,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
 def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
+    by_key = placement.with_lanes(Level.COLUMN)
     diagonals = bool(diagonal_values(variant))
     pair = "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
@@ -183,6 +186,8 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
 
     def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
         placement.function(name, expr, comment)
+        if name in _OF_KEYS:
+            by_key.function(name, expr, comment)
         inputs[name] = (", const Diagonals& d" if diagonals and name != "keep" else "") + declared
 
     weights = variant.weights
@@ -232,6 +237,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
             declaration(field) for field in (argument_fields if variant.tangent is None else tangent_fields)(spec)
         ),
         hooks=template_hooks(placement.hooks()),
+        hooks_by_key=template_hooks(by_key.hooks()),
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
         masks=masks_of(variant.keep),

@@ -40,7 +40,10 @@ class Products(Enum):
 
 
 def products_of_call(device: Cpu, element: ElementType, shape: Shape, split_rows: int) -> Products:
-    """What a call of this shape takes; ``split_rows`` is B_r of the pass where numbers are split into parts."""
+    """What a call of this shape takes; ``split_rows`` is B_r of the pass where numbers are split into parts.
+
+    Few queries without a backward pass take vectors, whatever their type (``are_few`` of the template).
+    """
     if not device.matrix_per_clock:
         return Products.VECTORS
     if element is ElementType.BF16:

@@ -307,7 +307,7 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
 def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     recipe = recipe_of(variant)
     variant, spec = recipe.computed, variant.spec
-    placement = Placement(variant.proofs, vectors=False)
+    placement = Placement(variant.proofs, lanes=None)
     pair_inputs = ", float dot" + (", float sqdist" if variant.uses_sqdist else "")
     inputs: dict[str, str] = {}
 

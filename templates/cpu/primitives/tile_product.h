@@ -72,7 +72,7 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
   const int64_t a_row = p.a_row, a_col = p.a_col, ldb = p.ldb;
   const char* ahead = p.ahead;
   const int64_t ahead_step = p.ahead_step;
-  for (int k = p.K; k > 0; --k) {
+  FG_UNROLL_BY_2 for (int k = p.K; k > 0; --k) {
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
     FG_UNROLL for (int m = 0; m < R; ++m) {
@@ -156,7 +156,6 @@ FG_INLINE VecF interleave_high(VecF a, VecF b) {
   return FG_SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
-#undef FG_SHUFFLE
 
 // Transposes the W x W matrix of x, in registers: log2(W) rounds, each interleaving row i with row i + W/2.
 FG_INLINE void transpose_lanes(VecF x[W]) {

@@ -19,8 +19,10 @@
 // throughout.
 #if defined(__clang__)
 #define FG_UNROLL
+#define FG_UNROLL_BY_2 _Pragma("unroll 2")
 #else
 #define FG_UNROLL _Pragma("GCC unroll 16")
+#define FG_UNROLL_BY_2 _Pragma("GCC unroll 2")
 #endif
 
 namespace fg {
