@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
-from benchmarks.gpu_speed import _times
+from benchmarks.gpu_speed import _times, sdpa
 
 cuda: Any = torch.cuda
 WORKERS = 12
@@ -31,7 +31,7 @@ LONG = "attention bench_long { head_dim 128  dtype bf16  mask causal }"
 DOCUMENTS = (
     "attention bench_packed { head_dim 128  dtype bf16  tensor doc: i32[B, Nk]  mask causal and same_document(doc) }"
 )
-LARGE = "attention bench_large { head_dim 256, 320, 512, 576/512  dtype bf16  mask causal }"
+LARGE = "attention bench_large { head_dim 160, 192/128, 256, 320, 512, 576/512  dtype bf16  mask causal }"
 CHOSEN = """
 attention bench_selected {
     head_dim 128  dtype bf16
@@ -332,7 +332,7 @@ def selected(report: Any) -> None:
 
 def large_dims(report: Any) -> None:
     """TFLOP/s of head dimensions above 256, beside 256."""
-    dims = ((256, 256), (320, 320), (512, 512), (576, 512))
+    dims = ((160, 160), (192, 128), (256, 256), (320, 320), (512, 512), (576, 512))
     _prepared(report, [("call", (LARGE, *each, part)) for each in dims for part in ("forward", "both")])
     op = operator(LARGE)
     table = []
@@ -340,13 +340,21 @@ def large_dims(report: Any) -> None:
         n, heads, batch = 8192, 8, 2
         q, k = tensors([(batch, heads, n, d)] * 2)
         v, d_o = tensors([(batch, heads, n, dv)] * 2, seed=1)
-        found = in_turns(both(op, (q, k, v), d_o), graphs=False, rounds=3)
+        calls = both(op, (q, k, v), d_o)
+        if d <= 256:
+            peer = sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=True)
+            calls |= {f"cudnn {form}": call for form, call in both(peer, (q, k, v), d_o).items()}
+        found = in_turns(calls, graphs=False, rounds=3)
         work = batch * heads * n * n / 2 * 2 * (d + dv)
         back = batch * heads * n * n / 2 * 2 * (3 * d + 2 * dv)
         cells = [
             f"{own:.3f} ({flops / own / 1e9:.0f})" if isinstance(own := found[form], float) else str(own)
             for form, flops in (("forward", work), ("both", work + back))
         ]
+        for n, form in enumerate(("forward", "both")):
+            own, other = found[form], found.get(f"cudnn {form}")
+            if isinstance(own, float) and isinstance(other, float):
+                cells[n] += f", cudnn ×{other / own:.2f}"
         table.append((f"{d}/{dv}", *cells))
         print(*table[-1], sep="  ", flush=True)
     report.data["large_dims"] = table
