@@ -9,6 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.slices import long_ones
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Set before anything is imported, so that subprocesses and OpenMP see it. Compiled kernels are kept between runs:
@@ -27,6 +29,14 @@ def pytest_report_header() -> list[str]:
     if find_spec("transformers"):
         return []
     return ["tests/integrations: left out, as transformers is not installed; run them with `make test-integrations`"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow what ``LONG`` says, before what is slow is left out."""
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    for n in long_ones(item.nodeid for item in quick):
+        quick[n].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
