@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
         "k_descale": k_descale, "v_descale": v_descale,
     }  # fmt: skip
     if batch > 0 and _has_short_sequences(cache_seqlens, new, queries):
-        cache = cache_of(*cached, cache_seqlens, new=new, **places)
+        cache = cache_of(*cached, cache_seqlens, new=new, **places).in_numbers()
         if k_rows is not None and v_rows is not None:
             append(cache, cached[1], cached[2], k_rows, v_rows)
         parts = [

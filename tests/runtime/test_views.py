@@ -99,7 +99,8 @@ def test_compiled(backend: str) -> None:
         return o
 
     q, k, v = inputs
-    assert torch.equal(run(-q, k, v), causal(q, k, v))
+    # A compiled call keeps what a backward pass would need; without it few rows are summed up in another order.
+    assert torch.equal(run(-q, k, v), causal(q, k, v, return_lse=True)[0])
     assert error(run(negated(-q), k, negated(v)), causal(q, k, v)) < 1e-6
 
 
