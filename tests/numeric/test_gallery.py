@@ -25,7 +25,7 @@ SEVERAL_HEAD_DIMS = [name for name in GALLERY if len(parse_file(SPECS / f"{name}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", one_of(3, GALLERY))
+@pytest.mark.parametrize("name", one_of(5, GALLERY))
 def test_lengths(name: str, length: int) -> None:
     """All element types up to 203; at 1023 the first, with one head."""
     op = operator(name)
@@ -47,7 +47,7 @@ def test_other_head_dims(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", UNEVEN, ids=str)
-@pytest.mark.parametrize("name", one_of(3, GALLERY))
+@pytest.mark.parametrize("name", one_of(5, GALLERY))
 def test_uneven_lengths_and_groups(name: str, shape: Shape) -> None:
     op = operator(name)
     for dtype in dtypes(op.spec):
@@ -55,7 +55,7 @@ def test_uneven_lengths_and_groups(name: str, shape: Shape) -> None:
         assert case.ok, failures(case)
 
 
-@pytest.mark.parametrize("name", one_of(3, GALLERY))
+@pytest.mark.parametrize("name", one_of(5, GALLERY))
 def test_more_queries_than_keys(name: str) -> None:
     """Right, or refused where a captured tensor has an entry for each key and is read at each query."""
     op = operator(name)
@@ -67,7 +67,7 @@ def test_more_queries_than_keys(name: str) -> None:
             verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], MORE_QUERIES)
 
 
-@pytest.mark.parametrize("name", one_of(3, GALLERY))
+@pytest.mark.parametrize("name", one_of(5, GALLERY))
 def test_float32_is_as_accurate_as_pytorch(name: str) -> None:
     """In float32 too, errors are at most twice PyTorch's own, or of the size of a few rounding steps."""
     op = operator(name)
