@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
-from benchmarks.gpu_speed import _times, sdpa
+from benchmarks.gpu_speed import medians, sdpa
 
 cuda: Any = torch.cuda
 WORKERS = 12
@@ -95,7 +95,7 @@ def in_turns(calls: Mapping[str, Callable[[], object]], *, graphs: bool, rounds:
             ready[name] = replay(call) if graphs else warmed(call)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:160]}"
-    return found | _times(ready, rounds, 0.01)
+    return found | medians(ready, rounds, 0.01)
 
 
 def warmed(call: Callable[[], object]) -> Callable[[], object]:
@@ -146,7 +146,7 @@ def pages_of(x: Tensor, page: int, order: Tensor) -> Tensor:
 def copy_rate() -> float:
     """Bytes a second, read and written, of a plain copy of 2 GiB."""
     source, target = (torch.empty(2**30, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    (milliseconds,) = _times({"copy": lambda: torch.neg(source, out=target)}, 5, 0.02).values()
+    (milliseconds,) = medians({"copy": lambda: torch.neg(source, out=target)}, 5, 0.02).values()
     return 2 * source.numel() * source.element_size() / milliseconds * 1e3
 
 

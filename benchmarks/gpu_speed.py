@@ -156,7 +156,7 @@ def measure(setting: Setting, *, rounds: int = 7, target: float = 0.02) -> dict[
                 calls[candidate] = call
             except Exception as error:
                 result.setdefault(candidate, {})[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        for candidate, milliseconds in _times(calls, rounds, target).items():
+        for candidate, milliseconds in medians(calls, rounds, target).items():
             result.setdefault(candidate, {})[name] = milliseconds
         for candidate, own in outputs.items():
             if candidate != "flashgen" and "flashgen" in outputs:
@@ -177,19 +177,20 @@ def _call(attention: Attention, leaves: list[Tensor], d_o: Tensor, *, backward: 
     return forward
 
 
-def _times(calls: Mapping[str, Callable[[], object]], rounds: int, target: float) -> dict[str, float]:
+def medians(calls: Mapping[str, Callable[[], object]], rounds: int, target: float) -> dict[str, float]:
     """Medians of rounds in which all take turns; ``target`` seconds of work each turn."""
     inner = {}
     for name, call in calls.items():
-        inner[name] = max(1, min(50, int(target * 1e3 / _milliseconds(call, 2))))
+        inner[name] = max(1, min(50, int(target * 1e3 / mean_milliseconds(call, 2))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            samples[name].append(_milliseconds(call, inner[name]))
+            samples[name].append(mean_milliseconds(call, inner[name]))
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _milliseconds(call: Callable[[], object], count: int) -> float:
+def mean_milliseconds(call: Callable[[], object], count: int) -> float:
+    """Of a call, the mean of so many in a row."""
     start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):

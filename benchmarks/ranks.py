@@ -35,6 +35,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flashgen
+from benchmarks.gpu_speed import mean_milliseconds
 from benchmarks.rank_calls import (
     PEERS,
     SPECS,
@@ -290,14 +291,8 @@ def _timed(run: Run, call: Pass, count: int) -> float:
         for _ in range(count):
             call()
         return 1e3 * (time.perf_counter() - before) / count
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     dist.all_reduce(meet)
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    cuda.synchronize()
-    return float(start.elapsed_time(end)) / count
+    return mean_milliseconds(call, count)
 
 
 COLUMNS = [

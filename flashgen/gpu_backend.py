@@ -55,12 +55,8 @@ if TYPE_CHECKING:
     from flashgen.runtime.emulated import EmulatedKernel
     from flashgen.runtime.emulator import Program
 
-ELEMENTS = (
-    ElementType.F32,
-    ElementType.BF16,
-    ElementType.F16,
-    ElementType.F8E4M3,
-)  # by the codes of ``struct Arguments``
+# By the codes of ``struct Arguments``.
+ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
 
 
 class RowsOf(Enum):

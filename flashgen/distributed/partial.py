@@ -25,7 +25,7 @@ from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 from flashgen.runtime.engine import Engine, Tensors
 from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.parts import widened
+from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, first_part
 
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
@@ -86,7 +86,7 @@ class Partial:
 
     def type_of(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which parts are written, and o is read backward."""
-        return widened(dtype) if self.wide else dtype
+        return type_of_sums(dtype) if self.wide else dtype
 
     def captured(self, rest: Sequence[Any]) -> dict[str, Tensor | None]:
         """What is captured, by name, of the operator's tensors behind q, k and v."""
@@ -94,7 +94,7 @@ class Partial:
 
     def begin(self, q: Tensor, v: Tensor) -> Rows:
         """Rows that see no key."""
-        o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=widened(q.dtype))
+        o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=type_of_sums(q.dtype))
         if not self.form.normalised:
             return Rows(o, None, None)
         lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
@@ -105,14 +105,14 @@ class Partial:
         o, lse, extremes = self.engine.attend(tensors, (where.offsets, False))
         if lse is None:
             if rows is None:
-                return Rows(o.to(widened(o.dtype)), None, None)
+                return Rows(o.to(type_of_sums(o.dtype)), None, None)
             rows.o += o
             return rows
         exponents = Exponents(self._factor(tensors), self.form.degree)
         if not self.form.exponential:
             extremes = None
         if rows is None or rows.lse is None or rows.top is None:
-            found = first_part(o.to(widened(o.dtype)), lse, extremes, exponents)
+            found = first_part(o.to(type_of_sums(o.dtype)), lse, extremes, exponents)
             return Rows(found.o, found.lse, found.top)
         add_part(Seen(rows.o, rows.lse, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
         return rows
@@ -134,7 +134,7 @@ class Partial:
             assert each.lse is not None
             assert each.top is not None
             lse[:, :, at], top[:, :, at] = each.lse, each.top
-        wide, factor = widened(q.dtype), None
+        wide, factor = type_of_sums(q.dtype), None
         if sink is not None:
             # A row that keeps no key stays empty.
             closed = torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sink.double()))
@@ -171,7 +171,7 @@ class Partial:
         )  # fmt: skip
         tensors = {each.name: x for each in spec.tensors if (x := captured[each.name]) is not None}
         params = {each.name: x for each in spec.params if (x := captured[each.name]) is not None}
-        evaluate, _ = evaluator(spec, q, v, shard, tensors, params, widened(q.dtype))
+        evaluate, _ = evaluator(spec, q, v, shard, tensors, params, type_of_sums(q.dtype))
         if some is not None:
             evaluate.guard.narrow(some[..., None])
         found = evaluate.real(spec.weights.sink)

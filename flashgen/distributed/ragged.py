@@ -22,7 +22,7 @@ from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.runtime.parts import widened
+from flashgen.runtime.parts import type_of_sums
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,6 @@ def attend_pieces(
         found.append(walk.attend((*own, *rest)))
     if not found:
         o = q.new_zeros((*q.shape[:3], v.shape[3])) + 0 * (q.sum() + k.sum() + v.sum())
-        return o, q.new_zeros(q.shape[:3], dtype=widened(q.dtype)) if signature.has_lse else None
+        return o, q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype)) if signature.has_lse else None
     sums = [lse for _, lse in found if lse is not None]
     return torch.cat([o for o, _ in found], 2), torch.cat(sums, 2) if sums else None

@@ -20,7 +20,7 @@ from flashgen.distributed.exchange import Flight, Group, post
 from flashgen.distributed.partial import Closed, Partial, Rows, Where
 from flashgen.distributed.rounds import Round, Unit
 from flashgen.runtime.engine import Tensors
-from flashgen.runtime.parts import widened
+from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.plain import with_memory
 
 
@@ -147,7 +147,7 @@ class _Attend(torch.autograd.Function):
         tensors, (o, lse, parts) = saved[: ctx.inputs], saved[ctx.inputs :]
         q, k, v = tensors[:3]
         d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
-        wide = widened(q.dtype)
+        wide = type_of_sums(q.dtype)
         signature = walk.partial.inner.signature
         learned = [n for n in range(3, signature.inputs) if ctx.needs_input_grad[1 + n]]
         needs = [n < 3 or n in learned for n in range(signature.inputs)]
@@ -176,7 +176,7 @@ class _Backward:
     ) -> None:
         q, k, v = tensors[:3]
         self.walk, self.arriving, self.closed, self.needs = walk, arriving, closed, needs
-        self.q, self.rest, wide = q, tensors[3:], widened(q.dtype)
+        self.q, self.rest, wide = q, tensors[3:], type_of_sums(q.dtype)
         self.pieces = _Pieces(walk, k, v)
         self.spans = [at for _, at in walk.spans()]
         self.d_q: dict[int, Tensor] = {}
@@ -271,7 +271,7 @@ def _sinks(walk: Walk, q: Tensor, v: Tensor, captured: dict[str, Tensor | None],
         walk.partial.sink(q[:, :, at], v, captured, walk.place(start, 0), None if some is None else some[:, :, at])
         for start, at in walk.spans()
     ]
-    return torch.cat(parts, 2) if parts else q.new_zeros(q.shape[:3], dtype=widened(q.dtype))
+    return torch.cat(parts, 2) if parts else q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype))
 
 
 def _add_gradients_of_sinks(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.variant import CapturedGradient, Tangent, Variant
+from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.layout import laid_out
 from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.spelling import c_literal, c_operator, user_name
@@ -37,11 +37,18 @@ def by_score(variant: Variant) -> str:
     return "fg::chained(d_score, %s)" if variant.has_infinities else "d_score * %s"
 
 
-def tangent_hooks(
-    tangent: Tangent, placement: Placement, hook: AddHook, c_type: str, inputs: str, *, sqdist: bool
-) -> str | None:
-    """Places what tangents change; the code of the sink's, None where nothing changes it."""
-    norms = f", {c_type} t_norms" if sqdist else ""
+def derivative_hooks(variant: Variant, placement: Placement, hook: AddHook, c_type: str, inputs: str) -> str | None:
+    """Places what the score changes by: its derivatives, in forward mode what tangents change.
+
+    The code of the sink's; None where nothing changes it.
+    """
+    tangent = variant.tangent
+    if tangent is None:
+        hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
+        if variant.score_by_sqdist is not None:
+            hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+        return None
+    norms = f", {c_type} t_norms" if variant.uses_sqdist else ""
     hook("score_tangent", tangent.score, f"{inputs}, {c_type} t_dot{norms}", "What the score changes by")
     if tangent.weight is not None:
         hook("weight_tangent", tangent.weight, f", {c_type} s", "What captured values change the weight by")

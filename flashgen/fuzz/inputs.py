@@ -21,8 +21,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.reference.shard import Shard
-from flashgen.runtime.eight_bits import to_8_bits
-from flashgen.runtime.f8 import widened
+from flashgen.runtime.eight_bits import from_8_bits, to_8_bits
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.signature import DESCALES, TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs, tensor_shape
@@ -101,7 +100,7 @@ class Arguments:
         if self.factors is None:
             return q, k, v
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-        q, k, v = (widened(x, factor, wide) for x, factor in zip((q, k, v), self.factors, strict=True))
+        q, k, v = (from_8_bits(x, factor, wide) for x, factor in zip((q, k, v), self.factors, strict=True))
         return q, k, v
 
     def sequences(self) -> Iterator[tuple[Shard, slice, slice]]:

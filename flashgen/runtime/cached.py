@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -41,9 +41,9 @@ from flashgen.runtime.ragged import (
 )
 from flashgen.runtime.signature import CACHED, Form
 
-_USUAL: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the number of sequences, on CPUs
-_WRITTEN_OUT: dict[int, tuple[Tensor, Tensor]] = {}  # the same
-_MOST_USUAL = 64
+_Make = Callable[[int, torch.device], tuple[Tensor, ...]]
+_USUAL: dict[tuple[_Make, int], tuple[Tensor, ...]] = {}  # by the number of sequences, on CPUs
+_MOST_USUAL = 128
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Cache:
         """The same, with ``padding`` and ``entries`` written out."""
         if self.padding.numel() and self.entries.numel():
             return self
-        padding, entries = _written_out(self.lengths)
+        padding, entries = _usual(_written_out, self.lengths.shape[0], self.lengths)
         padding = self.padding if self.padding.numel() else padding
         return replace(self, padding=padding, entries=self.entries if self.entries.numel() else entries)
 
@@ -102,7 +102,7 @@ class Cache:
     def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
         """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding.
 
-        In numbers.
+        Of a cache that is ``in_numbers``.
         """
         capacity, is_paged = self.capacity(cache), self.is_paged
         lengths, padding = self.lengths.tolist(), self.padding.tolist()
@@ -167,7 +167,7 @@ def cache_of(
         match("v_cache", v_cache, axis, k_cache.shape[axis], f"the {what} of k_cache")
     batch = q.shape[0]
     found = _numbers("cache_seqlens", lengths, (batch,), q)
-    nothing, no_blocks, no_factors = _usual(batch, q)
+    nothing, no_blocks, no_factors = _usual(_nothing, batch, q)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("'cache_batch_idx' goes with a cache of entries; in pages 'block_table' says where rows lie")
     padding = nothing if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
@@ -192,29 +192,29 @@ def cache_of(
     return Cache(found + new if new else found, padding, entries, blocks, *factors)
 
 
-def _usual(batch: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What most calls of so many sequences say: no numbers, no pages, no factors. Nobody writes to them.
+def _nothing(batch: int, device: torch.device) -> tuple[Tensor, ...]:
+    """No numbers, no pages and no factors of so many sequences."""
+    numbers, blocks = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((0,), (batch, 0)))
+    return numbers, blocks, torch.empty((0, 0), dtype=torch.float32, device=device)
 
-    On a CPU they are made once: a small call takes as long as to make them.
+
+def _written_out(batch: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The padding and the entries of so many sequences where nobody gives others."""
+    return torch.zeros(batch, dtype=torch.int32, device=device), torch.arange(batch, dtype=torch.int32, device=device)
+
+
+def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
+    """What most calls of so many sequences say, on the device of a tensor. Nobody writes to it.
+
+    On a CPU it is made once: a small call takes as long as to make it.
     """
-    keeps = q.is_cpu and is_plain((q,))
-    found = _USUAL.get(batch) if keeps else None
+    if not (like.is_cpu and is_plain((like,))):
+        return make(batch, like.device)
+    found = _USUAL.get((make, batch))
     if found is None:
-        nothing, blocks = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((0,), (batch, 0)))
-        found = nothing, blocks, torch.empty((0, 0), dtype=torch.float32, device=q.device)
-        if keeps and len(_USUAL) < _MOST_USUAL:
-            _USUAL[batch] = found
-    return found
-
-
-def _written_out(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The padding and the entries of as many sequences where nobody gives others; remembered, as ``_usual``."""
-    batch, keeps = lengths.shape[0], lengths.is_cpu and is_plain((lengths,))
-    found = _WRITTEN_OUT.get(batch) if keeps else None
-    if found is None:
-        found = torch.zeros_like(lengths), torch.arange(batch, dtype=torch.int32, device=lengths.device)
-        if keeps and len(_WRITTEN_OUT) < _MOST_USUAL:
-            _WRITTEN_OUT[batch] = found
+        found = make(batch, like.device)
+        if len(_USUAL) < _MOST_USUAL:
+            _USUAL[make, batch] = found
     return found
 
 

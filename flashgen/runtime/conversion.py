@@ -27,7 +27,6 @@ from flashgen.runtime.signature import DENSE, TORCH_DTYPES, Form, describe_tenso
 
 # q_start, kv_start, b_start, h_start, and the totals of the same.
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
-WHOLE: Offsets = (0, 0, 0, 0, None, None, None, None)
 _I32, _F32 = torch.iinfo(torch.int32), torch.finfo(torch.float32)
 _MOST_F32 = _F32.max
 

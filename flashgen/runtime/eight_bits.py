@@ -49,10 +49,16 @@ def to_8_bits(x: Tensor, factors: Tensor) -> Tensor:
     return numbers.clamp(-_LARGEST, _LARGEST).to(F8)
 
 
-def from_8_bits(x: Tensor, factors: Tensor | None) -> Tensor:
-    """The numbers that rows [..., Hkv, rows, width] of a cache mean, in float32; ``factors`` are [Hkv] or none."""
-    numbers = x.float()
-    return numbers if factors is None else numbers * factors[:, None, None]
+def from_8_bits(x: Tensor, factors: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that x [..., H or Hkv, N, width] means, rounded to ``dtype`` once.
+
+    ``factors`` are [..., Hkv], that of a head its key/value head's; None or empty: there are none.
+    """
+    if factors is None or not factors.numel():
+        return x.to(dtype)  # each is one of the type
+    exact = torch.promote_types(dtype, torch.float32)
+    by_head = factors.to(exact).repeat_interleave(x.shape[-3] // factors.shape[-1], -1)
+    return (x.to(exact) * by_head[..., None, None]).to(dtype)
 
 
 def fitting_factors(x: Tensor, kv_heads: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashgen.ir.spec import HeadDim
 from flashgen.reference.programs import Program
 from flashgen.runtime.call import Call, CallChecker, Rest
-from flashgen.runtime.eight_bits import F8, factors_of
+from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.plain import NoMemoryError
@@ -36,15 +36,6 @@ def factors_of_call(rows: Sequence[Tensor], given: Sequence[object]) -> tuple[Te
     wanted = (q.shape[0], k.shape[1]) if q.dim() == k.dim() == 4 else (0, 0)  # which the call then refuses
     named = zip(DESCALES, given, zip("qkv", (q, k, v), strict=True), strict=True)
     return tuple(factors_of(name, each, of, wanted, q.device) for name, each, of in named)
-
-
-def widened(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that x [B, H or Hkv, N, width] means, rounded to ``dtype`` once; ``factors`` [B, Hkv] or [0, 0]."""
-    if not factors.numel():
-        return x.to(dtype)  # each is one of the type
-    group = x.shape[1] // factors.shape[1] if factors.shape[1] else 1
-    exact = torch.promote_types(dtype, torch.float32)
-    return (x.to(exact) * factors.to(exact).repeat_interleave(group, 1)[:, :, None, None]).to(dtype)
 
 
 def wide_type(dtypes: Sequence[torch.dtype], device: torch.device) -> torch.dtype:
@@ -75,7 +66,7 @@ class F8Engine(Engine):
         kernel = call.kernel
         if kernel is None or call.is_empty:
             dtype = wide_type(self.checker.dtypes, call.device)
-            wide = (widened(x, factor, dtype) for x, factor in zip(own[:3], factors, strict=True))
+            wide = (from_8_bits(x, factor, dtype) for x, factor in zip(own[:3], factors, strict=True))
             o, lse, parts = self._wide.attend((*wide, *own[3:]), rest, keeps_lse)
             return o.to(self.form.o), lse, parts
         if call.may_copy:

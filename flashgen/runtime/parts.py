@@ -18,7 +18,7 @@ from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import Kernel, KernelProvider
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def type_of_sums(dtype: torch.dtype) -> torch.dtype:
     """The type of sums of what has this one."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -33,8 +33,8 @@ class PartsChecker(CallChecker):
         self._accepted = tuple(dict.fromkeys((*self._accepted, torch.float32)))
 
     def written(self, dtype: torch.dtype) -> torch.dtype:
-        """As ``widened`` has it."""
-        return widened(dtype)
+        """As ``type_of_sums`` has it."""
+        return type_of_sums(dtype)
 
     def check_what_runs(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
@@ -68,7 +68,7 @@ class PartsEngine(Engine):
     def _taken(self, tensors: Tensors) -> Tensors:
         """The tensors as what runs takes them."""
         q, v = tensors[0], tensors[2]
-        wide = widened(q.dtype)
+        wide = type_of_sums(q.dtype)
         if q.dtype is wide or self._writes_sums(q, v):
             return tensors
         return (*(x.to(wide) for x in tensors[:3]), *tensors[3:])

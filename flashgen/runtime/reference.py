@@ -19,9 +19,9 @@ from flashgen.reference.shard import Shard
 from flashgen.runtime.cached import CachedChecker, append, cache_of, cached_sequences
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
 from flashgen.runtime.conversion import check_switch, offset_arguments, probability_argument, seed_argument
-from flashgen.runtime.eight_bits import F8
+from flashgen.runtime.eight_bits import F8, from_8_bits
 from flashgen.runtime.engine import Tensors
-from flashgen.runtime.f8 import factors_of_call, widened
+from flashgen.runtime.f8 import factors_of_call
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.plain import check_tensors
@@ -83,7 +83,7 @@ class Reference:
         factors = factors_of_call((q, k, v), (q_descale, k_descale, v_descale))
         if F8 in (q.dtype, k.dtype, v.dtype):
             dtype = dtype or torch.float32
-            q, k, v = (widened(x, each, dtype) for x, each in zip((q, k, v), factors, strict=True))
+            q, k, v = (from_8_bits(x, each, dtype) for x, each in zip((q, k, v), factors, strict=True))
         self.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
         drawn = self._drawn(q, dropout_p, seed)
         o, lse = self._formula((q, k, v), tensors, params, shard, drawn, dtype)

@@ -20,11 +20,11 @@ from flashgen.emit.context import (
     WeightCode,
     by_score,
     declaration,
+    derivative_hooks,
     formula,
     labels,
     masks_of,
     observed_load,
-    tangent_hooks,
     template_hooks,
     template_values,
     tidy,
@@ -203,15 +203,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
     hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    sink_tangent = None
-    if variant.tangent is None:
-        hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
-        if variant.score_by_sqdist is not None:
-            hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
-    else:
-        sink_tangent = tangent_hooks(
-            variant.tangent, placement, hook, "fg::VecF", pair_inputs, sqdist=variant.uses_sqdist
-        )
+    sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
     chained = by_score(variant)
     gradients = tuple(
         _gradient(gradient, label, placement, hook, pair, chained)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from flashgen.analysis.variant import Variant
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
 from flashgen.plan.measured import PASSES
+from flashgen.plan.plan import Tiles
 from flashgen.runtime.asked import Asked
 from flashgen.targets.cpu import cost as cpu_cost
 from flashgen.targets.cpu.device import Cpu
@@ -28,19 +29,7 @@ def explain_cpu(
     passes = plan.of_call(device, asked.element, asked.shape)
     for each_name, (products, tile) in passes.items():
         predicted = cpu_cost.pass_time(own, products, each_name, tile, timed, asked.shape)
-        found.append(
-            ExplainedPass(
-                name=each_name,
-                Br=tile.Br,
-                Bc=tile.Bc,
-                sram_bytes=tile.sram_bytes,
-                multiplies=_cpu_products(products, device),
-                warps=None,
-                stages=None,
-                kernels=(ExplainedKernel(f"{symbol}_{each_name}", threads),),
-            )
-        )
-        found[-1] = with_prediction(found[-1], own, asked, predicted)
+        found.append(with_prediction(_told(each_name, products, tile, device, symbol, threads), own, asked, predicted))
     titles = {products.of_pass(each) for each, (products, _) in passes.items()}
     others = {products.of_pass(each) for products in Products for each in PASSES} - titles
     return Explanation(
@@ -60,15 +49,19 @@ def explain_cpu(
 def explain_jvp(device: Cpu, asked: Asked, plan: CpuJvpPlan, symbol: str) -> ExplainedPass:
     """The kernel of forward mode, were the call's tangents asked for."""
     products, tile = plan.of_call(device, asked.element, asked.shape)
+    return _told("jvp", products, tile, device, symbol, asked.call.threads)
+
+
+def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, threads: int) -> ExplainedPass:
     return ExplainedPass(
-        name="jvp",
+        name=name,
         Br=tile.Br,
         Bc=tile.Bc,
         sram_bytes=tile.sram_bytes,
         multiplies=_cpu_products(products, device),
         warps=None,
         stages=None,
-        kernels=(ExplainedKernel(f"{symbol}_jvp", asked.call.threads),),
+        kernels=(ExplainedKernel(f"{symbol}_{name}", threads),),
     )
 
 

@@ -22,12 +22,12 @@ from flashgen.emit.context import (
     WeightCode,
     by_score,
     declaration,
+    derivative_hooks,
     formula,
     labels,
     masks_apart,
     masks_of,
     observed_load,
-    tangent_hooks,
     template_hooks,
     template_values,
     tidy,
@@ -334,15 +334,9 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
     hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    sink_tangent = None
-    if variant.tangent is None:
-        hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
-        if variant.score_by_sqdist is not None:
-            hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
-    else:
-        sink_tangent = tangent_hooks(variant.tangent, placement, hook, "float", pair_inputs, sqdist=variant.uses_sqdist)
-        if sink_tangent is not None:
-            row_functions.append(_RowFunction("sink_tangent", sink_tangent, "What the sink changes by"))
+    sink_tangent = derivative_hooks(variant, placement, hook, "float", pair_inputs)
+    if sink_tangent is not None:
+        row_functions.append(_RowFunction("sink_tangent", sink_tangent, "What the sink changes by"))
     if sink_code is not None:
         row_functions.append(_RowFunction("sink_score", sink_code, "The sink"))
     chained = by_score(variant)
