@@ -2225,6 +2225,20 @@ template <class T> struct Block {
   fg::Accumulators<m_tiles, o_tiles> o;
   float row_max[2 * m_tiles];  // of the scores, as of the last rescaling
   float row_sum[2 * m_tiles];  // of this lane's columns
+  FG_DEVICE Block(const Arguments& arguments) : a(arguments), u(make_launch(arguments)), memory(fg::shared_memory()) {
+    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
+    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
+  }
+
+  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
+  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE KTile k_tile(int n) const {
+    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
+  }
+  FG_DEVICE VTile v_tile(int n) const {
+    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
+  }
+
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
   struct Place {
     int head, row0;  // counted through the batch; its first query
@@ -2233,13 +2247,7 @@ template <class T> struct Block {
     const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
   }
-  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
-  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
   FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
-  FG_DEVICE Block(const Arguments& arguments) : a(arguments), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
-    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
-  }
 
   // What hooks know of the head, and of where the tile lies.
   FG_DEVICE Head head_at(const Place& place) const {
@@ -2247,6 +2255,12 @@ template <class T> struct Block {
     Head head = make_head(a, u, b, h);
     return head;
   }
+  FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
+    return {a, u, head, place.head, {place.row0, row_count(place)}};
+  }
+
+  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
+  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
   FG_DEVICE void enter(const Place& place) { x = head_at(place); }
   // By one thread: what the others read of it.
   FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
@@ -2259,42 +2273,52 @@ template <class T> struct Block {
     fg::shared_store(&noted->row0, place.row0);
   }
 
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
+  // ---- prologue ----
+
+  FG_DEVICE void run() {
+    const Place place = locate(block_number(a));
+    enter(place);
+    if (threadIdx.x == 0) note(place, x);
+    load_q(place);
+    begin(place);
+
+    Team::barrier();  // the place of the block is known
+#pragma unroll 1
+    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
+      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(this->place(), x));
+      visit();
+      Team::barrier();  // everyone is done with V before the next window's copies
+    }
+    fg::copy_async_wait<0>();
+    const Place here = this->place();  // before O may take its room
+    Team::barrier();
+    finish(here);
   }
 
-  FG_DEVICE void load_k(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-    }
+  FG_DEVICE void load_q(const Place& place) {
+    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
+    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
     fg::copy_async_commit();
-  }
-  FG_DEVICE void load_v(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
-    return {a, u, head, place.head, {place.row0, row_count(place)}};
   }
 
-  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
-  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
-    const int column = column0 + 8 * t + fg::fragment_column(e),
-        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
-    Column c = make_column(a, u, x, j);
-    return c;
+  // No key is seen yet.
+  FG_DEVICE void begin(const Place& place) {
+    fg::clear(o);
+    begin_rows(place);
   }
+  FG_DEVICE void begin_rows(const Place& place) {
+    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      const int row = first + 16 * (r / 2) + 8 * (r % 2);
+      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  // ---- mainloop ----
+
   // The tiles of one window.
   FG_DEVICE void visit() {
 #pragma unroll
@@ -2312,6 +2336,23 @@ template <class T> struct Block {
     for (; n < visits.partials(); ++n) step<true>(n);
 #pragma unroll 1
     for (; n < visits.count(); ++n) step<false>(n);
+  }
+
+  FG_DEVICE void load_k(int n) {
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BC;
+      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
+      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
+    }
+    fg::copy_async_commit();
+  }
+  FG_DEVICE void load_v(int n) {
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BC;
+      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
+      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
+    }
+    fg::copy_async_commit();
   }
 
   // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
@@ -2337,6 +2378,14 @@ template <class T> struct Block {
     load_k(n + stages);
     // O += P V
     fg::product_across(o, s, v_tile(n), 0);
+  }
+
+  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
+  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
+    const int column = column0 + 8 * t + fg::fragment_column(e),
+        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
+    Column c = make_column(a, u, x, j);
+    return c;
   }
 
   // Products to scores (less a constant factor), and the maxima of rows. O and the sums shrink only
@@ -2448,6 +2497,9 @@ template <class T> struct Block {
       for (int t = 0; t < o_tiles; ++t)
         o.at[r / 2][t][r % 2 * 2] *= shrink[r], o.at[r / 2][t][r % 2 * 2 + 1] *= shrink[r];
   }
+
+  // ---- epilogue ----
+
   // Scales O by its rows' denominators and writes it, and the log-sum-exps.
   FG_DEVICE void finish(const Place& place) {
     float factors[2 * m_tiles];
@@ -2489,59 +2541,26 @@ template <class T> struct Block {
     const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
     const int64_t first_row = query_row(a, place.head, place.row0);
     rescale(factors);
-    const OTile o_tile{reinterpret_cast<T*>(memory)};
+    stage(o, warp_row);
+    store_staged(rows_of_o<T>(a, first_row), warp_row, count);
+  }
+  // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
+  FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE void stage(const fg::Accumulators<m_tiles, o_tiles>& sums, int warp_row) const {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int t = 0; t < o_tiles; ++t)
-        fg::store_fragment(o_tile, warp_row + 16 * m, 8 * t, o.at[m][t], fg::lane_index());
+        fg::store_fragment(o_tile(), warp_row + 16 * m, 8 * t, sums.at[m][t], fg::lane_index());
     fg::warp_barrier();
-    fg::store_rows<32, DV>(rows_of_o<T>(a, first_row), o_tile, fg::lane_index(), warp_row, 16 * m_tiles, count);
   }
-
-  // No key is seen yet.
-  FG_DEVICE void begin(const Place& place) {
-    fg::clear(o);
-    begin_rows(place);
-  }
-  FG_DEVICE void begin_rows(const Place& place) {
-    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = first + 16 * (r / 2) + 8 * (r % 2);
-      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
-      row_max[r] = -INFINITY;
-      row_sum[r] = 0.0f;
-    }
-  }
-
-  FG_DEVICE void run() {
-    const Place place = locate(block_number(a));
-    enter(place);
-    if (threadIdx.x == 0) note(place, x);
-    load_q(place);
-    begin(place);
-
-    Team::barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(this->place(), x));
-      visit();
-      Team::barrier();  // everyone is done with V before the next window's copies
-    }
-    fg::copy_async_wait<0>();
-    const Place here = this->place();  // before O may take its room
-    Team::barrier();
-    finish(here);
-  }
-  FG_DEVICE void load_q(const Place& place) {
-    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
-    fg::copy_async_commit();
+  template <class To> FG_DEVICE void store_staged(const To& to, int warp_row, int count) const {
+    fg::store_rows<32, DV>(to, o_tile(), fg::lane_index(), warp_row, 16 * m_tiles, count);
   }
 };
 
 }  // namespace forward
+
 #if FLASHGEN_FORWARD && FLASHGEN_F16
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::half_t>::threads)
 causal_d64_forward_f16(const __grid_constant__ Arguments a) {

@@ -2677,17 +2677,6 @@ template <class T> struct Block {
   fg::Accumulators<m_tiles, o_tiles> o;
   float row_max[2 * m_tiles];  // of the scores, as of the last rescaling
   float row_sum[2 * m_tiles];  // of this lane's columns
-  // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
-  struct Place {
-    int head, row0;  // counted through the batch; its first query
-  };
-  FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, head = number / tiles;
-    return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
-  }
-  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
-  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
-  FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
   FG_DEVICE Block(const Arguments& arguments, const ForwardMaps* tensor_maps = nullptr)
       : a(arguments), maps(tensor_maps), u(make_launch(arguments)), memory(fg::shared_memory()) {
     visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
@@ -2696,12 +2685,37 @@ template <class T> struct Block {
       fg::prefetch_map(maps->q), fg::prefetch_map(maps->k), fg::prefetch_map(maps->v);
   }
 
+  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
+  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE KTile k_tile(int n) const {
+    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
+  }
+  FG_DEVICE VTile v_tile(int n) const {
+    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
+  }
+
+  // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
+  struct Place {
+    int head, row0;  // counted through the batch; its first query
+  };
+  FG_DEVICE Place locate(unsigned number) const {
+    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, head = number / tiles;
+    return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
+  }
+  FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
+
   // What hooks know of the head, and of where the tile lies.
   FG_DEVICE Head head_at(const Place& place) const {
     const int b = unsigned(place.head) / unsigned(a.heads), h = place.head - b * int(a.heads);
     Head head = make_head(a, u, b, h);
     return head;
   }
+  FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
+    return {a, u, head, place.head, {place.row0, row_count(place)}};
+  }
+
+  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
+  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
   FG_DEVICE void enter(const Place& place) { x = head_at(place); }
   // By one thread: what the others read of it.
   FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
@@ -2719,42 +2733,54 @@ template <class T> struct Block {
     fg::shared_store(&noted->row0, place.row0);
   }
 
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
+  // ---- prologue ----
+
+  FG_DEVICE void run() {
+    if constexpr (self_loading) return run_self_loading();
+    const Place place = locate(block_number(a));
+    enter(place);
+    if (threadIdx.x == 0) note(place, x);
+    load_q(place);
+    begin(place);
+
+    Team::barrier();  // the place of the block is known
+#pragma unroll 1
+    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
+      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(this->place(), x));
+      if constexpr (P::warpgroups) multiply_window();
+      else visit();
+      Team::barrier();  // everyone is done with V before the next window's copies
+    }
+    fg::copy_async_wait<0>();
+    const Place here = this->place();  // before O may take its room
+    Team::barrier();
+    finish(here);
   }
 
-  FG_DEVICE void load_k(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-    }
+  FG_DEVICE void load_q(const Place& place) {
+    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
+    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
     fg::copy_async_commit();
-  }
-  FG_DEVICE void load_v(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
-    return {a, u, head, place.head, {place.row0, row_count(place)}};
   }
 
-  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
-  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
-    const int column = column0 + 8 * t + fg::fragment_column(e),
-        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
-    Column c = make_column(a, u, x, j);
-    return c;
+  // No key is seen yet.
+  FG_DEVICE void begin(const Place& place) {
+    fg::clear(o);
+    begin_rows(place);
   }
+  FG_DEVICE void begin_rows(const Place& place) {
+    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      const int row = first + 16 * (r / 2) + 8 * (r % 2);
+      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  // ---- mainloop ----
+
   // The tiles of one window.
   FG_DEVICE void visit() {
 #pragma unroll
@@ -2773,227 +2799,22 @@ template <class T> struct Block {
 #pragma unroll 1
     for (; n < visits.count(); ++n) step<false>(n);
   }
-// ---- by warpgroups, as FlashAttention-3 ----
-  // A warpgroup weighs S of one tile while O takes in the tile before. K and V come in parts: part n is K of tile n,
-  // into stage n % stages, and V of the tile before. Where tensor copies bring them, one thread starts those of a part,
-  // and the others wait for its signal; where they cannot, everyone copies a part while the one before is worked on.
 
-  using Weights = fg::LeftRows<T, 1, BC>;  // P of one tile, as an operand
-  static constexpr int groups = P::warps / 4;
-
-  FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
-
-  // Of tensor copies: a part is there, the warps that multiply are done with it; the same of Q.
-  FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
-  FG_DEVICE QSignals q_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::Q_SIGNALS)}; }
-  FG_DEVICE void start_q(const Place& place, const Head& head, int ordinal) const {
-    fg::mbarrier_expect(q_signals().full(ordinal), QTile::bytes);
-    copy_q(q_tile(), place, head, q_signals().full(ordinal));
-  }
-  FG_DEVICE void copy_q(QTile to, const Place& place, const Head& head, uint64_t* there) const {
-    const int slab = fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start));
-    fg::copy_tile_async(to, maps->q, place.row0, slab, there);
-  }
-  FG_DEVICE void start_part(int n) const {
-    const bool has_k = n < visits.count(), has_v = n > 0;
-    uint64_t* const there = signals().full(parts_before + n);
-    fg::mbarrier_expect(there, (has_k ? int(KTile::bytes) : 0) + (has_v ? int(VTile::bytes) : 0));
-    if (has_k) fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
-    if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
-  }
-
-  FG_DEVICE void multiply_window() {
-    await_q();
-    if (visits.count() == 0) return release_q();
-    if constexpr (!P::tensor_copies) copy_next_part(0);
-    Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
-    int n = 1;
-    multiply_visits(p, n);
-    release_q();
-    // Late, so that none waits for this block while others have nothing to do; it is on its way during the last
-    // product.
-    if constexpr (self_loading) fetch_next_work_tile();
-    await_part(n);
-    fg::begin_products(o, p);
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    fg::wait_products<0>(o, p);
-    release_part(n);
-  }
-  // Up to the last one, whose V remains.
-  FG_DEVICE void multiply_visits(Weights& p, int& n) {
-#pragma unroll 1
-    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(p, n);
-#pragma unroll 1
-    for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
-  }
-
-  FG_DEVICE void await_q() const {
-    if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
-  }
-  FG_DEVICE void release_q() const {
-  }
-  // Without warps that copy, where the places of part n are free.
-  FG_DEVICE void copy_next_part(int n) {
-    if constexpr (P::tensor_copies) {
-      // in turn: what it takes a warp, others wait for
-      if (threadIdx.x == 32 * fg::stage_of<P::warps>(n)) start_part(n);
-      return;
-    }
+  FG_DEVICE void load_k(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      fg::copy_rows_async<threads, D>(k_tile(n), rows_of_k<T>(a, visits.noted(&Notes::k)), first, kv_len - first);
-    }
-    if (n > 0) {
-      const int first = visits.tile(n - 1) * BC;
-      fg::copy_rows_async<threads, DV>(v_tile(n - 1), rows_of_v<T>(a, visits.noted(&Notes::v)), first, kv_len - first);
+      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
+      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
     }
     fg::copy_async_commit();
   }
-  FG_DEVICE void await_part(int n) {
-    if constexpr (P::tensor_copies) {
-      if constexpr (!has_producers) Team::barrier();  // everyone is done with the places of part n + 1
-      signals().await(parts_before + n);
-      return;
+  FG_DEVICE void load_v(int n) {
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BC;
+      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
+      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
     }
-    fg::copy_async_wait<0>();
-    fg::publish_shared();
-    Team::barrier();  // part n is there, and everyone is done with the places of part n + 1
-    if (n < visits.count()) copy_next_part(n + 1);
-  }
-  FG_DEVICE void release_part([[maybe_unused]] int n) const {
-  }
-  // Without warps that copy, once products run that hide what it takes a thread.
-  FG_DEVICE void follow_part(int n) {
-    if constexpr (self_loading) {
-      copy_next_part(n + 1);
-    }
-  }
-
-  template <bool masked> FG_DEVICE void first(Weights& p) {
-    await_part(0);
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
-    fg::warpgroup_commit();
-    fg::wait_products<0>(s);
-    float shrink[2];  // of what the windows before have left in O
-    if (scores<masked>(s, 0, shrink)) rescale(shrink);
-    weigh_tile<masked>(s, 0);
-    release_part(0);
-    fg::round_into(p, s);
-  }
-
-  template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
-    await_part(n);
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s, o, p);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
-    fg::warpgroup_commit();
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    follow_part(n);
-    fg::wait_products<1>(s);
-    float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
-    weigh_tile<masked>(s, n);
-    if (grown) {  // two waits: with one, the assembler would move it before the exponentials
-      fg::wait_products<0>(o, p);
-      rescale(shrink);
-    } else {
-      fg::wait_products<0>(o, p);
-    }
-    release_part(n);
-    fg::round_into(p, s);
-  }
-
-  // Scores to P.
-  template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
-    exponentials(s);
-  }
-
-  // ---- persistent blocks ----
-  // They take one query tile after another. A list of visits stands for one window of one query tile.
-
-  static constexpr int BEGINS = 1, ENDS = 2;  // a query tile, by the edges of a list
-  static constexpr int NO_MORE = -1;          // in the place of a count
-
-  FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
-  FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
-  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + BR - 1) / BR); }
-  // By one thread: what the others read of a list beside the visits.
-  FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
-    note(place, head);
-    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
-    fg::shared_store(&visits.notes()->ordinal, ordinal);
-  }
-
-  // -- where those who multiply do all --
-  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
-
-  FG_DEVICE void run_self_loading() {
-    if (threadIdx.x == 0) {
-      q_signals().make(false, threads, 1);
-      // As if query tile -1 had ended.
-      set_visits(visits.list, 0, 0, 0);
-      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
-      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
-    }
-    next_work_tile = fg::block_index();
-    Team::barrier();
-#pragma unroll 1
-    for (bool first = true;; first = false) {
-      const Place before = this->place();
-      const bool ended = !first && ends();
-      advance_window();
-      if (ended) finish(before);
-      if (visits.count() == NO_MORE) return;
-      if (begins()) {
-        const Place place = this->place();
-        enter(place);
-        begin(place);
-      }
-      multiply_window();
-    }
-  }
-
-  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
-  // and starts what it begins with.
-  FG_DEVICE void advance_window() {
-    const bool another = ends();
-    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
-    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
-    Team::barrier();
-    const int number = visits.noted(another ? &Notes::next : &Notes::number);
-    if (number >= work_tiles()) {
-      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
-      Team::barrier();
-      return;
-    }
-    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
-    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
-    const Place place = locate(number);
-    const Head head = prepare(place, number, window, ordinal);
-    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
-    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
-    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
-  }
-  FG_DEVICE void fetch_next_work_tile() {
-    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
-  }
-  // What is done once it is known where a window's query tile lies.
-  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
-    const Head head = head_at(place);
-    if (threadIdx.x == 0) {
-      note(place, head, window, ordinal);
-      if (window == 0) {
-        fg::shared_store(&visits.notes()->number, number);
-        start_q(place, head, ordinal);
-      }
-    }
-    return head;
+    fg::copy_async_commit();
   }
 
   // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
@@ -3019,6 +2840,14 @@ template <class T> struct Block {
     load_k(n + stages);
     // O += P V
     fg::product_across(o, s, v_tile(n), 0);
+  }
+
+  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
+  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
+    const int column = column0 + 8 * t + fg::fragment_column(e),
+        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
+    Column c = make_column(a, u, x, j);
+    return c;
   }
 
   // Products to scores (less a constant factor), and the maxima of rows. O and the sums shrink only
@@ -3130,6 +2959,230 @@ template <class T> struct Block {
       for (int t = 0; t < o_tiles; ++t)
         o.at[r / 2][t][r % 2 * 2] *= shrink[r], o.at[r / 2][t][r % 2 * 2 + 1] *= shrink[r];
   }
+
+  // ---- by warpgroups, as FlashAttention-3 ----
+  // A warpgroup weighs S of one tile while O takes in the tile before. K and V come in parts: part n is K of tile n,
+  // into stage n % stages, and V of the tile before. Where tensor copies bring them, one thread starts those of a part,
+  // and the others wait for its signal; where they cannot, everyone copies a part while the one before is worked on.
+
+  using Weights = fg::LeftRows<T, 1, BC>;  // P of one tile, as an operand
+  static constexpr int groups = P::warps / 4;
+  FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
+
+  FG_DEVICE void multiply_window() {
+    await_q();
+    if (visits.count() == 0) return release_q();
+    if constexpr (!P::tensor_copies) copy_next_part(0);
+    Weights p;
+    if (visits.partials() > 0) first<true>(p);
+    else first<false>(p);
+    int n = 1;
+    multiply_visits(p, n);
+    release_q();
+    // Late, so that none waits for this block while others have nothing to do; it is on its way during the last
+    // product.
+    if constexpr (self_loading) fetch_next_work_tile();
+    await_part(n);
+    fg::begin_products(o, p);
+    fg::start_product_across(o, p, v_tile(n - 1));
+    fg::warpgroup_commit();
+    fg::wait_products<0>(o, p);
+    release_part(n);
+  }
+  // Up to the last one, whose V remains.
+  FG_DEVICE void multiply_visits(Weights& p, int& n) {
+#pragma unroll 1
+    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(p, n);
+#pragma unroll 1
+    for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
+  }
+
+  template <bool masked> FG_DEVICE void first(Weights& p) {
+    await_part(0);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
+    fg::warpgroup_commit();
+    fg::wait_products<0>(s);
+    float shrink[2];  // of what the windows before have left in O
+    if (scores<masked>(s, 0, shrink)) rescale(shrink);
+    weigh_tile<masked>(s, 0);
+    release_part(0);
+    fg::round_into(p, s);
+  }
+
+  template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
+    await_part(n);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s, o, p);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
+    fg::warpgroup_commit();
+    fg::start_product_across(o, p, v_tile(n - 1));
+    fg::warpgroup_commit();
+    follow_part(n);
+    fg::wait_products<1>(s);
+    float shrink[2];
+    const bool grown = scores<masked>(s, n, shrink);
+    weigh_tile<masked>(s, n);
+    if (grown) {  // two waits: with one, the assembler would move it before the exponentials
+      fg::wait_products<0>(o, p);
+      rescale(shrink);
+    } else {
+      fg::wait_products<0>(o, p);
+    }
+    release_part(n);
+    fg::round_into(p, s);
+  }
+
+  // Scores to P.
+  template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
+    exponentials(s);
+  }
+
+  // Of tensor copies: a part is there, the warps that multiply are done with it; the same of Q.
+  FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
+  FG_DEVICE QSignals q_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::Q_SIGNALS)}; }
+  FG_DEVICE void start_q(const Place& place, const Head& head, int ordinal) const {
+    fg::mbarrier_expect(q_signals().full(ordinal), QTile::bytes);
+    copy_q(q_tile(), place, head, q_signals().full(ordinal));
+  }
+  FG_DEVICE void copy_q(QTile to, const Place& place, const Head& head, uint64_t* there) const {
+    const int slab = fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start));
+    fg::copy_tile_async(to, maps->q, place.row0, slab, there);
+  }
+  FG_DEVICE void start_part(int n) const {
+    const bool has_k = n < visits.count(), has_v = n > 0;
+    uint64_t* const there = signals().full(parts_before + n);
+    fg::mbarrier_expect(there, (has_k ? int(KTile::bytes) : 0) + (has_v ? int(VTile::bytes) : 0));
+    if (has_k) fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
+    if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
+  }
+
+  FG_DEVICE void await_q() const {
+    if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
+  }
+  FG_DEVICE void release_q() const {
+  }
+  // Without warps that copy, where the places of part n are free.
+  FG_DEVICE void copy_next_part(int n) {
+    if constexpr (P::tensor_copies) {
+      // in turn: what it takes a warp, others wait for
+      if (threadIdx.x == 32 * fg::stage_of<P::warps>(n)) start_part(n);
+      return;
+    }
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BC;
+      fg::copy_rows_async<threads, D>(k_tile(n), rows_of_k<T>(a, visits.noted(&Notes::k)), first, kv_len - first);
+    }
+    if (n > 0) {
+      const int first = visits.tile(n - 1) * BC;
+      fg::copy_rows_async<threads, DV>(v_tile(n - 1), rows_of_v<T>(a, visits.noted(&Notes::v)), first, kv_len - first);
+    }
+    fg::copy_async_commit();
+  }
+  FG_DEVICE void await_part(int n) {
+    if constexpr (P::tensor_copies) {
+      if constexpr (!has_producers) Team::barrier();  // everyone is done with the places of part n + 1
+      signals().await(parts_before + n);
+      return;
+    }
+    fg::copy_async_wait<0>();
+    fg::publish_shared();
+    Team::barrier();  // part n is there, and everyone is done with the places of part n + 1
+    if (n < visits.count()) copy_next_part(n + 1);
+  }
+  FG_DEVICE void release_part([[maybe_unused]] int n) const {
+  }
+  // Without warps that copy, once products run that hide what it takes a thread.
+  FG_DEVICE void follow_part(int n) {
+    if constexpr (self_loading) {
+      copy_next_part(n + 1);
+    }
+  }
+
+  // ---- persistent blocks ----
+  // They take one query tile after another. A list of visits stands for one window of one query tile.
+
+  static constexpr int BEGINS = 1, ENDS = 2;  // a query tile, by the edges of a list
+  static constexpr int NO_MORE = -1;          // in the place of a count
+
+  FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
+  FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
+  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + BR - 1) / BR); }
+  // By one thread: what the others read of a list beside the visits.
+  FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
+    note(place, head);
+    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
+    fg::shared_store(&visits.notes()->ordinal, ordinal);
+  }
+  // -- where those who multiply do all --
+  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
+
+  FG_DEVICE void run_self_loading() {
+    if (threadIdx.x == 0) {
+      q_signals().make(false, threads, 1);
+      // As if query tile -1 had ended.
+      set_visits(visits.list, 0, 0, 0);
+      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
+      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
+    }
+    next_work_tile = fg::block_index();
+    Team::barrier();
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+      const Place before = this->place();
+      const bool ended = !first && ends();
+      advance_window();
+      if (ended) finish(before);
+      if (visits.count() == NO_MORE) return;
+      if (begins()) {
+        const Place place = this->place();
+        enter(place);
+        begin(place);
+      }
+      multiply_window();
+    }
+  }
+
+  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
+  // and starts what it begins with.
+  FG_DEVICE void advance_window() {
+    const bool another = ends();
+    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
+    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
+    Team::barrier();
+    const int number = visits.noted(another ? &Notes::next : &Notes::number);
+    if (number >= work_tiles()) {
+      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
+      Team::barrier();
+      return;
+    }
+    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
+    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
+    const Place place = locate(number);
+    const Head head = prepare(place, number, window, ordinal);
+    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
+    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
+    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
+  }
+  FG_DEVICE void fetch_next_work_tile() {
+    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
+  }
+  // What is done once it is known where a window's query tile lies.
+  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
+    const Head head = head_at(place);
+    if (threadIdx.x == 0) {
+      note(place, head, window, ordinal);
+      if (window == 0) {
+        fg::shared_store(&visits.notes()->number, number);
+        start_q(place, head, ordinal);
+      }
+    }
+    return head;
+  }
+
+  // ---- epilogue ----
+
   // Scales O by its rows' denominators and writes it, and the log-sum-exps.
   FG_DEVICE void finish(const Place& place) {
     float factors[2 * m_tiles];
@@ -3187,61 +3240,26 @@ template <class T> struct Block {
         fg::store_fragments<T, DV>(rows_of_o<T>(a, first_row), o.at[m], warp_row + 16 * m, count);
       return;
     }
-    const OTile o_tile{reinterpret_cast<T*>(memory)};
+    stage(o, warp_row);
+    store_staged(rows_of_o<T>(a, first_row), warp_row, count);
+  }
+  // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
+  FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE void stage(const fg::Accumulators<m_tiles, o_tiles>& sums, int warp_row) const {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int t = 0; t < o_tiles; ++t)
-        fg::store_fragment(o_tile, warp_row + 16 * m, 8 * t, o.at[m][t], fg::lane_index());
+        fg::store_fragment(o_tile(), warp_row + 16 * m, 8 * t, sums.at[m][t], fg::lane_index());
     fg::warp_barrier();
-    fg::store_rows<32, DV>(rows_of_o<T>(a, first_row), o_tile, fg::lane_index(), warp_row, 16 * m_tiles, count);
   }
-
-  // No key is seen yet.
-  FG_DEVICE void begin(const Place& place) {
-    fg::clear(o);
-    begin_rows(place);
-  }
-  FG_DEVICE void begin_rows(const Place& place) {
-    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = first + 16 * (r / 2) + 8 * (r % 2);
-      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
-      row_max[r] = -INFINITY;
-      row_sum[r] = 0.0f;
-    }
-  }
-
-  FG_DEVICE void run() {
-    if constexpr (self_loading) return run_self_loading();
-    const Place place = locate(block_number(a));
-    enter(place);
-    if (threadIdx.x == 0) note(place, x);
-    load_q(place);
-    begin(place);
-
-    Team::barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(this->place(), x));
-      if constexpr (P::warpgroups) multiply_window();
-      else visit();
-      Team::barrier();  // everyone is done with V before the next window's copies
-    }
-    fg::copy_async_wait<0>();
-    const Place here = this->place();  // before O may take its room
-    Team::barrier();
-    finish(here);
-  }
-  FG_DEVICE void load_q(const Place& place) {
-    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
-    fg::copy_async_commit();
+  template <class To> FG_DEVICE void store_staged(const To& to, int warp_row, int count) const {
+    fg::store_rows<32, DV>(to, o_tile(), fg::lane_index(), warp_row, 16 * m_tiles, count);
   }
 };
 
 }  // namespace forward
+
 #if FLASHGEN_FORWARD && FLASHGEN_F16
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::half_t>::threads, ForwardPlan<fg::half_t>::blocks)
 gpt_oss_d64_forward_f16(const __grid_constant__ Arguments a, const __grid_constant__ ForwardMaps maps) {

@@ -1,7 +1,7 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
-In: a ``Variant``, a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those at the end
-of ``templates/cuda/forward.cuh.jinja`` and in ``templates/cuda/backward/entries.cuh.jinja``, which take the places of
+In: a ``Variant``, a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of
+``entries.cuh.jinja`` in ``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of
 the buffers from here.
 """
 

@@ -1,6 +1,6 @@
 """What the CUDA templates keep in shared memory, byte for byte: declared here, counted, and printed into sources.
 
-In: a variant, an element type, a tile. Out: ``Layout``s. A block of ``templates/cuda/forward.cuh.jinja`` and of
+In: a variant, an element type, a tile. Out: ``Layout``s. A block of ``templates/cuda/forward`` and of
 ``templates/cuda/backward`` finds its parts by the constants that are printed, and asserts what lies in each.
 """
 
