@@ -1,0 +1,101 @@
+"""Gradients of captured values, as the kernels that sum them up see them.
+
+In: the variant as it is computed, its recipe, and where its code is placed. Out: a ``GradientCode``, ``gradients`` in
+templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.diagonals import by_distance
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.emit.context import by_score, labels
+from flashgen.ir.expr import Load
+from flashgen.ir.text import text
+from flashgen.plan.arguments import gradient_field
+from flashgen.targets.gpu.model import BINS
+from flashgen.targets.gpu.printed.spec import Places
+from flashgen.targets.gpu.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A captured gradient as the backward template sees it."""
+
+    label: str
+    level: str
+    number: int  # of the target
+    target: str  # the member of Arguments that receives it
+    value: str  # the variable that holds one pair's contribution
+    sum: str  # the member of a block that holds a sum
+    sum_index: str  # which of a lane's sums a pair belongs to
+    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
+    sink_name: str | None  # the function ∂sink/∂read
+    offset: str  # of the element
+    offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
+    comment: str
+
+    @property
+    def sink_only(self) -> bool:
+        return self.pair_code is None
+
+
+@dataclass(frozen=True)
+class GradientCode:
+    """By the kernel that sums them up: ``keys``, of which ``pairs`` have elements of their own a pair, ``queries``,
+    and ``sinks``, which arrive through sinks. A warp keeps ``bins`` sums by distance.
+    """
+
+    keys: tuple[Gradient, ...]
+    pairs: tuple[Gradient, ...]
+    queries: tuple[Gradient, ...]
+    sinks: tuple[Gradient, ...]
+    bins: int
+
+
+def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientCode:
+    """The captured gradients of a variant; places their derivatives."""
+    found = {
+        gradient.read: _gradient(gradient, label, recipe, places, by_score(variant))
+        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
+    }
+    return GradientCode(
+        keys=tuple(found[each.read] for each in recipe.key_gradients),
+        pairs=tuple(found[each.read] for each in recipe.key_gradients if each.level is Level.PAIR),
+        queries=tuple(found[each.read] for each in recipe.query_gradients),
+        sinks=tuple(found[each.read] for each in recipe.sink_gradients),
+        bins=BINS,
+    )
+
+
+def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places, chained: str) -> Gradient:
+    read, target, placement = gradient.read, gradient_field(gradient.name), places.placement
+    parts = []
+    if gradient.from_score is not None:
+        places.hook(f"score_by_{label}", gradient.from_score, comment=f"∂score/∂{text(read)}")
+        parts.append(chained % f"score_by_{label}(INPUTS)")
+    if gradient.from_weight is not None:
+        places.hook(f"weight_by_{label}", gradient.from_weight, ", float s", f"∂weight/∂{text(read)}")
+        parts.append(f"d_weight * weight_by_{label}(a, u, x, r, c, safe)")
+    sink_name = None
+    if gradient.from_sink is not None:
+        sink_name = f"sink_by_{label}"
+        places.row_function(sink_name, gradient.from_sink, f"∂sink/∂{text(read)}")
+    offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
+    on_diagonal = by_distance(read)
+    return Gradient(
+        label=label,
+        level=gradient.level.value,
+        number=recipe.captured.index(target),
+        target=target,
+        value=f"loss_by_{label}",
+        sum=f"sum_by_{label}",
+        sum_index={Level.COLUMN: "[k]", Level.ROW: "[n]"}.get(gradient.level, ""),
+        pair_code=" + ".join(parts) or None,
+        sink_name=sink_name,
+        offset=offset,
+        offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
+        comment=f"∂L/∂{text(read)}",
+    )

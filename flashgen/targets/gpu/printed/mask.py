@@ -1,0 +1,118 @@
+"""The mask as kernels ask it: ranges of tiles, what they observe of captured tensors, and where visits are listed.
+
+In: the variant as it is computed, its recipe, and where its code is placed. Out: a ``MaskCode``, ``mask`` in templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.pieces import block_sizes
+from flashgen.analysis.variant import Variant
+from flashgen.emit.context import Masks, Observed, masks_apart, masks_of, observed_load
+from flashgen.emit.placement import Placement
+from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.ir.expr import Expr, index_set
+from flashgen.targets.gpu.diagonals import diagonal_indices
+from flashgen.targets.gpu.layout import joined
+from flashgen.targets.gpu.model import (
+    PLACE_OF_QUERIES,
+    PRODUCER_TILES_OF_QUERIES,
+    TILES_OF_KEYS,
+    TILES_OF_QUERIES,
+    WINDOW,
+    notes,
+    visit_list,
+)
+from flashgen.targets.gpu.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The sizes of the blocks at which a tile is cut, as template arguments, by rows and by columns."""
+
+    rows: str
+    columns: str
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
+
+    Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
+    ``head`` counted through the batch, as the beginning of a sum.
+    """
+
+    masks: Masks
+    kept: bool
+    longest_first: bool
+    mask_of_head: str
+
+
+@dataclass(frozen=True)
+class MaskCode:
+    """Which tiles and pairs are kept.
+
+    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
+    have masks of their own. A list of visits stands for one ``window`` of tiles; blocks keep ``words_of_notes`` beside
+    it, in the structs ``notes``.
+    """
+
+    keep_range: RangeCode
+    by_head: bool
+    pieces: Pieces | None
+    lists: Lists | None
+    rows: tuple[Observed, ...]
+    columns: tuple[Observed, ...]
+    diagonals: Masks | None
+    window: int
+    words_of_notes: int
+    bytes_of_list: int
+    notes: str
+
+
+def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCode:
+    """The mask of a variant; places what it observes."""
+    loads = (*recipe.observed_rows, *recipe.observed_columns)
+    observed = tuple(observed_load(load, placement) for load in loads)
+    return MaskCode(
+        keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
+        by_head="h" in index_set(variant.keep),
+        pieces=_pieces(variant.keep) if recipe.cuts else None,
+        lists=_lists(variant, recipe),
+        rows=tuple(each for each in observed if each.struct == "rows"),
+        columns=tuple(each for each in observed if each.struct == "columns"),
+        diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
+        window=WINDOW,
+        words_of_notes=notes(variant),
+        bytes_of_list=visit_list(variant),
+        notes=_notes(variant),
+    )
+
+
+def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
+    if not recipe.has_lists:
+        return None
+    mask_of_head = "head / heads * tiles + " if "b" in index_set(variant.keep) else ""
+    return Lists(masks_of(variant.keep), recipe.keeps_lists, recipe.longest_first, mask_of_head)
+
+
+def _pieces(keep: Expr) -> Pieces:
+    rows, columns = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
+    return Pieces(rows, columns)
+
+
+def _notes(variant: Variant) -> str:
+    """What blocks keep beside a list of visits; in ragged batches also which sequence it is of."""
+    base = "Sequence" if variant.ragged else ""
+    return joined(
+        (
+            "// What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.",
+            PLACE_OF_QUERIES.struct("QueryPlace", base),
+            "template <bool has_producers> struct QueryNotes;",
+            "template <> " + TILES_OF_QUERIES.struct("QueryNotes<false>", "QueryPlace"),
+            "template <> " + PRODUCER_TILES_OF_QUERIES.struct("QueryNotes<true>", "QueryPlace"),
+            TILES_OF_KEYS.struct("KeyNotes", base),
+        )
+    )

@@ -1,0 +1,94 @@
+"""What kernels are called with: operands and where their rows lie, ``struct Arguments``, the workspace.
+
+In: the variant as it is computed, and its plan. Out: an ``OperandCode``, ``operands`` in templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.variant import Variant
+from flashgen.emit.context import Declaration, declaration
+from flashgen.ir.types import ScalarType
+from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
+from flashgen.plan.operands import Elements, Width
+from flashgen.targets.gpu.addressing import addressing_code, sequence_code
+from flashgen.targets.gpu.launches import captured_elements, operands_of
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.gpu.workspace import count_code, workspace_code
+
+
+@dataclass(frozen=True)
+class Param:
+    """A param: its name and type in C++, and the field that says where it lies."""
+
+    name: str
+    c_type: str
+    place: str
+
+
+@dataclass(frozen=True)
+class OperandCode:
+    """Rows of q, k, v and o, and all other arguments.
+
+    Batches are ``ragged``, or k and v are ``cached`` (``f8_caches``: perhaps of 8 bits), or q, k and v are of 8 bits
+    (``f8``). ``written``: the type of elements of o and of gradients: T, that of the call, or another. ``of_sequences``
+    are fields, and those of their tables.
+    """
+
+    ragged: bool
+    cached: bool
+    f8_caches: bool
+    f8: bool
+    written: str
+    addressing: str
+    sequence_code: tuple[str, ...]
+    of_sequences: tuple[tuple[str, str], ...]
+    arguments: tuple[Declaration, ...]
+    params: tuple[Param, ...]
+    captured: dict[str, str]  # the elements of each that has a gradient, by the field that receives it
+    workspace: str
+
+
+def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
+    """The operands of a variant."""
+    spec, has_sequences = variant.spec, variant.ragged or variant.cached
+    return OperandCode(
+        ragged=variant.ragged,
+        cached=variant.cached,
+        f8_caches=has_f8_caches(variant),
+        f8=variant.f8,
+        written=_written(variant),
+        addressing=addressing_code(operands_of(variant), variant.head_dim),
+        sequence_code=sequence_code(operands_of(variant), variant.head_dim) if has_sequences else (),
+        of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
+        arguments=tuple(declaration(field) for field in cuda_fields(variant)),
+        params=tuple(
+            Param(
+                param_field(each.name),
+                "float" if each.type is ScalarType.FLOAT else "int32_t",
+                param_place_field(each.name),
+            )
+            for each in spec.params
+        ),
+        captured={name: count_code(count) for name, count in captured_elements(variant).items()},
+        workspace=workspace_code(variant, plan),
+    )
+
+
+def has_f8_caches(variant: Variant) -> bool:
+    """Whether caches may be of 8 bits."""
+    return variant.cached and variant.spec.takes_f8
+
+
+def _written(variant: Variant) -> str:
+    """The same for all that a pass writes."""
+    operands = operands_of(variant).values()
+    elements = {
+        each.elements
+        for each in operands
+        if each.is_written and each.width in (Width.QK, Width.V) and (each.name == "o" or not variant.forward_only)
+    }
+    assert len(elements) == 1, "o and the gradients of q, k and v are of one type"
+    return "float" if elements == {Elements.FLOAT32} else "T"

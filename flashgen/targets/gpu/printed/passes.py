@@ -1,0 +1,258 @@
+"""What kernels a source has of each pass, by the tiles of its element types: their constants, memory, and kinds.
+
+In: the variant as it is computed, its recipe and its plan. Out: a ``ForwardCode``, a ``BackwardCode`` and a
+``QueryCode``: ``forward``, ``backward`` and ``queries`` in templates. A source holds the kernels of several element
+types: what only some of them do is compiled for these alone, by the constants of their structs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.analysis.variant import Variant
+from flashgen.ir.types import ElementType
+from flashgen.targets.gpu.layout import Printed, printed
+from flashgen.targets.gpu.model import (
+    F8_TURNERS,
+    MOST_COLUMNS,
+    backward_layout,
+    columns_at_a_time,
+    forward_layout,
+    mergers,
+    padded,
+    query_layout,
+    row_words,
+    spans_of_half,
+)
+from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
+from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of one pass, as a struct template over the element type."""
+
+    name: str
+    comment: str
+    by_element: Mapping[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True)
+class ForwardCode:
+    """The forward pass, over its element types.
+
+    ``shows_columns``: what the mask reads by column comes with the tile; ``wide``: V has more columns than a product
+    of warpgroups.
+    """
+
+    tiles: Mapping[str, ForwardTiles]
+    constants: Constants
+    memory: Printed
+    shows_columns: bool
+    wide: bool
+
+    @property
+    def mapped(self) -> tuple[str, ...]:
+        """The types whose kernels take maps for tensor copies, and have persistent blocks."""
+        return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
+
+    @property
+    def self_loading(self) -> bool:
+        """Whether some persistent blocks have no warps of their own to copy."""
+        return any(each.tensor_copies and not each.producers for each in self.tiles.values())
+
+    @property
+    def has_producers(self) -> bool:
+        """Whether some have them."""
+        return any(each.tensor_copies and each.producers for each in self.tiles.values())
+
+    @property
+    def begins_next(self) -> bool:
+        """Whether some begin with the next query tile while they work on one."""
+        return any(each.tensor_copies and each.begins_next for each in self.tiles.values())
+
+    @property
+    def divided(self) -> bool:
+        """Whether warps share rows."""
+        return any(each.split > 1 for each in self.tiles.values())
+
+
+@dataclass(frozen=True)
+class BackwardCode:
+    """The pass of dK and dV, over its element types.
+
+    ``persistent``: the types where blocks that add up dQ take one key tile after another. ``shows_rows``: what the
+    mask reads by row comes with what rows carry, the ``row_words``; ``divided``: warps share the rows of dQ, and of
+    those that share keys some may weigh none.
+    """
+
+    tiles: Mapping[str, BackwardTiles]
+    constants: Constants
+    memory: Printed
+    row_words: str
+    persistent: tuple[str, ...]
+    shows_rows: bool
+    divided: bool
+
+    @property
+    def mapped(self) -> tuple[str, ...]:
+        """The types whose kernels take maps for tensor copies."""
+        return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
+
+    @property
+    def begins_next(self) -> bool:
+        """Whether some blocks bring the list of the next key tile while they work on one."""
+        return any(self.tiles[name].begins_next for name in self.persistent)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two warpgroups share 64 keys."""
+        return any(each.shares_keys for each in self.tiles.values())
+
+    @property
+    def dq_in_halves(self) -> bool:
+        """Whether two warpgroups have half of the columns of dQ each."""
+        return any(each.dq_in_halves for each in self.tiles.values())
+
+
+@dataclass(frozen=True)
+class QueryCode:
+    """The kernel of dQ, where it has one of its own."""
+
+    constants: Constants
+    memory: Printed
+
+
+def forward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> ForwardCode:
+    """The forward pass."""
+    layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in plan.elements}
+    of_warpgroups = _has_warpgroups(plan)
+
+    def constants(tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
+        more = {"q_in_registers": int(tiles.q_in_registers)}
+        more |= _role_constants(tiles) if of_warpgroups else {}
+        more |= {"mergers": mergers(variant, tiles)} if variant.cached else {}
+        more |= {"turners": F8_TURNERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
+        return _constants(tiles, more, of_warpgroups=of_warpgroups)
+
+    return ForwardCode(
+        tiles={str(each.element): each.forward for each in plan.elements},
+        constants=Constants(
+            "ForwardPlan",
+            "The plan of the forward pass.",
+            {str(each.element): constants(each.forward) for each in plan.elements},
+        ),
+        memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
+        shows_columns=bool(recipe.observed_columns) and any(each.forward.tensor_copies for each in plan.elements),
+        wide=padded(variant.head_dim.v) > MOST_COLUMNS,
+    )
+
+
+def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCode:
+    """The pass of dK and dV."""
+    layouts = {
+        f"{C_TYPES[each.element]}, {str(atomic).lower()}": backward_layout(
+            variant, each.element, each.backward, with_dq=atomic
+        )
+        for each in plan.elements
+        for atomic in ((True, False) if recipe.one_pass else (False,))
+    }
+    of_warpgroups, in_halves = _has_warpgroups(plan), _has_dq_in_halves(plan)
+
+    def constants(tiles: BackwardTiles) -> tuple[tuple[str, str], ...]:
+        more = {"split": tiles.split, "weighed": tiles.weighed}
+        more |= {"dq_sent": tiles.dq_sent or 0} if in_halves else {}
+        if of_warpgroups:
+            more |= _role_constants(tiles)
+            more |= {"dq_column_groups": tiles.dq_column_groups, "persistent": int(tiles.persistent)}
+        return _constants(tiles, more, of_warpgroups=of_warpgroups)
+
+    return BackwardCode(
+        tiles={str(each.element): each.backward for each in plan.elements},
+        constants=Constants(
+            "BackwardPlan",
+            "The plan of dK and dV.",
+            {str(each.element): constants(each.backward) for each in plan.elements},
+        ),
+        memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
+        row_words=row_words(variant).places("RowWords"),
+        persistent=tuple(str(each.element) for each in plan.elements if recipe.one_pass and each.backward.persistent),
+        shows_rows=bool(recipe.row_state and recipe.observed_rows),
+        divided=any(each.queries.split > 1 for each in plan.elements),
+    )
+
+
+def query_code(variant: Variant, plan: GpuPlan) -> QueryCode:
+    """The kernel of dQ."""
+    layouts = {C_TYPES[each.element]: query_layout(variant, each.element, each.queries) for each in plan.elements}
+    of_warpgroups = _has_warpgroups(plan)
+    return QueryCode(
+        Constants(
+            "QueryPlan",
+            "The plan of dQ, where it has a kernel of its own.",
+            {str(each.element): _constants(each.queries, {}, of_warpgroups=of_warpgroups) for each in plan.elements},
+        ),
+        printed("QueryMemory", "Where the kernel of dQ has what, in bytes of shared memory.", "class T", layouts),
+    )
+
+
+def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
+    """The products of warpgroups that the passes of a plan contain; None where it has none."""
+    widths: set[int] = set()
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    for each in plan.elements:
+        if each.forward.warpgroups:
+            of_o = (columns_at_a_time(variant),) if variant.f8 else _widths_of_o(Dv, each.element, each.forward)
+            widths |= {each.forward.weighed or each.forward.Bc, *of_o}
+        if each.backward.dq_in_halves:
+            of_dq = spans_of_half(D, each.element)
+            of_keys = (*of_dq, *spans_of_half(Dv, each.element)) if each.backward.shares_keys else (D, Dv)
+            pieces = (min(64, span) for span in of_dq)  # where registers are few
+            widths |= {each.backward.weighed, *of_dq, *of_keys, *pieces}
+        elif each.backward.warpgroups:
+            widths |= {each.backward.weighed, D, Dv, D // each.backward.dq_column_groups}
+        if each.queries.warpgroups:
+            widths |= {each.queries.Bc, D}
+    elements = tuple(each.element for each in plan.elements if each.element is not ElementType.F32)
+    if not widths:
+        return None
+    spans = _has_dq_in_halves(plan) or any(
+        tiles.warpgroups and (tiles.split > 1 or Dv > MOST_COLUMNS)
+        for tiles in (each.forward for each in plan.elements)
+    )
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans)
+
+
+def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[int, ...]:
+    """The columns of products with V."""
+    if tiles.split > 1:
+        return spans_of_half(Dv, element)
+    return tuple(min(MOST_COLUMNS, Dv - first) for first in range(0, Dv, MOST_COLUMNS))
+
+
+def _has_dq_in_halves(plan: GpuPlan) -> bool:
+    return any(each.backward.dq_in_halves for each in plan.elements)
+
+
+def _has_warpgroups(plan: GpuPlan) -> bool:
+    return any(tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries))
+
+
+def _constants(
+    tiles: ForwardTiles | BackwardTiles | QueryTiles, more: Mapping[str, int], *, of_warpgroups: bool
+) -> tuple[tuple[str, str], ...]:
+    shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages, **more}
+    shared |= {"warpgroups": int(tiles.warpgroups)} if of_warpgroups else {}
+    if tiles.split > 1:
+        shared |= {"split": tiles.split, "weighed": tiles.weighed}
+    return tuple((name, str(value)) for name, value in shared.items())
+
+
+def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
+    """Who copies, and how, how many blocks share the registers, and how many those who copy have and the others get."""
+    roles = {"producers": tiles.producers, "blocks": tiles.blocks}
+    if tiles.producers:
+        roles |= {"producer_registers": tiles.producer_registers, "registers": tiles.registers}
+    return roles | {"tensor_copies": int(tiles.tensor_copies)}

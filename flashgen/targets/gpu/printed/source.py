@@ -1,0 +1,86 @@
+"""What a source says of itself, and what it holds beside the kernels.
+
+In: the variant as it is computed, its recipe and its plan. Out: a ``SourceCode``, ``source`` in templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.variant import Variant
+from flashgen.emit.text import spec_digest, spec_lines
+from flashgen.ir.spec import HeadDim
+from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.primitives import C_TYPES, primitives
+from flashgen.targets.gpu.printed.operands import has_f8_caches
+from flashgen.targets.gpu.printed.passes import warpgroup_products
+from flashgen.targets.gpu.printed.spec import has_dropout
+from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.version import __version__
+
+# Passes and kinds of calls whose kernels a compiler may be asked to leave out, beside element types. ADDITIONS are
+# calls whose gradients are added up in any order.
+_PARTS = ("FORWARD", "BACKWARD", "ADDITIONS", "REPEATABLE")
+_DROPOUT = ("WITHOUT_DROPOUT", "WITH_DROPOUT")
+_CACHES = ("WIDE_CACHES", "F8_CACHES")
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element type by its name and its type in C++."""
+
+    name: str
+    c_type: str
+
+
+@dataclass(frozen=True)
+class SourceCode:
+    """One file. ``warpgroups``: it has products of these; ``parts``: kernels of these may be left out, by a macro."""
+
+    name: str
+    symbol: str
+    target: str
+    version: str
+    digest: str
+    spec_lines: tuple[str, ...]
+    head_dim: HeadDim
+    padded_dims: tuple[int, int]
+    elements: tuple[Element, ...]
+    parts: tuple[str, ...]
+    primitives: tuple[str, ...]
+    warpgroups: bool
+
+
+def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) -> SourceCode:
+    """What the source of a variant says of itself."""
+    spec, warpgroups, f8_caches = variant.spec, warpgroup_products(variant, plan), has_f8_caches(variant)
+    elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
+    return SourceCode(
+        name=spec.name,
+        symbol=symbol,
+        target=plan.target,
+        version=__version__,
+        digest=spec_digest(spec)[:16],
+        spec_lines=spec_lines(spec),
+        head_dim=variant.head_dim,
+        padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
+        elements=elements,
+        parts=(
+            *_PARTS,
+            *(_DROPOUT if has_dropout(variant) else ()),
+            *(_CACHES if f8_caches else ()),
+            *(each.name.upper() for each in elements),
+        ),
+        primitives=primitives(
+            dropout=has_dropout(variant),
+            f8_caches=f8_caches,
+            f8=variant.f8,
+            parts=variant.parts,
+            warpgroups=warpgroups,
+            pieces=recipe.cuts,
+            sequence_copies=variant.ragged,
+            tangent=variant.tangent is not None,
+        ),
+        warpgroups=warpgroups is not None,
+    )

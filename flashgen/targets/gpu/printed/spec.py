@@ -1,0 +1,157 @@
+"""The formulas of a spec as kernels compute them: hooks, weights, and the constants of exponents.
+
+In: the variant as it is computed, and where its code is placed. Out: a ``SpecCode``, ``spec`` in templates.
+Formulas are placed first, captured gradients and loads of the mask by their own modules, and then all hooks are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.base_2 import LOG2_E
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import Variant, linear_factor
+from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
+from flashgen.emit.distance import split_score
+from flashgen.emit.placement import Placement
+from flashgen.emit.spelling import c_literal
+from flashgen.ir.expr import Expr, Literal
+from flashgen.ir.text import text
+from flashgen.targets.gpu.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RowFunction:
+    """A function of one row, evaluated where a pass begins or ends."""
+
+    name: str
+    code: str
+    comment: str
+
+
+class Places:
+    """Where the code of one source is placed: hooks by their names, and functions of rows. It grows as modules add."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.placement = Placement(variant.proofs, lanes=None)
+        self.row_functions: list[RowFunction] = []
+        self.inputs: dict[str, str] = {}
+        self.pair_inputs = ", float dot" + (", float sqdist" if variant.uses_sqdist else "")
+
+    def hook(self, name: str, expr: Expr, declared: str | None = None, comment: str = "") -> None:
+        """Place a function of a pair."""
+        self.placement.function(name, expr, comment)
+        self.inputs[name] = self.pair_inputs if declared is None else declared
+
+    def row_function(self, name: str, expr: Expr, comment: str) -> None:
+        """Place a function of a row."""
+        code = self.placement.value(name, expr, Level.ROW)
+        self.row_functions.append(RowFunction(name, code, comment))
+
+
+@dataclass(frozen=True)
+class SpecCode:
+    """What a spec computes.
+
+    ``linear``: scores are the dot product but for a constant factor, with which kernels go on. ``score_factor``: of
+    exponential weights, what makes the score, or the dot product, an exponent in base 2; ``natural_factor`` the same
+    for base e; ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in
+    units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives.
+    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse;
+    ``weight_tangent``: captured values change weights beside what scores change.
+    """
+
+    formula: str
+    hooks: object
+    function_inputs: dict[str, str]
+    row_functions: tuple[RowFunction, ...]
+    weights: WeightCode
+    scaled_weights: bool
+    sink: str | None
+    split_score: bool
+    sqdist: bool
+    distance: bool
+    dropout: bool
+    tangent: bool
+    weight_tangent: bool
+    sink_tangent: str | None
+    linear: bool
+    score_factor: str
+    natural_factor: str
+    exponent_of_dot: str
+    lag_code: str
+    dot_factor: str | None
+    by_score: str
+
+
+@dataclass(frozen=True)
+class PlacedSinks:
+    """The code of a row's sink, and of what tangents change it by."""
+
+    sink: str | None
+    tangent: str | None
+
+
+def place_formulas(variant: Variant, places: Places) -> PlacedSinks:
+    """Places the score, the weight, the mask and their derivatives."""
+    placement, weights = places.placement, variant.weights
+    if weights.form.exponential:
+        split = split_score(variant.score)
+        less = "" if split.rows is None else ", less what is the same for all keys of a query"
+        places.hook("score", split.pairs, comment=f"The score: {text(variant.score)}{less}")
+        if split.rows is not None:
+            code = placement.row_code(split.rows)
+            places.row_functions.append(RowFunction("row_score", code, "What all scores of a row have in common"))
+    else:
+        places.hook("score", variant.score, comment=f"The score: {text(variant.score)}")
+    sink = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
+    if weights.weight is not None:
+        places.hook("weight", weights.weight, ", float s")
+        assert variant.weight_by_score is not None
+        places.hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
+    places.hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
+    tangent = derivative_hooks(variant, placement, places.hook, "float", places.pair_inputs)
+    if tangent is not None:
+        places.row_functions.append(RowFunction("sink_tangent", tangent, "What the sink changes by"))
+    if sink is not None:
+        places.row_functions.append(RowFunction("sink_score", sink, "The sink"))
+    return PlacedSinks(sink, tangent)
+
+
+def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
+    """What a spec computes, once everything is placed."""
+    hooks, form, linear = places.placement.hooks(), variant.weights.form, linear_factor(variant)
+    assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
+    factor, by_units = LOG2_E * (linear or 1.0), variant.f8 and linear is not None
+    return SpecCode(
+        formula=formula(variant),
+        hooks=template_hooks(hooks),
+        function_inputs=places.inputs,
+        row_functions=tuple(places.row_functions),
+        weights=WeightCode(form),
+        scaled_weights=form.divided or (variant.f8 and not form.exponential),
+        sink=sinks.sink,
+        split_score=any(each.name == "row_score" for each in places.row_functions),
+        sqdist=variant.uses_sqdist,
+        distance=places.placement.measures_distance,
+        dropout=has_dropout(variant),
+        tangent=variant.tangent is not None,
+        weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
+        sink_tangent=sinks.tangent,
+        linear=linear is not None,
+        score_factor="exponent_unit" if by_units else c_literal(factor),
+        natural_factor="exponent_unit * fg::LN_2" if by_units else c_literal(linear or 1.0),
+        exponent_of_dot=c_literal(factor),
+        lag_code=c_literal(recipe.lag / factor),
+        dot_factor=_constant(variant.score_by_dot),
+        by_score=by_score(variant),
+    )
+
+
+def has_dropout(variant: Variant) -> bool:
+    """Whether pairs are dropped: over a cache none are."""
+    return variant.spec.dropout is not None and not variant.cached
+
+
+def _constant(expr: Expr) -> str | None:
+    return c_literal(expr.value) if isinstance(expr, Literal) else None
