@@ -67,6 +67,14 @@ def test_rows_that_warps_share_stay_in_registers() -> None:
         assert all(each.spill_bytes == 0 for each in binary.kernels), target
 
 
+def test_types_whose_warps_share_rows_beside_others() -> None:
+    text = "attention mixed { head_dim 264  mask causal }"
+    _, plan = planned(text, "sm_90a")
+    assert {each.forward.split for each in plan.elements} == {1, 2}
+    binary = compiled(text, "sm_90a", "BACKWARD", "F16")
+    assert [each.name for each in binary.kernels] == ["mixed_d264_forward_bf16", "mixed_d264_forward_f32"]
+
+
 def test_kernels_that_share_lists() -> None:
     text = "attention listed { head_dim 64 dtype f16 layout block 64: popcount(I ^ J) == 1 }"
     binary = compiled(text, "sm_90a", "BACKWARD")

@@ -21,6 +21,8 @@ from flashgen.targets.gpu.printed.passes import (
     QueryCode,
     backward_code,
     forward_code,
+    forward_ways,
+    has_warpgroups,
     query_code,
 )
 from flashgen.targets.gpu.printed.source import SourceCode, source_code
@@ -39,7 +41,8 @@ class _Context:
     spec: SpecCode
     mask: MaskCode
     operands: OperandCode
-    forward: ForwardCode
+    forward: ForwardCode  # of all element types
+    forward_ways: tuple[ForwardCode, ...]  # by how their warps divide rows
     backward: BackwardCode
     queries: QueryCode
     gradients: GradientCode
@@ -85,7 +88,8 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
         spec=spec_code(computed, recipe, places, sinks),
         mask=mask,
         operands=operand_code(computed, plan),
-        forward=forward_code(computed, recipe, plan),
+        forward=forward_code(computed, recipe, plan.elements, of_warpgroups=has_warpgroups(plan)),
+        forward_ways=forward_ways(computed, recipe, plan),
         backward=backward_code(computed, recipe, plan),
         queries=query_code(computed, plan),
         gradients=gradients,

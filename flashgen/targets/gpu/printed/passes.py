@@ -1,13 +1,13 @@
 """What kernels a source has of each pass, by the tiles of its element types: their constants, memory, and kinds.
 
 In: the variant as it is computed, its recipe and its plan. Out: a ``ForwardCode``, a ``BackwardCode`` and a
-``QueryCode``: ``forward``, ``backward`` and ``queries`` in templates. A source holds the kernels of several element
-types: what only some of them do is compiled for these alone, by the constants of their structs.
+``QueryCode``: ``forward``, ``backward`` and ``queries`` in templates, and ``forward_ways``. A source holds the kernels
+of several element types: what only some of them do is compiled for these alone, by the constants of their structs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
@@ -27,7 +27,7 @@ from flashgen.targets.gpu.model import (
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, GpuPlan, QueryTiles
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass, over its element types.
+    """The forward pass, over its element types, in the C++ ``namespace`` that holds its block.
 
     ``shows_columns``: what the mask reads by column comes with the tile; ``wide``: V has more columns than a product
     of warpgroups.
     """
 
+    namespace: str
     tiles: Mapping[str, ForwardTiles]
     constants: Constants
     memory: Printed
@@ -125,10 +126,16 @@ class QueryCode:
     memory: Printed
 
 
-def forward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> ForwardCode:
-    """The forward pass."""
-    layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in plan.elements}
-    of_warpgroups = _has_warpgroups(plan)
+def forward_code(
+    variant: Variant,
+    recipe: Recipe,
+    elements: Sequence[ElementPlan],
+    *,
+    of_warpgroups: bool,
+    namespace: str = "forward",
+) -> ForwardCode:
+    """The forward pass of some element types."""
+    layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
 
     def constants(tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"q_in_registers": int(tiles.q_in_registers)}
@@ -138,15 +145,30 @@ def forward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> ForwardCode
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
     return ForwardCode(
-        tiles={str(each.element): each.forward for each in plan.elements},
+        namespace=namespace,
+        tiles={str(each.element): each.forward for each in elements},
         constants=Constants(
             "ForwardPlan",
             "The plan of the forward pass.",
-            {str(each.element): constants(each.forward) for each in plan.elements},
+            {str(each.element): constants(each.forward) for each in elements},
         ),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
-        shows_columns=bool(recipe.observed_columns) and any(each.forward.tensor_copies for each in plan.elements),
+        shows_columns=bool(recipe.observed_columns) and any(each.forward.tensor_copies for each in elements),
         wide=padded(variant.head_dim.v) > MOST_COLUMNS,
+    )
+
+
+def forward_ways(variant: Variant, recipe: Recipe, plan: GpuPlan) -> tuple[ForwardCode, ...]:
+    """The forward pass apart for the element types whose warps share rows, where there are both kinds: blocks of one
+    kind have members that those of the other do without.
+    """
+    own = [each for each in plan.elements if each.forward.split == 1]
+    shared = [each for each in plan.elements if each.forward.split > 1]
+    of_warpgroups = has_warpgroups(plan)
+    names = ("forward", "forward_of_shared_rows") if own else ("forward", "forward")
+    ways = [(each, name) for each, name in zip((own, shared), names, strict=True) if each]
+    return tuple(
+        forward_code(variant, recipe, each, of_warpgroups=of_warpgroups, namespace=name) for each, name in ways
     )
 
 
@@ -159,7 +181,7 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
         for each in plan.elements
         for atomic in ((True, False) if recipe.one_pass else (False,))
     }
-    of_warpgroups, in_halves = _has_warpgroups(plan), _has_dq_in_halves(plan)
+    of_warpgroups, in_halves = has_warpgroups(plan), _has_dq_in_halves(plan)
 
     def constants(tiles: BackwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"split": tiles.split, "weighed": tiles.weighed}
@@ -187,7 +209,7 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
 def query_code(variant: Variant, plan: GpuPlan) -> QueryCode:
     """The kernel of dQ."""
     layouts = {C_TYPES[each.element]: query_layout(variant, each.element, each.queries) for each in plan.elements}
-    of_warpgroups = _has_warpgroups(plan)
+    of_warpgroups = has_warpgroups(plan)
     return QueryCode(
         Constants(
             "QueryPlan",
@@ -196,6 +218,11 @@ def query_code(variant: Variant, plan: GpuPlan) -> QueryCode:
         ),
         printed("QueryMemory", "Where the kernel of dQ has what, in bytes of shared memory.", "class T", layouts),
     )
+
+
+def has_warpgroups(plan: GpuPlan) -> bool:
+    """Whether warpgroups multiply in some pass of some element type."""
+    return any(tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries))
 
 
 def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
@@ -234,10 +261,6 @@ def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[in
 
 def _has_dq_in_halves(plan: GpuPlan) -> bool:
     return any(each.backward.dq_in_halves for each in plan.elements)
-
-
-def _has_warpgroups(plan: GpuPlan) -> bool:
-    return any(tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries))
 
 
 def _constants(
