@@ -56,7 +56,8 @@ from flashgen.distributed import context_parallel, partition
 from flashgen.distributed.exchange import counting
 from flashgen.distributed.partial import Partial
 from flashgen.distributed.simulate import Simulation, simulate
-from flashgen.gpu_backend import ELEMENTS, CudaProvider, RowsOf
+from flashgen.gpu_backend import CudaProvider
+from flashgen.gpu_calls import ELEMENTS, RowsOf
 from flashgen.ir.shape import Shape
 from flashgen.pipeline import device_named
 from flashgen.runtime.signature import TORCH_DTYPES

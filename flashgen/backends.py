@@ -19,21 +19,17 @@ from flashgen.choice import TileChoices, tile_choices
 from flashgen.compiled import compiled, with_reasons
 from flashgen.diagnostics import quoted_list
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.gpu_backend import (
+from flashgen.emulator_backend import EmulatorProvider, cached_kernel, f8_kernel, ragged_kernel
+from flashgen.gpu_backend import CudaProvider, Package
+from flashgen.gpu_calls import (
     ELEMENTS,
     GPU_TANGENTS,
-    CudaProvider,
-    EmulatorProvider,
-    Package,
     RowsOf,
-    cached_kernel,
     call_of,
-    f8_kernel,
     is_cached,
     is_f8,
     kernel_variant,
     launches_of,
-    ragged_kernel,
     takes_f8,
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim

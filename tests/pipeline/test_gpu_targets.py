@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import gpu_backend
+from flashgen import gpu_calls
 from flashgen.analysis.variant import analyse
 from flashgen.backends import ELEMENTS, CudaProvider, launches_of
 from flashgen.cache import Cache
@@ -565,10 +565,10 @@ def test_parts_hold_the_kernels_of_their_pass() -> None:
     )
     spec = parse_text(text).specs[0]
     variant = analyse(spec, spec.head_dims[0])
-    for name in gpu_backend.BOTH:
+    for name in gpu_calls.BOTH:
         for dropout, deterministic in itertools.product((0, 1), (0, 1)):
             values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
-            for calls in (None, gpu_backend.kind_of(name, values)):
+            for calls in (None, gpu_calls.kind_of(name, values)):
                 part = Part(ElementType.BF16, name, calls)
                 made = assembled(variant, SM_80, part=part)
                 content = made.binary.parts[part].path.read_bytes()

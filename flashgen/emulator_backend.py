@@ -1,0 +1,174 @@
+"""What runs an op on the emulator: sources for GPUs, compiled for this CPU.
+
+In: an ``AttentionSpec`` and a target. Out: a ``KernelProvider`` that also answers ``op.plan``, ``op.sources`` and
+``op.explain``. Sources are compiled when a kernel is first needed, for the kernels that a call starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from flashgen.compiled import CompiledKernel, compiled
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.gpu_calls import (
+    GPU_TANGENTS,
+    RowsOf,
+    call_of,
+    check_element,
+    is_f8,
+    jvp_kernel,
+    kernel_variant,
+    launches_of,
+    over_cache,
+    passes_of,
+    pins_of_call,
+    steps_of,
+    takes_f8,
+    with_jvp,
+)
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.runtime.asked import Asked
+from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, PassName
+from flashgen.runtime.schedule import Compiled
+from flashgen.targets.device_table import product_of
+from flashgen.targets.gpu.compile import GpuBinary
+from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
+from flashgen.targets.gpu.limits import has_jvp
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS
+
+if TYPE_CHECKING:
+    from flashgen.cache import Cache
+    from flashgen.runtime.emulated import EmulatedKernel
+    from flashgen.runtime.emulator import Program
+
+
+class EmulatorProvider:
+    """The sources for a target, under the emulator, on CPU tensors.
+
+    Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
+    for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
+    ``rows``: those for ragged batches, for caches or for parts, which the kernels of the others lead to.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, rows: RowsOf = RowsOf.DENSE
+    ) -> None:
+        self.spec, self.target, self.rows, self._cache = spec, target, rows, cache
+        self.kernel = functools.cache(self._kernel)
+
+    takes_tangents: ClassVar[str] = GPU_TANGENTS
+
+    def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
+        return self.kernel(head_dim)
+
+    def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
+        """What runs."""
+        return compiled(kernel_variant(self.spec, head_dim, self.rows), self.target, pins)
+
+    def plans(self) -> Mapping[HeadDim, GpuPlan]:
+        """By head dimension."""
+        return {each: self.compiled(each).plan for each in self.spec.head_dims}
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """One a head dimension."""
+        return tuple(self.compiled(each).source for each in self.spec.head_dims)
+
+    def explain(self, name: str, asked: Asked) -> Explanation:
+        """One call."""
+        if is_f8(asked.values) and self.rows is not RowsOf.F8:
+            return self._other(RowsOf.F8).explain(name, asked)
+        head_dim = asked.call.head_dim
+        kernel, emulated = self.compiled(head_dim), self(head_dim, 0)
+        plan = kernel.plan
+        check_element(kernel.variant, plan, asked.element, self.target)
+        launches = launches_of(kernel.variant, plan, kernel.source.symbol, asked.element)
+        passes: dict[str, GpuPass] = {
+            each: GpuPass(
+                plan, steps_of(launches(each, asked.values), emulated.layout, head_dim, asked, emulated.size), {}
+            )
+            for each in passes_of(kernel.variant)
+        }
+        gpu = product_of(self.target)
+        told = explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
+        return with_jvp(told, self.spec, head_dim, self.target, asked)
+
+    def explain_cached(self, name: str, asked: Asked) -> Explanation:
+        """One call over a cache."""
+        cached, head_dim, gpu = self._other(RowsOf.CACHED), asked.call.head_dim, product_of(self.target)
+        kernel = cached.compiled(head_dim, pins_of_call(cached.compiled(head_dim), asked.element, asked.values))
+        check_element(kernel.variant, kernel.plan, asked.element, self.target)
+        emulated = cached(head_dim, 0)
+        own = (kernel.variant, kernel.plan, kernel.source.symbol)
+        forward, splits = over_cache(*own, emulated.layout, asked, emulated.size, {})
+        device = f"emulated {gpu.product}"
+        return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, splits)
+
+    def _other(self, rows: RowsOf) -> EmulatorProvider:
+        return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows)
+
+    def _kernel(self, head_dim: HeadDim) -> EmulatedKernel:
+        from flashgen.runtime.emulated import EmulatedKernel
+        from flashgen.runtime.emulator import compile_program
+
+        variant = kernel_variant(self.spec, head_dim, self.rows)
+
+        @functools.cache
+        def launches(element: ElementType, pins: Pins) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+            kernel = self.compiled(head_dim, pins)
+            plan = kernel.plan
+            check_element(variant, plan, element, self.target)
+            return launches_of(variant, plan, kernel.source.symbol, element)
+
+        @functools.cache
+        def program(kernels: frozenset[str], pins: Pins) -> Program:
+            source = self.compiled(head_dim, pins).source
+            return compile_program(source.text, name=source.name, cache=self._cache, kernels=kernels)
+
+        def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
+            """What the call's pass starts: the host's compiler takes a second for each kernel."""
+            element = call_of(values)[0]
+            pins = pins_of_call(self.compiled(head_dim), element, values)
+            own = launches(element, pins)
+            return Compiled(program(frozenset(own(name, values).kernels), pins), own)
+
+        def other(rows: RowsOf) -> Callable[[], EmulatedKernel] | None:
+            return functools.partial(self._other(rows), head_dim, 0) if self.rows is RowsOf.DENSE else None
+
+        layout = ArgumentLayout(cuda_fields(variant))
+        varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
+        f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
+        jvp = self._forward_mode(head_dim)
+        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp)
+
+    def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
+        if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
+            return None
+        moving = self._other(RowsOf.MOVING)
+        return functools.cache(lambda: jvp_kernel(moving(head_dim, 0), moving.compiled(head_dim).plan))
+
+
+def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What ragged batches run on the emulator of a target."""
+    return compiled(kernel_variant(spec, head_dim, RowsOf.RAGGED), GPUS[target])
+
+
+def cached_kernel(
+    spec: AttentionSpec, head_dim: HeadDim, target: str, values: Mapping[str, float]
+) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
+    variant, element = kernel_variant(spec, head_dim, RowsOf.CACHED), call_of(values)[0]
+    return compiled(variant, GPUS[target], pins_of_call(compiled(variant, GPUS[target]), element, values))
+
+
+def f8_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What calls of 8 bits run on the emulator of a target that has kernels for them."""
+    return compiled(kernel_variant(spec, head_dim, RowsOf.F8), GPUS[target])

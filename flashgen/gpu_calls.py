@@ -1,0 +1,198 @@
+"""What calls of kernels for GPUs start, and what they say of it, whether a GPU runs them or the emulator.
+
+In: a ``Variant``, a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches and steps, the variant for each
+kind of rows, the tiles over a cache. ``gpu_backend.py`` and ``emulator_backend.py`` stand on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from flashgen.analysis.tangent import with_tangent
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.compiled import CompiledKernel, compiled
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import gradient_field
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.operands import F8_CODE
+from flashgen.plan.plan import CallKind
+from flashgen.runtime import cuda
+from flashgen.runtime.asked import Asked
+from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, PassName, Step
+from flashgen.runtime.nvrtc import Resources
+from flashgen.runtime.schedule import DeviceSize, schedule
+from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.gpu.by_rows import pins_of_rows
+from flashgen.targets.gpu.compile import GpuBinary
+from flashgen.targets.gpu.explain import GpuPass, explain_jvp
+from flashgen.targets.gpu.launches import backward_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp
+from flashgen.targets.gpu.tables import WIDEST_JVP
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.gpu.tiles import GpuPlan
+
+if TYPE_CHECKING:
+    from flashgen.runtime.emulated import EmulatedKernel
+
+# By the codes of ``struct Arguments``.
+ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
+
+BOTH: tuple[PassName, PassName] = ("forward", "backward")
+# What kernels of forward mode take.
+GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
+
+
+class RowsOf(Enum):
+    """What kernels take the rows of."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+    CACHED = "cached"
+    PARTS = "parts"
+    F8 = "of 8 bits"
+    MOVING = "dense, with their tangents"
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf.DENSE) -> Variant:
+    """The spec at a head dimension, over caches and of 8 bits without gradients.
+
+    It is remembered, as each pass of a call asks for it.
+    """
+    variant = analyse(spec, head_dim)
+    if rows is RowsOf.MOVING:
+        return with_tangent(variant)
+    if rows in (RowsOf.CACHED, RowsOf.F8):
+        return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
+    return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
+
+
+def takes_f8(variant: Variant, target: GpuTarget) -> bool:
+    """Whether a target has kernels for q, k and v of 8 bits of a spec that takes them."""
+    return variant.spec.takes_f8 and target.takes_f8(variant)
+
+
+def launches_of(
+    variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
+) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+    """The launches of a pass for values of ``struct Arguments`` by name."""
+    if variant.tangent is not None:
+        return lambda name, values: forward_launches(
+            symbol, variant, plan, element, dropped=kind_of(name, values).dropped
+        )
+    if variant.cached:
+        return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
+    gradients = [gradient_field(each.name) for each in variant.gradients]
+
+    def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
+        kind = kind_of(name, values)
+        if name == "forward":
+            return forward_launches(symbol, variant, plan, element, dropped=kind.dropped)
+        return backward_launches(
+            symbol,
+            variant,
+            plan,
+            element,
+            dropped=kind.dropped,
+            deterministic=kind.repeatable,
+            captured=any(values[each] for each in gradients),
+        )
+
+    return find
+
+
+def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
+    """Which kernels of a pass a call starts; those of the forward pass always repeat."""
+    repeats = name == "backward" and bool(values["deterministic"])
+    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values))
+
+
+def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
+    """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+    return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
+
+
+def passes_of(variant: Variant) -> Sequence[PassName]:
+    """Those that there are kernels for."""
+    return BOTH[:1] if variant.forward_only else BOTH
+
+
+def steps_of(
+    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, asked: Asked, size: DeviceSize
+) -> Sequence[Step]:
+    """The launches of a call in their order; those of a divided call one part after another."""
+    found = schedule(launches, layout, head_dim, layout.values(asked.values), size)
+    return [step for part in found.parts for step in part.steps]
+
+
+def over_cache(
+    variant: Variant,
+    plan: GpuPlan,
+    symbol: str,
+    layout: ArgumentLayout,
+    asked: Asked,
+    size: DeviceSize,
+    resources: Mapping[str, Resources],
+) -> tuple[GpuPass, int]:
+    """The launches of a call over a cache, and in how many parts keys are."""
+    launches = cached_launches(symbol, variant, plan, asked.element, f8=has_f8_cache(asked.values))
+    assert launches.splits is not None, "keys over a cache may be split"
+    known = {name: int(value) for name, value in asked.values.items()}
+    splits = launches.splits.values(known, size.multiprocessors)["splits"]
+    steps = steps_of(launches, layout, asked.call.head_dim, asked, size)
+    return GpuPass(plan, steps, resources), splits
+
+
+def with_jvp(told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: Asked) -> Explanation:
+    """What is told of a call, with the kernel of its tangents, if there is one."""
+    if not has_jvp(kernel_variant(spec, head_dim)):
+        return told
+    moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
+    return replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+
+
+def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan) -> JvpKernel:
+    """The forward pass of kernels with tangents."""
+    elements = tuple(ELEMENTS.index(each) for each in plan.by_element)
+    prepare = functools.partial(kernel.prepare, "forward")
+    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads)
+
+
+def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
+    """What a call takes where nothing was tuned: the planner's own tiles, but over a cache those for its rows."""
+    if not kernel.variant.cached:
+        return PLANNERS_OWN
+    return pins_of_rows(kernel.variant, kernel.plan, element, int(values["group_rows"]))
+
+
+def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
+    """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
+    if element not in plan.by_element:
+        raise UnsupportedGpu(
+            f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
+            f"{target.name}: no tile fits its shared memory"
+        )
+
+
+def has_f8_cache(values: Mapping[str, float]) -> bool:
+    """Whether a call is one over a cache of 8 bits."""
+    return values.get("key_element") == F8_CODE
+
+
+def is_f8(values: Mapping[str, float]) -> bool:
+    """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
+    return values["element"] == F8_CODE
+
+
+def is_cached(values: Mapping[str, float]) -> bool:
+    """Whether a call is one over a cache, by the values of its arguments."""
+    return "cache_lengths" in values
