@@ -29,16 +29,10 @@ from flashgen.runtime.conversion import is_integral, require
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits, to_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import is_plain
-from flashgen.runtime.ragged import (
-    PerSequence,
-    RaggedChecker,
-    check_memory,
-    checks_lengths,
-    no_ragged_kernels,
-    readable,
-    struct_of,
-)
+from flashgen.runtime.ragged import check_memory, no_ragged_kernels, readable
+from flashgen.runtime.ragged_checks import RaggedChecker, checks_lengths
 from flashgen.runtime.signature import CACHED, Form
 
 _Make = Callable[[int, torch.device], tuple[Tensor, ...]]

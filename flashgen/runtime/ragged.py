@@ -13,25 +13,18 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, contiguous_format, empty_like
 
-from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
-from flashgen.ir.types import ScalarType
+from flashgen.ir.spec import HeadDim
 from flashgen.reference import tiled
-from flashgen.reference.dense import Dropout, constant_number, drop_probability, param_values
-from flashgen.reference.philox import drop_threshold
+from flashgen.reference.dense import Dropout
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
-from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, check_probability, is_readable, match
+from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
 from flashgen.runtime.engine import (
     Attended,
     Captured,
@@ -48,21 +41,10 @@ from flashgen.runtime.engine import (
 )
 from flashgen.runtime.kernel import Kernel, LibraryKernel, PassName, Prepared
 from flashgen.runtime.lengths import Lengths, lengths, unseen_lengths
+from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.ragged_checks import RaggedChecker, checks_lengths
 from flashgen.runtime.signature import RAGGED, Form
-
-# Operators that grow with both of their arguments, where these are sizes and such: what is inside a tensor at the
-# lengths of a sequence then is at those of the longest.
-_GROW = frozenset({"add", "mul", "min", "max"})
-_MOST_LENGTHS = 1 << 16
-# Has the host look at cu_seqlens on a GPU, and at what says where rows of a cache are: kernels else take them as they
-# come.
-CHECK_LENGTHS = "FLASHGEN_CHECK_LENGTHS"
-
-
-def checks_lengths() -> bool:
-    """Whether the host waits for numbers that lie on a GPU, to name what is wrong with them."""
-    return os.environ.get(CHECK_LENGTHS, "").strip() not in ("", "0")
 
 
 class RaggedEngine(Engine):
@@ -331,201 +313,6 @@ class RaggedEngine(Engine):
             )
 
 
-class RaggedChecker(CallChecker):
-    """Turns ragged calls into ``Call``s: the shard is a batch of sequences that are as long as the longest."""
-
-    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, Any], *, is_reference: bool) -> None:
-        super().__init__(spec, kernels, is_reference=is_reference)
-        self._may_shrink = tuple(each for each in spec.tensors if not all(map(_grows, each.shape)))
-        self._checked: set[object] = set()
-
-    def asks_lengths(self, head_dim: HeadDim, tensors: Sequence[Any], most: tuple[int | None, int | None]) -> str:
-        """Why the host has to know the lengths of sequences; nothing where it does without."""
-        if checks_lengths():
-            return f"{CHECK_LENGTHS} is set"
-        if self._proofs_of(head_dim) or self._may_shrink:
-            return "indices of captured tensors are checked for the lengths of each sequence"
-        for name, size_name, longest in (("q", "Nq", most[0]), ("k", "Nk", most[1])):
-            shapes = (extent for declared in self.spec.tensors for extent in declared.shape)
-            if longest is None and any(_reads(extent, {size_name}) for extent in shapes):
-                return (
-                    f"shapes of captured tensors follow from the longest sequence, and max_seqlen_{name} is not given"
-                )
-        given = tensors[self._captured_end : self._captured_end + len(self.spec.params)]
-        by_length = params_by_length(self.spec, given)
-        if by_length:
-            return f"param '{min(by_length)}' follows from the lengths of each sequence"
-        if drops_by_length(self.spec, tensors, by_length):
-            return "the probability of dropout follows from the lengths of each sequence"
-        return ""
-
-    def check_lengths(
-        self, head_dim: HeadDim, whole_sizes: Mapping[str, int], pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Raise ``ValueError`` where an index leaves its tensor at the lengths of a sequence."""
-        proofs = self._proofs_of(head_dim)
-        if not (proofs or self._may_shrink):
-            return
-        whole = (head_dim, *whole_sizes.values())
-        for number, (q_len, kv_len) in enumerate(pairs):
-            key = (*whole, q_len, kv_len)
-            if key in self._checked:
-                continue
-            sizes = {**whole_sizes, "Nq": q_len, "Nk": kv_len}
-            try:
-                self.check_indices(head_dim, sizes)
-                for declared in self._may_shrink:
-                    _check_extents(declared, sizes, whole_sizes)
-            except ValueError as error:
-                raise ValueError(f"sequence {number}, of {q_len} queries and {kv_len} keys: {error}") from None
-            if len(self._checked) >= _MOST_LENGTHS:
-                self._checked.clear()
-            self._checked.add(key)
-
-    @staticmethod
-    def check_dims(q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raise ``ValueError`` where q, k and v have no rows of heads."""
-        for name, x, form in (("q", q, "[Tq, H, D]"), ("k", k, "[Tk, Hkv, D]"), ("v", v, "[Tk, Hkv, Dv]")):
-            if x.dim() != 3:
-                raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected, all sequences in a row")
-
-    def check_ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
-    ) -> tuple[Shard, dict[str, int]]:
-        """The shard and the sizes of a batch as long as its longest sequences. Raises ``ValueError``."""
-        b_start, h_start, b_total, h_total, max_q, max_k, count = numbers
-        for name, tensor in (("k", k), ("v", v)):
-            if tensor.device != q.device:
-                raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
-        match("k", k, 2, q.shape[2], "the head dimension of q")
-        match("v", v, 1, k.shape[1], "the number of heads of k")
-        match("v", v, 0, k.shape[0], "the rows of k")
-        heads, kv_heads = q.shape[1], k.shape[1]
-        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
-            raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
-        shard = Shard(
-            batch=count, heads=heads, kv_heads=kv_heads, q_len=max_q, kv_len=max_k,
-            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
-        )  # fmt: skip
-        shard.check()
-        sizes = shard.sizes(q.shape[2], v.shape[2])
-        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
-            check_captured(declared, tensor, sizes, q.device)
-        return shard, sizes
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
-        numbers: Any = rest[0]
-        shard, sizes = self.check_ragged(q, k, v, tensors, numbers)
-        _, kernel = self.check_what_runs(q, k, v, tensors)
-        if kernel is not None and kernel.varlen is not None:
-            kernel = kernel.varlen()
-        call = self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
-        if kernel is not None:  # kernels take the rows of all sequences for the length
-            settled, layout = list(call.settled), kernel.layout
-            of_all = {"q_len": q.shape[0], "kv_len": k.shape[0], "q_most": shard.q_len, "kv_most": shard.kv_len}
-            for name, rows in of_all.items():
-                if name in layout.slots:
-                    settled[layout.slots[name] - layout.varying] = rows
-            return replace(call, settled=tuple(settled))
-        return call
-
-
-class PerSequence:
-    """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        call: Call,
-        pairs: Sequence[tuple[int, int]],
-        tensors: Tensors,
-        captured: Captured,
-    ) -> None:
-        self._spec, self._call, self.captured = spec, call, captured
-        self._by_length = by_length = params_by_length(spec, captured.given)
-        self._own_dropout = drops_by_length(spec, tensors, by_length)
-        self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
-        self._pairs = pairs if by_length or self._own_dropout else ()
-
-    def params_of(self, number: int) -> tuple[float, ...]:
-        """The value of every param."""
-        return self._at(number)[0] if self._pairs else tuple(self.captured.params)
-
-    def dropout_of(self, number: int) -> Dropout | None:
-        """Probability and seed."""
-        whole = self.captured.drawn
-        if not self._own_dropout:
-            return whole
-        probability = self._at(number)[1]
-        if probability == 0:
-            return None
-        assert whole is not None
-        return Dropout(probability, whole.seed)
-
-    def tables(self) -> list[int]:
-        """Where what changes lies, one table for each member of ``struct Ragged``; as long as this lives."""
-        self._kept = self.arrays()
-        return [0 if array is None else int(array.ctypes.data) for array in self._kept]
-
-    def arrays(self) -> list[np.ndarray[Any, Any] | None]:
-        """One number a sequence of all that may change, dropout before params; None for what does not."""
-        count, found = len(self._pairs), []
-        if self._spec.dropout is not None:
-            odds = [self._at(number)[1] for number in range(count)] if self._own_dropout else None
-            found.append(None if odds is None else np.asarray([drop_threshold(p) for p in odds], np.uint32))
-            found.append(None if odds is None else np.asarray([1.0 / (1.0 - p) for p in odds], np.float32))
-        for n, param in enumerate(self._spec.params):
-            values: np.ndarray[Any, Any] | None = None
-            if param.name in self._by_length:
-                dtype = np.float32 if param.type is ScalarType.FLOAT else np.int32
-                values = np.asarray([self._at(number)[0][n] for number in range(count)], dtype)
-            found.append(values)
-        return found
-
-    def _at(self, number: int) -> tuple[tuple[float, ...], float]:
-        lens = self._pairs[number]
-        if lens not in self._known:
-            sizes = {**self._call.sizes, "Nq": lens[0], "Nk": lens[1]}
-            params = self._spec.params
-            given = {
-                param.name: value
-                for param, value in zip(params, self.captured.params, strict=True)
-                if param.name not in self._by_length
-            }
-            # A sequence without pairs asks for no number that its lengths may not have.
-            values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
-            values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
-            probability = 0.0
-            if self._own_dropout and 0 not in lens:
-                probability = drop_probability(self._spec, values, sizes)
-                check_probability("dropout", probability)
-            self._known[lens] = (tuple(values.values()), probability)
-        return self._known[lens]
-
-
-def params_by_length(spec: AttentionSpec, given: Sequence[Tensor | None]) -> set[str]:
-    """The params that are not given and whose defaults follow from the lengths of a sequence."""
-    by_length: set[str] = set()
-    for param, x in zip(spec.params, given, strict=True):
-        if x is None and param.default is not None and _reads(param.default, {"Nq", "Nk"} | by_length):
-            by_length.add(param.name)
-    return by_length
-
-
-def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[str]) -> bool:
-    """Whether the probability of dropout follows from the lengths of a sequence."""
-    is_own = spec.dropout is not None and (len(tensors) == 0 or tensors[-1] is None)
-    return is_own and spec.dropout is not None and _reads(spec.dropout, {"Nq", "Nk"} | by_length)
-
-
-def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
-    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what a cache holds (a code
-    and two tables), what changes with them.
-    """
-    tables = each.tables()
-    return struct.pack(f"@q6P4q{2 + len(tables)}P", count, *places, *tables)
-
-
 def no_ragged_kernels(name: str, what: str = "varlen") -> ValueError:
     """What to say where there are other kernels, but none for ragged batches."""
     return ValueError(
@@ -567,34 +354,3 @@ def check_memory(*tensors: Tensor) -> None:
     """Raise ``NoMemoryError`` where there is nothing to read."""
     if not all(x.data_ptr() for x in tensors):
         raise NoMemoryError("q, k, v or d_o is zero in name alone")
-
-
-def _reads(expr: Expr, names: set[str]) -> bool:
-    return any(isinstance(node, Symbol) and node.name in names for node in walk(expr))
-
-
-def _grows(extent: Expr) -> bool:
-    """Whether an extent surely is no smaller for longer sequences."""
-    if isinstance(extent, Literal):
-        return extent.value >= 0
-    if isinstance(extent, Symbol):
-        return extent.kind is SymbolKind.SIZE
-    if isinstance(extent, Apply) and extent.op in _GROW:
-        return all(map(_grows, extent.args))
-    return not _reads(extent, {"Nq", "Nk"})
-
-
-def _check_extents(declared: CapturedTensor, sizes: Mapping[str, int], whole: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` where a sequence could read more of a tensor than there is."""
-    for axis, extent in enumerate(declared.shape):
-        own, given = (_number(extent, each) for each in (sizes, whole))
-        if own > given:
-            raise ValueError(
-                f"it reads {own} entries of dimension {axis} of tensor '{declared.name}', which has {given}, those of "
-                "the longest sequence; declare the tensor so that longer sequences have no fewer"
-            )
-
-
-def _number(extent: Expr, sizes: Mapping[str, int]) -> int:
-    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
-    return int(constant_number(substitute(extent, values)))

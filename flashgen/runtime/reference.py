@@ -25,7 +25,8 @@ from flashgen.runtime.f8 import factors_of_call
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.plain import check_tensors
-from flashgen.runtime.ragged import RaggedChecker, of_sequence
+from flashgen.runtime.ragged import of_sequence
+from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.signature import CACHED, RAGGED, Signature
 
 

@@ -24,7 +24,7 @@ from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.forward_mode import Moved
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import lengths, unseen_lengths
-from flashgen.runtime.ragged import RaggedChecker
+from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.selected import captured_in_order
 from flashgen.runtime.signature import Signature
 

@@ -492,6 +492,36 @@ def test_a_call_compiles_the_plan_of_its_length(assembler: list[KernelSource]) -
     assert "by the model" in pins.reasons[0]
 
 
+@pytest.mark.usefixtures("a100")
+def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource]) -> None:
+    """Of a spec with all element types, and of the two passes."""
+    spec = parse_text("attention typed { head_dim 64  mask causal }").specs[0]
+    (head_dim,) = spec.head_dims
+    provider = CudaProvider(spec)
+    assert len(compiled(analyse(spec, head_dim), SM_80).plan.elements) == 3
+    for name, length in itertools.product(gpu_calls.BOTH, (512, 16_384)):  # tiles of the model, of the planner
+        del assembler[:]
+        provider.of_call(head_dim, 0, name, values(length))
+        assert assembler
+        for source in assembler:
+            left_out = {define.removeprefix("FLASHGEN_") for define, value in source.defines if value == "0"}
+            types = ("F16", "BF16", "F32")
+            in_text = {each for each in types if f"#if FLASHGEN_FORWARD && FLASHGEN_{each}\n" in source.text}
+            assert in_text - left_out == {"BF16"}
+            assert {each.upper() for each in gpu_calls.BOTH} - left_out == {name.upper()}
+        assert length == 512 or in_text == set(types), "the planner's source holds all types"
+
+
+@needs_nvrtc
+def test_a_part_holds_the_kernels_of_its_type() -> None:
+    spec = parse_text("attention typed { head_dim 16  mask causal }").specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    for name in gpu_calls.BOTH:
+        made = assembled(variant, SM_80, part=Part(ElementType.BF16, name, CallKind()))
+        assert made.binary.kernels
+        assert all(each.name.partition("_bf16")[1] for each in made.binary.kernels)
+
+
 @pytest.mark.usefixtures("a100", "assembler")
 def test_an_op_shows_what_its_gpu_runs() -> None:
     """Registers and all, for the current GPU; explain for a call, whose length may choose another plan."""

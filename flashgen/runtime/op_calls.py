@@ -1,0 +1,264 @@
+"""What every op is made of, and how it calls the operators that PyTorch knows.
+
+In: an ``OpParts``; arguments in the order of the spec. Out: an ``OpCalls``, the engines and operators of one spec:
+dense calls, ragged batches, caches, 8 bits. Everything that is checked is checked there (``call.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, are_deterministic_algorithms_enabled
+
+from flashgen.ir.spec import AttentionSpec
+from flashgen.runtime.cached import CachedEngine
+from flashgen.runtime.conversion import (
+    check_switch,
+    param_argument,
+    probability_argument,
+    seed_argument,
+    tensor_argument,
+)
+from flashgen.runtime.eight_bits import F8
+from flashgen.runtime.engine import Engine, Tensors
+from flashgen.runtime.f8 import F8Engine, factors_of_call
+from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
+from flashgen.runtime.kernel import KernelProvider
+from flashgen.runtime.lengths import check_starts
+from flashgen.runtime.parts import PartsEngine
+from flashgen.runtime.ragged import RaggedEngine
+from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
+from flashgen.runtime.registration import Registered, call, register
+from flashgen.runtime.selecting import engine_of
+from flashgen.runtime.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
+
+_Op = TypeVar("_Op")
+
+BACKENDS = ("cpu", "cuda", "emulator", "reference")
+# Their kernels do not go by the type of device.
+HOST_BACKENDS = ("emulator", "reference")
+
+
+@dataclass(frozen=True)
+class OpParts:
+    """What an op is made of.
+
+    ``kernels`` holds what gives the kernels for each type of device; None where the tiled reference stands in, as no
+    compiler was found. Where it is a ``Shows``, it says what the op shows of itself. ``sources`` and ``identity`` tell
+    ops of one operator apart, as far as others run. ``backend`` is what was asked for. ``reopen`` makes the op again in
+    another process, for pickling. ``label`` and ``edited``, sources that a user changed, are what the operator's name
+    covers beside spec and backend. ``remember`` is told this name when a program with the op is exported.
+    """
+
+    spec: AttentionSpec
+    kernels: Mapping[str, KernelProvider | None]
+    sources: tuple[KernelText, ...] = ()
+    identity: str = ""
+    backend: str | None = None
+    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    label: str = ""
+    edited: tuple[KernelText, ...] = ()
+    remember: Callable[[str], None] | None = None
+
+    @property
+    def operator(self) -> str:
+        """The name of the torch operator, without the namespace: the same on every machine."""
+        return operator_name(self.spec, self.backend, self.label, self.edited)
+
+    @property
+    def identity_of_engine(self) -> str:
+        """What runs, among ops of one operator."""
+        kinds = (f"{name}" if provider else f"{name}-tiled" for name, provider in self.kernels.items())
+        return fingerprint(self.spec, " ".join((self.backend or "", self.identity, *kinds)), self.sources)
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ``ValueError`` for a backend that does not exist."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend '{backend}'; known are {', '.join(repr(each) for each in BACKENDS)}")
+
+
+class OpCalls:
+    """The operators of one spec, and calls of them by position."""
+
+    def __init__(self, parts: OpParts) -> None:
+        check_backend(parts.backend)
+        self._parts = parts
+        name = parts.operator
+        remember = None if parts.remember is None else functools.partial(parts.remember, name)
+
+        def registered(kind: type[Engine], suffix: str = "") -> Registered:
+            find = functools.partial(self._engine_of, kind)
+            return register(f"{name}{suffix}", parts.identity_of_engine, find, remember)
+
+        self._registered = registered(Engine)
+        self._signature = self._registered.signature
+        self._ragged = registered(RaggedEngine, RAGGED.suffix)
+        self._cached = registered(CachedEngine, CACHED.suffix)
+        self._f8 = registered(F8Engine, F8_CALLS.suffix)
+
+    def _engine_of(self, kind: type[Engine]) -> Engine:
+        if self._parts.backend == "reference":
+            return kind(self._parts.spec, {}, pairs=None)
+        return engine_of(kind, self._parts.spec, self._parts.kernels)
+
+    # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
+
+    @property
+    def signature(self) -> Signature:
+        """The arguments of the operator."""
+        return self._signature
+
+    @property
+    def engine(self) -> Engine:
+        """What runs dense calls."""
+        return self._registered.engine
+
+    @functools.cached_property
+    def engine_of_parts(self) -> Engine:
+        """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""
+        return self._engine_of(PartsEngine)
+
+    def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
+        """What ``load`` makes of another spec for the same backend, and on the emulator the same target."""
+        return load(spec, self._parts.backend, self._parts.label or None)
+
+    def operator_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Mapping[str, object],
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+    ) -> Tensors:
+        """The tensors of the operator, of arguments as a dense call takes them. Raises what the call does."""
+        return self._tensors(q, k, v, self._signature.bind(dict(captured)), return_lse, dropout_p, seed)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the op computes."""
+        return self._parts.spec
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Sequence[object],
+        offsets: tuple[object, ...],
+        deterministic: bool | None,
+        return_lse: bool,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        descales: tuple[object, object, object] = (None, None, None),
+    ) -> Any:
+        """Call the operator; ``captured`` are tensors, then params, in the order of the spec.
+
+        ``descales`` are those of q, k and v, None where not given.
+        """
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
+            factors = factors_of_call(self._positional((q, k, v), ()), descales)
+            return call(self._f8, (*tensors, *factors), offsets, False, return_lse)
+        return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
+
+    def _tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Sequence[object],
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
+    ) -> Tensors:
+        """The tensors of the operator."""
+        signature = self._signature
+        tensors: Tensors = (q, k, v)
+        if signature.takes_more:
+            tensors = self._positional(tensors, captured)
+            if signature.has_dropout:
+                # Nothing is drawn from the generator for a call that is told not to drop.
+                silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
+                tensors += (
+                    None if silent else seed_argument(seed, q.device),
+                    probability_argument(dropout_p, q.device),
+                )
+        if dropout_p is not None and not signature.has_dropout:
+            refuse_dropout(self.spec, dropout_p)
+        if return_lse and not signature.has_lse:
+            refuse_lse(self.spec)
+        return tensors
+
+    def _check_names(self, method: str, form: Form) -> None:
+        if not self._signature.names:
+            return
+        for name in (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale"):
+            if name in self._signature.names:
+                raise ValueError(
+                    f"'{self.spec.name}' captures '{name}', an argument of {method}: the spec has to call it otherwise"
+                )
+
+    def _call_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: tuple[Tensor, Tensor],
+        numbers: tuple[object, ...],
+        captured: Sequence[object],
+        deterministic: bool | None,
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
+    ) -> Any:
+        """Call the operator of ragged batches."""
+        self._check_names("varlen", RAGGED)
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        cu_seqlens = tuple(map(check_starts, RAGGED.tensors, starts))
+        return call(self._ragged, (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
+
+    @property
+    def reference(self) -> Reference:
+        """The dense formula: called like the op, ``op.reference(q, k, v, dtype=torch.float64)``; see ``Reference``."""
+        return Reference(self.spec, self._signature, self._positional, self._registered.engine.checker)
+
+    def _positional(self, tensors: Tensors, captured: Sequence[object], *, is_exact: bool = False) -> Tensors:
+        """q, k and v, checked to be tensors, and what is captured, in the order and the types of the operator.
+
+        ``is_exact``: real numbers keep their precision.
+        """
+        q, k, v = tensors
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            name, x = next((name, x) for name, x in zip("qkv", tensors, strict=True) if not isinstance(x, Tensor))
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        signature = self._signature
+        dtypes, count = signature.dtypes, len(signature.tensors)
+        given: list[object] = list(captured)
+        for n, value in enumerate(captured):
+            # As declared: a tensor of the type; of a param, a number on the CPU.
+            if (
+                isinstance(value, Tensor)
+                and value.dtype is dtypes[n]
+                and (n < count or (value.is_cpu and not value.dim()))
+            ):
+                continue
+            if n < count:
+                given[n] = tensor_argument(signature.tensors[n], value, is_exact=is_exact)
+            else:
+                given[n] = param_argument(signature.params[n - count], value, q.device, is_exact=is_exact)
+        return (*tensors, *given)
+
+
+def is_repeatable(deterministic: bool | None) -> bool:
+    """Whether gradients are to be the same to the bit: as asked, else as PyTorch is told."""
+    if deterministic is None:
+        return are_deterministic_algorithms_enabled()
+    check_switch("deterministic", deterministic)
+    return deterministic
