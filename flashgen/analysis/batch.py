@@ -23,7 +23,7 @@ def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
 
     Dropout, which goes by the number of an entry, is not looked at: a call may drop nothing.
     """
-    roots = [simplify(each) for each in _roots(spec)]
+    roots = [simplify(each) for each in spec.expressions]
     axes: dict[str, int | None] = {}
     for tensor in spec.tensors:
         along = [axis for axis, extent in enumerate(tensor.shape) if _B in set(walk(extent))]
@@ -45,11 +45,3 @@ def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
 def _read(node: Expr, but: int | None) -> Iterator[Expr]:
     """What a node reads itself, but for one of its children."""
     return (child for n, child in enumerate(node.children) if n != but)
-
-
-def _roots(spec: AttentionSpec) -> Iterator[Expr]:
-    yield from (spec.scale, spec.score, spec.mask)
-    if spec.layout is not None:
-        yield spec.layout.keep
-    if spec.weights.expression is not None:
-        yield spec.weights.expression

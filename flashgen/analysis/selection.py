@@ -74,7 +74,7 @@ def selection_of(spec: AttentionSpec) -> Selection | None:
         shape = (*(_EXTENTS[axis] for axis in axes), _parts("Nk", columns))
         name = _free(f"tiles_{listed.name}", taken)
         tiles = CapturedTensor(name, ElementType.BOOL, shape, grad=False, made_of=listed.name, of_tiles=True)
-    still_read = {node.tensor for node in walk(*_roots(spec)) if isinstance(node, Load)}
+    still_read = {node.tensor for node in walk(*spec.expressions, *select.indices) if isinstance(node, Load)}
     tensors = tuple(each for each in spec.tensors if each.name != select.tensor or each.name in still_read)
     made = (bits,) if tiles is None else (bits, tiles)
     return Selection(select, bits, tiles, axes, columns, (*tensors, *made))
@@ -140,17 +140,6 @@ def _is_of_a_call(select: Select) -> bool:
     kinds = (SymbolKind.PARAM, SymbolKind.SIZE)
     own = (node for node in walk(*select.indices) if isinstance(node, Symbol) and node.kind in kinds)
     return all(node.name in _OF_A_CALL and node.kind is SymbolKind.SIZE for node in own)
-
-
-def _roots(spec: AttentionSpec) -> Iterator[Expr]:
-    """All that kernels of the lowered spec evaluate of the spec's own."""
-    yield from (spec.scale, spec.score, spec.mask)
-    if spec.layout is not None:
-        yield spec.layout.keep
-    if spec.weights.expression is not None:
-        yield spec.weights.expression
-    if spec.select is not None:
-        yield from spec.select.indices
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -129,3 +129,10 @@ class AttentionSpec:
     def place(self, keyword: str) -> Span | None:
         """Where the first statement with this keyword stands, the whole block where it has none."""
         return next((each.span for each in self.statements if each.keyword == keyword), self.span)
+
+    @property
+    def expressions(self) -> tuple[Expr, ...]:
+        """All that is evaluated for pairs and rows, but for dropout and a selection's indices."""
+        layout = () if self.layout is None else (self.layout.keep,)
+        weights = () if self.weights.expression is None else (self.weights.expression,)
+        return (self.scale, self.score, self.mask, *layout, *weights)
