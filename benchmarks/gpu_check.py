@@ -24,7 +24,7 @@ import cupy
 import torch
 
 import flashgen
-from benchmarks import gpu_batches
+from benchmarks import gpu_batches, gpu_variants
 from benchmarks.gpu_speed import overhead, speed
 from benchmarks.report import Report
 from flashgen.analysis.variant import analyse
@@ -170,6 +170,7 @@ SECTIONS: Mapping[str, Callable[[Report], None]] = {
     "tests": tests,
     "sanitizer": sanitizer,
     **gpu_batches.SECTIONS,
+    **gpu_variants.SECTIONS,
 }
 
 

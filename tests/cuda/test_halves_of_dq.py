@@ -35,7 +35,7 @@ SENT = "head_dim 192  mask causal"  # some of dQ leaves by way of shared memory
     [
         ("head_dim 192/128  mask causal", 1),
         ("head_dim 160", 1),
-        ("head_dim 192/128  score softcap(s, 30)", 2),  # S beside dP
+        ("head_dim 192/128  score softcap(s, 30)", 2),  # the derivative beside P
         ("head_dim 192", 2),  # dK and dV of 64 keys are more than 160 registers of a thread
         ("head_dim 64/256", 2),
         ("head_dim 256  layout block 64: random_blocks(0.1, 1)", 2),
@@ -88,6 +88,7 @@ def test_halves_are_spans_of_whole_instructions() -> None:
 SPECS = {
     "causal": (CAUSAL, (1, 2, 1, 70, 90)),
     "capped": ("head_dim 224  score softcap(s, 20)  mask causal  dropout 0.2", (1, 1, 1, 70, 90)),
+    "folded": ("head_dim 256  score softcap(s, 20)  mask causal", (1, 2, 1, 70, 90)),
     "sigmoid": ("head_dim 256/96  weights sigmoid(s - 2)", (1, 2, 1, 65, 129)),
     "bias": ("head_dim 248  tensor bias: f32[H, Nk] grad  score s + bias[h, j]", (1, 2, 1, 129, 70)),
     "blocks": ("head_dim 256  layout block 64: popcount(I ^ J) == 1", (1, 2, 1, 300, 300)),

@@ -11,11 +11,13 @@ import pytest
 
 import flashgen as package
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.emit.environment import templates_folder
 from flashgen.ir.types import ElementType
+from flashgen.language import parse_text
 from flashgen.pipeline import read_file, target_named
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.targets.gpu import rules as gpu_rules
-from flashgen.targets.gpu.recipe import Lists, SumsOfDq, recipe_of
+from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, recipe_of
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
 from tests.cli.helpers import flashgen
@@ -72,9 +74,35 @@ def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
     assert found["t5"].numbers
     assert not found["alibi"].numbers
     assert found["causal"].weights_first
-    assert not found["softcap"].weights_first
+    assert not found["causal"].folded
+    assert found["softcap"].folded
+    assert found["softcap"].bounded
+    assert not found["gaussian_regression"].weights_first
     assert found["causal"].dq is SumsOfDq.ADDED_UP
     assert found["gaussian_regression"].dq is SumsOfDq.OWN_KERNEL
+
+
+@pytest.mark.parametrize(
+    ("text", "folded", "bounded"),
+    [
+        ("score softcap(s, 60)", True, True),
+        ("score softcap(s, 80)", True, False),  # exp(80) times as many keys as there may be
+        ("score softcap(s, 30)  tensor sink: f32[H]  weights softmax(sink = sink[h])", True, False),
+        ("tensor bias: f32[H, Nk] grad  score softcap(s, 30) + bias[h, j]", False, False),
+        ("score softcap(s, 30)  dropout 0.1", False, True),
+        ("score s * s", False, False),  # a derivative that is infinite times no weight would be no number
+        ("mask causal", False, False),
+    ],
+)
+def test_what_weights_take_in(text: str, folded: bool, bounded: bool) -> None:
+    (spec,) = parse_text(f"attention a {{ head_dim 64  {text} }}").specs
+    recipe = recipe_of(analyse(spec, spec.head_dims[0]))
+    assert (recipe.folded, recipe.bounded) == (folded, bounded)
+
+
+def test_kernels_call_the_same_scores_extreme() -> None:
+    header = (templates_folder() / "cuda" / "primitives" / "math.cuh").read_text(encoding="utf-8")
+    assert f"MOST_LSE = {MOST_LSE}f;" in header
 
 
 def test_documents_keep_to_one_key_tile_a_block(specs: Path) -> None:

@@ -259,7 +259,8 @@ def row_words(variant: Variant) -> Words:
 
 
 def _carries_tops(variant: Variant) -> bool:
-    return variant.weights.form.exponential and linear_factor(variant) is None
+    unlike = variant.weights.form.exponential and linear_factor(variant) is None
+    return unlike and not recipe_of(variant).bounded
 
 
 def carries_marks(variant: Variant) -> bool:

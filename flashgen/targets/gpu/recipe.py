@@ -7,18 +7,24 @@ is in the rows that ``recipes.py`` of a family considers, and comes to plans wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
+from flashgen.analysis.ranging import bounds
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
+from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
+
+_ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
+MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
 
 
 class Lists(Enum):
@@ -46,8 +52,10 @@ class Recipe:
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
-    needed no more once there are weights. ``lag``: O is rescaled once a row's maximum has grown by more, in base 2;
-    exponents are counted from ``headroom`` below the maximum, so that weights reach 2^(lag + headroom).
+    needed no more once there are weights; ``folded``: because these take in the score's derivative, of which nothing
+    but dS wants to know; ``bounded``: scores are, so that no row's are extreme. ``lag``: O is rescaled once a row's
+    maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
+    reach 2^(lag + headroom).
     """
 
     computed: Variant
@@ -64,6 +72,8 @@ class Recipe:
     sink_gradients: tuple[CapturedGradient, ...]
     captured: tuple[str, ...]
     weights_first: bool
+    folded: bool
+    bounded: bool
     lag: int
     headroom: int
     decisions: tuple[Decision, ...]
@@ -96,7 +106,8 @@ def recipe_of(variant: Variant) -> Recipe:
     cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
     longest_first = lists is not Lists.NONE and "h" not in index_set(variant.keep)
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
-    weights_first = _weights_first(computed, keys)
+    folded = _folds(computed, keys)
+    weights_first = folded or _weights_first(computed, keys)
     return Recipe(
         computed=computed,
         numbers=numbers,
@@ -112,6 +123,8 @@ def recipe_of(variant: Variant) -> Recipe:
         sink_gradients=tuple(each for each in computed.gradients if each.from_sink is not None),
         captured=tuple(dict.fromkeys(gradient_field(each.name) for each in variant.gradients)),
         weights_first=weights_first,
+        folded=folded,
+        bounded=_is_bounded(computed),
         lag=_lag(variant).limit,
         headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
@@ -132,9 +145,33 @@ def _lag(variant: Variant) -> Rule:
     return rules.LAG_OF_8_BITS if variant.f8 else rules.LAG
 
 
+def _is_linear(computed: Variant) -> bool:
+    """What follows the weights is linear in them."""
+    return computed.weights.form.exponential and computed.spec.dropout is None and not computed.uses_sqdist
+
+
+def _is_bounded(computed: Variant) -> bool:
+    """|lse| is at most the largest score and the logarithm of how many there may be. A sink is bounded by nothing."""
+    weights = computed.weights
+    if not weights.form.exponential or weights.sink is not None or computed.tangent is not None:
+        return False
+    found = bounds(computed.score, _ANY_DOT)
+    assert isinstance(found, FloatRange)
+    return max(-found.lo, found.hi) + math.log(INT_MAX) < MOST_LSE
+
+
+def _folds(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
+    """dS is all that follows the weights, and reaches dot products by a factor of the pair, a number everywhere."""
+    if not _is_linear(computed) or keys or computed.forward_only or isinstance(computed.score_by_dot, Literal):
+        return False
+    found = bounds(computed.score_by_dot, _ANY_DOT)
+    assert isinstance(found, FloatRange)
+    return math.isfinite(found.lo) and math.isfinite(found.hi) and not found.may_be_nan
+
+
 def _weights_first(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
     """What follows the weights is linear in them, and needs no dot product."""
-    if not computed.weights.form.exponential or computed.spec.dropout is not None or computed.uses_sqdist:
+    if not _is_linear(computed):
         return False
     parts = [computed.score_by_dot, *(each.from_score for each in keys)]
     return all(part is None or DOT not in walk(part) for part in parts) and isinstance(computed.score_by_dot, Literal)

@@ -160,12 +160,15 @@ def _padded_widths(variant: Variant) -> tuple[int, int]:
 def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
     """Whether two warpgroups may have half of dQ's columns each, of whole instructions, and tensor copies for them.
 
-    By whole rows, registers have to hold them beside scores that are weighed before dP is there.
+    By whole rows, registers have to hold them beside scores that are weighed before dP is there, and by nothing more:
+    with the derivative that P takes in products of 192/128 wait for each other (C7512).
     """
     widths = _padded_widths(variant)
     if variant.ragged or not _copies_tensors(variant, element) or any(width % 32 for width in widths):
         return False
-    return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and recipe_of(variant).weights_first)
+    recipe = recipe_of(variant)
+    weighed = recipe.weights_first and not recipe.folded
+    return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
 
 
 def _divides_values(variant: Variant, split: int) -> bool:

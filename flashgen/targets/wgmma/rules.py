@@ -72,12 +72,14 @@ OVERLAP_BACKWARD = Rule(
 )
 WEIGHTS_FIRST = Rule(
     "weights first",
-    "what follows the weights is linear in them: P is formed while dP is multiplied, and dot products die early",
-    "where it does not hold (a soft-cap) the kernel spills 532 bytes at D 128, and products wait (C7512)",
+    "what follows the weights is linear in them: P is formed while dP is multiplied, and dot products die early, with "
+    "them the score's derivative (a soft-cap's), which P takes in",
+    "a soft-cap at D 128, whose derivatives lived across the product of dP: 532 bytes spilled, mma.sync instead",
 )
 ALL_AT_ONCE = Rule(
     "both products first",
-    "derivatives need the dot product beside the weight: S and dP are there together",
+    "gradients of what a score reads need the dot product beside the weight, or P is no exponential: S and dP are "
+    "there together",
     "each of eight other tiles is slower",
 )
 SHARED_KEYS = Rule(
