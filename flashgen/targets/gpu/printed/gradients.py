@@ -12,7 +12,8 @@ from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import by_score, labels
-from flashgen.ir.expr import Load
+from flashgen.emit.spelling import c_literal
+from flashgen.ir.expr import Literal, Load
 from flashgen.ir.text import text
 from flashgen.plan.arguments import gradient_field
 from flashgen.targets.gpu.model import BINS
@@ -35,6 +36,7 @@ class Gradient:
     sink_name: str | None  # the function ∂sink/∂read
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
+    factor: str | None  # of dS, where it is a contribution of whole diagonals: a constant, for elements by distance
     comment: str
 
     @property
@@ -97,5 +99,12 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         sink_name=sink_name,
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
+        factor=None if on_diagonal is None else _constant(gradient),
         comment=f"∂L/∂{text(read)}",
     )
+
+
+def _constant(gradient: CapturedGradient) -> str | None:
+    if gradient.from_weight is not None or not isinstance(gradient.from_score, Literal):
+        return None
+    return c_literal(gradient.from_score.value)
