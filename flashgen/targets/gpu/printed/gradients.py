@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import by_score, labels
 from flashgen.emit.spelling import c_literal
-from flashgen.ir.expr import Literal, Load
+from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
-from flashgen.plan.arguments import gradient_field
+from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.targets.gpu.model import BINS
 from flashgen.targets.gpu.printed.spec import Places
 from flashgen.targets.gpu.recipe import Recipe
@@ -36,7 +37,8 @@ class Gradient:
     sink_name: str | None  # the function ∂sink/∂read
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
-    factor: str | None  # of dS, where it is a contribution of whole diagonals: a constant, for elements by distance
+    factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
+    strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
     @property
@@ -86,7 +88,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         sink_name = f"sink_by_{label}"
         places.row_function(sink_name, gradient.from_sink, f"∂sink/∂{text(read)}")
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
-    on_diagonal = by_distance(read)
+    on_diagonal, strides = by_distance(read), _strides_of_pairs(read)
     return Gradient(
         label=label,
         level=gradient.level.value,
@@ -99,7 +101,8 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         sink_name=sink_name,
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
-        factor=None if on_diagonal is None else _constant(gradient),
+        factor=None if on_diagonal is None and strides is None else _constant(gradient),
+        strides=strides,
         comment=f"∂L/∂{text(read)}",
     )
 
@@ -108,3 +111,17 @@ def _constant(gradient: CapturedGradient) -> str | None:
     if gradient.from_weight is not None or not isinstance(gradient.from_score, Literal):
         return None
     return c_literal(gradient.from_score.value)
+
+
+def _strides_of_pairs(read: Expr) -> tuple[str, str] | None:
+    """i and j are indices as they are, and no other index follows from them."""
+    if not isinstance(read, Load) or read.indices.count(ROW) != 1 or read.indices.count(COLUMN) != 1:
+        return None
+    if any(index_set(each) & {"i", "j"} for each in read.indices if each not in (ROW, COLUMN)):
+        return None
+
+    def stride(of: Expr) -> str:
+        later = range(read.indices.index(of) + 1, len(read.indices))
+        return " * ".join(f"a.{dimension_field(read.tensor, axis)}" for axis in later) or "1"
+
+    return stride(ROW), stride(COLUMN)
