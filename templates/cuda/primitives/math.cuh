@@ -162,8 +162,8 @@ FG_DEVICE float sigmoid(float x) {
 }
 FG_DEVICE float silu(float x) { return x * sigmoid(x); }
 
-// In kernels of 16 bits alone 1 - 2 / (1 + e^2x), right to 2^-23 of 1: a score by 6e-6 where its cap is 50, while its weight is
-// rounded to 2^-9 or 2^-12. Elsewhere near 0 an odd polynomial, and else (1 - e) / (1 + e) with e = e^(-2|x|).
+// In kernels of 16 bits alone 1 - 2 / (1 + e^2x), right to 2^-23: a score to 6e-6 where its cap is 50, while its weight
+// is rounded to 2^-9 or 2^-12. Else near 0 an odd polynomial, elsewhere (1 - e) / (1 + e) with e = e^(-2|x|).
 FG_DEVICE float tanh(float x) {
 #if !FLASHGEN_F32
   return __fmaf_rn(-2.0f, reciprocal_approximate(1.0f + exp2_approximate(x * (2 * LOG2_E))), 1.0f);
