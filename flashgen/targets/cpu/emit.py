@@ -124,6 +124,7 @@ class _Context:
     keep_everything: bool
     masks: Masks
     lists: tuple[str, ...]  # what lists of visits depend on, as code over the arguments; none where there are no lists
+    trimmed: bool  # keys that ranges rule out for some rows of a tile are left out of their products
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
@@ -234,6 +235,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         keep_everything=variant.keep_everything,
         masks=masks_of(variant.keep),
         lists=_lists(variant.keep) if keeps_lists(variant) else (),
+        trimmed=not variant.keep_everything and not keeps_lists(variant),
         keep_range=keep_range,
         observed_rows=tuple(each for each in observed if each.struct == "rows"),
         observed_columns=tuple(each for each in observed if each.struct == "columns"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level
+from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import Variant
 from flashgen.analysis.window import window_width
 from flashgen.targets.cpu.products import Products
@@ -150,21 +151,23 @@ def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int)
 def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int) -> float:
     """Work beside the products, as a fraction of theirs."""
     if products is Products.VECTORS:
-        return _vector_overhead(variant, Br, Bc)
+        trimmed = name in ("forward", "jvp") and not is_irregular(variant.keep)
+        return _vector_overhead(variant, Br, Bc, KEY_MULTIPLE if trimmed else Bc)
     border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
     is_forward = name in ("forward", "jvp")
     return border + (_matrix_forward_overhead if is_forward else _matrix_backward_overhead)(products.parts, Br, Bc)
 
 
-def _vector_overhead(variant: Variant, Br: int, Bc: int) -> float:
+def _vector_overhead(variant: Variant, Br: int, Bc: int, group: int) -> float:
     """The same for both passes.
 
     A key tile is copied once for Br rows; Oᵀ, or dQᵀ, is read and written once for Bc keys; on the border of the mask
-    pairs are computed for nothing; many keys leave little room for the next ones on their way in. Fitted on a causal
-    window of 256, where 128 × 32 takes 0.93 of the time of 128 × 16 and of 128 × 64.
+    pairs are computed for nothing, up to ``group`` keys; many keys leave little room for the next ones on their way
+    in. Fitted on a causal window of 256: where all keys of a tile are computed, 128 × 32 takes 0.93 of the time of
+    128 × 16 and of 128 × 64; where they are trimmed, 128 × 64 takes 0.90 (D 64) and 0.87 (D 128) of that of 128 × 32.
     """
     crowded = CROWDED * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return 5.0 / Br + 4.0 / Bc + _border(variant, Bc, VECTOR_ROWS) + crowded
+    return 5.0 / Br + 4.0 / Bc + _border(variant, group, VECTOR_ROWS) + crowded
 
 
 def _matrix_forward_overhead(parts: int, Br: int, Bc: int) -> float:

@@ -137,12 +137,11 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
+#if FG_LANES != 8
 // The lower (upper) halves of a and b, interleaved lane by lane.
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
 #if FG_LANES == 16
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif FG_LANES == 8
-  return FG_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 #else
   return FG_SHUFFLE(a, b, 0, 4, 1, 5);
 #endif
@@ -150,15 +149,33 @@ FG_INLINE VecF interleave_low(VecF a, VecF b) {
 FG_INLINE VecF interleave_high(VecF a, VecF b) {
 #if FG_LANES == 16
   return FG_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif FG_LANES == 8
-  return FG_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
   return FG_SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
+#endif
 
-// Transposes the W x W matrix of x, in registers: log2(W) rounds, each interleaving row i with row i + W/2.
+// Transposes the W x W matrix of x, in registers.
 FG_INLINE void transpose_lanes(VecF x[W]) {
+#if FG_LANES == 8
+  // Within halves of 128 bits, then halves: 24 instructions instead of the 48 that lanes in order take.
+  VecF y[8], z[8];
+  FG_UNROLL for (int i = 0; i < 8; i += 2) {
+    y[i] = FG_SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    y[i + 1] = FG_SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  FG_UNROLL for (int i = 0; i < 8; i += 4) {
+    FG_UNROLL for (int n = 0; n < 2; ++n) {
+      z[i + 2 * n] = FG_SHUFFLE(y[i + n], y[i + n + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      z[i + 2 * n + 1] = FG_SHUFFLE(y[i + n], y[i + n + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  FG_UNROLL for (int i = 0; i < 4; ++i) {
+    x[i] = FG_SHUFFLE(z[i], z[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[i + 4] = FG_SHUFFLE(z[i], z[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+#else
+  // log2(W) rounds, each interleaving row i with row i + W/2.
   FG_UNROLL for (int round = 1; round < W; round *= 2) {
     VecF y[W];
     FG_UNROLL for (int i = 0; i < W / 2; ++i) {
@@ -167,6 +184,7 @@ FG_INLINE void transpose_lanes(VecF x[W]) {
     }
     FG_UNROLL for (int i = 0; i < W; ++i) x[i] = y[i];
   }
+#endif
 }
 
 // dst[c][r] = src[r][c] for any rows and cols; leading dimensions in floats. Touches nothing else.
