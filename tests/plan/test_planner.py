@@ -65,15 +65,17 @@ def test_tiles_go_with_the_blocks_of_a_layout(block: int) -> None:
 
 
 def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
+    """But forward in vectors, where rows leave out keys that they do not keep."""
     device = replace(GENERIC_CPU, sram_bytes=2 * 1024 * 1024)
     by_width = [
         plan_cpu(variant(f"head_dim 64 mask causal and window_left({width})"), device) for width in (32, 256, 4096)
     ]
-    for of_each in zip(*map(kinds_of, by_width), strict=True):
+    for products, *of_each in zip(Products, *map(kinds_of, by_width), strict=True):
         for name in ("forward", "backward"):
             columns = [passes[name].Bc for passes in of_each]
             assert columns == sorted(columns)
-            assert columns[0] < columns[-1]
+            is_trimmed = products is Products.VECTORS and name == "forward"
+            assert (columns[0] < columns[-1]) is not is_trimmed
 
 
 def test_pins_are_obeyed() -> None:

@@ -1,0 +1,40 @@
+"""Keys that the forward pass on CPUs leaves out at the border of a mask: results are those of the dense formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashgen
+from tests.numeric.helpers import assert_close, normal
+
+# Borders at either end, between rows of one strip, with strips that keep nothing inside of a tile, and by what is captured.
+MASKS = {
+    "window": "mask causal and i - j < 37",
+    "two windows": "mask (i - j >= 3 and i - j < 9) or (j - i > 40 and j - i < 45)",
+    "corner": "mask i < 17 or j >= 61",
+    "documents": "tensor doc: i32[Nk]  mask causal and doc[i] == doc[j]",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
+def test_borders_inside_of_strips(mask: str) -> None:
+    op = flashgen.loads(f"attention trimmed {{ head_dim 24  {mask}  schedule {{ Br = 64  Bc = 64 }} }}", backend="cpu")
+    assert "kept_keys(" in op.sources[0].text
+    for length, first in ((150, 0), (61, 64), (1, 30)):
+        q, k, v = (normal(1, 2, rows, 24, seed=n) for n, rows in enumerate((length, 150, 150)))
+        captured = {"doc": torch.arange(150, dtype=torch.int32) // 23} if "doc" in mask else {}
+        places = {"q_start": first, "q_total": 150 + first} if not captured else {}
+        if captured and length < 150:
+            continue
+        o, lse = op(q, k, v, return_lse=True, **places, **captured)
+        truth, lse_truth = op.reference(q, k, v, return_lse=True, dtype=torch.float64, **places, **captured)
+        assert_close(o, truth, 1e-6)
+        assert torch.equal(lse.isfinite(), lse_truth.isfinite())
+        assert_close(lse[lse.isfinite()], lse_truth[lse_truth.isfinite()], 1e-6)
+
+
+@pytest.mark.parametrize("mask", ["", "mask (i - j) % 3 == 0"], ids=["plain", "dilated"])
+def test_what_ranges_do_not_cut_is_not_trimmed(mask: str) -> None:
+    op = flashgen.loads(f"attention whole {{ head_dim 24  {mask} }}", backend="cpu")
+    assert "kept_keys(" not in op.sources[0].text
