@@ -11,7 +11,7 @@
 // Plan, for a core with 512 KiB of L2; whoever compiles on another machine passes -D of its own:
 //   M = 512 KiB of L2 a core on 'generic' (an AVX2 core with a small L2; what a source is planned for by default); a
 //       tile may use 75% of it
-//   forward: B_r × B_c = 128 × 64 (137 KiB): 12.1% of work beside the products, the least of 30 that fit
+//   forward: B_r × B_c = 128 × 64 (137 KiB): 10.6% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 128 × 64 (301 KiB): 12.1% of work beside the products, the least of 29 that fit
 //   forward, bfloat16 in matrix registers: B_r × B_c = 512 × 64 (251 KiB): 14.8% of work beside the products, the least
 //       of 32 that fit
@@ -1749,12 +1749,11 @@ inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_ro
 
 // ---- transposing copy --------------------------------------------------------------------------------------------
 
+#if FG_LANES != 8
 // The lower (upper) halves of a and b, interleaved lane by lane.
 FG_INLINE VecF interleave_low(VecF a, VecF b) {
 #if FG_LANES == 16
   return FG_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif FG_LANES == 8
-  return FG_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 #else
   return FG_SHUFFLE(a, b, 0, 4, 1, 5);
 #endif
@@ -1762,15 +1761,33 @@ FG_INLINE VecF interleave_low(VecF a, VecF b) {
 FG_INLINE VecF interleave_high(VecF a, VecF b) {
 #if FG_LANES == 16
   return FG_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif FG_LANES == 8
-  return FG_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
   return FG_SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
+#endif
 
-// Transposes the W x W matrix of x, in registers: log2(W) rounds, each interleaving row i with row i + W/2.
+// Transposes the W x W matrix of x, in registers.
 FG_INLINE void transpose_lanes(VecF x[W]) {
+#if FG_LANES == 8
+  // Within halves of 128 bits, then halves: 24 instructions instead of the 48 that lanes in order take.
+  VecF y[8], z[8];
+  FG_UNROLL for (int i = 0; i < 8; i += 2) {
+    y[i] = FG_SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    y[i + 1] = FG_SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  FG_UNROLL for (int i = 0; i < 8; i += 4) {
+    FG_UNROLL for (int n = 0; n < 2; ++n) {
+      z[i + 2 * n] = FG_SHUFFLE(y[i + n], y[i + n + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      z[i + 2 * n + 1] = FG_SHUFFLE(y[i + n], y[i + n + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  FG_UNROLL for (int i = 0; i < 4; ++i) {
+    x[i] = FG_SHUFFLE(z[i], z[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    x[i + 4] = FG_SHUFFLE(z[i], z[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+#else
+  // log2(W) rounds, each interleaving row i with row i + W/2.
   FG_UNROLL for (int round = 1; round < W; round *= 2) {
     VecF y[W];
     FG_UNROLL for (int i = 0; i < W / 2; ++i) {
@@ -1779,6 +1796,7 @@ FG_INLINE void transpose_lanes(VecF x[W]) {
     }
     FG_UNROLL for (int i = 0; i < W; ++i) x[i] = y[i];
   }
+#endif
 }
 
 // dst[c][r] = src[r][c] for any rows and cols; leading dimensions in floats. Touches nothing else.
@@ -1869,30 +1887,36 @@ FG_INLINE VecF joined_sums(const VecF (&x)[W / 4]) {
 template <int R, int width, class T>
 inline __attribute__((noinline)) void scores_of_rows(int keys, const T* k, int64_t ldk, const float* q, int64_t ldq,
                                                      float* s, int64_t lds, const T* ahead) {
-  for (int first = 0; first < keys; first += W) {
-    VecF parts[R][W / 4];
-    FG_UNROLL for (int group = 0; group < W / 4; ++group) {
-      const T* key[4];
-      FG_UNROLL for (int n = 0; n < 4; ++n) {
-        const int j = first + 4 * group + n;
-        key[n] = k + (j < keys ? j : keys - 1) * ldk;
-      }
-      VecF sum[R][4] = {};
-      for (int d = 0; d < width; d += W) {
-        VecF features[4];
-        FG_UNROLL for (int n = 0; n < 4; ++n) features[n] = features_of<width>(key[n], d);
-        FG_UNROLL for (int i = 0; i < R; ++i) {
-          const VecF of_row = load(q + i * ldq + d);
-          FG_UNROLL for (int n = 0; n < 4; ++n) sum[i][n] += features[n] * of_row;
+  const auto multiply = [&](auto asks) {
+    for (int first = 0; first < keys; first += W) {
+      VecF parts[R][W / 4];
+      FG_UNROLL for (int group = 0; group < W / 4; ++group) {
+        const T* key[4];
+        FG_UNROLL for (int n = 0; n < 4; ++n) {
+          const int j = first + 4 * group + n;
+          key[n] = k + (j < keys ? j : keys - 1) * ldk;
         }
+        VecF sum[R][4] = {};
+        for (int d = 0; d < width; d += W) {
+          VecF features[4];
+          FG_UNROLL for (int n = 0; n < 4; ++n) features[n] = features_of<width>(key[n], d);
+          FG_UNROLL for (int i = 0; i < R; ++i) {
+            const VecF of_row = load(q + i * ldq + d);
+            FG_UNROLL for (int n = 0; n < 4; ++n) sum[i][n] += features[n] * of_row;
+          }
+          if (asks && d * int(sizeof(T)) % line_bytes == 0) {
+            FG_UNROLL for (int n = 0; n < 4; ++n) ask_for<1>(ahead + (key[n] - k) + d);
+          }
+        }
+        FG_UNROLL for (int i = 0; i < R; ++i) parts[i][group] = partial_sums(sum[i]);
       }
-      FG_UNROLL for (int i = 0; i < R; ++i) parts[i][group] = partial_sums(sum[i]);
-      if (ahead) {
-        FG_UNROLL for (int n = 0; n < 4; ++n) ask_for<width>(ahead + (key[n] - k));
-      }
+      FG_UNROLL for (int i = 0; i < R; ++i) store(s + i * lds + first, joined_sums(parts[i]));
     }
-    FG_UNROLL for (int i = 0; i < R; ++i) store(s + i * lds + first, joined_sums(parts[i]));
-  }
+  };
+  if (ahead)
+    multiply(std::true_type());
+  else
+    multiply(std::false_type());
 }
 
 // Sums of O over keys that lie in several runs: those so far are kept in `so_far`, and added to O after the last run.
@@ -2866,6 +2890,37 @@ inline int find_visits(const Arguments& a, const Launch& u, const Head& x, int64
   return search.count;
 }
 
+// The keys of a visit that some neighbouring vectors of rows meet, and whether the mask has a say in any of these
+// pairs.
+struct KeptKeys {
+  int first, end;
+  bool masked;
+};
+
+// Those that rows of vectors first … end - 1 may keep: of a visit on the border, whose rows begin with i0, halves,
+// quarters … of its keys are left out at either end, down to KEY_GROUP of them, where no pair of these is kept.
+constexpr int KEY_GROUP = MR;
+inline KeptKeys kept_keys(
+    const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end, KeyRows keys) {
+  const fg::ranges::Int i = {i0 + std::min(first * W, rows - 1), i0 + std::min(end * W, rows) - 1};
+  const auto keep = [&](int from, int to) {
+    const fg::ranges::Int j = {a.kv_start + keys.first + from, a.kv_start + keys.first + std::min(to, keys.count) - 1};
+    return keep_range(a, u, x, i, j);
+  };
+  const fg::ranges::Bool all = keep(0, keys.count);
+  if (!all.may_be_true || !all.may_be_false) return {0, all.may_be_true ? keys.count : 0, false};
+  KeptKeys kept = {0, int(round_up(keys.count, KEY_GROUP)), true};
+  int step = KEY_GROUP;
+  while (2 * step < kept.end) step *= 2;
+  for (; step >= KEY_GROUP; step /= 2) {
+    if (kept.first + step < kept.end && !keep(kept.first, kept.first + step).may_be_true) kept.first += step;
+    if (kept.first + step < kept.end && !keep(kept.end - step, kept.end).may_be_true) kept.end -= step;
+  }
+  kept.end = std::min(kept.end, keys.count);
+  kept.masked = keep(kept.first, kept.end).may_be_false;
+  return kept;
+}
+
 // ---- How much work a query tile is ---------------------------------------------------------------------------------
 // Rows may keep very different numbers of keys. What a query tile visits is counted once for all batch entries and
 // heads that the mask does not tell apart; the counts decide an order, or where the work is cut.
@@ -2999,6 +3054,7 @@ struct VectorProducts {
   static constexpr int tile(int of_vectors, int /*of_bfloat16*/, int /*of_parts*/) { return of_vectors; }
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
   static constexpr bool have_few_rows = true;  // there is another way for these
+  static constexpr int trimmed_strip = 2;  // vectors of rows on the border of a mask, which meet some of a tile's keys
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
   static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
@@ -3039,8 +3095,9 @@ struct VectorProducts {
     void load(const HeadRows& from, KeyRows rows) {
       at = rows_in_place(copy, ld, width, from, rows.first, rows.count, key_rows(rows.count));
     }
-    Left by_key() const { return {at.at, at.ld, 1}; }
-    Left by_feature() const { return {at.at, 1, at.ld}; }
+    // From a key on.
+    Left by_key(int key = 0) const { return {at.at + key * at.ld, at.ld, 1}; }
+    Left by_feature(int key = 0) const { return {at.at + key * at.ld, 1, at.ld}; }
 
     float copy[round_up(most, MR) * ld];
     Rows at;
@@ -3068,14 +3125,14 @@ struct VectorProducts {
     static constexpr int strip = rows / W;
     static constexpr int ld = rows + W;
 
-    float* of(int vector) { return scores + vector * W; }
+    float* of(int vector, int key = 0) { return scores + key * ld + vector * W; }
     void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       fg::store(of(vector) + key * ld, x);
       fg::store(of(vector) + (key + 1) * ld, y);
     }
     void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
     Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
-    Right of_keys(int vector) const { return {scores + vector * W, ld}; }
+    Right of_keys(int vector, int key = 0) const { return {scores + key * ld + vector * W, ld}; }
 
     float scores[round_up(keys, MR) * ld];
   };
@@ -3089,6 +3146,7 @@ template <int parts> struct MatrixProducts {
   }
   static constexpr int key_multiple = fg::matrix_depth;
   static constexpr bool have_few_rows = false;
+  static constexpr int trimmed_strip = 0;  // whole tiles are laid out
   static constexpr int row_vectors = fg::matrix_depth / W;
   static constexpr int fewest_rows = parts == 1 ? fg::matrix_depth : 64;  // K and V are laid out for each
   static constexpr int depth(int n) { return int(round_up(n, fg::matrix_depth)); }
@@ -3162,8 +3220,8 @@ template <int parts> struct MatrixProducts {
       }
       if (features_first) fg::turn_images<parts>(in_order(features, most), keys, padded, depth(width));
     }
-    Left by_key() const { return keys; }
-    Left by_feature() { return in_order(features, most, keys.finite); }
+    Left by_key(int /*first*/ = 0) const { return keys; }
+    Left by_feature(int /*first*/ = 0) { return in_order(features, most, keys.finite); }
 
     fg::Images keys;
     alignas(64) fg::bf16 copy[parts * size];
@@ -3195,7 +3253,9 @@ template <int parts> struct MatrixProducts {
     static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows),
         strip_size = depth(keys) * ld;
 
-    float* of(int vector) { return scores + vector / strip % 2 * strip_size + vector % strip * W; }
+    float* of(int vector, int /*first_key*/ = 0) {
+      return scores + vector / strip % 2 * strip_size + vector % strip * W;
+    }
     void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       fg::VecU low[parts], high[parts];
       fg::split(x, low);
@@ -3223,7 +3283,7 @@ template <int parts> struct MatrixProducts {
     Left by_key(int vector) {
       return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true};
     }
-    Right of_keys(int vector) {
+    Right of_keys(int vector, int /*first_key*/ = 0) {
       return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true};
     }
     fg::bf16* pairs_of(int vector) {
@@ -3345,10 +3405,10 @@ template <class Products> using Beside = InTurn<typename Products::Later, 2>;
 // Sᵀ to Pᵀ = exp2(S - max) for the keys of one tile, online: where a maximum is replaced, O and the sum so far shrink.
 template <bool masked, class Products>
 static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end,
-                  int columns,
+                  KeptKeys keys,
                   Beside<Products>& following, Scratch<Products>& t) {
   constexpr int ld = decltype(t.s)::ld;
-  Spread<Beside<Products>> beside(following, (end - first) * columns);  // in the slower of two loops
+  Spread<Beside<Products>> beside(following, (end - first) * (keys.end - keys.first));  // in the slower of two loops
   for (int n = first; n < end; ++n) {
     Row r = make_row(a, u, x, rows_of(i0, n, rows));
     float* const s = t.s.of(n);
@@ -3364,17 +3424,17 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     };
     // Maxima of four in a tree: one after another, each would wait for the last. NaN is passed over and shows in the
     // sum.
-    int64_t key = 0;  // of 64 bits: addresses then move on, instead of being formed anew for every key
-    for (; key + 4 <= columns; key += 4) {
+    int64_t key = keys.first;  // of 64 bits: addresses then move on, instead of being formed anew for every key
+    for (; key + 4 <= keys.end; key += 4) {
       const fg::VecF low = fg::running_max(scored(key), scored(key + 1));
       row_max = fg::running_max(row_max, fg::running_max(low, fg::running_max(scored(key + 2), scored(key + 3))));
     }
-    for (; key < columns; ++key) row_max = fg::running_max(row_max, scored(key));
+    for (; key < keys.end; ++key) row_max = fg::running_max(row_max, scored(key));
     fg::VecF row_sum = fg::load(t.row_sum + n * W);
     const fg::VecB grown = fg::gt(row_max, old_max + 5.54517744f);
     row_max = fg::select(grown, row_max, old_max);
     const fg::VecF offset = offset_of(row_max);
-    if (fg::any(is_far(row_max))) count_from_maxima(s, ld, columns, row_max);
+    if (fg::any(is_far(row_max))) count_from_maxima(s + int64_t(keys.first) * ld, ld, keys.end - keys.first, row_max);
     if (fg::any(grown)) {
       const fg::VecF shrink = fg::select(grown, fg::exp2_bounded((old_max - row_max) * SCORE_FACTOR), 1.0f);
       row_sum = row_sum * shrink;
@@ -3388,13 +3448,13 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
       row_sum += p;
       return p;
     };
-    int64_t j = 0;
-    for (; j + 2 <= columns; j += 2) {
+    int64_t j = keys.first;
+    for (; j + 2 <= keys.end; j += 2) {
       beside.pass(2);
       const fg::VecF p = weighed(j);
       t.s.put(j, n, p, weighed(j + 1));
     }
-    if (j < columns) t.s.put(j, n, weighed(j), fg::VecF{});
+    if (j < keys.end) t.s.put(j, n, weighed(j), fg::VecF{});
     fg::store(t.row_sum + n * W, row_sum);
   }
 }
@@ -3564,7 +3624,7 @@ constexpr int64_t ALL_KEYS = INT64_MAX;
 template <class Products>
 static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTiles among,
                        Visit* visits, Scratch<Products>& t) {
-  constexpr int ld = Scratch<Products>::ld, strip = decltype(t.s)::strip;
+  constexpr int ld = Scratch<Products>::ld;
   const Head& x = place.x;
   const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0, i0 = place.i0;
   const int rows = place.rows, places = place.places, vectors = place.vectors;
@@ -3595,7 +3655,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     const Visit& visit = visits[n];
     const KeyRows keys = key_rows(a, visit, BC<Products>),
         next = n + 1 < to ? key_rows(a, visits[n + 1], BC<Products>) : KeyRows{};
-    const int columns = keys.count, padded = Products::key_rows(columns);
+    const int columns = keys.count;
     t.k.load(k, keys);
     t.v.load(v, keys);
     for (int j = 0; j < columns; ++j) {
@@ -3604,29 +3664,42 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     const Computed part = computed<Products>(visit);
     t.diagonals.make(a, u, x, i0, places, part.first, part.last, a.kv_start + keys.first, columns);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
+    // Where the mask may cut a strip off from some keys, it is no wider than products are, and these are left out.
+    constexpr int whole = decltype(t.s)::strip;
+    const bool is_trimmed = part.masked && Products::trimmed_strip > 0;
+    const int strip = is_trimmed ? Products::trimmed_strip : whole;
+    const auto kept_by = [&](int first) -> KeptKeys {
+      if (first >= part.last) return {};
+      if (!is_trimmed) return {0, columns, part.masked};
+      return kept_keys(a, u, x, i0, places, first, part.end_of_strip(first, strip), keys);
+    };
     // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ, Oᵀ += Vᵀ Pᵀ.
     using Later = typename Products::Later;
-    const auto scores = [&](int first) {
-      return Later{first < part.last ? padded : 0, part.end_of_strip(first, strip) - first, Products::depth(D),
-                   t.k.by_key(), t.q.by_feature(first),
-                   t.s.of(first), t.s.ld, fg::Begin::zero, next_k};
+    const auto scores = [&](int first, KeptKeys kept) {
+      return Later{Products::key_rows(kept.end - kept.first), part.end_of_strip(first, strip) - first,
+                   Products::depth(D), t.k.by_key(kept.first), t.q.by_feature(first),
+                   t.s.of(first, kept.first), t.s.ld, fg::Begin::zero, next_k};
     };
-    const auto values = [&](int first, int end) {
-      return Later{first < end ? DVP : 0, end - first, Products::depth(columns), t.v.by_feature(), t.s.of_keys(first),
+    const auto values = [&](int first, int end, KeptKeys kept) {
+      return Later{first < end && kept.first < kept.end ? DVP : 0, end - first, Products::depth(kept.end - kept.first),
+                   t.v.by_feature(kept.first), t.s.of_keys(first, kept.first),
                    t.ot + first * W, ld, fg::Begin::accumulate, next_v};
     };
     // While one strip is weighed, the one before it meets V and the next one is scored.
-    scores(part.first).finish();
+    KeptKeys kept_before{}, kept = kept_by(part.first);
+    scores(part.first, kept).finish();
     int before = part.first;
     for (int first = part.first, end; first < part.last; before = first, first = end) {
       end = part.end_of_strip(first, strip);
-      Beside<Products> following{values(before, first), scores(end)};
-      (part.masked ? pairs<true, Products> : pairs<false, Products>)(
-          a, u, x, i0, places, first, end, columns, following, t);
+      const KeptKeys kept_next = kept_by(end);
+      Beside<Products> following{values(before, first, kept_before), scores(end, kept_next)};
+      (kept.masked ? pairs<true, Products> : pairs<false, Products>)(
+          a, u, x, i0, places, first, end, kept, following, t);
       following.finish();
       t.s.clear(columns, Products::depth(columns));
+      kept_before = kept, kept = kept_next;
     }
-    values(before, part.last).finish();
+    values(before, part.last, kept_before).finish();
   }
   return true;
 }

@@ -8,7 +8,7 @@ import torch
 import flashgen
 from tests.numeric.helpers import assert_close, normal
 
-# Borders at either end, between rows of one strip, with strips that keep nothing inside of a tile, and by what is captured.
+# Borders at either end, between rows of one strip, strips inside of a tile that keep nothing, and what is captured.
 MASKS = {
     "window": "mask causal and i - j < 37",
     "two windows": "mask (i - j >= 3 and i - j < 9) or (j - i > 40 and j - i < 45)",
