@@ -1887,36 +1887,30 @@ FG_INLINE VecF joined_sums(const VecF (&x)[W / 4]) {
 template <int R, int width, class T>
 inline __attribute__((noinline)) void scores_of_rows(int keys, const T* k, int64_t ldk, const float* q, int64_t ldq,
                                                      float* s, int64_t lds, const T* ahead) {
-  const auto multiply = [&](auto asks) {
-    for (int first = 0; first < keys; first += W) {
-      VecF parts[R][W / 4];
-      FG_UNROLL for (int group = 0; group < W / 4; ++group) {
-        const T* key[4];
-        FG_UNROLL for (int n = 0; n < 4; ++n) {
-          const int j = first + 4 * group + n;
-          key[n] = k + (j < keys ? j : keys - 1) * ldk;
-        }
-        VecF sum[R][4] = {};
-        for (int d = 0; d < width; d += W) {
-          VecF features[4];
-          FG_UNROLL for (int n = 0; n < 4; ++n) features[n] = features_of<width>(key[n], d);
-          FG_UNROLL for (int i = 0; i < R; ++i) {
-            const VecF of_row = load(q + i * ldq + d);
-            FG_UNROLL for (int n = 0; n < 4; ++n) sum[i][n] += features[n] * of_row;
-          }
-          if (asks && d * int(sizeof(T)) % line_bytes == 0) {
-            FG_UNROLL for (int n = 0; n < 4; ++n) ask_for<1>(ahead + (key[n] - k) + d);
-          }
-        }
-        FG_UNROLL for (int i = 0; i < R; ++i) parts[i][group] = partial_sums(sum[i]);
+  for (int first = 0; first < keys; first += W) {
+    VecF parts[R][W / 4];
+    FG_UNROLL for (int group = 0; group < W / 4; ++group) {
+      const T* key[4];
+      FG_UNROLL for (int n = 0; n < 4; ++n) {
+        const int j = first + 4 * group + n;
+        key[n] = k + (j < keys ? j : keys - 1) * ldk;
       }
-      FG_UNROLL for (int i = 0; i < R; ++i) store(s + i * lds + first, joined_sums(parts[i]));
+      VecF sum[R][4] = {};
+      for (int d = 0; d < width; d += W) {
+        VecF features[4];
+        FG_UNROLL for (int n = 0; n < 4; ++n) features[n] = features_of<width>(key[n], d);
+        FG_UNROLL for (int i = 0; i < R; ++i) {
+          const VecF of_row = load(q + i * ldq + d);
+          FG_UNROLL for (int n = 0; n < 4; ++n) sum[i][n] += features[n] * of_row;
+        }
+      }
+      FG_UNROLL for (int i = 0; i < R; ++i) parts[i][group] = partial_sums(sum[i]);
+      if (ahead) {
+        FG_UNROLL for (int n = 0; n < 4; ++n) ask_for<width>(ahead + (key[n] - k));
+      }
     }
-  };
-  if (ahead)
-    multiply(std::true_type());
-  else
-    multiply(std::false_type());
+    FG_UNROLL for (int i = 0; i < R; ++i) store(s + i * lds + first, joined_sums(parts[i]));
+  }
 }
 
 // Sums of O over keys that lie in several runs: those so far are kept in `so_far`, and added to O after the last run.
