@@ -51,16 +51,20 @@ class Scale:
     def settings(self) -> Iterator[Setting]:
         """The rows, those that matter most first."""
         middle, short, *longer = self.tokens
-        causal = [Setting("causal", method, 0) for method in ("ring", "all_gather", "ulysses", *PEERS)]
-        others = [Setting(variant, "ring", 0) for variant in ("window", "documents", "alibi")]
-        rest = [replace(each, method=method) for each in others for method in ("all_gather", "ulysses")]
+        first = [Setting(variant, "ring", 0) for variant in ("causal", "window", "documents")]
+        first += [Setting(variant, "all_gather", 0) for variant in ("causal", "window", "documents")]
+        then = [Setting("alibi", "ring", 0), *(Setting("causal", method, 0) for method in ("ulysses", *PEERS))]
+        rest = [Setting("alibi", "all_gather", 0)]
+        rest += [Setting(variant, "ulysses", 0) for variant in ("window", "documents", "alibi")]
         for tokens in (middle, short):
-            yield from (replace(each, tokens=tokens) for each in (*causal, *others))
+            yield from (replace(each, tokens=tokens) for each in (*first, *then))
+        for tokens in longer:
+            yield from (replace(each, tokens=tokens) for each in first)
+        for tokens in (middle, short):
             yield Setting("causal", "ring", tokens, wide=False)
-        for tokens in (middle, short):
             yield from (replace(each, tokens=tokens) for each in rest)
         for tokens in longer:
-            yield from (replace(each, tokens=tokens) for each in (*others[:2], *causal, others[2], *rest))
+            yield from (replace(each, tokens=tokens) for each in (*then, *rest))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Attention over the GPUs of one host: checked against one of them, then timed, in one call.
 
-    torchrun --nproc-per-node 2 -m benchmarks.ranks OUT [--seconds 300] [--only build,check,links,times]
+    torchrun --nproc-per-node 2 -m benchmarks.ranks OUT [--seconds 300] [--only build,check,links,trace,times,graphs]
     python -m benchmarks.ranks OUT --ranks 2 --device cpu
 
 bfloat16, D 128, H 32/8, one sequence. Beside each time: the same share of the work on one device alone, bytes sent
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import multiprocessing
 import os
 import socket
@@ -22,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,11 @@ from benchmarks.rank_calls import (
     peer,
     text_of,
 )
+from benchmarks.rank_checks import CHECK_SHAPE, CHECKED, TOLERANCE, checked_text, errors
+from benchmarks.rank_traces import COLUMNS as TRACED
+from benchmarks.rank_traces import Traced, graph_error, traced
 from benchmarks.report import Report
 from flashgen.analysis.variant import analyse
-from flashgen.distributed import context_parallel, partition
 from flashgen.distributed.exchange import counting
 from flashgen.distributed.partial import Partial
 from flashgen.distributed.simulate import Simulation, simulate
@@ -61,27 +64,13 @@ from flashgen.gpu_calls import ELEMENTS, RowsOf
 from flashgen.ir.shape import Shape
 from flashgen.pipeline import device_named
 from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.verification.inputs import random_inputs
-from flashgen.verification.verify import relative_error
 
 cuda: Any = torch.cuda
 
 GPU = Scale(32, 8, (32768, 8192, 131072), "cuda", 4096)
 CPU = Scale(4, 2, (128, 64), "cpu", 64)
-WORKERS = min(os.cpu_count() or 1, 16)
+WORKERS = min(os.cpu_count() or 1, 32)
 LINK = 450e9  # bytes a second, where none was measured
-# The specs of the tests of ranks: causal, a window, biases, documents, pairs, sinks, dropout.
-CHECKED = {
-    "causal": "mask causal",
-    "window": "mask window(20)",
-    "alibi": "tensor slope: f32[H] grad score s - slope[h] * abs(i - j) mask causal",
-    "documents": "tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] and causal",
-    "pairs": "tensor t: f32[H, Nq, Nk] grad param w: f32 grad score s * w + t[h, i, j]",
-    "sinks": "tensor z: f32[H] grad weights softmax(sink = z[h]) mask window_left(30)",
-    "dropped": "mask causal dropout 0.3",
-}
-CHECK_SHAPE = Shape(2, 4, 4, 301, 301)
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
@@ -93,6 +82,7 @@ class Run:
     rank: int
     world: int
     link: list[float]  # bytes a second, once measured
+    most: int  # rows of times
 
     @property
     def is_gpu(self) -> bool:
@@ -133,7 +123,7 @@ def build(run: Run) -> None:
         start = time.monotonic()
         jobs = [(name, text_of(name, GPU.unit), (torch.bfloat16,), _long(run), False) for name in SPECS]
         jobs += [
-            (f"{name}, checked", _checked_text(name), (dtype,), (CHECK_SHAPE,), name == "dropped")
+            (f"{name}, checked", checked_text(name), (dtype,), (CHECK_SHAPE,), name == "dropped")
             for name in CHECKED
             for dtype in TOLERANCE
         ]
@@ -183,10 +173,6 @@ def compile_one(text: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape
 # -- correctness -------------------------------------------------------------------------------------------------------
 
 
-def _checked_text(name: str) -> str:
-    return f"attention checked_{name} {{ head_dim 64  {CHECKED[name]} }}"
-
-
 def check(run: Run) -> None:
     """Outputs and all gradients of every method against one device."""
     rows = []
@@ -197,7 +183,7 @@ def check(run: Run) -> None:
                 continue
             for method in ("ring", "all_gather", "ulysses"):
                 try:
-                    found: Mapping[str, float] | str = _errors(run, name, method, dtype)
+                    found: Mapping[str, float] | str = errors(name, method, dtype, run.scale.device)
                 except Exception as error:
                     found = f"{type(error).__name__}: {str(error)[:300]}"
                 every = run.all(found)
@@ -212,41 +198,6 @@ def check(run: Run) -> None:
     remark = f"B 2, H 4, {CHECK_SHAPE.q_len} positions, D 64. Largest error over largest value, of all ranks."
     columns = ["spec", "method", "dtype", "", "worst", "error"]
     run.table("check", "Against one device: o, lse, dq, dk, dv, gradients of captured values", columns, rows, remark)
-
-
-def _errors(run: Run, name: str, method: str, dtype: torch.dtype) -> dict[str, float]:
-    op: Any = flashgen.loads(_checked_text(name))
-    inputs = random_inputs(op.spec, CHECK_SHAPE, op.spec.head_dims[0], dtype, seed=3)
-    inputs = inputs.to(run.scale.device)
-    named = dict(inputs.named)
-    if "doc" in named:
-        generator = torch.Generator().manual_seed(7)
-        doc = torch.randint(0, 5, named["doc"].shape, generator=generator, dtype=torch.int32)
-        named["doc"] = doc.sort(-1).values.to(run.scale.device)
-    options = {"seed": 5} if name == "dropped" else {}
-    learned = set(inputs.differentiable(op.spec)) - {"q", "k", "v"}
-    N = CHECK_SHAPE.q_len
-    held = partition(op, N, run.world, batch=CHECK_SHAPE.batch, heads=4, kv_heads=4, **named)
-    sharded = context_parallel(op, method=method, partition=held)
-
-    def step(call: Any, whole: Mapping[str, Tensor], d_lse: Tensor) -> dict[str, Tensor]:
-        leaves = {each: whole[each].detach().clone().requires_grad_() for each in "qkv"}
-        values = {each: x.detach().clone().requires_grad_() if each in learned else x for each, x in named.items()}
-        o, lse = call(*leaves.values(), return_lse=True, **values, **options)
-        wanted = {**leaves, **{each: values[each] for each in sorted(learned)}}
-        loss = (o.float() * whole["d_o"].float()).sum() + (torch.where(lse.isfinite(), lse, 0.0) * d_lse).sum()
-        gradients = torch.autograd.grad(loss, list(wanted.values()))
-        return {"o": o, "lse": lse, **{f"d{each}": x for each, x in zip(wanted, gradients, strict=True)}}
-
-    whole = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "d_o": inputs.d_o}
-    truth = step(op, whole, inputs.d_lse)
-    found = step(sharded, {each: held.shard(x, rank=run.rank) for each, x in whole.items()},
-                 held.shard(inputs.d_lse, rank=run.rank))  # fmt: skip
-    own = {"o", "lse", "dq", "dk", "dv"}
-    return {
-        each: relative_error(x, held.shard(truth[each], rank=run.rank) if each in own else truth[each])
-        for each, x in found.items()
-    }
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -313,7 +264,7 @@ def times(run: Run) -> None:
     """Every setting, until time is up."""
     rows: list[tuple[Any, ...]] = []
     spent: list[str] = []
-    for setting in run.scale.settings():
+    for setting in itertools.islice(run.scale.settings(), run.most):
         if setting.method in PEERS and not run.is_gpu:
             continue
         if not run.has(20):
@@ -425,7 +376,76 @@ def _peer_rows(run: Run, setting: Setting) -> list[tuple[Any, ...]]:
     return found
 
 
-SECTIONS: Mapping[str, Callable[[Run], None]] = {"build": build, "check": check, "links": links, "times": times}
+# -- where the time goes -----------------------------------------------------------------------------------------------
+
+
+def trace(run: Run) -> None:
+    """Kernels of calls by kind, on each rank."""
+    rows: list[tuple[Any, ...]] = []
+    longest: dict[str, Any] = {}
+    if not run.is_gpu:
+        return
+    tokens = run.scale.tokens[0]
+    for variant, method in (("window", "ring"), ("documents", "ring"), ("causal", "ring"), ("causal", "all_gather")):
+        for backward in (False, True):
+            if not run.has(20):
+                return
+            for rank, each in enumerate(run.all(_traced(Setting(variant, method, tokens), run, backward=backward))):
+                what = "forward+backward" if backward else "forward"
+                cells = [each, *[""] * (len(TRACED) - 1)] if isinstance(each, str) else each.row
+                rows.append((variant, method, what, rank, *cells))
+                named = each if isinstance(each, str) else {"kernels": each.longest, "functions": each.functions}
+                longest[f"{variant}, {method}, {what}, rank {rank}"] = named
+    run.report.data["traces"] = longest
+    remark = (
+        f"{tokens} tokens a rank, one call under torch.profiler, ms. Attention: kernels of specs; travel: NCCL's, which"
+        " wait for other ranks, too; idle: no kernel ran; host: to start a call, not traced; host alone: of the same "
+        "work on one device."
+    )
+    run.table("trace", "Where the time goes", ["variant", "method", "pass", "rank", *TRACED], rows, remark)
+
+
+def _traced(setting: Setting, run: Run, *, backward: bool) -> Traced | str:
+    try:
+        return traced(setting, run.scale, backward=backward)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def graphs(run: Run) -> None:
+    """Calls that CUDA graphs hold, replayed with other numbers."""
+    if not run.is_gpu:
+        return
+    rows = []
+    scale = replace(run.scale, unit=512)
+    for variant in ("causal", "documents", "window"):
+        for method in ("ring", "all_gather", "ulysses"):
+            for backward in (False, True):
+                try:
+                    far: Any = graph_error(Setting(variant, method, 2048), scale, backward=backward)
+                except Exception as error:
+                    far = f"{type(error).__name__}: {str(error)[:200]}"
+                every = run.all(far)
+                words = next((each for each in every if isinstance(each, str)), None)
+                said = words or f"{max(every):.1e}"
+                is_right = words is None and max(every) <= TOLERANCE[torch.bfloat16]
+                verdict = "ok" if is_right else "WRONG" if words is None else "FAILED"
+                rows.append((variant, method, "forward+backward" if backward else "forward", verdict, said))
+                if words is not None:  # what NCCL does after a capture that failed is unknown
+                    run.table("graphs", "CUDA graphs", ["variant", "method", "pass", "", "error"], rows)
+                    return
+    remark = "2048 tokens a rank. Captured, then replayed twice with other numbers, beside calls without a graph."
+    run.table("graphs", "CUDA graphs", ["variant", "method", "pass", "", "error"], rows, remark)
+
+
+SECTIONS: Mapping[str, Callable[[Run], None]] = {
+    "build": build,
+    "check": check,
+    "links": links,
+    "trace": trace,
+    "times": times,
+    "graphs": graphs,
+}
 
 
 def section(run: Run, name: str) -> None:
@@ -440,7 +460,7 @@ def section(run: Run, name: str) -> None:
         run.report.save()
 
 
-def on_rank(out: Path, seconds: float, only: str, device: str) -> None:
+def on_rank(out: Path, seconds: float, only: str, device: str, most: int) -> None:
     """All sections on this rank, of a group that the environment describes."""
     stop = time.monotonic() + seconds
     rank = int(os.environ["RANK"])
@@ -454,7 +474,7 @@ def on_rank(out: Path, seconds: float, only: str, device: str) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     scale = GPU if device == "cuda" else CPU
     report = Report(out if rank == 0 else out / f"rank{rank}", stop)
-    run = Run(scale, report, rank, dist.get_world_size(), [])
+    run = Run(scale, report, rank, dist.get_world_size(), [], most)
     if rank == 0:
         product = cuda.get_device_name() if device == "cuda" else "CPUs"
         versions = f"torch {torch.__version__}, {dist.get_backend()}, Python {sys.version.split()[0]}"
@@ -487,9 +507,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="stop starting new work after this")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda.is_available() else "cpu")
+    parser.add_argument("--most", type=int, default=1000, help="calls that are timed, those that matter most first")
     parser.add_argument("--ranks", type=int, help="where it is not torchrun that starts them; default: every GPU, or 2")
     given = parser.parse_args()
-    arguments = (given.out, given.seconds, given.only, given.device)
+    arguments = (given.out, given.seconds, given.only, given.device, given.most)
     if "RANK" in os.environ:
         on_rank(*arguments)
         return

@@ -38,7 +38,7 @@ _MOST_HEADS = 64  # pairs of b and h; where masks have more, nothing is known of
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of one call: sizes B, H, Hkv, Nq and Nk of the whole, and the values of what it reads."""
+    """A mask of one call: sizes of the whole by name, and the values of what it reads."""
 
     variant: Variant
     sizes: Mapping[str, int]
@@ -67,6 +67,7 @@ def mask_of(
 ) -> Mask:
     """The mask of a call, or of sequence ``b`` of it. What it reads of tensors on a device is copied to the host."""
     variant = _variant(spec, head_dim)
+    sizes = {**sizes, "D": head_dim.qk, "Dv": head_dim.v}
     reads, names = read_by(spec, head_dim)
     found: dict[str, Tensor] = {}
     for name in sorted(reads):
@@ -116,9 +117,9 @@ def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[n
 
     The mean over b and h; 0 only where it is 0 for each of them.
     """
-    if not queries or not keys:
-        return np.zeros((len(queries), len(keys)))
     pairs = _told_apart(mask)
+    if not queries or not keys or not pairs:  # of no batch and no heads nothing is kept
+        return np.zeros((len(queries), len(keys)))
     if len(pairs) > _MOST_HEADS:
         return np.full((len(queries), len(keys)), 0.5)
     q, k = _Spans(queries), _Spans(keys)

@@ -16,16 +16,21 @@ from flashgen.analysis.variant import analyse
 from flashgen.choice import planned_at
 from flashgen.diagnostics import SpecError
 from flashgen.distributed.needs import Held, Needs, length
+from flashgen.distributed.segments import Pace
 from flashgen.distributed.ulysses import Share
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.pipeline import device_named
+from flashgen.plan.report import PassReport
 
 # Bytes a second that a rank sends to another: what NCCL was measured to move between two H100 of one host (of the 450
 # GB/s that NVLink has in one direction), and a local network.
 LINKS: Mapping[str, float] = {"nccl": 300e9, "gloo": 1e9}
 _TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of what it found
 _ELEMENT_BYTES = 4  # of gradients that travel
+_MERGED = 5  # how often a row of o is read or written, in float32, to be added to another
+_MEMORY = {"cuda": 2.5e12, "cpu": 1e10}  # bytes a second
+_LONGEST = 1 << 17  # whose pairs stand for those of longer sequences
 
 
 @dataclass(frozen=True)
@@ -131,14 +136,36 @@ _MOST_HELD = 4.0
 @functools.lru_cache(maxsize=256)
 def predicted(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> float:
     """Seconds of the forward pass of the whole on one device, by the cost model; 0 where it knows nothing."""
+    found = _forward(spec, head_dim, shape, device)
+    return 0.0 if found is None else found.time.seconds
+
+
+@functools.lru_cache(maxsize=256)
+def pace_of(spec: AttentionSpec, sizes: Sizes, length: int, device: torch.device, link: float) -> Pace:
+    """What a call over a sequence of this length takes; a pair takes no time where the cost model knows nothing."""
+    length = min(length, _LONGEST)
+    shape = Shape(sizes.batch, sizes.heads, sizes.kv_heads, length, length)
+    found = _forward(spec, sizes.head_dim, shape, device)
+    pairs = 0.0 if found is None else found.counts.kept_fraction * length * length
+    row = sizes.batch * sizes.heads * sizes.head_dim.v / _MEMORY.get(device.type, _MEMORY["cpu"])
+    return Pace(
+        pair=found.time.seconds / pairs if found is not None and pairs else 0.0,
+        travel=sizes.key_row / link,
+        merge=_MERGED * _ELEMENT_BYTES * row,
+        call=_TURN,
+    )
+
+
+def _forward(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> PassReport | None:
+    """The cost model's forward pass; None where it knows nothing."""
     try:
         variant = analyse(spec, head_dim)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "local"
         at = device_named(_KNOWN.get(name, name))
         passes = at.cost(variant, planned_at(variant, at, shape), shape)
-        return next((each.time.seconds for each in passes if each.name == "forward"), 0.0)
+        return next((each for each in passes if each.name == "forward"), None)
     except (SpecError, ValueError, KeyError):
-        return 0.0
+        return None
 
 
 _KNOWN = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}

@@ -19,15 +19,19 @@ Held = tuple[tuple[Span, ...], ...]
 
 @dataclass(frozen=True)
 class Sight:
-    """Queries, and the ascending spans of keys, whoever holds them, of which the mask keeps a pair for one of them."""
+    """Queries, and the ascending spans of keys, whoever holds them, of which the mask keeps a pair for one of them.
+
+    ``pairs`` are about how many it keeps, in the mean over b and h.
+    """
 
     queries: Span
     keys: tuple[Span, ...]
+    pairs: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Needs:
-    """Of every rank, the keys of every other that it needs, as spans of positions.
+    """Of every rank, the keys of every other that it needs, as spans of positions. Made once for equal masks.
 
     ``keys[rank][source]`` are ascending spans of what ``source`` holds. ``sights[rank]`` has for each span of the
     rank's queries, in parts of it, the keys that they see.
@@ -68,17 +72,21 @@ def _found(mask: Mask, held: Held) -> Needs:
         for start, stop in own
         for block in cuts(start, stop, max((stop - start) // size, 1))
     ]
+    widths = np.array([stop - start for _, (start, stop) in blocks], np.float64)
     keys, sights = [], []
     for own in held:
         needed = [False] * len(blocks)
         of_spans = []
         for start, stop in own:
             rows = cuts(start, stop, MOST_ROWS)
-            some = kept(mask, rows, [block for _, block in blocks]) > 0
+            shares = kept(mask, rows, [block for _, block in blocks])
+            some, pairs = shares > 0, shares @ widths * [last - first for first, last in rows]
             of_spans.append(
                 tuple(
-                    Sight(each, joined(block for (_, block), is_kept in zip(blocks, own, strict=True) if is_kept))
-                    for each, own in zip(rows, some.tolist(), strict=True)
+                    Sight(
+                        each, joined(block for (_, block), is_kept in zip(blocks, own, strict=True) if is_kept), count
+                    )
+                    for each, own, count in zip(rows, some.tolist(), pairs.tolist(), strict=True)
                 )
             )
             needed = [before or bool(now) for before, now in zip(needed, np.any(some, axis=0), strict=True)]
@@ -89,11 +97,11 @@ def _found(mask: Mask, held: Held) -> Needs:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same positions, ascending: neighbours are one, empty ones are none."""
+    """The same positions, ascending: neighbours and what overlaps are one, empty ones are none."""
     found: list[Span] = []
     for start, stop in sorted(span for span in spans if span[1] > span[0]):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if found and found[-1][1] >= start:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
             found.append((start, stop))
     return tuple(found)

@@ -122,19 +122,18 @@ class Partial:
         lse, top = (None if x is None else x[:, :, at] for x in (rows.lse, rows.top))
         self.add(Rows(rows.o[:, :, at], lse, top), tensors, where)
 
-    def close(self, rows: Sequence[tuple[slice, Rows]], sink: Tensor | None, tensors: Tensors) -> Closed:
-        """o in the type of q, lse and its parts, of spans of rows that have seen every key; ``sink`` [B, H, n] where
-        there is one.
+    def whole(self, tensors: Tensors, where: Where) -> Closed:
+        """What ``close`` gives of rows whose keys are all here: one call of the op."""
+        return self.op.engine.attend(tensors, (where.offsets, False))
+
+    def close(self, rows: Rows, sink: Tensor | None, tensors: Tensors) -> Closed:
+        """o in the type of q, lse and its parts, of rows that have seen every key; ``sink`` [B, H, n] where there is
+        one.
         """
-        q, v = tensors[0], tensors[2]
-        if not self.form.normalised:
-            return _rounded(rows, None, q, v), None, None
-        lse, top = (q.new_empty(q.shape[:3], dtype=torch.float64) for _ in range(2))
-        for at, each in rows:
-            assert each.lse is not None
-            assert each.top is not None
-            lse[:, :, at], top[:, :, at] = each.lse, each.top
-        wide, factor = type_of_sums(q.dtype), None
+        q = tensors[0]
+        if rows.lse is None or rows.top is None:
+            return rows.o.to(q.dtype), None, None
+        lse, top, wide, factor = rows.lse, rows.top, type_of_sums(q.dtype), None
         if sink is not None:
             # A row that keeps no key stays empty.
             closed = torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sink.double()))
@@ -146,7 +145,8 @@ class Partial:
             rest = lse * LOG2_E - top * self._factor(tensors)
             parts[..., 0] = torch.where(is_far, top, 0.0)
             parts[..., 1] = torch.where(is_far, rest, 0.0)
-        return _rounded(rows, factor, q, v), lse.to(wide), parts
+        o = rows.o if factor is None else rows.o * factor[..., None]
+        return o.to(q.dtype), lse.to(wide), parts
 
     def gradients(
         self, d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where, needs: Sequence[bool],
@@ -176,11 +176,3 @@ class Partial:
             evaluate.guard.narrow(some[..., None])
         found = evaluate.real(spec.weights.sink)
         return found.expand(*q.shape[:3], 1)[..., 0]
-
-
-def _rounded(rows: Sequence[tuple[slice, Rows]], factor: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """o of spans of rows as one, in the type of q; ``factor`` [B, H, n] is what it is multiplied by."""
-    o = q.new_empty((*q.shape[:3], v.shape[3]))
-    for at, each in rows:
-        o[:, :, at] = each.o if factor is None else each.o * factor[:, :, at, None]
-    return o

@@ -20,8 +20,10 @@ from flashgen.distributed.needs import Held, needs_of
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
+from flashgen.distributed.ulysses import Swap
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.parts import type_of_sums
 
 
@@ -115,7 +117,31 @@ def attend_pieces(
         walk = Walk(partial, each.held[rank], rounds, group, where, repeatable, keeps=at_once)
         found.append(walk.attend((*own, *rest)))
     if not found:
-        o = q.new_zeros((*q.shape[:3], v.shape[3])) + 0 * (q.sum() + k.sum() + v.sum())
+        # Gradients are zero, but there: other ranks wait for those of what is captured.
+        learned = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+        o = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(0 * x.sum().to(q.dtype) for x in learned)
         return o, q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype)) if signature.has_lse else None
     sums = [lse for _, lse in found if lse is not None]
     return torch.cat([o for o, _ in found], 2), torch.cat(sums, 2) if sums else None
+
+
+def attend_heads(
+    op: AttentionOp, swap: Swap, tensors: Sequence[Any], cu_seqlens: Tensor, *, has_lse: bool, repeatable: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same, where heads change places: one ragged call for each of the rank's shares of heads."""
+    heads = tensors[0].shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in swap.there(*tensors[:3]))
+    signature, own = op.signature, swap.shares[swap.rank]
+    named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
+    if signature.has_dropout:
+        named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
+    starts = cu_seqlens.to(q.device, torch.int32)
+    found: list[Any] = []
+    for (low, high), (first, last) in own.calls:
+        part: Any = op.varlen(
+            q[:, low:high], k[:, first:last], v[:, first:last], starts, starts, h_start=own.heads[0] + low,
+            h_total=heads, deterministic=repeatable, return_lse=has_lse, **named,
+        )  # fmt: skip
+        found.append(part if has_lse else (part, None))
+    o = swap.home(torch.cat([rows for rows, _ in found], 1).transpose(0, 1)[None])
+    return o, swap.home(torch.cat([lse for _, lse in found])[None, :, :, None])[..., 0] if has_lse else None

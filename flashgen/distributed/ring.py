@@ -1,8 +1,9 @@
 """Attention over keys that ranks hold: round by round, while the keys of the next round travel.
 
-In: q, k and v of this rank, its rounds. Out: o and lse of its rows. Backward, gradients of keys go back to who holds
-them in float32, and are added there in the order of rounds. The keys of a round are sent again then, unless they are
-kept: a ring holds those of two rounds at a time, and a rank of a group of any size as much as its own.
+In: q, k and v of this rank, its rounds. Out: o and lse of its rows. Rows whose keys one call sees are those of the op
+itself; others are added up in float32. Backward, gradients of keys go back to who holds them in float32, and are added
+there. The keys of a round are sent again then, unless they are kept: a ring holds those of two rounds at a time, and a
+rank of a group of any size as much as its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.exchange import Flight, Group, post
 from flashgen.distributed.partial import Closed, Partial, Rows, Where
-from flashgen.distributed.rounds import Round, Unit
+from flashgen.distributed.rounds import Round, Rounds, Unit, Which
+from flashgen.distributed.segments import overlaps
 from flashgen.runtime.engine import Tensors
 from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.plain import with_memory
@@ -33,7 +35,7 @@ class Walk:
 
     partial: Partial
     own: tuple[Span, ...]
-    rounds: tuple[Round, ...]
+    plan: Rounds
     group: Group
     where: Where
     deterministic: bool
@@ -59,10 +61,13 @@ class Walk:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values on their way, or there: ``rows`` [n, B · Hkv · (D + Dv)], those of each source together."""
+    """Keys and values on their way, or there: ``rows`` [n, B · Hkv · (D + Dv)]; those that ``staged`` says come apart,
+    and are put where these numbers say.
+    """
 
     rows: Tensor
-    flight: Flight | None
+    flight: Flight | None = None
+    staged: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 class _Pieces:
@@ -70,34 +75,45 @@ class _Pieces:
 
     def __init__(self, walk: Walk, k: Tensor, v: Tensor) -> None:
         self.walk, self.k, self.v = walk, k, v
-        self._rows: Tensor | None = None
-
-    def own_rows(self) -> Tensor:
-        """k and v, [n, B · Hkv · (D + Dv)]."""
-        if self._rows is None:
-            self._rows = rows_of(self.k, self.v)
-        return self._rows
+        self.width = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+        self._packed: Tensor | None = None
 
     def fetch(self, number: int) -> Keys | None:
         """Begin to bring the keys of a round; None behind the last."""
-        if number >= len(self.walk.rounds):
+        if number >= len(self.walk.plan.rounds):
             return None
-        each = self.walk.rounds[number]
-        sent = [(to, _chosen(self.own_rows(), which)) for to, which in each.sent]
-        width = self.k.shape[0] * self.k.shape[1] * (self.k.shape[3] + self.v.shape[3])
-        found = self.k.new_empty(each.keys, width)
-        parts = _split(found, each)
-        return Keys(found, post(sent, parts, self.walk.group, f"keys and values of round {number}"))
+        each = self.walk.plan.rounds[number]
+        rows = self.k.new_empty(each.keys, self.width)
+        received = []
+        staged = []
+        for x in each.received:
+            if isinstance(x.keys, Tensor):
+                staged.append((x.keys, rows.new_empty(x.count, self.width)))
+                received.append((x.rank, staged[-1][1]))
+            else:
+                received.append((x.rank, _taken(rows, x.keys)))
+        sent = [(x.rank, _taken(self._own_rows(), x.packed)) for x in each.sent]
+        flight = post(sent, received, self.walk.group, f"keys and values of round {number}")
+        _copy(each.own, (self.k, self.v), keys_of(rows, self.k, self.v))
+        return Keys(rows, flight, tuple(staged))
 
-    def opened(self, number: int, keys: Keys | None) -> tuple[Tensor, Tensor]:
+    def opened(self, keys: Keys | None) -> tuple[Tensor, Tensor]:
         """k and v of a round, positions ascending: [B, Hkv, m, D], [B, Hkv, m, Dv]."""
         if keys is None:
             return self.k, self.v
         if keys.flight is not None:
             keys.flight.wait()
-        order = self.walk.rounds[number].order
-        rows = keys.rows if order is None else keys.rows.index_select(0, order)
-        return keys_of(rows, self.k, self.v)
+            for which, rows in keys.staged:
+                keys.rows.index_copy_(0, which, rows)
+        return keys_of(keys.rows, self.k, self.v)
+
+    def _own_rows(self) -> Tensor:
+        """k and v of the rows that others want, one behind the other."""
+        if self._packed is None:
+            packed = self.walk.plan.packed
+            self._packed = self.k.new_empty(packed[-1][1][1] if packed else 0, self.width)
+            _copy(packed, (self.k, self.v), keys_of(self._packed, self.k, self.v))
+        return self._packed
 
 
 class _Attend(torch.autograd.Function):
@@ -107,34 +123,40 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, walk: Walk, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         tensors = with_memory(tensors)
         q, k, v = tensors[:3]
-        rest = tensors[3:]
-        partial = walk.partial
-        pieces = _Pieces(walk, k, v)
-        spans = [at for _, at in walk.spans()]
-        rows: dict[int, Rows] = {}  # of each span that has seen keys
+        rest, partial = tensors[3:], walk.partial
+        pieces, segments = _Pieces(walk, k, v), walk.plan.segments
+        closed: dict[int, Closed] = {}
+        rows: dict[int, Rows] = {}  # of each segment that has seen keys, but not all
         kept: list[Keys | None] = []
         coming: Keys | None = None
-        for number, each in enumerate(walk.rounds):
+        for number, each in enumerate(walk.plan.rounds):
             keys, coming = coming, pieces.fetch(number + 1)
-            k_of_round, v_of_round = pieces.opened(number, keys)
+            k_of_round, v_of_round = pieces.opened(keys)
             for unit in each.units:
-                at, of_keys = slice(*unit.rows), slice(*unit.keys)
-                own = (q[:, :, at], k_of_round[:, :, of_keys], v_of_round[:, :, of_keys], *rest)
+                n, of = unit.segment, segments[unit.segment]
+                own = (_rows(q, unit.rows), _rows(k_of_round, unit.keys), _rows(v_of_round, unit.keys), *rest)
                 where = walk.place(unit.q_start, unit.kv_start)
-                if at == spans[unit.span]:
-                    rows[unit.span] = partial.add(rows.get(unit.span), own, where)
-                    continue
-                if unit.span not in rows:
-                    rows[unit.span] = partial.begin(q[:, :, spans[unit.span]], v)
-                partial.add_to(rows[unit.span], _within(spans[unit.span], at), own, where)
+                if of.is_whole:
+                    closed[n] = partial.whole(own, where)
+                elif unit.rows == of.rows:
+                    rows[n] = partial.add(rows.get(n), own, where)
+                else:
+                    if n not in rows:
+                        rows[n] = partial.begin(_rows(q, of.rows), v)
+                    partial.add_to(rows[n], slice(*_within(of.rows, unit.rows)), own, where)
             kept.append(keys)
-        sink = None
-        if partial.op.spec.weights.sink is not None:
-            sink = _sinks(walk, q, v, partial.captured(rest))
-        closed = [(at, rows.get(n) or partial.begin(q[:, :, at], v)) for n, at in enumerate(spans)]
-        o, lse, parts = partial.close(closed, sink, (q, k, v))
+        for n, of in enumerate(segments):
+            if n not in closed:
+                own_q = _rows(q, of.rows)
+                sink = None
+                if partial.op.spec.weights.sink is not None:
+                    sink = partial.sink(own_q, v, partial.captured(rest), walk.place(of.q_start, 0), None)
+                closed[n] = partial.close(rows.get(n) or partial.begin(own_q, v), sink, (own_q, k, v))
+        found = [closed[n] for n in range(len(segments))] or [partial.close(partial.begin(q, v), None, (q, k, v))]
+        o, lse, parts = (_one(each) for each in zip(*found, strict=True))
+        assert o is not None, "only lse may be none"
         ctx.walk, ctx.inputs = walk, len(tensors)
-        ctx.kept = [None if keys is None else keys.rows for keys in kept] if walk.keeps else None
+        ctx.kept = [None if keys is None else Keys(keys.rows) for keys in kept] if walk.keeps else None
         ctx.save_for_backward(*tensors, o, lse, parts)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -151,118 +173,177 @@ class _Attend(torch.autograd.Function):
         signature = walk.partial.inner.signature
         learned = [n for n in range(3, signature.inputs) if ctx.needs_input_grad[1 + n]]
         needs = [n < 3 or n in learned for n in range(signature.inputs)]
-        closed = (o.to(walk.partial.type_of(q.dtype)), lse, parts)
-        backward = _Backward(walk, tensors, (d_o, d_lse), closed, needs)
+        backward = _Backward(walk, tensors, (d_o, d_lse), (o, lse, parts), needs)
         backward.run(ctx.kept)
         found: list[Tensor | None] = [None] * ctx.inputs
-        found[:3] = backward.d_queries(), *(x.to(k.dtype) for x in keys_of(backward.d_rows, k, v))
-        for n, total in zip(learned, backward.sums, strict=True):
+        found[:3] = backward.d_q.total(q.dtype), backward.d_k.total(k.dtype), backward.d_v.total(v.dtype)
+        for n, total in backward.sums.items():
             found[n] = total
         if walk.partial.op.spec.weights.sink is not None and learned:
             _add_gradients_of_sinks(walk, tensors, (d_o.to(wide), d_lse), (o.to(wide), lse, parts), learned, found)
         for n in learned:
             x = found[n]
-            found[n] = None if x is None else x.to(tensors[n])
+            found[n] = torch.zeros_like(tensors[n]) if x is None else x.to(tensors[n])
         return None, *found
 
 
+class _Total:
+    """The sum of what calls found for rows of ``like`` [B, heads, n, width], each for some of them.
+
+    What is found first for rows is what others are added to: nothing is cleared, and next to nothing read twice.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._parts: list[tuple[Which, Tensor]] = []
+
+    def add(self, at: Which, part: Tensor) -> None:
+        """Takes ``part`` over, which may be written to; of its rows each is named once."""
+        self._parts.append((at, part.to(self._dtype)))
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """All, rounded to a type."""
+        if any(isinstance(at, Tensor) for at, _ in self._parts):
+            found = self._like.new_zeros(self._like.shape, dtype=self._dtype)
+            for at, part in self._parts:
+                found.index_add_(2, at, part) if isinstance(at, Tensor) else _rows(found, at).add_(part)
+            return found.to(dtype)
+        bases: list[tuple[Span, Tensor]] = []
+        # Sums have one order, whatever comes first: the longest.
+        spans: list[tuple[Span, Tensor]] = [(at, part) for at, part in self._parts if not isinstance(at, Tensor)]
+        for at, part in sorted(spans, key=lambda each: each[0][0] - each[0][1]):
+            known = sorted(span for span, _ in bases)
+            for span in overlaps((at,), known):
+                base, sums = next(each for each in bases if each[0][0] <= span[0] and span[1] <= each[0][1])
+                _rows(sums, _within(base, span)).add_(_rows(part, _within(at, span)))
+            bases += [(gap, _rows(part, _within(at, gap))) for gap in _gaps(at, known)]
+        whole = (0, self._like.shape[2])
+        if len(bases) == 1 and bases[0][0] == whole:
+            return bases[0][1].to(dtype)
+        found = self._like.new_empty(self._like.shape, dtype=dtype)
+        for at, part in bases:
+            _rows(found, at).copy_(part)
+        for gap in _gaps(whole, sorted(span for span, _ in bases)):
+            _rows(found, gap).zero_()
+        return found
+
+
+def _gaps(whole: Span, known: Sequence[Span]) -> list[Span]:
+    """What ascending spans leave of one."""
+    ends = [whole[0], *(end for span in overlaps((whole,), known) for end in span), whole[1]]
+    return [(ends[n], ends[n + 1]) for n in range(0, len(ends), 2) if ends[n] < ends[n + 1]]
+
+
+@dataclass(frozen=True)
+class Going:
+    """Gradients of keys on their way home, and those that come: of which own rows, [m, B · Hkv · (D + Dv)]."""
+
+    flight: Flight
+    parts: tuple[tuple[Which, Tensor], ...]
+
+
 class _Backward:
-    """One backward pass. ``d_q`` [B, H, n, D], by number of its span of rows, and ``d_rows``, of k and v,
-    are of this rank's rows; ``sums`` of what is captured. All float32 at least.
+    """One backward pass. ``d_q``, ``d_k`` and ``d_v`` are of this rank's rows, ``sums`` of what is captured, by its
+    number among the inputs. All float32 at least.
     """
 
     def __init__(
         self, walk: Walk, tensors: Tensors, arriving: tuple[Tensor, Tensor | None], closed: Closed, needs: list[bool]
     ) -> None:
         q, k, v = tensors[:3]
-        self.walk, self.arriving, self.closed, self.needs = walk, arriving, closed, needs
-        self.q, self.rest, wide = q, tensors[3:], type_of_sums(q.dtype)
+        self.walk, self.tensors, self.arriving, self.closed, self.needs = walk, tensors, arriving, closed, needs
+        self.wide = type_of_sums(q.dtype)
         self.pieces = _Pieces(walk, k, v)
-        self.spans = [at for _, at in walk.spans()]
-        self.d_q: dict[int, Tensor] = {}
-        width = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
-        self.d_rows = k.new_zeros(k.shape[2], width, dtype=wide)
-        self.sums: list[Tensor] = [
-            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=q.device)
-            for x, need in zip(tensors[3:], needs[3:], strict=False)
-            if need
-        ]
+        self.d_q, self.d_k, self.d_v = (_Total(x, self.wide) for x in (q, k, v))
+        self.sums: dict[int, Tensor] = {}
+        self._learned = [n for n in range(3, len(needs)) if needs[n]]
+        self._closed_rows: dict[Span, Closed] = {}
 
-    def run(self, kept: Sequence[Tensor | None] | None) -> None:
-        """All rounds. While one is worked on, keys of the next come and gradients of the one before go home."""
-        coming: Keys | None = None
-        going: tuple[Flight, list[tuple[Tensor | None, Tensor]]] | None = None
-        for number, each in enumerate(self.walk.rounds):
+    def run(self, kept: Sequence[Keys | None] | None) -> None:
+        """All rounds. While one is worked on, keys of the next come and gradients of the one before go home.
+
+        Where keys were ``kept`` the own ones come last: what others wait for goes before.
+        """
+        going: Going | None = None
+        numbers = range(len(self.walk.plan.rounds))
+        coming = None
+        for number in numbers if kept is None else reversed(numbers):
             if kept is not None:
-                rows = kept[number]
-                keys = None if rows is None else Keys(rows, None)
+                keys = kept[number]
             else:
                 keys, coming = coming, self.pieces.fetch(number + 1)
-            d_keys = self._round(each, *self.pieces.opened(number, keys))
+            foreign = self._round(self.walk.plan.rounds[number], *self.pieces.opened(keys))
             self._come_home(going)
-            going = None
-            if number == 0:
-                self.d_rows += d_keys
-            else:
-                going = self._send_home(number, each, d_keys)
+            going = self._send_home(number, foreign)
         self._come_home(going)
 
-    def d_queries(self) -> Tensor:
-        """The gradient of q, in its type; zero where no key is seen."""
-        found = torch.empty_like(self.q, memory_format=torch.contiguous_format)
-        for n, at in enumerate(self.spans):
-            found[:, :, at] = self.d_q.get(n, 0.0)
-        return found
-
-    def _add_to_queries(self, unit: Unit, at: slice, part: Tensor) -> None:
-        own, before = self.spans[unit.span], self.d_q.get(unit.span)
-        if at == own and before is None:
-            self.d_q[unit.span] = part.to(self.d_rows.dtype)
-            return
-        if before is None:
-            before = self.d_q[unit.span] = torch.zeros_like(self.q[:, :, own], dtype=self.d_rows.dtype)
-        before[:, :, _within(own, at)].add_(part)
-
-    def _round(self, each: Round, k: Tensor, v: Tensor) -> Tensor:
-        """The gradients of a round's keys, as rows; adds to others what is theirs."""
-        d_k, d_v = (torch.zeros(x.shape, dtype=self.d_rows.dtype, device=x.device) for x in (k, v))
+    def _round(self, each: Round, k: Tensor, v: Tensor) -> Tensor | None:
+        """The gradients of a round's foreign keys, as rows; adds to others what is theirs."""
+        foreign = None
         d_o, d_lse = self.arriving
         for unit in each.units:
-            at, of_keys = slice(*unit.rows), slice(*unit.keys)
-            closed: Any = tuple(None if x is None else x[:, :, at] for x in self.closed)
-            own = (self.q[:, :, at], k[:, :, of_keys], v[:, :, of_keys], *self.rest)
-            found = self.walk.partial.gradients(
-                d_o[:, :, at], None if d_lse is None else d_lse[:, :, at], closed, own,
-                self.walk.place(unit.q_start, unit.kv_start), self.needs, self.walk.deterministic,
+            own = (_rows(self.tensors[0], unit.rows), _rows(k, unit.keys), _rows(v, unit.keys), *self.tensors[3:])
+            d_q, d_k, d_v, *sums = self.walk.partial.gradients(
+                _rows(d_o, unit.rows), None if d_lse is None else _rows(d_lse, unit.rows),
+                self._closed_at(unit.rows), own, self.walk.place(unit.q_start, unit.kv_start), self.needs,
+                self.walk.deterministic,
             )  # fmt: skip
-            self._add_to_queries(unit, at, found[0])
-            d_k[:, :, of_keys] += found[1]
-            d_v[:, :, of_keys] += found[2]
-            for total, more in zip(self.sums, found[3:], strict=True):
-                total.add_(more)
-        return rows_of(d_k, d_v)
+            self.d_q.add(unit.rows, d_q)
+            for part, at in unit.own:
+                self.d_k.add(at, _rows(d_k, part))
+                self.d_v.add(at, _rows(d_v, part))
+            if unit.foreign:
+                foreign = self._add_foreign(foreign, each, unit, d_k, d_v)
+            for n, more in zip(self._learned, sums, strict=True):
+                if n in self.sums:
+                    self.sums[n].add_(more)
+                else:
+                    self.sums[n] = more.to(torch.promote_types(more.dtype, torch.float32))
+        return foreign
 
-    def _send_home(self, number: int, each: Round, d_keys: Tensor) -> tuple[Flight, list[tuple[Tensor | None, Tensor]]]:
-        if each.order is not None:
-            d_keys = torch.empty_like(d_keys).index_copy_(0, each.order, d_keys)
-        sent = _split(d_keys, each)
-        coming = [
-            (to, which, self.d_rows.new_empty(self.d_rows.shape[0] if which is None else len(which), d_keys.shape[1]))
-            for to, which in each.sent
-        ]
-        flight = post(sent, [(to, x) for to, _, x in coming], self.walk.group, f"gradients of round {number}")
-        return flight, [(which, x) for _, which, x in coming]
+    def _add_foreign(self, rows: Tensor | None, each: Round, unit: Unit, d_k: Tensor, d_v: Tensor) -> Tensor:
+        """``Round.foreign`` rows with what a call found for some of them more."""
+        shape = (each.foreign, self.pieces.width)
+        k, v = self.tensors[1:3]
+        if rows is None and sum(part[1] - part[0] for part, _ in unit.foreign) == each.foreign:
+            rows = torch.empty(shape, dtype=self.wide, device=k.device)
+            _copy(unit.foreign, (d_k, d_v), keys_of(rows, k, v))
+            return rows
+        if rows is None:
+            rows = torch.zeros(shape, dtype=self.wide, device=k.device)
+        for x, d_x in zip(keys_of(rows, k, v), (d_k, d_v), strict=True):
+            for part, at in unit.foreign:
+                _rows(x, at).add_(_rows(d_x, part))
+        return rows
 
-    def _come_home(self, going: tuple[Flight, list[tuple[Tensor | None, Tensor]]] | None) -> None:
+    def _closed_at(self, rows: Span) -> Closed:
+        """o, in the type in which it is read, lse and its parts, of some rows."""
+        found = self._closed_rows.get(rows)
+        if found is None:
+            o, lse, parts = (None if x is None else _rows(x, rows) for x in self.closed)
+            assert o is not None, "only lse may be none"
+            self._closed_rows[rows] = found = (o.to(self.walk.partial.type_of(o.dtype)), lse, parts)
+        return found
+
+    def _send_home(self, number: int, foreign: Tensor | None) -> Going | None:
+        each = self.walk.plan.rounds[number]
+        if number == 0:
+            return None
+        rows = foreign
+        if rows is None:
+            rows = self.tensors[1].new_zeros(each.foreign, self.pieces.width, dtype=self.wide)
+        sent = [(x.rank, _taken(rows, x.foreign)) for x in each.received]
+        parts = tuple((x.own, rows.new_empty(_count(x.own), self.pieces.width)) for x in each.sent)
+        coming = [(x.rank, part) for x, (_, part) in zip(each.sent, parts, strict=True)]
+        return Going(post(sent, coming, self.walk.group, f"gradients of round {number}"), parts)
+
+    def _come_home(self, going: Going | None) -> None:
         if going is None:
             return
-        flight, parts = going
-        flight.wait()
-        for which, part in parts:
-            if which is None:
-                self.d_rows += part
-            else:  # a rank names a row once, so that nothing is added twice at one place
-                self.d_rows.index_add_(0, which, part)
+        going.flight.wait()
+        for which, rows in going.parts:
+            for total, part in zip((self.d_k, self.d_v), keys_of(rows, *self.tensors[1:3]), strict=True):
+                total.add(which, part)
 
 
 def _sinks(walk: Walk, q: Tensor, v: Tensor, captured: dict[str, Tensor | None], some: Tensor | None = None) -> Tensor:
@@ -325,16 +406,32 @@ def keys_of(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _within(span: slice, at: slice) -> slice:
-    """The same rows, counted from the first of a span."""
-    return slice(at.start - span.start, at.stop - span.start)
+def _rows(x: Tensor, at: Span) -> Tensor:
+    """Some rows of [B, heads, n, …]; a view, or all."""
+    return x if at == (0, x.shape[2]) else x[:, :, at[0] : at[1]]
 
 
-def _chosen(rows: Tensor, which: Tensor | None) -> Tensor:
-    return rows if which is None else rows.index_select(0, which)
+def _within(segment: Span, rows: Span) -> Span:
+    """The same rows, counted from the first of a segment."""
+    return rows[0] - segment[0], rows[1] - segment[0]
 
 
-def _split(rows: Tensor, each: Round) -> list[tuple[int, Tensor]]:
-    """What comes from each source, views."""
-    parts = torch.split(rows, [count for _, count in each.received]) if each.received else ()
-    return [(source, part) for (source, _), part in zip(each.received, parts, strict=True)]
+def _count(which: Which) -> int:
+    return len(which) if isinstance(which, Tensor) else which[1] - which[0]
+
+
+def _taken(rows: Tensor, which: Which) -> Tensor:
+    return rows.index_select(0, which) if isinstance(which, Tensor) else rows[which[0] : which[1]]
+
+
+def _copy(places: Sequence[tuple[Span, Span]], source: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    """Rows of k and v to where they belong."""
+    for x, y in zip(source, to, strict=True):
+        for at, there in places:
+            _rows(y, there).copy_(_rows(x, at))
+
+
+def _one(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Neighbouring rows as one."""
+    known = [each for each in parts if each is not None]
+    return known[0] if len(known) == 1 else torch.cat(known, 2) if known else None

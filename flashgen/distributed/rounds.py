@@ -1,14 +1,18 @@
 """In which order a rank works on the keys that it needs, and what travels meanwhile.
 
-In: the needs of a mask, the spans that ranks hold. Out: a ``Round`` for each group of sources: first the rank's own
-keys, then those of others. ``ring`` takes one source after another, at each turn the one a step further, so that each
-rank sends to one and receives from one; ``all_gather`` takes all others at once. A piece goes straight to who needs it.
+In: the needs of a mask, the spans that ranks hold. Out: ``Rounds``: first the rank's own keys, then those of others.
+``ring`` takes one source after another, at each turn the one a step further, so that each rank sends to one and
+receives from one; ``all_gather`` takes all others at once. A piece goes straight to who needs it. What is sent follows
+from the needs alone, the same on every rank; how a rank works on it is its own affair (``segments.py``).
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,104 +20,191 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.needs import Held, Needs, joined, length
+from flashgen.distributed.segments import Pace, Segment, Wanted, overlaps, segments_of
 
 _HOST = torch.device("cpu")
+_MOST_RUNS = 16  # of rows that one rank sends another in a round as they lie; more are put together first
+
+# Some rows: those from a first to a last, or by number.
+Which = Span | Tensor
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One call: some of the rank's query rows, at position ``q_start``, over a span of a round's keys.
+    """One call: some of the rank's query rows, at position ``q_start``, over a run of a round's keys.
 
-    The rows lie together in the rank's span of this number.
+    ``own`` says which rows of its keys are which of the rank's own, ``foreign`` which are which of ``Round.foreign``.
     """
 
-    span: int
+    segment: int
     rows: Span
     q_start: int
     keys: Span
     kv_start: int
+    own: tuple[tuple[Span, Span], ...]
+    foreign: tuple[tuple[Span, Span], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What goes to a rank: rows of ``Rounds.packed``, which are these ``own`` rows of this rank."""
+
+    rank: int
+    packed: Which
+    own: Which
+
+
+@dataclass(frozen=True)
+class Received:
+    """What comes from a rank: how many rows, and where they lie among the round's keys, and its ``foreign`` ones."""
+
+    rank: int
+    count: int
+    keys: Which
+    foreign: Which
 
 
 @dataclass(frozen=True)
 class Round:
-    """Keys that are worked on together.
+    """Keys that are worked on together, positions ascending: ``keys`` rows, of which ``foreign`` are of other ranks.
 
-    ``sent``: to whom which of the own rows go in this round, None: all of them; ``received``: how many come from whom,
-    in the order in which they are put one behind the other. ``order`` then makes their positions ascend; None: they do.
+    ``own`` are those of the rank that lie among them, and where. In the first round all are its own, where they are.
     """
 
-    sent: tuple[tuple[int, Tensor | None], ...]
-    received: tuple[tuple[int, int], ...]
-    order: Tensor | None
+    keys: int
     units: tuple[Unit, ...]
-
-    @property
-    def keys(self) -> int:
-        """How many rows come."""
-        return sum(count for _, count in self.received)
+    sent: tuple[Sent, ...] = ()
+    received: tuple[Received, ...] = ()
+    own: tuple[tuple[Span, Span], ...] = ()
+    foreign: int = 0
 
     def to(self, device: torch.device) -> Round:
-        """The same with the numbers of rows on a device."""
-        sent = tuple((rank, None if which is None else which.to(device)) for rank, which in self.sent)
-        return replace(self, sent=sent, order=None if self.order is None else self.order.to(device))
+        """The same with numbers of rows on a device."""
+        sent = tuple(replace(x, packed=_to(x.packed, device), own=_to(x.own, device)) for x in self.sent)
+        received = tuple(replace(x, keys=_to(x.keys, device), foreign=_to(x.foreign, device)) for x in self.received)
+        return replace(self, sent=sent, received=received)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """All that a rank does of a call. ``packed`` are the own rows that others want, and where they lie together.
+
+    ``segments`` are its query rows, in order.
+    """
+
+    segments: tuple[Segment, ...]
+    rounds: tuple[Round, ...]
+    packed: tuple[tuple[Span, Span], ...] = ()
+
+
+class _Rows:
+    """Rows at ascending positions, one run behind the other."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = joined(spans)
+        self.count = length(self.spans)
+        self._firsts = tuple(itertools.accumulate((stop - start for start, stop in self.spans), initial=0))
+
+    def at(self, span: Span) -> Span:
+        """Where the rows of a span are, which one run holds."""
+        n = bisect.bisect_right(self.spans, span[0], key=lambda run: run[0]) - 1
+        first = self._firsts[n] + span[0] - self.spans[n][0]
+        return first, first + span[1] - span[0]
+
+    def which(self, spans: Sequence[Span]) -> Tensor:
+        """The numbers of the rows of some spans."""
+        return torch.cat([torch.arange(*self.at(span)) for span in spans])
 
 
 @functools.lru_cache(maxsize=64)
-def rounds_of(needs: Needs, held: Held, rank: int, *, at_once: bool, device: torch.device = _HOST) -> tuple[Round, ...]:
+def rounds_of(
+    needs: Needs, held: Held, rank: int, *, at_once: bool, device: torch.device = _HOST, pace: Pace | None = None
+) -> Rounds:
     """The rounds of a rank; of ``at_once`` two. Numbers of rows lie on ``device``.
 
-    Remembered: to bring them to a device, the host would wait for all that this has to do before.
+    ``pace``: what work and travel take; None: nothing has to be hidden. Remembered: to bring numbers to a device, the
+    host would wait for all that this has to do before.
     """
     world = len(held)
-    steps = [tuple(range(1, world))] if at_once else [(step,) for step in range(1, world)]
-    own = Round((), (), None, tuple(_units(needs, held, rank, held[rank])))
-    return (own, *(_round(needs, held, rank, each).to(device) for each in steps))
+    wanted = segments_of(needs, held, rank, at_once=at_once, pace=pace)
+    by_others = joined(span for other, of in enumerate(needs.keys) if other != rank for span in of[rank])
+    own, packed = _Rows(held[rank]), _Rows(by_others)
+    rounds = [Round(own.count, tuple(_units(wanted, 0, own, own, _Rows(()), own.spans)))]
+    for number, steps in enumerate([range(1, world)] if at_once else [(step,) for step in range(1, world)], 1):
+        receivers, sources = ([(rank + sign * step) % world for step in steps] for sign in (1, -1))
+        foreign = _Rows(span for source in sources for span in needs.keys[rank][source])
+        seen = (sight.keys for each in wanted if each.round == number for sight in each.sights)
+        beside = joined(span for keys in seen for span in overlaps(keys, own.spans))
+        keys = _Rows((*foreign.spans, *beside))
+        each = Round(
+            keys.count,
+            tuple(_units(wanted, number, keys, own, foreign, beside)),
+            tuple(
+                Sent(to, packed=_which(packed, spans), own=_which(own, spans))
+                for to in receivers
+                for spans in _messages(needs.keys[to][rank])
+            ),
+            tuple(
+                Received(source, length(spans), keys=_which(keys, spans), foreign=_which(foreign, spans))
+                for source in sources
+                for spans in _messages(needs.keys[rank][source])
+            ),
+            tuple((own.at(span), keys.at(span)) for span in beside),
+            foreign.count,
+        )
+        rounds.append(each.to(device))
+    counts = Counter(unit.segment for each in rounds for unit in each.units)
+    segments = tuple(Segment(each.rows, each.q_start, counts[n] == 1) for n, each in enumerate(wanted))
+    pack = tuple((own.at(span), packed.at(span)) for span in by_others)
+    return Rounds(segments, tuple(_of_whole_segments(each, segments) for each in rounds), pack)
 
 
-def _round(needs: Needs, held: Held, rank: int, steps: Sequence[int]) -> Round:
-    world = len(held)
-    sent = []
-    for receiver in ((rank + step) % world for step in steps):
-        wanted = needs.keys[receiver][rank]
-        if wanted:
-            sent.append((receiver, None if wanted == held[rank] else _local(held[rank], wanted)))
-    sources = [source for source in ((rank - step) % world for step in steps) if needs.keys[rank][source]]
-    spans = [span for source in sources for span in needs.keys[rank][source]]
-    order = None
-    if spans != sorted(spans):
-        order = torch.cat([torch.arange(*span) for span in spans]).argsort()
-    received = tuple((source, length(needs.keys[rank][source])) for source in sources)
-    return Round(tuple(sent), received, order, tuple(_units(needs, held, rank, spans)))
-
-
-def _units(needs: Needs, held: Held, rank: int, spans: Sequence[Span]) -> list[Unit]:
-    """The calls over keys at these positions: of each span of queries those that see some of a run of keys."""
-    found = []
-    first_row = 0
-    runs = joined(spans)
-    for number, ((start, stop), sights) in enumerate(zip(held[rank], needs.sights[rank], strict=True)):
-        first_key = 0
-        for low, high in runs:
-            seen = [(each.queries, x, y) for each in sights for x, y in each.keys if x < high and y > low]
+def _units(
+    wanted: Sequence[Wanted], number: int, keys: _Rows, own: _Rows, foreign: _Rows, beside: Sequence[Span]
+) -> Iterator[Unit]:
+    """The calls of a round over ``keys``, of which those ``beside`` are own ones."""
+    for n, each in enumerate(wanted):
+        if each.round not in (number, None):
+            continue
+        for run in (keys if each.round is not None or number == 0 else foreign).spans:
+            seen = [(sight.queries, span) for sight in each.sights for span in overlaps(sight.keys, (run,))]
             if seen:
-                first, last = min(queries[0] for queries, _, _ in seen), max(queries[1] for queries, _, _ in seen)
-                x, y = max(low, min(x for _, x, _ in seen)), min(high, max(y for _, _, y in seen))
-                rows = (first_row + first - start, first_row + last - start)
-                found.append(Unit(number, rows, first, (first_key + x - low, first_key + y - low), x))
-            first_key += high - low
-        first_row += stop - start
-    return found
+                rows = min(queries[0] for queries, _ in seen), max(queries[1] for queries, _ in seen)
+                span = min(span[0] for _, span in seen), max(span[1] for _, span in seen)
+                offset = each.rows[0] - each.q_start
+                yield Unit(
+                    n,
+                    (rows[0] + offset, rows[1] + offset),
+                    rows[0],
+                    keys.at(span),
+                    span[0],
+                    tuple((_from(span[0], part), own.at(part)) for part in overlaps(beside, (span,))),
+                    tuple((_from(span[0], part), foreign.at(part)) for part in overlaps(foreign.spans, (span,))),
+                )
 
 
-def _local(own: Sequence[Span], wanted: Sequence[Span]) -> Tensor:
-    """The rows of a rank that are at these positions."""
-    parts = []
-    before = 0
-    for start, stop in own:
-        parts += [
-            torch.arange(before + max(first, start) - start, before + min(last, stop) - start)
-            for first, last in wanted
-            if first < stop and last > start
-        ]
-        before += stop - start
-    return torch.cat(parts)
+def _of_whole_segments(each: Round, segments: Sequence[Segment]) -> Round:
+    """The same: a call that computes a segment whole writes all of its rows, those that see nothing as well."""
+    units = (
+        replace(unit, rows=of.rows, q_start=of.q_start) if of.is_whole else unit
+        for unit in each.units
+        for of in (segments[unit.segment],)
+    )
+    return replace(each, units=tuple(units))
+
+
+def _from(first: int, span: Span) -> Span:
+    return span[0] - first, span[1] - first
+
+
+def _messages(spans: Sequence[Span]) -> Sequence[Sequence[Span]]:
+    """What a rank sends another in a round, known to both: each run as it lies, or all of many at once."""
+    return [(span,) for span in spans] if len(spans) <= _MOST_RUNS else [spans]
+
+
+def _which(rows: _Rows, spans: Sequence[Span]) -> Which:
+    return rows.at(spans[0]) if len(spans) == 1 else rows.which(spans)
+
+
+def _to(which: Which, device: torch.device) -> Which:
+    return which.to(device) if isinstance(which, Tensor) else which

@@ -21,7 +21,7 @@ from flashgen.analysis.selection import lowered
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.exchange import Group, all_to_all, of_first_order
 from flashgen.distributed.needs import Held
-from flashgen.ir.expr import Symbol, SymbolKind, index_set, walk
+from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec
 
 
@@ -85,9 +85,8 @@ def _reads_kv_heads(spec: AttentionSpec) -> bool:
     parts += [each.default for each in spec.params]
     parts += [each for tensor in spec.tensors for each in tensor.shape]
     known = [part for part in parts if part is not None]
-    return any("hkv" in index_set(part) for part in known) or any(
-        isinstance(node, Symbol) and node.kind is SymbolKind.SIZE and node.name == "Hkv" for node in walk(*known)
-    )
+    names = {SymbolKind.INDEX: "hkv", SymbolKind.SIZE: "Hkv"}
+    return any(isinstance(node, Symbol) and names.get(node.kind) == node.name for node in walk(*known))
 
 
 @dataclass(frozen=True)

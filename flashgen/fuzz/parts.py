@@ -13,7 +13,8 @@ from torch import Tensor
 from flashgen.distributed.blocks import cuts
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.ring import Walk
-from flashgen.distributed.rounds import Round, Unit
+from flashgen.distributed.rounds import Round, Rounds, Unit
+from flashgen.distributed.segments import Segment
 from flashgen.ir.spec import AttentionSpec
 from flashgen.runtime.op import AttentionOp
 
@@ -36,9 +37,12 @@ def in_parts(op: AttentionOp, count: int, wide: bool, q: Tensor, k: Tensor, v: T
     tensors = op.operator_tensors(q, k, v, options, return_lse=returns_lse, **chosen)
     rows = (0, q.shape[2])
     spans = cuts(0, k.shape[2], count) if q.shape[2] and k.shape[2] else []
-    units = tuple(Unit(0, rows, starts[0], span, starts[1] + span[0]) for span in spans)
+    units = tuple(
+        Unit(0, rows, starts[0], span, starts[1] + span[0], (((0, span[1] - span[0]), span),)) for span in spans
+    )
+    plan = Rounds((Segment(rows, starts[0], is_whole=False),), (Round(k.shape[2], units),))
     walk = Walk(
-        Partial(op, wide=wide), ((starts[0], ends[0]),), (Round((), (), None, units),), None,
+        Partial(op, wide=wide), ((starts[0], ends[0]),), plan, None,
         Where(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False,
     )  # fmt: skip
     o, lse = walk.attend(tensors)

@@ -86,7 +86,9 @@ def with_memory(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _with_memory(x: Tensor) -> Tensor:
-    return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
+    if x._is_zerotensor():
+        return x.clone()
+    return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
 
 
 def check_tensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
