@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, size, walk
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.types import ScalarType
 from flashgen.runtime import registration
 from flashgen.runtime.registration import Registered
 from flashgen.runtime.signature import CACHED, DENSE, F8_CALLS, Signature
@@ -474,7 +475,9 @@ def _is_told_by_tensors_alone(spec: AttentionSpec, axis: str) -> bool:
 def _roots(spec: AttentionSpec) -> tuple[Expr, ...]:
     """Everything that a spec evaluates for a pair or a row."""
     layout = None if spec.layout is None else spec.layout.keep
-    parts = (spec.scale, spec.score, spec.mask, layout, spec.weights.expression, spec.dropout)
+    parts = [spec.scale, spec.score, spec.mask, layout, spec.weights.expression, spec.dropout]
+    if spec.select is not None:  # a list is read where its first number stands
+        parts.append(Load(ScalarType.INT, tensor=spec.select.tensor, indices=(*spec.select.indices, literal(0))))
     return tuple(each for each in parts if each is not None)
 
 
