@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _BACKENDS = ("cpu", "emulator", "cuda", "tiled")
 _SECONDS = 60.0
 _ENOUGH = 20  # specs of which some are judged, whatever the seed
+_OF_RANKS = ("cpu", "tiled")
 _OF_A_CASE = {"cpu": 240.0, "emulator": 600.0, "cuda": 240.0, "tiled": 240.0}
 
 
@@ -39,7 +40,13 @@ _OF_A_CASE = {"cpu": 240.0, "emulator": 600.0, "cuda": 240.0, "tiled": 240.0}
 @click.option("--count", type=click.IntRange(min=1), default=None, help="How many specs, or calls of FILE.")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="The first spec's; the next one adds 1.")
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Specs that are judged at a time."
+    "--ranks",
+    type=click.IntRange(min=2, max=16),
+    default=None,
+    help="Spread calls over so many processes (gloo), with backend cpu or tiled.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=None, help="Specs that are judged at a time (2; of ranks 1)."
 )
 @click.option(
     "--corpus",
@@ -58,7 +65,8 @@ def fuzz(
     seconds: float | None,
     count: int | None,
     seed: int | None,
-    jobs: int,
+    ranks: int | None,
+    jobs: int | None,
     corpus: Path | None,
     attempts: int,
     as_json: bool,
@@ -77,18 +85,22 @@ def fuzz(
 
     if target is not None and backend != "emulator":
         raise click.UsageError(f"--target is for --backend emulator; '{backend}' runs on the machine at hand")
+    if ranks is not None and (backend not in _OF_RANKS or file is not None):
+        what = "FILE" if file is not None else f"--backend {backend}"
+        raise click.UsageError(f"--ranks is for random specs on {' or '.join(_OF_RANKS)}, not for {what}")
     if backend == "cuda":
         _check_gpu()
     machine = Machine(backend, (target or "sm_80") if backend == "emulator" else "")
     first = random.SystemRandom().randrange(2**31) if seed is None else seed
     limits = Limits(count, _SECONDS if seconds is None and count is None else seconds, attempts)
-    drawing = _drawing(machine, file)
+    drawing = _drawing(machine, file, ranks)
     again = f"flashgen fuzz {f'{file} ' if file else ''}--backend {backend}{f' --target {target}' if target else ''}"
+    again += f" --ranks {ranks}" if ranks else ""
     note(f"{machine}: seed {first}; '{again} --seed N --count 1' draws one again")
     summary, told = Summary(machine, first), 0
     with (
         tempfile.TemporaryDirectory(prefix="flashgen-fuzz-") as scratch,
-        Workers(jobs, _OF_A_CASE[backend], Path(scratch)) as workers,
+        Workers(jobs or (1 if ranks else 2), _OF_A_CASE[backend] * (2 if ranks else 1), Path(scratch)) as workers,
     ):
         try:
             for summary in campaign(workers, machine, first, drawing, limits, corpus):
@@ -142,10 +154,13 @@ def _check_gpu() -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _drawing(machine: Machine, file: Path | None) -> Callable[[int], Draw]:
+def _drawing(machine: Machine, file: Path | None, ranks: int | None) -> Callable[[int], Draw]:
     """What a seed means: a spec, or calls of one of the file's."""
     from flashgen.fuzz.draws import ELEMENTS, draw, draw_of_file
+    from flashgen.fuzz.rank_draws import draw_over_ranks
 
+    if ranks is not None:
+        return lambda seed: draw_over_ranks(seed, machine, ranks)
     if file is None:
         return lambda seed: draw(seed, machine)
     from flashgen.pipeline import check_file

@@ -59,7 +59,7 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
 
 def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     wanted = {(head_dim_of(spec, call), False): None for call in case.calls}
-    wanted |= {(head_dim_of(spec, call), True): None for call in case.calls if call.parts and call.wide}
+    wanted |= {(head_dim_of(spec, call), True): None for call in case.calls if call.wide and (call.parts or call.ranks)}
     variants = [replace(analyse(spec, head_dim), parts=parts) for head_dim, parts in wanted]
     sources = [compiled_kernel(variant, local_cpu().target).source for variant in variants]
     if case.build.matrices:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.fuzz.draws import Build, CallDraw, Case, Machine
+from flashgen.fuzz.draws import Build, CallDraw, Case, Machine, Ranks
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def keep(folder: Path, case: Case, machines: tuple[Machine, ...], found: str) ->
 def _changed(call: CallDraw) -> Mapping[str, Any]:
     """What is not as it is by default."""
     return {
-        each.name: getattr(call, each.name)
-        for each in dataclasses.fields(call)
-        if each.default is dataclasses.MISSING or getattr(call, each.name) != each.default
+        name: value
+        for each, (name, value) in zip(dataclasses.fields(call), dataclasses.asdict(call).items(), strict=True)
+        if each.default is dataclasses.MISSING or value != each.default
     }
 
 
@@ -75,13 +75,20 @@ def read_entry(spec: Path) -> Kept:
         return Kept(
             spec.stem,
             spec.read_text(encoding="utf-8"),
-            tuple(CallDraw(**{name: _tuples(each) for name, each in call.items()}) for call in known["calls"]),
+            tuple(_call(call) for call in known["calls"]),
             tuple(Machine(**each) for each in known["machines"]),
             Build(**{name: _tuples(each) for name, each in known["build"].items()}),
             known["found"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"'{spec.with_suffix('.json')}' does not hold the inputs of a case: {error}") from None
+
+
+def _call(known: Mapping[str, Any]) -> CallDraw:
+    found = {name: _tuples(value) for name, value in known.items() if name != "ranks"}
+    if "ranks" in known:
+        found["ranks"] = Ranks(**{name: _tuples(value) for name, value in known["ranks"].items()})
+    return CallDraw(**found)
 
 
 def _tuples(value: Any) -> Any:

@@ -51,6 +51,29 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How a call is spread over ``world`` ranks.
+
+    ``method`` is that of ``context_parallel``, of a ``mesh`` of two dimensions both with a comma between; "": the op
+    itself gets DTensors, ``sharded`` by batch, heads or nothing. ``partition`` is its method; "": ranks hold parts of
+    any length. ``checked``: ranks tell each other what they were given. ``link``: bytes a second that they are told; 0:
+    none.
+    """
+
+    world: int
+    method: str = ""
+    mesh: tuple[int, ...] = ()
+    partition: str = ""
+    checked: bool = True
+    link: float = 0.0
+    sharded: str = ""
+
+    def __str__(self) -> str:
+        how = f"by {self.method}" if self.method else f"DTensors, {self.sharded} sharded"
+        return f"{self.world} ranks, {how}"
+
+
+@dataclass(frozen=True)
 class CallDraw:
     """One call: everything that its inputs are made of.
 
@@ -65,7 +88,7 @@ class CallDraw:
     of 8 bits and their factors; of a dense call q, k and v all three are such numbers. With ``order`` 2 derivatives of
     the second order are judged, too; ``still`` are those of q, k, v and ``captured`` that have no tangent then.
     ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these
-    are written in float32, whatever q, k and v hold.
+    are written in float32, whatever q, k and v hold. ``ranks``: it is spread over processes.
     """
 
     head_dim: int
@@ -95,6 +118,7 @@ class CallDraw:
     eight_bits: bool = False
     order: int = 1
     still: tuple[str, ...] = ()
+    ranks: Ranks | None = None
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
         """The same call of these sequences."""

@@ -26,7 +26,9 @@ from flashgen.fuzz.coverage import kinds
 from flashgen.fuzz.draws import CallDraw, Case
 from flashgen.fuzz.inputs import Arguments, Held, arguments, head_dim_of, plain
 from flashgen.fuzz.parts import has_parts, in_parts
+from flashgen.fuzz.ranks import Fault, ask
 from flashgen.fuzz.rounding import OutOfRange, Rounded
+from flashgen.fuzz.spread import joined
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
@@ -86,7 +88,10 @@ def judge(case: Case, scratch: Path) -> Verdict:
         return _does_not_compile(failure)
     except Exception as error:  # a bug of the compiler
         return Verdict((Finding("compiler", _said(error)),))
-    judged = [_judge_call(op, spec, case, number) for number in range(len(case.calls))]
+    judged = [
+        _judge_call(op, spec, case, number) if call.ranks is None else _judge_ranks(spec, case, number, scratch)
+        for number, call in enumerate(case.calls)
+    ]
     reasons = [each.refused for each in judged if each.refused]
     return Verdict(
         tuple(finding for each in judged for finding in each.findings),
@@ -142,6 +147,25 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
     return Verdict(tuple(findings), "", len(own), borderline, ran)
 
 
+def _judge_ranks(spec: AttentionSpec, case: Case, number: int, scratch: Path) -> Verdict:
+    """A call that is spread over ranks: what all of them found, and how it was sent."""
+    call = case.calls[number]
+    try:
+        values = arguments(spec, call)
+    except (ValueError, TypeError) as error:
+        return Verdict(refused=str(error))
+    said = ask(case, number, scratch)
+    if isinstance(said, Fault):
+        return Verdict((Finding(said.kind, said.detail, number),))
+    if said[0].refused:
+        return Verdict(refused=said[0].refused)
+    own, told = joined(said, call)
+    wrong, borderline = compare(spec, call, values, own)
+    findings = [Finding(kind, text, number) for kind, text in told.items()]
+    findings += [Finding(f"wrong {name}", text, number) for name, text in wrong.items()]
+    return Verdict(tuple(findings), "", len(own), borderline, (f"{call.ranks}{', ragged' if call.lengths else ''}",))
+
+
 def _rounds_weights(case: Case, spec: AttentionSpec, call: CallDraw) -> bool:
     """Whether kernels multiply weights of 8 bits; of a GPU it is taken to be so, as it may be Hopper's."""
     target = "sm_90a" if case.machine.backend == "cuda" else case.machine.target
@@ -155,7 +179,7 @@ def _rounds_weights(case: Case, spec: AttentionSpec, call: CallDraw) -> bool:
 
 def run(op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw) -> Results:
     """o, lse and the gradients of a call."""
-    return _results(spec, _calls(op, spec, values, call), values.inputs, values.learned(spec, call.wants), call.wants)
+    return results_of(spec, _calls(op, spec, values, call), values.inputs, values.learned(spec, call.wants), call.wants)
 
 
 def _calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, drawn: CallDraw | None = None) -> _Function:
@@ -199,7 +223,7 @@ def reference(spec: AttentionSpec, values: Arguments, given: Inputs, call: CallD
         return dense(spec, values, given, dtype)
 
     learned = dataclasses.replace(values, inputs=given).learned(spec, call.wants)
-    found = _results(spec, function, given, learned, call.wants)
+    found = results_of(spec, function, given, learned, call.wants)
     return found | _second(spec, function, given, learned, call) if _is_second(call, values) else found
 
 
@@ -296,14 +320,14 @@ def _with(spec: AttentionSpec, given: Inputs, leaves: Mapping[str, Tensor]) -> I
     )
 
 
-def _results(
+def results_of(
     spec: AttentionSpec,
     function: _Function,
     given: Inputs,
     learned: Mapping[str, Tensor],
     wants: str,
 ) -> Results:
-    """With ``all`` the gradient of lse arrives, too; else lse is only a result."""
+    """o, lse and gradients. With ``all`` the gradient of lse arrives, too; else lse is only a result."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in learned.items()}
     o, lse = function(_with(spec, given, leaves))
     found = {"o": o.detach()}

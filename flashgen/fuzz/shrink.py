@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from flashgen.fuzz.draws import Build, CallDraw, Draw
+from flashgen.fuzz.draws import Build, CallDraw, Draw, Ranks
 from flashgen.fuzz.hoisting import replaced
 from flashgen.fuzz.nodes import PLAINEST, Node, SpecDraw, Statement, leaf
 
@@ -48,7 +48,7 @@ def _candidates(draw: Draw) -> Iterator[Draw]:
         for smaller in _without_statements(spec):
             yield replace(draw, spec=smaller)
     for number, call in enumerate(draw.calls):
-        for simpler in _simpler_calls(call):
+        for simpler in _simpler_calls(call) if call.ranks is None else _simpler_calls_of_ranks(call, call.ranks):
             yield replace(draw, calls=(*draw.calls[:number], simpler, *draw.calls[number + 1 :]))
     if spec is not None:
         for smaller in (*_simpler_nodes(spec), *_plain_names(spec)):
@@ -76,6 +76,33 @@ def _inlined(spec: SpecDraw, number: int) -> SpecDraw:
         replace(each, nodes=tuple(replaced(node, name, part) for node in each.nodes)) for each in spec.statements
     )
     return replace(spec, statements=tuple(statements)).tidied()
+
+
+def _simpler_calls_of_ranks(call: CallDraw, ranks: Ranks) -> Iterator[CallDraw]:
+    """Of one process, else of fewer ranks, spread in a plainer way; queries and keys stay of one length."""
+    yield replace(call, ranks=None)
+    plain = Ranks(ranks.world, ranks.method, ranks.mesh, sharded=ranks.sharded)
+    yield replace(call, ranks=plain)
+    for simpler in (
+        replace(ranks, world=2, mesh=(2, 1) if ranks.mesh else ()),
+        replace(ranks, mesh=(), method="ring" if ranks.method else ""),
+        replace(ranks, partition="contiguous" if ranks.partition else ""),
+        replace(ranks, checked=True),
+        replace(ranks, link=0.0),
+        replace(ranks, sharded="batch" if ranks.sharded else ""),
+    ):
+        yield replace(call, ranks=simpler)
+    for each in _simpler_calls(call):
+        if each.shape[3] == each.shape[4] and all(q_len == kv_len for q_len, kv_len in each.lengths):
+            yield each
+    length = call.shape[3]
+    for number, (own, _) in enumerate(call.lengths):
+        for shorter in {own // 2, max(own - 1, 0)} - {own}:
+            both = (shorter, shorter)
+            yield call.of_sequences([*call.lengths[:number], both, *call.lengths[number + 1 :]])
+    for shorter in (1, length // 2, length - 1) if not call.lengths else ():
+        if 0 < shorter < length:
+            yield replace(call, shape=(*call.shape[:3], shorter, shorter))
 
 
 def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:

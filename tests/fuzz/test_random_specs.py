@@ -28,3 +28,12 @@ def test_random_specs(machine: str) -> None:
     # A target may refuse all of a few: head dimensions without a tile that fits, pinned tiles that do not fit.
     assert summary["results"] > 0 or summary["judged"] == 0, summary["refused"]
     assert summary["judged"] + sum(summary["refused"].values()) == summary["specs"]
+
+
+def test_random_specs_over_ranks() -> None:
+    """To repeat a failure: the command that the message begins with."""
+    arguments = ["--backend", "tiled", "--ranks", "3", "--count", "5"]
+    arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
+    done = flashgen_process("fuzz", *arguments, "--attempts", "0", "--json", seconds=280)
+    assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
+    assert json.loads(done.stdout)["specs"] == 5
