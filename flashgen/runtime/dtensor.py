@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.types import ScalarType
 from flashgen.runtime import registration
 from flashgen.runtime.registration import Registered
@@ -173,6 +173,8 @@ def _forward(op: Registered, operator: Any, args: Sequence[Any]) -> Any:
     tensors = args[:count]
     spread = _spread(op, tensors, args[count:-1])
     own = spread.tensors(tensors)
+    if spread.is_idle:
+        _check_indices(op, tensors, args[count:-1])
     found = _nothing(op, own) if spread.is_idle else operator(*own, *spread.numbers, args[-1])
     if not signature.has_lse:
         return _made(found, spread.mesh, spread.o.placements, spread.o.shape)
@@ -204,6 +206,21 @@ def _backward(op: Registered, operator: Any, args: Sequence[Any]) -> list[Tensor
     return [
         x if operand is None else operand.gradient_of(x, spread.mesh) for x, operand in zip(found, wanted, strict=True)
     ]
+
+
+def _check_indices(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Raises ``ValueError`` on a rank that holds nothing for indices that others refuse, so that nobody waits."""
+    if op.signature.form is not DENSE:
+        return
+    q, k, v = tensors[:3]
+    given = dict(zip(op.signature.form.numbers, numbers, strict=True))
+    sizes = {"D": q.shape[3], "Dv": v.shape[3]}
+    for name, axis, extent in zip(("B", "H", "Nq", "Nk"), "bhqk", (*q.shape[:3], k.shape[2]), strict=True):
+        letter = "kv" if axis == "k" else axis
+        total = given[f"{letter}_total"]
+        sizes[name] = given[f"{letter}_start"] + extent if total is None else total
+    sizes["Hkv"] = sizes["H"] // max(q.shape[1] // max(k.shape[1], 1), 1)
+    op.engine.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
 
 
 def _nothing(op: Registered, own: Sequence[Any]) -> Any:
