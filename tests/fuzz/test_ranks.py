@@ -97,6 +97,7 @@ def test_a_rank_that_ends_is_a_finding(tmp_path: Path) -> None:
     assert said == Fault("rank ends", "rank 0 ended by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_rank_that_gives_no_result_is_a_finding(tmp_path: Path) -> None:
     group = Group(2, tmp_path)
     try:
