@@ -1,13 +1,17 @@
-"""Forward mode: o, lse and their tangents by one kernel, beside the forward pass, the tiled path and SDPA's MATH path.
+"""Derivatives beside first passes: tangents, and gradients of gradients.
 
-    python -m benchmarks.forward_mode [--device cpu|cuda] [--seconds 60]
+    python -m benchmarks.forward_mode [--device cpu|cuda] [--seconds 60] [--only tangents|second] [--memory]
 
-Causal attention, all of q, k and v moving; ratios are taken within a round. Other paths of SDPA have no tangents.
+Causal attention. Tangents: o, lse and what they change by as all of q, k and v move, beside the forward pass, the tiled
+path and SDPA's MATH path. Second: the backward pass of a backward pass, by all of q, k, v and d_o, beside the forward
+with the backward pass, the tiled path and MATH's. Ratios are taken within a round. Other paths of SDPA have neither.
+``--memory``: the bytes that PyTorch allocates for either at 65,536 positions.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -23,6 +27,7 @@ from flashgen.runtime.op import AttentionOp, OpParts
 
 MOST_PAIRS = 1 << 28  # of all heads, that the other paths are asked for
 GOALS = "goals: 2.2 times the forward pass at most; a fifth of MATH's time at 2,048"
+GOALS_OF_SECOND = "goal: 4 times forward with backward at most"
 
 
 @dataclass(frozen=True)
@@ -48,58 +53,159 @@ def cases(device: str) -> Iterator[Case]:
             yield Case(dtype, head_dim, heads, length)
 
 
-def candidates(case: Case, device: str) -> dict[str, Callable[[], object]]:
-    """Functions to time, the forward pass first."""
+@dataclass(frozen=True)
+class Candidates:
+    """What computes attention: our op, the same without kernels of derivatives, and SDPA's MATH path if it fits."""
+
+    own: AttentionOp
+    tiled: AttentionOp
+    math: Callable[..., Tensor] | None
+
+
+def functions(case: Case, device: str) -> Candidates:
+    """Of one call."""
     text = f"attention causal {{ head_dim {case.head_dim}  mask causal }}"
     own = flashgen.loads(text, backend=device)
     tiled = AttentionOp(OpParts(own.spec, {device: None}, label="tiled"))
-    shape = (1, case.heads, case.length, case.head_dim)
-    generator = torch.Generator().manual_seed(0)
-    numbers = [torch.randn(shape, generator=generator).to(device, case.dtype) for _ in range(6)]
-    inputs, tangents = tuple(numbers[:3]), tuple(numbers[3:])
-
-    def moved(attend: Callable[..., Tensor]) -> Callable[[], object]:
-        return lambda: torch.func.jvp(attend, inputs, tangents)
 
     def math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    found: dict[str, Callable[[], object]] = {"forward": lambda: own(*inputs), "o and its tangent": moved(own)}
-    if case.heads * case.length**2 <= MOST_PAIRS:
-        found |= {"tiled path": moved(tiled), "SDPA, MATH": moved(math)}
+    return Candidates(own, tiled, math if case.heads * case.length**2 <= MOST_PAIRS else None)
+
+
+def numbers(case: Case, device: str, count: int) -> tuple[Tensor, ...]:
+    """Tensors of the shape of q."""
+    shape = (1, case.heads, case.length, case.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).to(device, case.dtype) for _ in range(count))
+
+
+def tangents(case: Case, device: str) -> dict[str, Callable[[], object]]:
+    """Functions to time, the forward pass first."""
+    inputs, moves = numbers(case, device, 3), numbers(case, device, 6)[3:]
+
+    def moved(attend: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.func.jvp(attend, inputs, moves)
+
+    each = functions(case, device)
+    found: dict[str, Callable[[], object]] = {
+        "forward": lambda: each.own(*inputs),
+        "o and its tangent": moved(each.own),
+    }
+    if each.math is not None:
+        found |= {"tiled path": moved(each.tiled), "SDPA, MATH": moved(each.math)}
     return found
 
 
-NAMES = ("forward", "o and its tangent", "tiled path", "SDPA, MATH")
-COLUMNS = ("", *(f"{name}, ms" for name in NAMES), "tangent / forward", "MATH / tangent")
+def second(case: Case, device: str) -> dict[str, Callable[[], object]]:
+    """The same of gradients of gradients, forward with backward first."""
+    *given, d_o = numbers(case, device, 4)
+    moves = numbers(case, device, 7)[4:]
+
+    def leaves() -> list[Tensor]:
+        return [x.clone().requires_grad_() for x in (*given, d_o)]
+
+    def first(attend: Callable[..., Tensor]) -> Callable[[], object]:
+        q, k, v, _ = leaves()
+        return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), d_o)
+
+    def again(attend: Callable[..., Tensor]) -> Callable[[], object]:
+        """The second backward pass alone: the first gradients are there."""
+        q, k, v, arriving = leaves()
+        gradients = torch.autograd.grad(attend(q, k, v), (q, k, v), arriving, create_graph=True)
+        return lambda: torch.autograd.grad(gradients, (q, k, v, arriving), moves, retain_graph=True)
+
+    each = functions(case, device)
+    found = {"forward and backward": first(each.own), "second backward": again(each.own)}
+    if each.math is not None:
+        found |= {"tiled path": again(each.tiled), "SDPA, MATH": again(each.math)}
+    return found
 
 
-def rows(device: str, seconds: float) -> Iterator[tuple[str, ...]]:
-    """The cells of the table, line by line."""
-    wait = torch.cuda.synchronize if device == "cuda" else None
-    all_cases = tuple(cases(device))
-    for case in all_cases:
-        found = paired_times(candidates(case, device), budget=seconds / len(all_cases), wait=wait)
-        times = {each.name: each for each in found}
-        median = {name: each.seconds.median for name, each in times.items()}
-        of_math = f"{median[NAMES[3]] / median[NAMES[1]]:.2f}" if NAMES[3] in median else ""
-        each = (f"{1e3 * median[name]:.3g}" if name in median else "" for name in NAMES)
-        yield case.name, *each, f"{times[NAMES[1]].ratio.median:.2f}", of_math
+@dataclass(frozen=True)
+class Table:
+    """One of both: what is timed, and the columns behind the name of a case."""
+
+    candidates: Callable[[Case, str], dict[str, Callable[[], object]]]
+    names: tuple[str, str, str, str]
+    ratios: tuple[str, str]
+    goals: str
+    section: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("", *(f"{name}, ms" for name in self.names), *self.ratios)
+
+    def rows(self, device: str, seconds: float) -> Iterator[tuple[str, ...]]:
+        """The cells of the table, line by line."""
+        wait = torch.cuda.synchronize if device == "cuda" else None
+        all_cases = tuple(cases(device))
+        for case in all_cases:
+            found = paired_times(self.candidates(case, device), budget=seconds / len(all_cases), wait=wait)
+            times = {each.name: each for each in found}
+            median = {name: each.seconds.median for name, each in times.items()}
+            of_math = f"{median[self.names[3]] / median[self.names[1]]:.2f}" if self.names[3] in median else ""
+            each = (f"{1e3 * median[name]:.3g}" if name in median else "" for name in self.names)
+            yield case.name, *each, f"{times[self.names[1]].ratio.median:.2f}", of_math
+
+
+TABLES = {
+    "tangents": Table(
+        tangents,
+        ("forward", "o and its tangent", "tiled path", "SDPA, MATH"),
+        ("tangent / forward", "MATH / tangent"),
+        GOALS,
+        "forward-mode",
+    ),
+    "second": Table(
+        second,
+        ("forward and backward", "second backward", "tiled path", "SDPA, MATH"),
+        ("second / first", "MATH / second"),
+        GOALS_OF_SECOND,
+        "second-order",
+    ),
+}
+
+
+def memory() -> Iterator[tuple[str, ...]]:
+    """Bytes beyond the inputs that CUDA tensors take at most, in MiB, at 65,536 positions of one head."""
+    for head_dim in (64, 128):
+        case = Case(torch.bfloat16, head_dim, 1, 1 << 16)
+        peaks = []
+        for run in list(second(case, "cuda").values())[:2]:
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            torch.cuda.synchronize()
+            peaks.append((torch.cuda.max_memory_allocated() - before) / (1 << 20))
+        yield case.name, *(f"{each:.1f}" for each in peaks), f"{peaks[1] / peaks[0]:.2f}"
 
 
 def main() -> None:
-    """Publish the table of a CPU, print that of a GPU."""
+    """Publish the tables of a CPU, print those of a GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--only", choices=tuple(TABLES))
+    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
-    if arguments.device == "cpu":
-        found = list(rows("cpu", arguments.seconds))
-        publish("forward-mode", "python -m benchmarks.forward_mode", COLUMNS, found, GOALS)
-        return
-    for cells in (COLUMNS, *rows("cuda", arguments.seconds), (GOALS,)):
-        print(" | ".join(cells), flush=True)
+    chosen = [each for name, each in TABLES.items() if arguments.only in (None, name)]
+    for table in chosen:
+        if arguments.device == "cpu":
+            found = list(table.rows("cpu", arguments.seconds / len(chosen)))
+            publish(table.section, "python -m benchmarks.forward_mode", table.columns, found, table.goals)
+            continue
+        for cells in itertools.chain(
+            (table.columns,), table.rows("cuda", arguments.seconds / len(chosen)), ((table.goals,),)
+        ):
+            print(" | ".join(cells), flush=True)
+    if arguments.memory and arguments.device == "cuda":
+        for cells in (("", "forward and backward, MiB", "second backward, MiB", "second / first"), *memory()):
+            print(" | ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashgen.analysis.tangent import with_tangent
+from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
 from flashgen.choice import TileChoices, tile_choices
 from flashgen.compiled import compiled, with_reasons
@@ -24,6 +24,7 @@ from flashgen.gpu_backend import CudaProvider, Package
 from flashgen.gpu_calls import (
     ELEMENTS,
     GPU_TANGENTS,
+    GPU_TANGENTS_BACKWARD,
     RowsOf,
     call_of,
     is_cached,
@@ -34,7 +35,7 @@ from flashgen.gpu_calls import (
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.package.cpu import Library, NoLibrary, libraries
-from flashgen.plan.arguments import argument_fields, tangent_fields
+from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
@@ -44,7 +45,7 @@ from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKe
 from flashgen.targets.cpu.device import Cpu, local_cpu
 from flashgen.targets.cpu.explain import explain_cpu, explain_jvp
 from flashgen.targets.cpu.plan import plan_jvp
-from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.registry import GPUS
 
@@ -73,6 +74,8 @@ __all__ = [
 
 EMULATED = GPUS["sm_80"]
 CPU_TANGENTS = "all that the others take"
+GPU_TAKES = (GPU_TANGENTS, GPU_TANGENTS_BACKWARD)
+CPU_TAKES = (CPU_TANGENTS, CPU_TANGENTS)  # forward mode, and its backward pass
 
 Providers = Mapping[str, KernelProvider | None]
 # The sources of a package for CPUs, by head dimension, without macros.
@@ -115,7 +118,7 @@ def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULA
         case _:
             devices = ("cpu", "cuda")
     return {
-        each: Deferred(made, each, GPU_TANGENTS if each != "cpu" or backend == "emulator" else CPU_TANGENTS)
+        each: Deferred(made, each, *(GPU_TAKES if each != "cpu" or backend == "emulator" else CPU_TAKES))
         for each in devices
     }
 
@@ -127,6 +130,7 @@ class Deferred:
     made: Callable[[], Providers]
     device: str
     takes_tangents: str
+    takes_tangents_backward: str
 
     def __call__(self, head_dim: HeadDim, index: int) -> Kernel | None:
         provider = self.made()[self.device]
@@ -199,10 +203,12 @@ class CpuProvider:
         }
         self.libraries = functools.cache(self._libraries)
         self.forward_mode = functools.cache(self._forward_mode)
+        self.forward_mode_backward = functools.cache(self._forward_mode_backward)
         self._other = functools.cache(self._load)
         self._other_parts = functools.cache(self._parts)
 
     takes_tangents: ClassVar[str] = CPU_TANGENTS
+    takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
 
     def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
         return self.libraries()[head_dim]
@@ -238,18 +244,23 @@ class CpuProvider:
         found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
         if not self.takes_tangents:
             return found
-        return replace(found, jvp=explain_jvp(self.device, asked, self.plan_of_forward_mode(head_dim), symbol))
-
-    def plan_of_forward_mode(self, head_dim: HeadDim) -> CpuJvpPlan:
-        """The tiles of tangents' kernel; the planner's own, whatever was tuned."""
-        return plan_jvp(with_tangent(self.choices[head_dim].variant), self.device)
+        of_tangents = (plan_jvp(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
+        forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
+        return replace(found, jvp=forward, jvp_backward=backward)
 
     def _forward_mode(self, head_dim: HeadDim) -> JvpKernel:
-        """A library of its own, compiled when tangents are first asked for."""
+        """A library of its own, compiled when tangents are first asked for; its tiles are the planner's own."""
         variant = with_tangent(self.choices[head_dim].variant)
         source = self.device.target.emit_jvp(variant)
         (binary,) = compile_sources([source])
         return load_jvp(binary.path, source.symbol, tangent_fields(variant.spec))
+
+    def _forward_mode_backward(self, head_dim: HeadDim) -> JvpKernel:
+        """The same of second derivatives."""
+        variant = with_slopes(self.choices[head_dim].variant)
+        source = self.device.target.emit_jvp(variant)
+        (binary,) = compile_sources([source])
+        return load_jvp(binary.path, source.symbol, tangent_gradient_fields(variant.spec), "jvp_backward")
 
     def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
         """Those of the usual tiles, compiled side by side."""
@@ -274,7 +285,10 @@ class CpuProvider:
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""
         choices = self.choices[head_dim]
-        usual = replace(usual, jvp=functools.partial(self.forward_mode, head_dim))
+        moving, backward = self.forward_mode, self.forward_mode_backward
+        usual = replace(
+            usual, jvp=functools.partial(moving, head_dim), jvp_backward=functools.partial(backward, head_dim)
+        )
         if not choices.tunings:
             return usual
 
@@ -297,7 +311,7 @@ class PackagedProvider(CpuProvider):
     It has none of forward mode.
     """
 
-    takes_tangents = ""
+    takes_tangents = takes_tangents_backward = ""
 
     def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
         super().__init__(spec, texts)

@@ -14,6 +14,7 @@ from flashgen.compiled import CompiledKernel, compiled
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.gpu_calls import (
     GPU_TANGENTS,
+    GPU_TANGENTS_BACKWARD,
     RowsOf,
     call_of,
     check_element,
@@ -39,7 +40,7 @@ from flashgen.runtime.schedule import Compiled
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
-from flashgen.targets.gpu.limits import has_jvp
+from flashgen.targets.gpu.limits import has_jvp, has_jvp_backward
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -66,6 +67,7 @@ class EmulatorProvider:
         self.kernel = functools.cache(self._kernel)
 
     takes_tangents: ClassVar[str] = GPU_TANGENTS
+    takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
 
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
         return self.kernel(head_dim)
@@ -146,14 +148,22 @@ class EmulatorProvider:
         layout = ArgumentLayout(cuda_fields(variant))
         varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
         f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
-        jvp = self._forward_mode(head_dim)
-        return EmulatedKernel(layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp)
+        jvp, back = self._forward_mode(head_dim), self._forward_mode_backward(head_dim)
+        return EmulatedKernel(
+            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp, jvp_backward=back
+        )
 
     def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
         if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
             return None
         moving = self._other(RowsOf.MOVING)
         return functools.cache(lambda: jvp_kernel(moving(head_dim, 0), moving.compiled(head_dim).plan))
+
+    def _forward_mode_backward(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
+        if self.rows is not RowsOf.DENSE or not has_jvp_backward(kernel_variant(self.spec, head_dim)):
+            return None
+        back = self._other(RowsOf.MOVING_BACK)
+        return functools.cache(lambda: jvp_kernel(back(head_dim, 0), back.compiled(head_dim).plan, "backward"))
 
 
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:

@@ -20,6 +20,7 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.gpu_calls import (
     BOTH,
     GPU_TANGENTS,
+    GPU_TANGENTS_BACKWARD,
     RowsOf,
     call_of,
     check_element,
@@ -51,7 +52,7 @@ from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts
 from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
-from flashgen.targets.gpu.limits import has_jvp
+from flashgen.targets.gpu.limits import has_jvp, has_jvp_backward
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
@@ -104,6 +105,7 @@ class CudaProvider:
         self.ready = functools.cache(self._ready)
 
     takes_tangents: ClassVar[str] = GPU_TANGENTS
+    takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
 
     def __call__(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
         return self.kernel(head_dim, index)
@@ -221,17 +223,30 @@ class CudaProvider:
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
         parts = None if is_edited else other(RowsOf.PARTS)
         f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
-        jvp = self._forward_mode(head_dim, index)
+        dense = self.rows is RowsOf.DENSE
+        jvp = self._moving(RowsOf.MOVING, "forward", head_dim, index) if dense and has_jvp(variant) else None
+        back = (
+            self._moving(RowsOf.MOVING_BACK, "backward", head_dim, index)
+            if dense and has_jvp_backward(variant)
+            else None
+        )
         return cuda.CudaKernel(
-            layout, head_dim, board.driver, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp
+            layout,
+            head_dim,
+            board.driver,
+            find,
+            varlen=varlen,
+            cached=cached,
+            parts=parts,
+            f8=f8,
+            jvp=jvp,
+            jvp_backward=back,
         )
 
-    def _forward_mode(self, head_dim: HeadDim, index: int) -> Callable[[], JvpKernel] | None:
-        if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
-            return None
-        moving, target = self._other(RowsOf.MOVING), self.board(index).target
+    def _moving(self, rows: RowsOf, name: PassName, head_dim: HeadDim, index: int) -> Callable[[], JvpKernel]:
+        moving, target = self._other(rows), self.board(index).target
         plan = functools.cache(lambda: compiled(moving._variant(head_dim), target).plan)
-        return functools.cache(lambda: jvp_kernel(moving(head_dim, index), plan()))
+        return functools.cache(lambda: jvp_kernel(moving(head_dim, index), plan(), name))
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)

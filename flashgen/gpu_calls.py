@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from flashgen.analysis.tangent import with_tangent
+from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.shape import Shape
@@ -32,9 +32,9 @@ from flashgen.runtime.schedule import DeviceSize, schedule
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.explain import GpuPass, explain_jvp
+from flashgen.targets.gpu.explain import GpuPass, explain_jvp, explain_jvp_backward
 from flashgen.targets.gpu.launches import backward_launches, cached_launches, forward_launches
-from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -48,6 +48,7 @@ ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4
 BOTH: tuple[PassName, PassName] = ("forward", "backward")
 # What kernels of forward mode take.
 GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
+GPU_TANGENTS_BACKWARD = f"{GPU_TANGENTS}, scores without sqdist"
 
 
 class RowsOf(Enum):
@@ -59,6 +60,7 @@ class RowsOf(Enum):
     PARTS = "parts"
     F8 = "of 8 bits"
     MOVING = "dense, with their tangents"
+    MOVING_BACK = "the same, backward"
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,6 +72,8 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
     variant = analyse(spec, head_dim)
     if rows is RowsOf.MOVING:
         return with_tangent(variant)
+    if rows is RowsOf.MOVING_BACK:
+        return with_slopes(variant, moves=False)
     if rows in (RowsOf.CACHED, RowsOf.F8):
         return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
     return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
@@ -84,7 +88,7 @@ def launches_of(
     variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
-    if variant.tangent is not None:
+    if variant.tangent is not None and not variant.backward_only:
         return lambda name, values: forward_launches(
             symbol, variant, plan, element, dropped=kind_of(name, values).dropped
         )
@@ -123,6 +127,8 @@ def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
 
 def passes_of(variant: Variant) -> Sequence[PassName]:
     """Those that there are kernels for."""
+    if variant.backward_only:
+        return BOTH[1:]
     return BOTH[:1] if variant.forward_only else BOTH
 
 
@@ -157,14 +163,18 @@ def with_jvp(told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: 
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
     moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
-    return replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+    told = replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+    if not has_jvp_backward(kernel_variant(spec, head_dim)):
+        return told
+    back = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING_BACK), target)
+    return replace(told, jvp_backward=explain_jvp_backward(back.variant, back.source.symbol, back.plan, asked))
 
 
-def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan) -> JvpKernel:
-    """The forward pass of kernels with tangents."""
+def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan, name: PassName = "forward") -> JvpKernel:
+    """The one pass of kernels with tangents; gradients by these are the backward pass's of others."""
     elements = tuple(ELEMENTS.index(each) for each in plan.by_element)
-    prepare = functools.partial(kernel.prepare, "forward")
-    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads)
+    prepare = functools.partial(kernel.prepare, name)
+    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads, moves=False)
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:

@@ -60,7 +60,7 @@ def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
     weights = variant.weights
     functions = [variant.score, *([] if weights.weight is None else [weights.weight])]
     roots = [*functions, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
-    roots += [part for each in variant.gradients for part in (each.from_score, each.from_weight)]
+    roots += [part for each in variant.gradients for part in each.of_pairs]
     roots += [] if variant.tangent is None else variant.tangent.of_pairs
     found: dict[Expr, None] = {}
     seen: set[Expr] = set()
@@ -86,14 +86,8 @@ def by_distance(read: Expr) -> Load | None:
 
 
 def _gradient(gradient: CapturedGradient, rewritten: Callable[[Expr], Expr], *, sums: bool) -> CapturedGradient:
-    score, weight = gradient.from_score, gradient.from_weight
     read = by_distance(gradient.read) if sums else None
-    return replace(
-        gradient,
-        read=read or gradient.read,
-        from_score=None if score is None else rewritten(score),
-        from_weight=None if weight is None else rewritten(weight),
-    )
+    return replace(gradient.mapped(rewritten), read=read or gradient.read)
 
 
 class _Rewriter:

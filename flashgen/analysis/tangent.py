@@ -8,16 +8,20 @@ that the backward pass uses, from the rows of the operator table. With tq, tk, �
     tS = ∂score/∂dot t_dot + ∂score/∂|q|² t_norms + Σ ∂score/∂read t(read)
 
 ``ir/weights.py`` has what becomes of tS. Kernels are emitted from such a variant as from any other.
+
+``with_slopes`` is the same for the backward pass of forward mode, which second derivatives are made of: tangents have
+gradients there, and tS, tw and the sink's tangent are differentiated once more by all that they depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from flashgen.analysis.differentiate import derivatives
+from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.variant import Tangent, Variant
+from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, score_input, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
@@ -25,6 +29,7 @@ from flashgen.ir.types import ScalarType
 
 T_DOT = score_input("t_dot")
 T_NORMS = score_input("t_norms")
+T_S = score_input("t_s")
 
 
 def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
@@ -42,17 +47,27 @@ def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
     return found
 
 
-def with_tangents(spec: AttentionSpec) -> AttentionSpec:
-    """The spec with the tangents of its captured floats behind what it captures; no value has a gradient."""
+def with_tangents(spec: AttentionSpec, *, learned: bool = False, moves: bool = False) -> AttentionSpec:
+    """The spec with the tangents of its captured floats behind what it captures.
+
+    ``learned``: values keep their gradients; ``moves``: tangents have them as their values do. Else nothing has one.
+    """
     names = tangent_names(spec)
     tensors = [replace(each, name=names[each.name]) for each in spec.tensors if each.name in names]
     params = [replace(each, name=names[each.name], default=literal(0.0)) for each in spec.params if each.name in names]
     return replace(
         spec,
         schedule=Schedule(),  # which has no word for forward mode
-        tensors=tuple(replace(each, grad=False) for each in (*spec.tensors, *tensors)),
-        params=tuple(replace(each, grad=False) for each in (*spec.params, *params)),
+        tensors=(*_learned(spec.tensors, learned), *_learned(tensors, moves)),
+        params=(*_learned(spec.params, learned), *_learned(params, moves)),
     )
+
+
+_Captured = TypeVar("_Captured", CapturedTensor, Param)
+
+
+def _learned(captured: Sequence[_Captured], learned: bool) -> Iterator[_Captured]:
+    return (replace(each, grad=learned and each.grad) for each in captured)
 
 
 def with_tangent(variant: Variant) -> Variant:
@@ -79,6 +94,61 @@ def with_tangent(variant: Variant) -> Variant:
         ),
         proofs=(*variant.proofs, *of_tangents),
     )
+
+
+def with_slopes(variant: Variant, *, moves: bool = True) -> Variant:
+    """The variant over the same spec, for the kernel that differentiates forward mode backward.
+
+    ``moves``: by the tangents of captured values, too. As forward mode is linear in tangents, gradients by these are
+    those of the backward pass, of what arrives at the tangents of o and lse.
+    """
+    moving = with_tangent(variant)
+    tangent = moving.tangent
+    assert tangent is not None
+    # tw, of which forward mode keeps the second term apart.
+    by_score, weight = variant.weight_by_score, None
+    if by_score is not None:
+        terms = (_product(by_score, T_S), tangent.weight or literal(0.0))
+        weight = _sum_or_none(iter(terms)) or literal(0.0)
+    by_sqdist = None
+    by_dot = derivative(tangent.score, DOT)
+    if variant.score_by_sqdist is not None:
+        by_sqdist = derivative(tangent.score, SQDIST)
+        by_dot = simplify(apply("sub", by_dot, apply("mul", literal(2.0), by_sqdist)))
+    spec = with_tangents(variant.spec, learned=True, moves=moves)
+    slopes = Slopes(by_dot, by_sqdist, None if weight is None else derivative(weight, S))
+    return replace(
+        moving,
+        spec=spec,
+        tangent=replace(tangent, slopes=slopes),
+        gradients=_gradients(variant, spec, (tangent.score, weight, tangent.sink)),
+    )
+
+
+def _gradients(
+    variant: Variant, spec: AttentionSpec, moved: tuple[Expr | None, Expr | None, Expr | None]
+) -> tuple[CapturedGradient, ...]:
+    """Of every distinct read that has one: values by what they had before and by what moves, tangents by the latter."""
+    captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
+    learned = {each.name for each in captured if each.grad}
+    own = {each.read: each for each in variant.gradients}
+    reads = dict[Load | Symbol, None].fromkeys(own)
+    for root in moved:
+        for node in () if root is None else walk(root):
+            match node:
+                case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in learned:
+                    reads[node] = None
+    by_read = [{} if root is None else derivatives(root, list(reads)) for root in moved]
+    found = []
+    for read in reads:
+        parts = [of.get(read, literal(0.0)) for of in by_read]
+        score, weight, sink = (None if part == literal(0.0) else part for part in parts)
+        gradient = own.get(read) or CapturedGradient(read, None, None, None)
+        if read in own or any(part is not None for part in (score, weight, sink)):
+            found.append(
+                replace(gradient, from_score_tangent=score, from_weight_tangent=weight, from_sink_tangent=sink)
+            )
+    return tuple(found)
 
 
 def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:

@@ -59,13 +59,42 @@ class CapturedGradient:
     """One read of a value that receives a gradient, and its derivatives (None: does not occur there).
 
     The read contributes Σ dE ∂score/∂read + dW ∂weight/∂read over pairs, and Σ d(sink) ∂sink/∂read over rows.
-    ``level`` is the level of the element that is read: pair sums are reduced that far before they are stored.
+    ``level`` is the level of the element that is read: pair sums are reduced that far before they are stored. The last
+    three are derivatives of what tangents change, in the backward pass of forward mode: see ``Tangent``.
     """
 
     read: Load | Symbol
     from_score: Expr | None
     from_weight: Expr | None
     from_sink: Expr | None
+    from_score_tangent: Expr | None = None
+    from_weight_tangent: Expr | None = None
+    from_sink_tangent: Expr | None = None
+
+    @property
+    def of_pairs(self) -> tuple[Expr, ...]:
+        """Those that are computed for each pair."""
+        parts = (self.from_score, self.from_weight, self.from_score_tangent, self.from_weight_tangent)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def is_of_sink(self) -> bool:
+        """Whether something arrives through the sink."""
+        return self.from_sink is not None or self.from_sink_tangent is not None
+
+    def mapped(self, rule: _Rule) -> CapturedGradient:
+        """The same with ``rule`` applied to what is computed for each pair."""
+
+        def maybe(part: Expr | None) -> Expr | None:
+            return None if part is None else rule(part)
+
+        return replace(
+            self,
+            from_score=maybe(self.from_score),
+            from_weight=maybe(self.from_weight),
+            from_score_tangent=maybe(self.from_score_tangent),
+            from_weight_tangent=maybe(self.from_weight_tangent),
+        )
 
     @property
     def name(self) -> str:
@@ -80,25 +109,57 @@ class CapturedGradient:
 
 
 @dataclass(frozen=True)
+class Slopes:
+    """Derivatives of what tangents change, which the backward pass of forward mode takes beside those of the score.
+
+    ``score_by_dot`` is the whole derivative of the score's tangent by dot, ``score_by_sqdist`` the one by |q|² or |k|²
+    (None: there is no sqdist). ``weight_by_score``: of w'(s) t_s and what captured values change, over s and t_s; None
+    where weights are exponential.
+    """
+
+    score_by_dot: Expr
+    score_by_sqdist: Expr | None
+    weight_by_score: Expr | None
+
+    def mapped(self, rule: _Rule) -> Slopes:
+        """The same with ``rule`` applied to each."""
+        by_sqdist, by_score = self.score_by_sqdist, self.weight_by_score
+        return Slopes(
+            rule(self.score_by_dot),
+            None if by_sqdist is None else rule(by_sqdist),
+            None if by_score is None else rule(by_score),
+        )
+
+
+@dataclass(frozen=True)
 class Tangent:
     """What tangents change: of the score, of a weight beside what the score changes, and of a row's sink.
 
     Linear in t_dot, in t_norms (the tangent of |q|² + |k|², where there is a sqdist) and in what stands in the place of
-    captured values, see ``tangent.py``. ``weight`` and ``sink`` are None where nothing changes them.
+    captured values, see ``tangent.py``. ``weight`` and ``sink`` are None where nothing changes them. ``slopes``: of
+    kernels that differentiate it, None in forward mode itself.
     """
 
     score: Expr
     weight: Expr | None
     sink: Expr | None
+    slopes: Slopes | None = None
 
     @property
     def of_pairs(self) -> tuple[Expr, ...]:
         """Those that are computed for each pair."""
-        return (self.score,) if self.weight is None else (self.score, self.weight)
+        slopes = self.slopes
+        more = () if slopes is None else (slopes.score_by_dot, slopes.score_by_sqdist, slopes.weight_by_score)
+        return tuple(each for each in (self.score, self.weight, *more) if each is not None)
 
     def mapped(self, rule: _Rule) -> Tangent:
         """The same with ``rule`` applied to what is computed for each pair."""
-        return replace(self, score=rule(self.score), weight=None if self.weight is None else rule(self.weight))
+        return replace(
+            self,
+            score=rule(self.score),
+            weight=None if self.weight is None else rule(self.weight),
+            slopes=None if self.slopes is None else self.slopes.mapped(rule),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +174,7 @@ class Variant:
     they take caches, of which each sequence's last queries are a part of a dense call; ``parts``: kernels are over some
     of the keys of rows, and write what others are added to, in float32; ``f8``: they multiply q, k and v of 8 bits;
     ``tangent``: they compute tangents beside o and lse; None: they do not. Over caches, of 8 bits and with tangents
-    they have a forward pass alone.
+    they have a forward pass alone, or, of tangents with slopes, a backward pass alone.
     """
 
     spec: AttentionSpec
@@ -134,8 +195,13 @@ class Variant:
 
     @property
     def forward_only(self) -> bool:
-        """Whether kernels for GPUs have no backward pass."""
-        return self.cached or self.f8 or self.tangent is not None
+        """Whether kernels have no backward pass."""
+        return self.cached or self.f8 or (self.tangent is not None and not self.backward_only)
+
+    @property
+    def backward_only(self) -> bool:
+        """Whether kernels have no forward pass."""
+        return self.tangent is not None and self.tangent.slopes is not None
 
     @property
     def uses_sqdist(self) -> bool:
@@ -222,8 +288,8 @@ def constant_factor(score: Expr) -> float | None:
 
 def linear_factor(variant: Variant) -> float | None:
     """The same of a softmax whose gradients want nothing of dot: kernels may count it from where they like, then."""
-    parts = (part for each in variant.gradients for part in (each.from_score, each.from_weight))
-    if not variant.weights.form.exponential or any(part is not None and DOT in walk(part) for part in parts):
+    parts = (part for each in variant.gradients for part in each.of_pairs)
+    if not variant.weights.form.exponential or any(DOT in walk(part) for part in parts):
         return None
     return constant_factor(variant.score)
 

@@ -57,7 +57,7 @@ def verify(
     """Run a spec forward and backward and compare with the float64 reference.
 
     With --order 2 also what o and lse change by in some direction (t_o, t_lse), and the gradients of gradients in
-    another, by all inputs and by the gradients that arrive (ddq, …, dd_o, dd_lse).
+    another, by all inputs and by the gradients that arrive (ddq, …, dd_o, dd_lse); a line says which kernels ran.
 
     Of q, k and v of 8 bits a table of its own has the error against float64 beside that of bfloat16 and that of one
     factor a tensor; what the op adds to the rounding of its inputs has a tolerance.
@@ -104,6 +104,9 @@ def _print(title: str, cases: Sequence[Case]) -> None:
             table.add_row(*cells)
         table.add_section()
     print_table(table)
+    for derived_by in dict.fromkeys(case.derived_by for case in cases if case.derived_by is not None):
+        tangents, gradients = derived_by
+        note(f"tangents by {tangents}; gradients of gradients by {gradients}")
     if any(case.hbm_bytes for case in cases):
         columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "predicted", "counted"]
         table = plain_table("bytes between the kernels and the GPU's memory", columns, left=["dtype", "pass"])
@@ -155,6 +158,7 @@ def _as_dict(case: Case) -> dict[str, object]:
         "shape": dataclasses.astuple(case.shape),
         "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
         "hbm_bytes": {name: dataclasses.asdict(each) for name, each in case.hbm_bytes.items()},
+        "derived_by": case.derived_by,
     }
 
 

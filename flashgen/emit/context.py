@@ -20,7 +20,19 @@ from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-from flashgen.ir.weights import D_PROBABILITY, DELTA, INVERSE, PROBABILITY, TOTAL, WEIGHT, Form
+from flashgen.ir.weights import (
+    D_PROBABILITY,
+    D_WEIGHT_TANGENT,
+    DELTA,
+    EPSILON,
+    INVERSE,
+    MOVED,
+    PROBABILITY,
+    PROBABILITY_TANGENT,
+    TOTAL,
+    WEIGHT,
+    Form,
+)
 from flashgen.plan.arguments import Field
 
 _C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
@@ -32,9 +44,9 @@ class AddHook(Protocol):
     def __call__(self, name: str, expr: Expr, declared: str = ..., comment: str = ...) -> None: ...
 
 
-def by_score(variant: Variant) -> str:
-    """A format: what comes through the score of a pair, from one of the score's derivatives."""
-    return "fg::chained(d_score, %s)" if variant.has_infinities else "d_score * %s"
+def by_score(variant: Variant, arriving: str = "d_score") -> str:
+    """A format: what comes through the score of a pair, or what ``arriving`` names, from one of its derivatives."""
+    return f"fg::chained({arriving}, %s)" if variant.has_infinities else f"{arriving} * %s"
 
 
 def derivative_hooks(variant: Variant, placement: Placement, hook: AddHook, c_type: str, inputs: str) -> str | None:
@@ -43,16 +55,30 @@ def derivative_hooks(variant: Variant, placement: Placement, hook: AddHook, c_ty
     The code of the sink's; None where nothing changes it.
     """
     tangent = variant.tangent
-    if tangent is None:
+    if tangent is None or tangent.slopes is not None:
         hook("score_by_dot", variant.score_by_dot, comment="∂score/∂(q·k)")
         if variant.score_by_sqdist is not None:
             hook("score_by_sqdist", variant.score_by_sqdist, comment="∂score/∂|q|² = ∂score/∂|k|²")
+    if tangent is None:
         return None
-    norms = f", {c_type} t_norms" if variant.uses_sqdist else ""
-    hook("score_tangent", tangent.score, f"{inputs}, {c_type} t_dot{norms}", "What the score changes by")
+    moved = moved_inputs(variant, c_type, inputs)
+    hook("score_tangent", tangent.score, moved, "What the score changes by: tS")
     if tangent.weight is not None:
         hook("weight_tangent", tangent.weight, f", {c_type} s", "What captured values change the weight by")
+    slopes = tangent.slopes
+    if slopes is not None:
+        hook("score_tangent_by_dot", slopes.score_by_dot, moved, "∂tS/∂(q·k)")
+        if slopes.score_by_sqdist is not None:
+            hook("score_tangent_by_sqdist", slopes.score_by_sqdist, moved, "∂tS/∂|q|² = ∂tS/∂|k|²")
+        if slopes.weight_by_score is not None:
+            hook("weight_tangent_by_score", slopes.weight_by_score, f", {c_type} s, {c_type} t_s", "∂(t weight)/∂s")
     return None if tangent.sink is None else placement.value("sink_tangent", tangent.sink, Level.ROW)
+
+
+def moved_inputs(variant: Variant, c_type: str, inputs: str) -> str:
+    """What functions of a score's tangent declare behind the pair."""
+    norms = f", {c_type} t_norms" if variant.uses_sqdist else ""
+    return f"{inputs}, {c_type} t_dot{norms}"
 
 
 @dataclass(frozen=True)
@@ -211,8 +237,25 @@ class WeightCode:
 
     def backward(self, d_probability: str) -> str:
         """dS where weights are exponential, else dw, with ``p`` for P and the row's ``delta`` and ``inverse``."""
-        names: dict[Expr, str] = {D_PROBABILITY: d_probability, PROBABILITY: "p", DELTA: "delta", INVERSE: "inverse"}
-        return _spelt(self.form.backward, names)
+        return _spelt(self.form.backward, {**_OF_ROWS, D_PROBABILITY: d_probability})
+
+    def tangent_backward(self, d_probability: str) -> str:
+        """What reaches S, but for what comes by tS, or w.
+
+        Beside the above with ``moved``, ``epsilon``, ``t_p`` for tP and ``d_t_weight`` for what reaches tw.
+        """
+        return _spelt(self.form.tangent_backward, {**_OF_ROWS, D_PROBABILITY: d_probability})
+
+
+_OF_ROWS: Mapping[Expr, str] = {
+    PROBABILITY: "p",
+    DELTA: "delta",
+    INVERSE: "inverse",
+    MOVED: "moved",
+    EPSILON: "epsilon",
+    PROBABILITY_TANGENT: "t_p",
+    D_WEIGHT_TANGENT: "d_t_weight",
+}
 
 
 def _spelt(formula: Expr | None, code: Mapping[Expr, str]) -> str:

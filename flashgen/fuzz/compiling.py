@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import flashgen
+from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
 from flashgen.backends import EmulatorProvider
 from flashgen.cache import Cache
@@ -20,12 +21,12 @@ from flashgen.compiled import compiled as compiled_kernel
 from flashgen.fuzz.draws import Case
 from flashgen.fuzz.inputs import head_dim_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.arguments import argument_fields
+from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
 from flashgen.runtime.compiler import (
     compile_sources,
     find_compiler,
 )
-from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.kernel import LibraryKernel, load_jvp
 from flashgen.runtime.op import AttentionOp, OpParts, make_op
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.registry import GPUS
@@ -61,7 +62,11 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     wanted = {(head_dim_of(spec, call), False): None for call in case.calls}
     wanted |= {(head_dim_of(spec, call), True): None for call in case.calls if call.wide and (call.parts or call.ranks)}
     variants = [replace(analyse(spec, head_dim), parts=parts) for head_dim, parts in wanted]
-    sources = [compiled_kernel(variant, local_cpu().target).source for variant in variants]
+    target = local_cpu().target
+    sources = [compiled_kernel(variant, target).source for variant in variants]
+    moved = list(dict.fromkeys(head_dim_of(spec, call) for call in case.calls if call.order > 1))
+    of_tangents = [each(analyse(spec, head_dim)) for head_dim in moved for each in (with_tangent, with_slopes)]
+    sources += [target.emit_jvp(variant) for variant in of_tangents]
     if case.build.matrices:
         sources = [replace(each, defines=(*each.defines, ("FLASHGEN_MATRIX_PRODUCTS", "2"))) for each in sources]
     compiler = replace(find_compiler(), flags=case.build.flags)
@@ -69,11 +74,25 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     fields = argument_fields(spec)
     kernels = {
         key: LibraryKernel.load(binary.path, source.symbol, fields)
-        for key, source, binary in zip(wanted, sources, binaries, strict=True)
+        for key, source, binary in zip(wanted, sources, binaries, strict=False)
     }
+    moving = [
+        load_jvp(
+            binary.path,
+            source.symbol,
+            (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec),
+            "jvp_backward" if variant.backward_only else "jvp",
+        )
+        for variant, source, binary in zip(of_tangents, sources[len(wanted) :], binaries[len(wanted) :], strict=True)
+    ]
+    pairs = dict(zip(moved, zip(moving[::2], moving[1::2], strict=True), strict=True))
 
     def find(head_dim: HeadDim, _: int) -> LibraryKernel:
         of_parts = kernels.get((head_dim, True))
-        return replace(kernels[head_dim, False], parts=None if of_parts is None else lambda: of_parts)
+        found = replace(kernels[head_dim, False], parts=None if of_parts is None else lambda: of_parts)
+        if head_dim not in pairs:
+            return found
+        forward, backward = pairs[head_dim]
+        return replace(found, jvp=lambda: forward, jvp_backward=lambda: backward)
 
     return AttentionOp(OpParts(spec, {"cpu": functools.cache(find)}, tuple(sources), backend="cpu"))

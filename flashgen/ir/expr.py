@@ -26,7 +26,7 @@ class SymbolKind(Enum):
     INDEX = "index"  # b h i j hkv: global coordinates of a pair; distance: i - j, in kernels only
     BLOCK = "block"  # I J: block coordinates, in layouts only
     SIZE = "size"  # B H Hkv Nq Nk D Dv
-    SCORE = "score"  # s dot sqdist; in kernels what these change by: t_dot t_norms
+    SCORE = "score"  # s dot sqdist; in kernels what these change by: t_dot t_norms t_s
     PARAM = "param"  # a run-time scalar argument
     FORM = "form"  # what the formulas of a form of weights are over (``weights.py``), in no spec
 
@@ -46,6 +46,7 @@ _INDEX_SETS = {
     "sqdist": frozenset("bhij"),
     "t_dot": frozenset("bhij"),
     "t_norms": frozenset("bhij"),
+    "t_s": frozenset("bhij"),
 }
 
 

@@ -10,6 +10,15 @@ With e the score of a pair, w its weight before the row is closed, and sums over
     dw = (dP - delta · share(P)) / Z      with share(P) = ∂Z/∂w and delta = rowsum(dO ∘ O) - d(lse)
     t(lse) = Σ share(P) tw / Z            where weights change by tw; tP = tw / Z - P t(lse)
 
+Of forward mode itself the gradients are these, with dtP what reaches tP through dropout, dP what reaches P where it
+multiplies tV, delta = rowsum(d(tO) ∘ O) - d(t(lse)) and epsilon = rowsum(d(tO) ∘ tO):
+
+    d(tw) = (dtP - delta · share(P)) / Z
+    dw    = (dP - epsilon · share(P) - delta · ∂share/∂P · tP) / Z - t(lse) d(tw)
+
+and so of exp, whose tw is w tS, dS = P (dP - epsilon) + d(tS) (tS - t(lse)). t(lse) may be large where its differences
+are not: it has to be subtracted from tS, not what either is multiplied by.
+
 A form without a denominator has P = w, dw = dP and no lse. Masked pairs have P = 0 in every form, dropout acts on P,
 and a sink is one more exponential in the total of an exponential form.
 """
@@ -35,6 +44,11 @@ PROBABILITY = _symbol("P")  # before dropout
 D_PROBABILITY = _symbol("dP")  # what arrives through dropout
 DELTA = _symbol("delta")
 INVERSE = _symbol("1 / Z")
+# Of forward mode, differentiated: t(lse), epsilon, tP before dropout, d(tw).
+MOVED = _symbol("t(lse)")
+EPSILON = _symbol("epsilon")
+PROBABILITY_TANGENT = _symbol("tP")
+D_WEIGHT_TANGENT = _symbol("d(tw)")
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,22 @@ class Form:
         taken = DELTA if self.share == literal(1.0) else apply("mul", DELTA, self.share)
         less = apply("sub", D_PROBABILITY, taken)
         return apply("mul", PROBABILITY, less) if self.exponential else apply("mul", less, INVERSE)
+
+    @property
+    def tangent_backward(self) -> Expr:
+        """What reaches S of forward mode where weights are exponential, but for what comes by tS; else w.
+
+        ``backward`` of what reaches tP is what reaches tS, or tw.
+        """
+        if self.share is None:
+            return D_PROBABILITY
+        is_sum = self.share == literal(1.0)
+        less = apply("sub", D_PROBABILITY, EPSILON if is_sum else apply("mul", EPSILON, self.share))
+        if self.exponential:
+            return apply("mul", PROBABILITY, less)
+        if not is_sum:  # the share is P, whose slope is 1
+            less = apply("sub", less, apply("mul", DELTA, PROBABILITY_TANGENT))
+        return apply("sub", apply("mul", less, INVERSE), apply("mul", MOVED, D_WEIGHT_TANGENT))
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import F8, OPERANDS, TANGENTS, Operand, Rows
+from flashgen.plan.operands import F8, OPERANDS, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
@@ -98,10 +98,19 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
 
 def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """The same of kernels of forward mode; the spec is one ``with_tangents``."""
+    return _with_rows(spec, TANGENTS)
+
+
+def tangent_gradient_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels of its backward pass."""
+    return _with_rows(spec, TANGENT_GRADIENTS)
+
+
+def _with_rows(spec: AttentionSpec, operands: Mapping[str, Operand]) -> tuple[Field, ...]:
     fields = argument_fields(spec)
     varying = sum(each.varies for each in fields)
-    rows = [dataclasses.replace(_operand(each), varies=True) for each in TANGENTS.values()]
-    strides = [Field(name, "i64") for each in TANGENTS.values() for name in each.stride_fields]
+    rows = [dataclasses.replace(_operand(each), varies=True) for each in operands.values()]
+    strides = [Field(name, "i64") for each in operands.values() for name in each.stride_fields]
     return (*fields[:varying], *rows, *fields[varying:], *strides)
 
 

@@ -79,7 +79,7 @@ class Explanation:
 
     ``passes`` is empty where no kernel runs; ``reasons`` then say what does. ``rejected`` are tiles that were passed
     over. ``derivatives`` say what computes tangents, derivatives of gradients, and the samples of ``torch.vmap``;
-    ``jvp``: the kernel of tangents, None where there is none.
+    ``jvp``: the kernel of tangents, ``jvp_backward`` that of its backward pass; None where there is none.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Explanation:
     rejected: tuple[Rejection, ...] = ()
     derivatives: tuple[str, ...] = ()
     jvp: ExplainedPass | None = None
+    jvp_backward: ExplainedPass | None = None
 
     @property
     def forward(self) -> ExplainedPass:
@@ -121,7 +122,8 @@ class Explanation:
         lines += [each.describe() for each in self.passes]
         lines += ["why", *(f"  {reason}" for reason in self.reasons)] if self.reasons else []
         lines += ["derivatives", *(f"  {each}" for each in self.derivatives)] if self.derivatives else []
-        lines += [f"  {line}" for line in self.jvp.describe().splitlines()] if self.jvp is not None else []
+        for each in (self.jvp, self.jvp_backward):
+            lines += [f"  {line}" for line in each.describe().splitlines()] if each is not None else []
         if self.rejected:
             lines.append("passed over")
             lines += [f"  {each.pass_name} {each.Br} × {each.Bc}: {each.reason}" for each in self.rejected]

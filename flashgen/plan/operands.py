@@ -2,9 +2,10 @@
 
 Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``), of
 calls over some of the keys (``PARTS``) and of q, k and v of 8 bits (``F8``); ``TANGENTS``, what forward mode has beside
-them. An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields
-of ``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
-shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
+them, and ``TANGENT_GRADIENTS``, what its backward pass has. An operand says where its row [b, h, n] lies, of what type
+its elements are, and how many make a row. The fields of ``struct Arguments``, the addressing in kernels for GPUs,
+tensor maps, the bytes that a kernel may touch and where a shard begins all follow. Captured tensors have shapes of the
+spec's, and are declared by it.
 """
 
 from __future__ import annotations
@@ -197,6 +198,20 @@ _TANGENTS = (
     ),
 )
 TANGENTS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _TANGENTS})
+# The same of the backward pass of forward mode, to which d_o and d_lse are what arrives at t_o and t_lse.
+_WANTED = "contiguous; null where no tangent's is wanted"
+TANGENT_GRADIENTS: Mapping[str, Operand] = MappingProxyType(
+    {each.name: replace(each, is_written=False, says=each.says.split(";")[0]) for each in _TANGENTS if each.is_written}
+    | {each.name: each for each in _TANGENTS if not each.is_written}
+    | {
+        each.name: each
+        for each in (
+            Operand("d_t_q", QUERIES, Width.QK, is_written=True, says=_WANTED),
+            Operand("d_t_k", KEYS, Width.QK, is_written=True, says=_WANTED),
+            Operand("d_t_v", KEYS, Width.V, is_written=True, says=_WANTED),
+        )
+    }
+)
 _PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED}
 # In ragged batches k and v of a sequence lie behind those of the one before, and so does all else; what is one number a
 # row is by heads, as lse is given out.

@@ -16,8 +16,8 @@ further ones differentiate a reverse step, which is linear in what arrives, by w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -50,6 +50,30 @@ class Forward:
     moving: tuple[int, ...]
 
 
+class Of(Enum):
+    """What an output of a ``TangentGradient`` belongs to: an input, the tangent of an input, or what arrives."""
+
+    INPUT = "input"
+    TANGENT = "tangent"
+    ARRIVING = "arriving"
+
+
+@dataclass(frozen=True)
+class TangentGradient:
+    """Second order as the gradient of a tangent: of Σ arriving · t(output), as inputs move.
+
+    A gradient's own gradient, in directions gg, is one, as Σ gg · gradient = Σ arriving · t(output) by gg; it moves by
+    arriving as t(output). So is the tangent of a gradient, and what arrives may have a tangent there: its own gradient
+    is added. ``moving`` and ``arriving`` say where among the values the tangents of inputs lie, by these, and what
+    arrives by outputs; ``more`` where the tangents of the latter lie. ``outputs``: what each is of, with its number.
+    """
+
+    moving: Mapping[int, int]
+    arriving: Mapping[int, int]
+    outputs: tuple[tuple[Of, int], ...]
+    more: Mapping[int, int] = field(default_factory=dict)
+
+
 # The inputs of a slice; None where a call leaves one out, and numbers that nobody differentiates by.
 Values = Sequence[Any]
 Function = Callable[[Values], tuple[Tensor, ...]]
@@ -77,6 +101,32 @@ class Program:
         match self.steps:
             case (Forward(moving=moving),):
                 return moving
+        return None
+
+    @property
+    def gradient_of_tangent(self) -> TangentGradient | None:
+        """The same program as a gradient of tangents, where its two steps are such; else None."""
+        count = len(self.inputs)
+
+        def of(n: int, behind: Of, names: Sequence[int]) -> tuple[Of, int]:
+            return (Of.INPUT, n) if n < count else (behind, names[n - count])
+
+        def places(names: Sequence[int], first: int) -> dict[int, int]:
+            return {name: first + n for n, name in enumerate(names)}
+
+        match self.steps:
+            case (Reverse(wanted=first, arriving=arriving), Reverse(wanted=wanted, arriving=given)):
+                moving = places([first[n] for n in given], count + len(arriving))
+                outputs = tuple(of(n, Of.ARRIVING, arriving) for n in wanted)
+                return TangentGradient(moving, places(arriving, count), outputs)
+            case (Forward(moving=moves), Reverse(wanted=wanted, arriving=arriving)):
+                outputs = tuple(of(n, Of.TANGENT, moves) for n in wanted)
+                return TangentGradient(places(moves, count), places(arriving, count + len(moves)), outputs)
+            case (Reverse(wanted=first, arriving=arriving), Forward(moving=moves)):
+                at = places(moves, count + len(arriving))
+                moving = {n: place for n, place in at.items() if n < count}
+                more = {arriving[n - count]: place for n, place in at.items() if n >= count}
+                return TangentGradient(moving, places(arriving, count), tuple((Of.INPUT, n) for n in first), more)
         return None
 
     def taken(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

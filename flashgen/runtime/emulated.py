@@ -90,6 +90,7 @@ class EmulatedKernel:
     parts: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
+    jvp_backward: Callable[[], JvpKernel] | None = None
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

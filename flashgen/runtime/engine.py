@@ -22,11 +22,21 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
 from flashgen.reference.programs import Place, Program
+from flashgen.runtime.by_kernels import KernelsOfTangents
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, is_readable
 from flashgen.runtime.conversion import check_scalar
 from flashgen.runtime.forward_mode import ForwardMode, Moved
-from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, Prepared, Values, takes_tangents
-from flashgen.runtime.plain import NoMemoryError, lies_in_memory, with_memory
+from flashgen.runtime.kernel import (
+    JvpKernel,
+    Kernel,
+    KernelProvider,
+    LibraryKernel,
+    Prepared,
+    Values,
+    takes_tangents,
+    takes_tangents_backward,
+)
+from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DENSE, Form, Signature
 
 # Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
@@ -248,7 +258,7 @@ class Engine:
 
     @property
     def derives(self) -> str:
-        """What runs programs, in words."""
+        """What runs programs that no kernel does, in words."""
         if self._pairs is None:
             return "the dense formula by PyTorch's operators, matrices of all pairs"
         pairs = min(self._pairs, tiled.DERIVATIVE_PAIRS)
@@ -257,12 +267,20 @@ class Engine:
     @property
     def moves(self) -> str:
         """What computes tangents, in words."""
-        taken = {device.upper(): takes_tangents(provider) for device, provider in self.kernels.items()}
+        return self._said(takes_tangents, "a kernel of forward mode", "there is no kernel of forward mode for it")
+
+    @property
+    def moves_backward(self) -> str:
+        """What computes gradients of gradients and of tangents, and tangents of gradients, in words."""
+        kernels = "kernels of forward mode and of its backward pass"
+        return self._said(takes_tangents_backward, kernels, "there is no kernel of it")
+
+    def _said(self, takes: Callable[[KernelProvider | None], str], kernels: str, none: str) -> str:
+        taken = {device.upper(): takes(provider) for device, provider in self.kernels.items()}
         said = [f"on {device} {what}" for device, what in taken.items() if what]
         if not said:
-            kernels = "" if self._pairs is None else "; there is no kernel of forward mode for it"
-            return f"{self.derives}{kernels}"
-        return f"a kernel of forward mode, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
+            return self.derives if self._pairs is None else f"{self.derives}; {none}"
+        return f"{kernels}, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
 
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
@@ -283,53 +301,53 @@ class Engine:
             deterministic_algorithms(rest[1]),
             autograd_inside(),
         ):
-            totals = [torch.zeros(shape, dtype=compute, device=tensors[0].device) for shape, _ in likes]
+            totals: list[Tensor] = []
             of_inputs, of_outputs = program.places
             for problem, view in self._viewed(tensors, rest):
                 own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
+                kernels = self._kernels_of_tangents(problem, rest)
+                found = None if kernels is None else kernels.compute(problem, program, own)
+                if found is not None and self.form is DENSE:  # there is one problem
+                    totals = found
+                    break
+                totals = totals or _zeros(likes, compute, tensors[0].device)
                 parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
-                if not self._moved_by_kernel(problem, program, own, parts, rest):
+                if found is None:
                     tiled.derive(problem, program, own, parts)
+                else:
+                    for part, x in zip(parts, found, strict=True):
+                        part.add_(x)
+            totals = totals or _zeros(likes, compute, tensors[0].device)
         return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
-
-    def _moved_by_kernel(
-        self, problem: tiled.Problem, program: Program, values: Sequence[Any], parts: Sequence[Tensor], rest: Rest
-    ) -> bool:
-        """Write the tangents of a problem's results to ``parts``, where a kernel computes what the program is."""
-        kernel = None if program.moved is None else self._forward_kernel(problem)
-        if kernel is None or program.moved is None:
-            return False
-        count = len(program.inputs)
-        by_input = dict(zip(program.moved, with_memory(values[count:]), strict=True))
-        tangents = [by_input.get(n) for n in range(len(problem.inputs))]
-        if not lies_in_memory((*values[:count], *tangents)):
-            return False
-        found = self.forward_mode.run(kernel, problem, tangents, deterministic=rest[1])
-        for part, x in zip(parts, (found.t_o, found.t_lse), strict=False):
-            if x is not None:
-                part.copy_(x)
-        return True
 
     def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
         """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
         if self.form is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
             return None
         for problem, _ in self._viewed(tensors, rest):
-            kernel = self._forward_kernel(problem)
-            if kernel is not None:
+            kernels = self._kernels_of_tangents(problem, rest)
+            if kernels is not None:
                 moves = tangents[: self.signature.inputs]
-                return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
+                return self.forward_mode.run(kernels.forward, problem, moves, deterministic=rest[1], keeps_o=True)
         return None
 
-    def _forward_kernel(self, problem: tiled.Problem) -> JvpKernel | None:
-        """The kernel of forward mode that takes a problem, if there is one."""
+    def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
+        """Those of forward mode that take a problem, if there are any."""
         q = problem.q
         provider = self.kernels.get(q.device.type)
         if provider is None or q.dtype not in ELEMENTS:
             return None
-        kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
-        found = None if kernel is None or kernel.jvp is None else kernel.jvp()
-        return found if found is not None and ELEMENTS[q.dtype] in found.elements else None
+        kernel, element = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0), ELEMENTS[q.dtype]
+
+        def taking(find: Callable[[], JvpKernel] | None) -> JvpKernel | None:
+            found = None if find is None else find()
+            return found if found is not None and element in found.elements else None
+
+        forward = None if kernel is None else taking(kernel.jvp)
+        if kernel is None or forward is None:
+            return None
+        backward = functools.partial(taking, kernel.jvp_backward)
+        return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
         """The dense problems of a call that have pairs, and what each of them sees of a tensor of the call."""
@@ -430,6 +448,11 @@ class Engine:
             dropout=captured.drawn,
             pairs=self._pairs,
         )
+
+
+def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """What results are added to."""
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in likes]
 
 
 def for_derivatives(problem: tiled.Problem) -> tiled.Problem:

@@ -104,6 +104,10 @@ class Kernel(Protocol):
     def jvp(self) -> Callable[[], JvpKernel] | None:
         """What gives the one of forward mode, whose fields are ``tangent_fields``; None: there is none such."""
 
+    @property
+    def jvp_backward(self) -> Callable[[], JvpKernel] | None:
+        """The same of its backward pass, with ``tangent_gradient_fields``."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -116,10 +120,10 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class JvpKernel:
-    """Forward mode of one spec at one head dimension: a pass of its own, as it has other fields.
+    """Forward mode of one spec at one head dimension, or its backward pass: passes of their own, with other fields.
 
     ``prepare`` gives the pass for every call that differs in fields that vary alone; ``elements`` are the codes of the
-    types that it takes, the rest as of a ``Kernel``.
+    types that it takes, ``moves``: a backward pass gives the gradients of tangents, too; the rest as of a ``Kernel``.
     """
 
     layout: ArgumentLayout
@@ -127,6 +131,7 @@ class JvpKernel:
     elements: tuple[int, ...]
     row_alignment: int
     reads: Callable[[Sequence[int], Sequence[int], int], bool]
+    moves: bool = True
 
 
 # The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
@@ -137,6 +142,11 @@ KernelProvider = Callable[[HeadDim, int], Kernel | None]
 def takes_tangents(provider: KernelProvider | None) -> str:
     """What the kernels of forward mode take that those of a provider lead to, as it says itself; empty: none."""
     return str(getattr(provider, "takes_tangents", ""))
+
+
+def takes_tangents_backward(provider: KernelProvider | None) -> str:
+    """The same of their backward pass."""
+    return str(getattr(provider, "takes_tangents_backward", ""))
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,7 @@ class LibraryKernel:
     parts: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
+    jvp_backward: Callable[[], JvpKernel] | None = None
 
     @classmethod
     def load(
@@ -225,10 +236,11 @@ class LibraryKernel:
         return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
 
 
-def load_jvp(path: Path, symbol: str, fields: Sequence[Field]) -> JvpKernel:
-    """Load the functions ``symbol_jvp`` and ``symbol_jvp_workspace``. Raises as ``LibraryKernel.load`` does."""
+def load_jvp(path: Path, symbol: str, fields: Sequence[Field], name: str = "jvp") -> JvpKernel:
+    """Load the functions ``symbol_name`` and ``symbol_name_workspace``. Raises as ``LibraryKernel.load`` does."""
     function = functools.partial(_function, load_library(path), path, symbol)
-    layout, run, workspace = ArgumentLayout(fields), function("jvp", None), function("jvp_workspace", ctypes.c_int64)
+    layout, run = ArgumentLayout(fields), function(name, None)
+    workspace = function(f"{name}_workspace", ctypes.c_int64)
 
     def prepare(values: Values) -> Prepared:
         return _prepared(layout, run, workspace, values)

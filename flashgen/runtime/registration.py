@@ -71,7 +71,7 @@ class Registered:
         """What computes tangents, derivatives of gradients, and the samples of ``torch.vmap``, in words."""
         return (
             f"tangents: {self.engine.moves}",
-            f"derivatives of gradients and of tangents: {self.engine.derives}",
+            f"derivatives of gradients and of tangents: {self.engine.moves_backward}",
             f"torch.vmap: {self.batch.describe()}",
         )
 

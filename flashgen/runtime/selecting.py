@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flashgen.analysis.selection import lowered
 from flashgen.ir.spec import AttentionSpec
-from flashgen.reference.programs import Program
+from flashgen.reference.programs import Forward, Program, Reverse
 from flashgen.runtime.cached import Cache, CachedChecker
 from flashgen.runtime.call import Rest, check_captured_type, check_shapes
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
@@ -101,18 +102,34 @@ class SelectingEngine(Engine):
         """What computes tangents, in words."""
         return self.inner.moves
 
+    @property
+    def moves_backward(self) -> str:
+        """What computes gradients of gradients, in words."""
+        return self.inner.moves_backward
+
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
         return self._formula.likes(program, values)
 
     def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
-        """The outputs of a program: tangents by the lowered spec's engine, all else by the reference."""
-        if program.moved is None:
+        """The outputs of a program: what kernels may compute by the lowered spec, all else by the reference."""
+        if program.moved is None and program.gradient_of_tangent is None:
             return self._formula.derive(program, values, rest)
         count = len(program.inputs)
         inner, own = self.resolved(tuple(values[:count]), rest)
-        moved = inner.program.forward([self._place(n) for n in program.moved])
-        return inner.derive(moved, (*own, *values[count:]), rest)
+        more = len(inner.program.inputs) - count
+
+        def place(n: int) -> int:
+            return self._place(n) if n < count else n + more
+
+        steps: list[Reverse | Forward] = []
+        for step in program.steps:
+            if isinstance(step, Reverse):
+                # The first step's gradients are numbered as they come, whatever they are of.
+                steps.append(replace(step, wanted=tuple(map(place, step.wanted))))
+            else:
+                steps.append(Forward(tuple(map(place, step.moving))))
+        return inner.derive(replace(inner.program, steps=tuple(steps)), (*own, *values[count:]), rest)
 
     def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
         """The same of the lowered spec's engine."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.plan.explanation import ExplainedPass
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
 from flashgen.runtime.emulated import recording
@@ -63,13 +64,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """The results at one head dimension, element type and shape, and on the emulator bytes moved, by pass."""
+    """The results at one head dimension, element type and shape, and on the emulator bytes moved, by pass.
+
+    ``derived_by``: what ran for tangents, and for gradients of gradients, of the second order.
+    """
 
     head_dim: HeadDim
     dtype: ElementType
     shape: Shape
     rows: tuple[Row, ...]
     hbm_bytes: Mapping[str, HbmBytes] = field(default_factory=dict)
+    derived_by: tuple[str, str] | None = None
 
     @property
     def ok(self) -> bool:
@@ -125,9 +130,22 @@ def verify_case(
     inputs = [each.to(device) for each in (first, *more)]
     with recording() as counted:
         rows = compare(op, inputs)
+    derived_by = None
     if order > 1:
         rows += compare(op, inputs, second_results)
-    return Case(head_dim, dtype, shape, rows, hbm_bytes(op, head_dim, first, counted))
+        derived_by = _derived_by(op, inputs[0])
+    return Case(head_dim, dtype, shape, rows, hbm_bytes(op, head_dim, first, counted), derived_by)
+
+
+def _derived_by(op: AttentionOp, inputs: Inputs) -> tuple[str, str]:
+    """The kernels of the second order of a call, or what takes their place."""
+    told = op.explain(inputs.q, inputs.k, inputs.v, seed=DROPOUT_SEED, **inputs.named)
+    other = "the formula by PyTorch's operators"
+
+    def named(each: ExplainedPass | None) -> str:
+        return other if each is None else ", ".join(kernel.name for kernel in each.kernels)
+
+    return named(told.jvp), named(told.jvp_backward)
 
 
 def compare(op: AttentionOp, inputs: Sequence[Inputs], results: _Results | None = None) -> tuple[Row, ...]:

@@ -37,6 +37,8 @@ SPECS = {
 }  # fmt: skip
 
 
+REST = ((0, 0, 0, 0, None, None, None, None), False)
+
 # Kinds that others stand for where time is short.
 OTHERS = ("plain", "norms", "layout", "documents", "name")
 
@@ -109,8 +111,7 @@ def problem(attend: AttentionOp, shape: tuple[int, ...] = (2, 4, 2, 70, 90), dty
 
 def tiled_problem(attend: AttentionOp, *tensors: Tensor) -> tiled.Problem:
     """A call as what a kernel of forward mode takes."""
-    rest = ((0, 0, 0, 0, None, None, None, None), False)
-    ((found, _),) = attend._registered.engine._viewed(tensors, rest)
+    ((found, _),) = attend._registered.engine._viewed(tensors, REST)
     return found
 
 
@@ -154,7 +155,7 @@ def test_what_gpus_leave_to_the_tiled_path() -> None:
     for text, dtype in ((SPECS["plain"], torch.float16), ("attention wide { head_dim 192 }", torch.float32)):
         attend = op(text, "emulator")
         q, k, v = (random(1, 1, 5, attend.spec.head_dims[0].qk, seed=n, dtype=dtype) for n in range(3))
-        assert attend._registered.engine._forward_kernel(tiled_problem(attend, q, k, v)) is None
+        assert attend._registered.engine._kernels_of_tangents(tiled_problem(attend, q, k, v), REST) is None
         assert attend.explain(q, k, v).jvp is None
     narrow = op(SPECS["sink"], "emulator")
     assert "on CPU bf16 and f32, head dimensions up to 128; else the tiled path" in narrow.plan.derivatives[0]
@@ -256,14 +257,14 @@ def test_o_and_lse_come_with_their_tangents() -> None:
     engine = attend._registered.engine
     values = tuple(inputs[name] for name in ("q", "k", "v", "m"))
     own = tiled_problem(attend, *values)
-    kernel = engine._forward_kernel(own)
-    assert kernel is not None
+    kernels = engine._kernels_of_tangents(own, REST)
+    assert kernels is not None
     threads = torch.get_num_threads()
     results = []
     for count in (1, 2):
         torch.set_num_threads(count)
         moves = [tangents[name] for name in ("q", "k", "v", "m")]
-        results.append(engine.forward_mode.run(kernel, own, moves, keeps_o=True))
+        results.append(engine.forward_mode.run(kernels.forward, own, moves, keeps_o=True))
     torch.set_num_threads(threads)
     first, second = results
     o, lse = attend(inputs["q"], inputs["k"], inputs["v"], m=inputs["m"], return_lse=True)

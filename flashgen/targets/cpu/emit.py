@@ -24,6 +24,7 @@ from flashgen.emit.context import (
     formula,
     labels,
     masks_of,
+    moved_inputs,
     observed_load,
     template_hooks,
     template_values,
@@ -40,6 +41,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import (
+    Field,
     argument_fields,
     dimension_field,
     gradient_field,
@@ -47,6 +49,7 @@ from flashgen.plan.arguments import (
     mask_sizes,
     param_field,
     tangent_fields,
+    tangent_gradient_fields,
 )
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.recipes import keeps_lists
@@ -84,7 +87,7 @@ class _Gradient:
     sum: str  # the member of Scratch that holds partial sums
     total: str  # the variable that holds a sum of short sums
     pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
-    sink_code: str | None  # ∂sink/∂read
+    sink_code: str | None  # one row's contribution through the sink
     offset: str  # of the element, as arguments of fg::add or fg::add_rows
     comment: str
 
@@ -108,6 +111,9 @@ class _Context:
     name: str
     symbol: str
     first_pass: str  # what functions of the forward pass are called, which forward mode is one of
+    last_pass: str  # the same of the backward pass
+    has_forward: bool
+    has_backward: bool
     version: str
     digest: str
     spec_lines: tuple[str, ...]
@@ -143,7 +149,9 @@ class _Context:
     sqdist: bool
     dropout: bool
     sink: str | None
-    tangent: bool  # forward mode: what tangents change, beside o and lse
+    tangent: bool  # forward mode: what tangents change, beside o and lse; or its backward pass
+    by_tangent: str  # as ``by_score``, of what comes through the score's tangent
+    by_weight_tangent: str  # of what comes through the weight's
     weight_tangent: bool  # captured values change weights beside what scores change
     sink_tangent: str | None
     gradients: tuple[_Gradient, ...]
@@ -157,13 +165,13 @@ class _Context:
 def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults.
 
-    Forward and backward, or of a variant with a tangent forward mode.
+    Forward and backward, or of a variant with a tangent forward mode, or its backward pass.
     """
     variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{'_parts' if variant.parts else ''}"
     context = _context(variant, plan, symbol)
-    suffix = "" if variant.tangent is None else "_jvp"
+    suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
     return KernelSource(
         file_name=f"{symbol}{suffix}_cpu.cpp",
@@ -182,6 +190,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
     diagonals = bool(diagonal_values(variant))
     pair = "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
+    moved = moved_inputs(variant, "fg::VecF", pair_inputs)
     inputs: dict[str, str] = {}
     linear = linear_factor(variant)
 
@@ -207,7 +216,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
     sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
     chained = by_score(variant)
     gradients = tuple(
-        _gradient(gradient, label, placement, hook, pair, chained)
+        _gradient(gradient, label, placement, hook, _Pair(variant, pair, moved))
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
@@ -226,9 +235,10 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         parts=variant.parts,
         written="F32" if variant.parts else "a.element",
         first_pass="forward" if variant.tangent is None else "jvp",
-        arguments=tuple(
-            declaration(field) for field in (argument_fields if variant.tangent is None else tangent_fields)(spec)
-        ),
+        last_pass="backward" if variant.tangent is None else "jvp_backward",
+        has_forward=not variant.backward_only,
+        has_backward=not variant.forward_only,
+        arguments=tuple(declaration(field) for field in _fields(variant)),
         hooks=template_hooks(placement.hooks()),
         hooks_by_key=template_hooks(by_key.hooks()),
         function_inputs=inputs,
@@ -258,6 +268,8 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         dropout=spec.dropout is not None,
         sink=sink_code,
         tangent=variant.tangent is not None,
+        by_tangent=by_score(variant, "d_t_score"),
+        by_weight_tangent=by_score(variant, "d_t_weight"),
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
         sink_tangent=sink_tangent,
         gradients=gradients,
@@ -286,22 +298,48 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _gradient(
-    gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str, chained: str
-) -> _Gradient:
+def _fields(variant: Variant) -> tuple[Field, ...]:
+    """Of the struct of arguments."""
+    if variant.tangent is None:
+        return argument_fields(variant.spec)
+    return tangent_gradient_fields(variant.spec) if variant.backward_only else tangent_fields(variant.spec)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """What functions of a pair take: ``code`` first, and of a score's tangent what ``moved`` declares behind it."""
+
+    variant: Variant
+    code: str
+    moved: str
+
+
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: _Pair) -> _Gradient:
+    read = gradient.read
     parts = []
     if gradient.from_score is not None:
         name = f"score_by_{label}"
-        hook(name, gradient.from_score, comment=f"∂score/∂{text(gradient.read)}")
-        parts.append(chained % f"{name}(INPUTS)")
+        hook(name, gradient.from_score, comment=f"∂score/∂{text(read)}")
+        parts.append(by_score(pair.variant) % f"{name}(INPUTS)")
+    if gradient.from_score_tangent is not None:
+        name = f"score_tangent_by_{label}"
+        hook(name, gradient.from_score_tangent, pair.moved, f"∂tS/∂{text(read)}")
+        parts.append(by_score(pair.variant, "d_t_score") % f"{name}(MOVED)")
     if gradient.from_weight is not None:
         name = f"weight_by_{label}"
-        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(gradient.read)}")
-        parts.append(f"d_weight * {name}({pair}, safe)")
-    sink_code = None
-    if gradient.from_sink is not None:
-        sink_code = placement.value(f"sink_by_{label}", gradient.from_sink, Level.ROW)
-    read = gradient.read
+        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(read)}")
+        parts.append(f"d_weight * {name}({pair.code}, safe)")
+    if gradient.from_weight_tangent is not None:
+        name = f"weight_tangent_by_{label}"
+        hook(name, gradient.from_weight_tangent, ", fg::VecF s, fg::VecF t_s", f"∂(t weight)/∂{text(read)}")
+        parts.append(by_score(pair.variant, "d_t_weight") % f"{name}({pair.code}, safe, t_e)")
+    sinks = []
+    for arriving, name, part in (
+        ("d_sink", f"sink_by_{label}", gradient.from_sink),
+        ("d_t_sink", f"sink_tangent_by_{label}", gradient.from_sink_tangent),
+    ):
+        if part is not None:
+            sinks.append(f"{arriving} * ({placement.value(name, part, Level.ROW)})")
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
     return _Gradient(
         level=gradient.level.value,
@@ -310,7 +348,7 @@ def _gradient(
         sum=f"sum_by_{label}",
         total=f"total_by_{label}",
         pair_code=" + ".join(parts) or None,
-        sink_code=sink_code,
+        sink_code=" + ".join(sinks) or None,
         offset=offset,
         comment=f"∂L/∂{text(gradient.read)}",
     )

@@ -47,9 +47,9 @@ def explain_cpu(
 
 
 def explain_jvp(device: Cpu, asked: Asked, plan: CpuJvpPlan, symbol: str) -> ExplainedPass:
-    """The kernel of forward mode, were the call's tangents asked for."""
+    """The kernel of forward mode, were the call's tangents asked for, or that of its backward pass."""
     products, tile = plan.of_call(device, asked.element, asked.shape)
-    return _told("jvp", products, tile, device, symbol, asked.call.threads)
+    return _told(plan.name, products, tile, device, symbol, asked.call.threads)
 
 
 def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, threads: int) -> ExplainedPass:

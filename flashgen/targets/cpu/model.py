@@ -39,12 +39,19 @@ def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, l
             sizes = _forward(variant, Br, Bc, lanes)
         case Products.VECTORS, "jvp":
             sizes = _jvp(variant, Br, Bc, lanes)
+        case Products.VECTORS, "jvp_backward":
+            sizes = _of_tangents(_backward(variant, Br, Bc, lanes), Br)
         case Products.VECTORS, _:
             sizes = _backward(variant, Br, Bc, lanes)
         case _, "forward":
             sizes = _matrix_forward(variant, products.parts, Br, Bc, lanes)
         case _, "jvp":
             sizes = _matrix_jvp(variant, products.parts, Br, Bc, lanes)
+        case _, "jvp_backward":
+            rows = _matrix_padded(variant, Br, Bc)[2]
+            sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
+            # Kᵀ is multiplied of either, and of the weights one left operand more.
+            sizes = _of_tangents(sizes, rows)
         case _:
             sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
     return {name: size for name, size in sizes.items() if size}
@@ -79,6 +86,12 @@ def _jvp(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
 def _with_tangents(sizes: dict[str, int], of_rows: int) -> dict[str, int]:
     own = {"row state": of_rows, "diagonals": 0}
     return sizes | {f"{name}, tangents": own.get(name, size) for name, size in sizes.items()}
+
+
+def _of_tangents(sizes: dict[str, int], rows: int) -> dict[str, int]:
+    """The buffers of the backward pass, each with its tangent but dO, and t(lse) and epsilon of each row."""
+    sizes = _with_tangents(sizes, FLOAT * 2 * rows)
+    return sizes | {"dO, tangents": 0, "captured gradients, tangents": 0}
 
 
 def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:

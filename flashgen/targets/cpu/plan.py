@@ -32,13 +32,15 @@ def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPla
 
 
 def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
-    """The plan of forward mode, whose kernel is a library of its own."""
-    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, "jvp") for each in Products])
+    """The plan of forward mode, or of a variant with slopes of its backward pass: a library of its own."""
+    name = "jvp_backward" if variant.backward_only else "jvp"
+    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, name) for each in Products])
     return CpuJvpPlan(
         spec_name=variant.spec.name,
         head_dim=str(variant.head_dim),
         device=device.name,
         sram_bytes=device.sram_bytes,
+        name=name,
         jvp=tiles[0],
         matrix_jvp=tiles[1],
         split_jvp=tiles[2],

@@ -101,9 +101,13 @@ class CpuPlan(Plan):
 
 @dataclass(frozen=True, repr=False)
 class CpuJvpPlan(Plan):
-    """The same of forward mode, whose kernel is a library of its own; the macros are those of the forward pass."""
+    """The same of forward mode, or of its backward pass: ``name`` is "jvp" or "jvp_backward".
+
+    Either is a library of its own; its macros are those of the forward pass, or of the backward pass.
+    """
 
     device: str
+    name: str
     jvp: Tiles
     matrix_jvp: Tiles
     split_jvp: Tiles
@@ -111,7 +115,7 @@ class CpuJvpPlan(Plan):
     @property
     def passes(self) -> Mapping[str, Tiles]:
         """The tiles by how they multiply."""
-        return {each.of_pass("jvp"): tile for each, tile in self.by_products.items()}
+        return {each.of_pass(self.name): tile for each, tile in self.by_products.items()}
 
     @property
     def by_products(self) -> Mapping[Products, Tiles]:
@@ -128,9 +132,10 @@ class CpuJvpPlan(Plan):
         return (ElementType.F32,)
 
     def of_element(self, element: ElementType) -> Mapping[str, Tiles]:  # noqa: ARG002 - inside all is float32
-        return {"jvp": self.jvp}
+        return {self.name: self.jvp}
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
         """The macros that carry the decisions into the generated source."""
-        return _macros({(each, ""): tile for each, tile in self.by_products.items()})
+        prefix = "BACKWARD_" if self.name == "jvp_backward" else ""
+        return _macros({(each, prefix): tile for each, tile in self.by_products.items()})

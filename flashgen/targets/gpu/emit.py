@@ -65,7 +65,7 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
     context = _context(variant, plan, symbol)
     rendered = environment().get_template("cuda/kernel.cu.jinja").render(template_values(context))
     return KernelSource(
-        file_name=f"{symbol}_{plan.target}.cu",
+        file_name=f"{symbol}{'_backward' if variant.backward_only else ''}_{plan.target}.cu",
         target=plan.target,
         symbol=symbol,
         head_dim=variant.head_dim,

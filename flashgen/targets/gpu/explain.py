@@ -20,6 +20,7 @@ from flashgen.runtime.nvrtc import Resources
 from flashgen.targets.explained import placed, with_prediction
 from flashgen.targets.gpu.bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.launches import backward_launches
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
 
@@ -81,6 +82,21 @@ def explain_jvp(symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | Non
     dropped = "_dropout" if asked.values["dropout_threshold"] else ""
     kernel = ExplainedKernel(f"{symbol}_forward_{asked.element}{dropped}", 32 * tile.warps, blocks, tile.sram_bytes)
     return replace(_gpu_pass("jvp", tile, GpuPass(plan, (), {})), kernels=(kernel,))
+
+
+def explain_jvp_backward(variant: Variant, symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | None:
+    """The same of its backward pass, of one that need not repeat."""
+    tiles = plan.by_element.get(asked.element)
+    if tiles is None:
+        return None
+    dropped = bool(asked.values["dropout_threshold"])
+    launches = backward_launches(symbol, variant, plan, asked.element, dropped=dropped, deterministic=False)
+    known = {name: int(value) for name, value in asked.values.items()}
+    kernels = tuple(
+        ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
+        for each in launches.launches
+    )
+    return replace(_gpu_pass("jvp_backward", tiles.backward, GpuPass(plan, (), {})), kernels=kernels)
 
 
 def explain_cache(

@@ -14,7 +14,7 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
-from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENTS, Operand
+from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENT_GRADIENTS, TANGENTS, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import mergers, padded, panel_width
@@ -49,6 +49,8 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
         return PARTS
     if variant.f8:
         return F8
+    if variant.backward_only:  # t_o and t_lse are read there, as o and lse are
+        return {**OPERANDS, **TANGENT_GRADIENTS}
     if variant.tangent is not None:
         return {**OPERANDS, **TANGENTS}
     return RAGGED if variant.ragged else OPERANDS
@@ -118,8 +120,10 @@ def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
 
 
 def _delta(variant: Variant) -> tuple[Buffer, ...]:
-    has_some = recipe_of(variant).row_state
-    return (Buffer("delta", Count((*_heads(variant), Factor("q_len")), 4)),) if has_some else ()
+    """What rows carry beside lse; in the backward pass of forward mode two numbers."""
+    names = ("delta", "epsilon") if variant.backward_only else ("delta",)
+    rows = Count((*_heads(variant), Factor("q_len")), 4)
+    return tuple(Buffer(name, rows) for name in names) if recipe_of(variant).row_state else ()
 
 
 def forward_launches(

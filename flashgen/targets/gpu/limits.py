@@ -25,6 +25,11 @@ def has_jvp(variant: Variant) -> bool:
     return is_narrow and any(each in dtypes for each in ELEMENTS_OF_JVP)
 
 
+def has_jvp_backward(variant: Variant) -> bool:
+    """Whether there are kernels of its backward pass: those have no sums over the norms of rows."""
+    return has_jvp(variant) and not variant.uses_sqdist
+
+
 def limits(variant: Variant) -> tuple[Diagnostic, ...]:
     """Everything of a spec that is refused."""
     return _head_dim(variant) or _schedule(variant)

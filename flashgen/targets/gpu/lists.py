@@ -21,6 +21,7 @@ from flashgen.plan.arguments import (
     param_place_field,
     ragged_fields,
     tangent_fields,
+    tangent_gradient_fields,
 )
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
@@ -44,7 +45,7 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
     if variant.cached:
         return cached_fields(variant.spec)
     if variant.tangent is not None:
-        return tangent_fields(variant.spec)
+        return (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec)
     fields = f8_fields(variant.spec) if variant.f8 else argument_fields(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields

@@ -224,6 +224,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
             "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
         )
     signals = copies * (3 if has_producers else 2) * more * SIGNAL
+    tangents = variant.backward_only
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
         Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
@@ -232,6 +233,10 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("O", "dO", more * tile_bytes(Br, Dv, element), "more_stages * OTile::bytes"),
         Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
         Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
+        Part("T_K", "tangents of K", tangents * tile_bytes(Bc, D, element), "KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * tile_bytes(Bc, Dv, element), "VTile::bytes"),
+        Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
+        Part("T_DS", "tangents of dS", tangents * with_dq * tile_bytes(Bc, Br, element), "atomic * PTile::bytes"),
         dq,
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
@@ -254,6 +259,8 @@ def row_words(variant: Variant) -> Words:
     names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
     names += [("top", "what scores are counted from")] if _carries_tops(variant) else []
     names += [("qq", "|q|²")] if variant.uses_sqdist else []
+    if variant.backward_only:
+        names += [("moved", "t(lse)"), ("epsilon", "rowsum(d(tO) ∘ tO)")]
     names += [(f"seen{number or ''}", "what the mask reads") for number in range(len(seen))]
     return Words(tuple(names))
 
@@ -272,8 +279,12 @@ def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Lay
     """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
     Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    tangents = variant.backward_only
     parts = (
         Part("Q", "Q", tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("O", "dO", tile_bytes(Br, Dv, element), "OTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),

@@ -105,7 +105,8 @@ def _plan_element(
     """The tiles of one element type; None, with a reason, where a pass has none that fits."""
 
     def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
-        if variant.forward_only and found and not isinstance(found[-1].row, ForwardChoice):
+        is_forward = bool(found) and isinstance(found[-1].row, ForwardChoice)
+        if found and (variant.backward_only if is_forward else variant.forward_only):
             return found[-1].row  # there are no such kernels: any will do
         for candidate in found:
             choice = candidate.row

@@ -100,7 +100,7 @@ def recipe_of(variant: Variant) -> Recipe:
     computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
     # A tile of a cache is visited once: to look at what its mask reads would take as long as to look at the pairs.
     rows, columns = ((), ()) if variant.cached else observed_loads(variant.keep)
-    of_pairs = [each for each in computed.gradients if each.from_score is not None or each.from_weight is not None]
+    of_pairs = [each for each in computed.gradients if each.of_pairs]
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
     cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
@@ -120,7 +120,7 @@ def recipe_of(variant: Variant) -> Recipe:
         row_state=variant.has_row_state,
         key_gradients=keys,
         query_gradients=queries,
-        sink_gradients=tuple(each for each in computed.gradients if each.from_sink is not None),
+        sink_gradients=tuple(each for each in computed.gradients if each.is_of_sink),
         captured=tuple(dict.fromkeys(gradient_field(each.name) for each in variant.gradients)),
         weights_first=weights_first,
         folded=folded,
@@ -147,6 +147,8 @@ def _lag(variant: Variant) -> Rule:
 
 def _is_linear(computed: Variant) -> bool:
     """What follows the weights is linear in them."""
+    if computed.tangent is not None:
+        return False
     return computed.weights.form.exponential and computed.spec.dropout is None and not computed.uses_sqdist
 
 

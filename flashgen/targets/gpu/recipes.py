@@ -100,6 +100,9 @@ def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
 
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
     """The table's; masks that take registers go where a warp has half of a head dimension."""
+    if variant.tangent is not None:
+        table = tables.SINGLE_JVP_BACKWARD if element is ElementType.F32 else tables.HALF_JVP_BACKWARD
+        return Considered(rows_for(variant, table), (rules.WARPS,))
     rows = rows_for(variant, tables.SINGLE_BACKWARD if element is ElementType.F32 else tables.HALF_BACKWARD)
     widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
     rows = [row for row in rows if all(width % (16 * row.split) == 0 for width in widths)]  # parts of one length
@@ -112,6 +115,9 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:  # noqa: ARG001 - as the others
     """The table's."""
     single = element is ElementType.F32
+    if variant.tangent is not None:
+        table = tables.SINGLE_JVP_QUERIES if single else tables.HALF_JVP_QUERIES
+        return Considered(rows_for(variant, table), (rules.WARPS,))
     return Considered(rows_for(variant, tables.SINGLE_QUERIES if single else tables.HALF_QUERIES), (rules.WARPS,))
 
 

@@ -140,6 +140,26 @@ SINGLE_JVP: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
     (WIDEST_JVP, (F(64, 32, 4), F(32, 16, 2), F(16, 16, 1))),
 )
+# Its backward pass has the scores four times, and keeps K, V and their tangents: few query rows at a time.
+HALF_JVP_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (B(32, 128, 8, 2), B(32, 128, 8), B(32, 64, 4), B(16, 64, 4), B(32, 32, 2), B(16, 16, 1))),
+    (
+        WIDEST_JVP,
+        (B(32, 128, 8, 2), B(32, 128, 8), B(16, 128, 8), B(32, 64, 4), B(16, 64, 4), B(16, 32, 2), B(16, 16, 1)),
+    ),
+)
+SINGLE_JVP_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
+    (64, (B(16, 64, 4), B(16, 32, 2), B(16, 16, 1))),
+    (WIDEST_JVP, (B(16, 32, 2), B(16, 16, 1))),
+)
+HALF_JVP_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (64, (Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
+    (WIDEST_JVP, (Q(128, 32, 8), Q(64, 32, 4), Q(64, 16, 4), Q(32, 16, 2), Q(16, 16, 1))),
+)
+SINGLE_JVP_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
+    (64, (Q(64, 16, 4), Q(32, 16, 2), Q(16, 16, 1))),
+    (WIDEST_JVP, (Q(32, 16, 2), Q(16, 16, 1))),
+)
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
     (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),

@@ -31,6 +31,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "row_bounds": ("row_bounds_of", "int2"),
     "column_bounds": ("column_bounds_of", "int2"),
     "delta": ("delta_of", "float"),
+    "epsilon": ("epsilon_of", "float"),
     "dq": ("dq_sums", "float"),
     "largest": ("largest_of", "uint32_t"),
     DIAGONALS: ("diagonals_of", "float"),

@@ -35,6 +35,8 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     others = WARPS.forward(variant, element, on)
     if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
+    if variant.backward_only:
+        return others
     if variant.tangent is not None:
         return others.after(rows_for(variant, tables.HOPPER_JVP), (rules.WARPGROUPS,))
     table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
@@ -53,7 +55,8 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
     """The same for dK and dV."""
     others = WARPS.backward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist or variant.forward_only:
+    is_of_warps = variant.forward_only or variant.backward_only
+    if element is ElementType.F32 or variant.uses_sqdist or is_of_warps:
         return others
     table, why = tables.HOPPER_SHORT_BACKWARD, (rules.SHORT_ROWS,)
     if has_long_rows(variant):
@@ -68,7 +71,7 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
     """The same for dQ."""
     others = WARPS.queries(variant, element, on)
-    if element is ElementType.F32 or variant.forward_only:
+    if element is ElementType.F32 or variant.forward_only or variant.backward_only:
         return others
     table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
     if has_small_blocks(variant):

@@ -1,4 +1,4 @@
-// Layer 3 of the CUDA primitives, of forward mode: two products of one right operand, whose fragments are read once.
+// Layer 3 of the CUDA primitives, of forward mode: products that have operands in common, whose fragments are read once.
 #pragma once
 #include "fragments.cuh"
 
@@ -24,6 +24,35 @@ FG_DEVICE void product_of_both(Accumulators<m_tiles, n_tiles>& d, Accumulators<m
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
         for (int i = 0; i < 2; ++i) multiply(d.at[m][n + i], left[m], right[i]), multiply(e.at[m][n + i], other[m], right[i]);
+    }
+  }
+}
+
+// D += A Bᵀ and E += C Bᵀ + A Fᵀ: a product, and what it changes by as both of its operands do.
+template <int m_tiles, int n_tiles, class TileA, class TileB>
+FG_DEVICE void product_and_tangent(Accumulators<m_tiles, n_tiles>& d, Accumulators<m_tiles, n_tiles>& e, TileA a, TileA c, int row, TileB b, TileB f) {
+  using T = typename TileA::element;
+  static_assert(TileA::columns == TileB::columns && n_tiles % 2 == 0, "operands come in pairs, of one inner dimension");
+  const int lane = again(lane_index());
+#pragma unroll Element<T>::unroll
+  for (int inner = 0; inner < TileA::columns; inner += Element<T>::depth) {
+    Left<T> left[m_tiles], other[m_tiles];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+      left[m] = load_left(a, row + 16 * m, inner, lane), other[m] = load_left(c, row + 16 * m, inner, lane);
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) {
+      Right<T> right[2], moved[2];
+      load_right(right, b, 8 * n, inner, lane);
+      load_right(moved, f, 8 * n, inner, lane);
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          multiply(d.at[m][n + i], left[m], right[i]);
+          multiply(e.at[m][n + i], other[m], right[i]);
+          multiply(e.at[m][n + i], left[m], moved[i]);
+        }
     }
   }
 }

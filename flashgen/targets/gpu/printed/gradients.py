@@ -12,7 +12,7 @@ from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
-from flashgen.emit.context import by_score, labels
+from flashgen.emit.context import by_score, labels, moved_inputs
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
@@ -34,7 +34,7 @@ class Gradient:
     sum: str  # the member of a block that holds a sum
     sum_index: str  # which of a lane's sums a pair belongs to
     pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
-    sink_name: str | None  # the function ∂sink/∂read
+    sink_code: str | None  # one row's contribution through the sink
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
@@ -62,7 +62,7 @@ class GradientCode:
 def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientCode:
     """The captured gradients of a variant; places their derivatives."""
     found = {
-        gradient.read: _gradient(gradient, label, recipe, places, by_score(variant))
+        gradient.read: _gradient(gradient, label, recipe, places, variant)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     }
     return GradientCode(
@@ -74,19 +74,30 @@ def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientC
     )
 
 
-def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places, chained: str) -> Gradient:
+def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places, variant: Variant) -> Gradient:
     read, target, placement = gradient.read, gradient_field(gradient.name), places.placement
-    parts = []
+    parts, sinks = [], []
     if gradient.from_score is not None:
         places.hook(f"score_by_{label}", gradient.from_score, comment=f"∂score/∂{text(read)}")
-        parts.append(chained % f"score_by_{label}(INPUTS)")
+        parts.append(by_score(variant) % f"score_by_{label}(INPUTS)")
+    if gradient.from_score_tangent is not None:
+        name, moved = f"score_tangent_by_{label}", moved_inputs(variant, "float", places.pair_inputs)
+        places.hook(name, gradient.from_score_tangent, moved, f"∂tS/∂{text(read)}")
+        parts.append(by_score(variant, "d_t_score") % f"{name}(MOVED)")
     if gradient.from_weight is not None:
         places.hook(f"weight_by_{label}", gradient.from_weight, ", float s", f"∂weight/∂{text(read)}")
         parts.append(f"d_weight * weight_by_{label}(a, u, x, r, c, safe)")
-    sink_name = None
-    if gradient.from_sink is not None:
-        sink_name = f"sink_by_{label}"
-        places.row_function(sink_name, gradient.from_sink, f"∂sink/∂{text(read)}")
+    if gradient.from_weight_tangent is not None:
+        name = f"weight_tangent_by_{label}"
+        places.hook(name, gradient.from_weight_tangent, ", float s, float t_s", f"∂(t weight)/∂{text(read)}")
+        parts.append(by_score(variant, "d_t_weight") % f"{name}(a, u, x, r, c, safe, t_e)")
+    for arriving, name, part in (
+        ("d_sink", "sink", gradient.from_sink),
+        ("d_t_sink", "sink_tangent", gradient.from_sink_tangent),
+    ):
+        if part is not None:
+            places.row_function(f"{name}_by_{label}", part, f"∂{name}/∂{text(read)}")
+            sinks.append(f"{arriving} * {name}_by_{label}(a, u, x, r)")
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
     on_diagonal, strides = by_distance(read), _strides_of_pairs(read)
     return Gradient(
@@ -98,7 +109,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         sum=f"sum_by_{label}",
         sum_index={Level.COLUMN: "[k]", Level.ROW: "[n]"}.get(gradient.level, ""),
         pair_code=" + ".join(parts) or None,
-        sink_name=sink_name,
+        sink_code=" + ".join(sinks) or None,
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
         factor=None if on_diagonal is None and strides is None else _constant(gradient),

@@ -50,6 +50,8 @@ class SourceCode:
     parts: tuple[str, ...]
     primitives: tuple[str, ...]
     warpgroups: bool
+    has_forward: bool
+    has_backward: bool
 
 
 def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) -> SourceCode:
@@ -83,4 +85,6 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             tangent=variant.tangent is not None,
         ),
         warpgroups=warpgroups is not None,
+        has_forward=not variant.backward_only,
+        has_backward=not variant.forward_only,
     )

@@ -15,7 +15,7 @@ from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formul
 from flashgen.emit.distance import split_score
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal
-from flashgen.ir.expr import Expr, Literal
+from flashgen.ir.expr import Expr, Literal, literal
 from flashgen.ir.text import text
 from flashgen.targets.gpu.recipe import Recipe
 
@@ -56,9 +56,10 @@ class SpecCode:
     ``linear``: scores are the dot product but for a constant factor, with which kernels go on. ``score_factor``: of
     exponential weights, what makes the score, or the dot product, an exponent in base 2; ``natural_factor`` the same
     for base e; ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in
-    units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives.
-    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse;
-    ``weight_tangent``: captured values change weights beside what scores change.
+    units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives;
+    ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's.
+    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse,
+    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change.
     """
 
     formula: str
@@ -82,6 +83,8 @@ class SpecCode:
     lag_code: str
     dot_factor: str | None
     by_score: str
+    by_tangent: str
+    by_weight_tangent: str
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,10 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         natural_factor="exponent_unit * fg::LN_2" if by_units else c_literal(linear or 1.0),
         exponent_of_dot=c_literal(factor),
         lag_code=c_literal(recipe.lag / factor),
-        dot_factor=_constant(variant.score_by_dot),
+        dot_factor=_dot_factor(variant),
         by_score=by_score(variant),
+        by_tangent=by_score(variant, "d_t_score"),
+        by_weight_tangent=by_score(variant, "d_t_weight"),
     )
 
 
@@ -153,5 +158,9 @@ def has_dropout(variant: Variant) -> bool:
     return variant.spec.dropout is not None and not variant.cached
 
 
-def _constant(expr: Expr) -> str | None:
-    return c_literal(expr.value) if isinstance(expr, Literal) else None
+def _dot_factor(variant: Variant) -> str | None:
+    """What all gradients of dot products are multiplied by at the end, where it is a constant."""
+    tangent, slope = variant.tangent, variant.score_by_dot
+    if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
+        return None
+    return c_literal(slope.value) if isinstance(slope, Literal) else None
