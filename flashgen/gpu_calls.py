@@ -12,6 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiled import CompiledKernel, compiled
@@ -181,7 +182,10 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     """What a call takes where nothing was tuned: the planner's own tiles, but over a cache those for its rows."""
     if not kernel.variant.cached:
         return PLANNERS_OWN
-    return pins_of_rows(kernel.variant, kernel.plan, element, int(values["group_rows"]))
+    rows = int(values["group_rows"])
+    if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
+        rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
+    return pins_of_rows(kernel.variant, kernel.plan, element, rows, f8=has_f8_cache(values))
 
 
 def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:

@@ -83,7 +83,7 @@ class _Splitter:
     def _only(self, c: Expr, split: _Split) -> _Split:
         """A score that is -inf unless ``c``."""
         by_score, keep = split.by_score, split.keep
-        for part in reversed(_conjuncts(c)):
+        for part in reversed(conjuncts(c)):
             keep = make("and", self._needed(part, True), keep)
             if self._reads_score(part):
                 by_score = make("and", part, by_score)
@@ -117,11 +117,11 @@ class _Splitter:
         return self._reads[expr]
 
 
-def _conjuncts(condition: Expr) -> tuple[Expr, ...]:
+def conjuncts(condition: Expr) -> tuple[Expr, ...]:
     """Conditions that hold together exactly where this one holds."""
     match condition:
         case Apply(op="and", args=(x, y)):
-            return (*_conjuncts(x), *_conjuncts(y))
+            return (*conjuncts(x), *conjuncts(y))
         case Apply(op="not", args=(Apply(op="or", args=(x, y)),)):
-            return (*_conjuncts(negation(x)), *_conjuncts(negation(y)))
+            return (*conjuncts(negation(x)), *conjuncts(negation(y)))
     return (condition,)

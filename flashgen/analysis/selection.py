@@ -19,8 +19,9 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from flashgen.analysis.masked_score import conjuncts
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, literal, size, walk
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, index, index_set, literal, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Select
 from flashgen.ir.types import ElementType, ScalarType
 
@@ -94,6 +95,24 @@ def read_of_calls(spec: AttentionSpec, names: Iterable[str]) -> frozenset[str]:
     found, wanted = selection_of(spec), frozenset(names)
     made = frozenset() if found is None else frozenset(each.name for each in found.made)
     return wanted if found is None or not made & wanted else wanted - made | found.reads
+
+
+def selected(keep: Expr, tensors: Iterable[CapturedTensor]) -> Expr | None:
+    """Of a lowered spec's mask the condition that asks for a bit; None where there is none."""
+    bits = {each.name for each in tensors if each.made_of is not None and not each.of_tiles}
+    reads = (each for each in conjuncts(keep) if any(isinstance(x, Load) and x.tensor in bits for x in walk(each)))
+    return next(reads, None)
+
+
+def block_of(tensors: Iterable[CapturedTensor]) -> int:
+    """The keys of a block of a lowered spec, which selects some."""
+    bits = next(each for each in tensors if each.made_of is not None and not each.of_tiles)
+    return max(int(node.value) for node in walk(bits.shape[-1]) if isinstance(node, Literal)) // WORD
+
+
+def has_list_for_each_query(tensors: Iterable[CapturedTensor]) -> bool:
+    """Whether each query of a lowered spec has a list of its own, not one that it shares with neighbours."""
+    return any(each.made_of is not None and not each.of_tiles and size("Nq") in each.shape for each in tensors)
 
 
 def list_read(select: Select) -> Load:

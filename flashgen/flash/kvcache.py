@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flashgen.flash.dense import check_of_heads, layer_of
-from flashgen.runtime.cached import append, cache_of
+from flashgen.runtime.appending import append
+from flashgen.runtime.cached import cache_of
 
 
 def flash_attn_with_kvcache(
@@ -86,9 +87,9 @@ def flash_attn_with_kvcache(
         "k_descale": k_descale, "v_descale": v_descale,
     }  # fmt: skip
     if batch > 0 and _has_short_sequences(cache_seqlens, new, queries):
-        cache = cache_of(*cached, cache_seqlens, new=new, **places).in_numbers()
+        cache = cache_of(*cached, cache_seqlens, **places).in_numbers()
         if k_rows is not None and v_rows is not None:
-            append(cache, cached[1], cached[2], k_rows, v_rows)
+            cache = append(cache, cached[1], cached[2], k_rows, v_rows)
         parts = [
             layer.op()(
                 cached[0][b : b + 1],

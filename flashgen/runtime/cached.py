@@ -11,7 +11,6 @@ cache. There are no gradients.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +24,14 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
-from flashgen.runtime.conversion import is_integral, require
-from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits, to_8_bits
+from flashgen.runtime.conversion import is_integral
+from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
 from flashgen.runtime.kernel import LibraryKernel
 from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import is_plain
 from flashgen.runtime.ragged import check_memory, no_ragged_kernels, readable
-from flashgen.runtime.ragged_checks import RaggedChecker, checks_lengths
+from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.signature import CACHED, Form
 
 _Make = Callable[[int, torch.device], tuple[Tensor, ...]]
@@ -137,14 +136,13 @@ def cache_of(
     v_cache: Tensor,
     lengths: object,
     *,
-    new: int,
     block_table: object,
     cache_batch_idx: object,
     leftpad: object,
     k_descale: object = None,
     v_descale: object = None,
 ) -> Cache:
-    """The cache of a call, with what is ``new`` in it; values are not looked at. Raises what the op raises."""
+    """The cache of a call; values are not looked at. Raises what the op raises."""
     for name, x, form in (
         ("q", q, "[B, H, Nq, D]"),
         ("k_cache", k_cache, "[B, Hkv, Nmax, D] or, in pages, [pages, Hkv, page, D]"),
@@ -183,7 +181,7 @@ def cache_of(
             ("v_descale", v_descale, ("v_cache", v_cache)),
         )
     ]
-    return Cache(found + new if new else found, padding, entries, blocks, *factors)
+    return Cache(found, padding, entries, blocks, *factors)
 
 
 def _nothing(batch: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -229,54 +227,6 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
     return x.to(torch.int32).contiguous()
 
 
-def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k and v [B, Hkv, new, width] behind the rows of each sequence, divided by the factors of a cache of 8 bits.
-
-    On a GPU nobody waits: rows that lie outside of the cache stop the device before one is written, and of two at one
-    place one stays; where lengths are checked both have names. Raises ``ValueError`` and ``TypeError``.
-    """
-    new = k.shape[2]
-    for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted = (cache.lengths.shape[0], to.shape[1], new, to.shape[3])
-        if x.dim() != 4 or tuple(x.shape) != wanted:
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
-        fits = x.dtype in ELEMENTS and x.dtype is not F8 if to.dtype is F8 else x.dtype is to.dtype
-        if not fits or x.device != to.device:
-            raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
-    cache = cache.in_numbers()
-    if k.is_cuda and checks_lengths():
-        cache.check(k_cache, new)
-    places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k.device)
-    if cache.is_paged:
-        page = k_cache.shape[2]
-        blocks = cache.blocks.long().gather(
-            1, places.div(page, rounding_mode="floor").clamp(0, cache.blocks.shape[1] - 1)
-        )
-        outer, inner, count = blocks, places % page, k_cache.shape[0]
-    else:
-        outer, inner, count = cache.entries.long()[:, None].expand(places.shape), places, k_cache.shape[0]
-    capacity = cache.capacity(k_cache)
-    inside = functools.partial(_inside, places, outer, capacity, count)
-    require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
-    if not k.is_cuda or checks_lengths():
-        of_two = "two rows of k and v lie at the same place of the cache"
-        require(functools.partial(_differ, outer, inner), places, of_two)
-    for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
-        if cached.dtype is F8:  # whose rows are written as bytes
-            cached.view(torch.uint8)[outer, :, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
-        else:
-            cached[outer, :, inner] = x.transpose(1, 2)
-
-
-def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
-    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
-
-
-def _differ(outer: Tensor, inner: Tensor) -> Tensor:
-    at = (outer * (2**31) + inner).flatten().sort().values
-    return (at[1:] != at[:-1]).all()
-
-
 class CachedEngine(Engine):
     """Forward of one spec over caches: on CPUs, or on the reference, sequence by sequence."""
 
@@ -314,12 +264,15 @@ class CachedEngine(Engine):
             call = checker.find(own, (numbers, rest[1]))
         check_memory(q, k, v)
         o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
-        lse = parts = None
+        lse, parts, parts_at = None, None, 0
         if self.signature.has_lse and keeps_lse:
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-            parts = lse.new_zeros(call.lse_parts[0])
+            is_library = isinstance(kernel, LibraryKernel)  # which has a faster way where nobody asks for them
+            make = torch.zeros if is_library else torch.empty
+            parts = make(call.lse_parts[0], dtype=torch.float32, device=call.device)
+            parts_at = 0 if is_library else parts.data_ptr()
         values: list[float] = [
-            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), 0, 0, 0, 0, 0, 0
+            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), parts_at, 0, 0, 0, 0, 0
         ]  # fmt: skip
         self._add(values, call, captured, self._no_gradients)
         table = blocks.data_ptr() if cache.is_paged else 0

@@ -124,6 +124,10 @@ class Engine:
         """The engine whose kernels run, and the tensors that it is given."""
         return self, tensors
 
+    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - others look at it
+        """What runs in the place of the kernels that ``resolved`` leads to, in words; nothing where these run."""
+        return ""
+
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
         call = self.checker.find(tensors, rest)

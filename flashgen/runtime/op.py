@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.explanation import Explanation
+from flashgen.runtime.appending import append
 from flashgen.runtime.asked import ask_of_cache, placed
-from flashgen.runtime.cached import append, cache_of
+from flashgen.runtime.cached import cache_of
 from flashgen.runtime.conversion import (
     as_number,
 )
@@ -185,7 +186,8 @@ class AttentionOp(BaseOp):
         written divided by them, no further out than ±448.
 
         Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache. Nobody waits
-        for those on a GPU: the nearest that lie within are taken, unless ``FLASHGEN_CHECK_LENGTHS`` is set.
+        for those on a GPU: the nearest that lie within are taken, and rows of k and v without a place are left out,
+        unless ``FLASHGEN_CHECK_LENGTHS`` is set.
         """
         self._check_names("decode", CACHED)
         splits = as_number(num_splits, whole=True)
@@ -196,14 +198,14 @@ class AttentionOp(BaseOp):
         if (k is None) != (v is None):
             raise ValueError("k and v are written to the cache together: pass both, or neither")
         cache = cache_of(
-            q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
-            cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
+            q, k_cache, v_cache, cache_seqlens, block_table=block_table, cache_batch_idx=cache_batch_idx,
+            leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
         bound = self._signature.bind(captured) if captured or self._signature.names else ()
         nothing = 0.0 if self._signature.has_dropout else None
         tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
         if k is not None and v is not None:
-            append(cache, k_cache, v_cache, k, v)
+            cache = append(cache, k_cache, v_cache, k, v)
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
         return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
 

@@ -117,7 +117,8 @@ class BaseOp(OpCalls):
         shows = self._shows(asked.call.device.type)
         if asked.call.kernel is not None and shows is not None and not asked.call.is_empty:
             found = shows.explain(self.spec.name, asked)
-            reasons = (widens, *found.reasons) if widens else found.reasons
+            instead = widens or self._registered.engine.runs_instead(tensors, rest)
+            reasons = (instead, *found.reasons) if instead else found.reasons
             return replace(found, reasons=reasons, derivatives=self._registered.derivatives)
         return Explanation(
             name=self.spec.name,

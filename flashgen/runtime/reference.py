@@ -16,7 +16,8 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import dense
 from flashgen.reference.shard import Shard
-from flashgen.runtime.cached import CachedChecker, append, cache_of, cached_sequences
+from flashgen.runtime.appending import append
+from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
 from flashgen.runtime.conversion import check_switch, offset_arguments, probability_argument, seed_argument
 from flashgen.runtime.eight_bits import F8, from_8_bits
@@ -165,13 +166,13 @@ class Reference:
         Nothing is written to the cache: k and v stand behind its rows in copies.
         """
         cache = cache_of(
-            q, k_cache, v_cache, cache_seqlens, new=0 if k is None else k.shape[2], block_table=block_table,
-            cache_batch_idx=cache_batch_idx, leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
+            q, k_cache, v_cache, cache_seqlens, block_table=block_table, cache_batch_idx=cache_batch_idx,
+            leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
         ).in_numbers()  # fmt: skip
         tensors, params = self._bound(q, k_cache, v_cache, captured, dtype, return_lse, None)
         if k is not None and v is not None:
             k_cache, v_cache = k_cache.clone(), v_cache.clone()
-            append(cache, k_cache, v_cache, k, v)
+            cache = append(cache, k_cache, v_cache, k, v)
         *numbers, _ = offset_arguments((b_start, h_start, b_total, h_total, 0), CACHED)
         found = cache.check(k_cache, q.shape[2])
         checker = CachedChecker(self.spec, {}, is_reference=True)

@@ -117,7 +117,8 @@ def registered_names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _library() -> Library:
+def library() -> Library:
+    """Of all operators here."""
     return Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -128,11 +129,11 @@ def _registry() -> dict[str, dict[str, Registered]]:
 
 
 def _register(name: str, engine: Engine, remember: Callable[[], None] | None) -> Registered:
-    library: Any = _library()
+    made: Any = library()
     signature = engine.signature
     tags = (torch.Tag.pt2_compliant_tag,)
-    library.define(name + signature.forward_schema, tags=tags)
-    library.define(f"{name}_backward{signature.backward_schema}", tags=tags)
+    made.define(name + signature.forward_schema, tags=tags)
+    made.define(f"{name}_backward{signature.backward_schema}", tags=tags)
     namespace = getattr(torch.ops, NAMESPACE)
     op = Registered(
         name,
@@ -142,16 +143,16 @@ def _register(name: str, engine: Engine, remember: Callable[[], None] | None) ->
         getattr(namespace, f"{name}_backward").default,
         Batch.of(engine.spec, signature),
     )
-    library.impl(name, engine.forward, "CompositeExplicitAutograd")
-    library.impl(f"{name}_backward", engine.backward, "CompositeExplicitAutograd")
-    library.impl(name, functools.partial(_autograd, op), "Autograd")
-    library.impl(f"{name}_backward", functools.partial(_backward_autograd, op), "Autograd")
+    made.impl(name, engine.forward, "CompositeExplicitAutograd")
+    made.impl(f"{name}_backward", engine.backward, "CompositeExplicitAutograd")
+    made.impl(name, functools.partial(_autograd, op), "Autograd")
+    made.impl(f"{name}_backward", functools.partial(_backward_autograd, op), "Autograd")
     for device in ("CPU", "CUDA"):
-        library.impl(name, functools.partial(_autocast, op, device), f"Autocast{device}")
+        made.impl(name, functools.partial(_autocast, op, device), f"Autocast{device}")
     qualified = f"{NAMESPACE}::{name}"
     exported = None if remember is None else functools.cache(remember)
-    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature, exported), lib=library)
-    torch.library.register_fake(f"{qualified}_backward", functools.partial(_fake_backward, signature), lib=library)
+    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature, exported), lib=made)
+    torch.library.register_fake(f"{qualified}_backward", functools.partial(_fake_backward, signature), lib=made)
     count_flops(signature, getattr(namespace, name), getattr(namespace, f"{name}_backward"))
     return op
 

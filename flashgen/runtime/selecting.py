@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashgen.analysis.selection import lowered
+from flashgen.analysis.selection import lowered, selection_of
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.programs import Forward, Program, Reverse
 from flashgen.runtime.cached import Cache, CachedChecker
 from flashgen.runtime.call import Rest, check_captured_type, check_shapes
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.forward_mode import Moved
+from flashgen.runtime.grouped import GroupedCalls
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import lengths, unseen_lengths
 from flashgen.runtime.ragged_checks import RaggedChecker
@@ -55,6 +56,11 @@ class SelectingEngine(Engine):
         self._end = 3 + len(spec.tensors)
         self._end_of_inputs = self.signature.tensor_arguments - len(inner.form.tensors)
         self._names = tuple(each.name for each in inner.spec.tensors)
+        assert spec.select is not None, "keys are selected"
+        self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
+        shared = selection_of(spec)
+        is_shared = type(inner) is Engine and shared is not None and "h" not in shared.axes
+        self._grouped = GroupedCalls(inner, spec.select.block) if is_shared else None
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:
         """The engine that runs, and its tensors."""
@@ -70,7 +76,18 @@ class SelectingEngine(Engine):
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts."""
         inner, own = self.resolved(tensors, rest)
+        if self._grouped is not None:
+            found = self._grouped.attend(own, rest, keeps_lse, tensors[self._listed].shape[-1])
+            if found is not None:
+                return found
         return inner.attend(own, rest, keeps_lse)
+
+    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
+        """As ``Engine`` has it."""
+        _, own = self.resolved(tensors, rest)
+        if self._grouped is None or not self._grouped.takes(own, rest, tensors[self._listed].shape[-1]):
+            return ""
+        return "forward: kernels for caches run: the heads that share a list are the rows of a tile, a query's alone"
 
     def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""

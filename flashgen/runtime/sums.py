@@ -9,19 +9,16 @@ parts; ``top`` is a maximum of a row's scores where they are extreme, from which
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashgen.runtime import cuda
-from flashgen.runtime.nvrtc import compile_cuda
-from flashgen.shipped import shipped
+from flashgen.runtime.standalone import Standalone
 
 LOG2_E = 1.0 / math.log(2.0)
-_ROWS = 8  # of a block, a warp each
+KERNEL = Standalone("add_part", ("instructions.cuh", "updates.cuh"))
 
 
 @dataclass(frozen=True)
@@ -88,24 +85,6 @@ class Arguments(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Text:
-    """The source, on its own."""
-
-    name: str
-    text: str
-    defines: tuple[tuple[str, str], ...] = ()
-
-
-@functools.cache
-def source() -> Text:
-    """The kernel with the primitives that it takes."""
-    folder = shipped("templates") / "cuda"
-    files = (folder / "primitives" / "instructions.cuh", folder / "primitives" / "updates.cuh", folder / "add_part.cu")
-    text = "\n".join(each.read_text(encoding="utf-8") for each in files)
-    return Text("add_part", text.replace("#pragma once\n", "").replace('#include "instructions.cuh"\n', ""))
-
-
 def arguments(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> Arguments:
     """Of a launch."""
     batch, heads, count, width = rows.o.shape
@@ -114,11 +93,6 @@ def arguments(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None
         0 if extremes is None else extremes.data_ptr(), batch * heads, count, rows.o.stride(1), rows.lse.stride(1),
         exponents.factor, exponents.degree, width, 0,
     )  # fmt: skip
-
-
-def grid(rows: Seen) -> int:
-    """Its blocks."""
-    return -(-math.prod(rows.lse.shape) // _ROWS)
 
 
 def _has_kernel(o: Tensor, part: Tensor, lse: Tensor) -> bool:
@@ -130,17 +104,6 @@ def _has_kernel(o: Tensor, part: Tensor, lse: Tensor) -> bool:
     return together and rows > 0 and width > 0 and o.data_ptr() % 16 == 0
 
 
-@functools.cache
-def _kernel(index: int) -> tuple[cuda.CupyDriver, int]:
-    major, minor = torch.cuda.get_device_capability(index)
-    binary = compile_cuda(source(), f"sm_{major}{minor}")
-    driver = cuda.CupyDriver(index)
-    return driver, driver.function(binary.path, "fg_add_part", 0)
-
-
 def _launch(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
-    driver, function = _kernel(rows.o.device.index)
     packed = arguments(rows, o, lse, extremes, exponents)
-    pointer = ctypes.c_void_p(ctypes.addressof(packed))
-    with driver.enter():
-        driver.launch(function, grid(rows), 32 * _ROWS, 0, driver.stream(), ctypes.addressof(pointer))
+    KERNEL.launch(rows.o.device.index, packed, math.prod(rows.lse.shape))

@@ -2563,6 +2563,29 @@ template <int BR, int BC> struct QueryTiles {
   }
 };
 
+// Puts tiles in their order, as words of bits say their classes: `tile_of` a bit. Everyone sees the words.
+template <class Team, class TileOf>
+FG_DEVICE void order_visits(VisitList* list, int first, int words, const TileOf& tile_of) {
+  const int thread = Team::thread(), lane = fg::lane_index(), warp = Team::warp();
+  int partials = 0;
+#pragma unroll 1
+  for (int word = 0; word < words; ++word) partials += fg::popcount(int(fg::shared_load(&list->partial[word])));
+  int next_partial = 0, next_full = partials;
+  const uint32_t mine = 1u << lane, below = mine - 1;
+#pragma unroll 1
+  for (int word = 0; word < words; ++word) {
+    const uint32_t partial = fg::shared_load(&list->partial[word]), full = fg::shared_load(&list->full[word]);
+    if (word % (Team::threads / 32) == warp) {
+      const uint16_t tile = (partial | full) & mine ? tile_of(32 * word + lane) : 0;
+      if (partial & mine) fg::shared_store(&list->tile[next_partial + fg::popcount(int(partial & below))], tile);
+      if (full & mine) fg::shared_store(&list->tile[next_full + fg::popcount(int(full & below))], tile);
+    }
+    next_partial += fg::popcount(int(partial)), next_full += fg::popcount(int(full));
+  }
+  if (thread == 0) set_visits(list, first, partials, next_full);
+  Team::barrier();
+}
+
 // Lists the visits among tiles first … last - 1, at most WINDOW. classify(first, last) is the range of `kept` over
 // those tiles. Everyone is done with the list before, and sees this one at once.
 template <class Team, class Classify>
@@ -2587,23 +2610,7 @@ FG_DEVICE void find_visits(VisitList* list, int first, int last, const Classify&
     if (lane == 0) fg::shared_store(&list->partial[word], partial), fg::shared_store(&list->full[word], full);
   }
   Team::barrier();
-  int partials = 0;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) partials += fg::popcount(int(fg::shared_load(&list->partial[word])));
-  int next_partial = 0, next_full = partials;
-  const uint32_t mine = 1u << lane, below = mine - 1;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) {
-    const uint32_t partial = fg::shared_load(&list->partial[word]), full = fg::shared_load(&list->full[word]);
-    if (word % (Team::threads / 32) == warp) {
-      const uint16_t tile = uint16_t(32 * word + lane);
-      if (partial & mine) fg::shared_store(&list->tile[next_partial + fg::popcount(int(partial & below))], tile);
-      if (full & mine) fg::shared_store(&list->tile[next_full + fg::popcount(int(full & below))], tile);
-    }
-    next_partial += fg::popcount(int(partial)), next_full += fg::popcount(int(full));
-  }
-  if (thread == 0) set_visits(list, first, partials, next_full);
-  Team::barrier();
+  order_visits<Team>(list, first, words, [](int n) { return uint16_t(n); });
 }
 
 // ---- Persistent blocks ---------------------------------------------------------------------------------------------

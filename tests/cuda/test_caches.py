@@ -46,9 +46,20 @@ PADDING = torch.tensor([3, 0, 70], dtype=torch.int32)
 # What is planted: a text of the source and what stands in its place.
 MISTAKES = {
     "the page of the one before": ("shift < 0 ? place / rows : place >> shift", "(place - 1) / rows"),
-    "another row of the page": ("place -= n * rows;", "place = (place + 1) - n * rows;"),
-    "a page for all that begins in it": ("place + count <= rows ? found : *this", "found"),
+    "another row of the page": (
+        "place -= unsigned(n) * table.rows, page",
+        "place = (place + 1) - unsigned(n) * table.rows, page",
+    ),
+    "a page for all that begins in it": ("if (inside + count > table.rows) found.known = pages; else", ""),
     "pages of the first sequence": ("a.block_table + int64_t(a.sequence) * a.table_columns", "a.block_table"),
+    "pages of the tile before": ("look_ahead(n + 1);", "look_ahead(n);"),
+    "none of the first tile": ("look_ahead(0);", ""),
+    "pages are read too early": ("table.page(first + n)); warp_barrier();", "table.page(first + n));"),
+    "pages are replaced too early": (
+        "warp_barrier(); for (int n = lane_index(); n < most;",
+        "for (int n = lane_index(); n < most;",
+    ),
+    "the first page is that of all": ("page = shared_load(known + (n - first_known))", "page = shared_load(known)"),
     "padding is seen": ("a.kv_start = padding, a.kv_len = length - padding;", "a.kv_start = 0, a.kv_len = length;"),
     "the last row is not seen": ("a.kv_len = length - padding;", "a.kv_len = length - padding - 1;"),
     "queries begin at 0": ("a.q_start = length > call.q_len ? length - call.q_len : 0", "a.q_start = 0"),
@@ -61,14 +72,15 @@ MISTAKES = {
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
     "lse by position": ("(kv_head * group + (row - n * group)) * a.q_len + n", "kv_head * group * a.q_len + row"),
-    "a part is left out": ("add_o<Global>(place, left_by(n));", "if (n > 0) add_o<Global>(place, left_by(n));"),
+    "a part is left out": ("add_parts(place, n);", "if (n > 0) add_parts(place, n);"),
     "parts overlap": ("fg::min(first_tile() + tiles_of_part(), tiles())", "tiles()"),
-    "maxima of parts do not count": ("if (from == top) return 1.0f;", "return 1.0f;"),
-    "what a team has is left out": ("add_o<Shared>(place, left);", ";"),
+    "maxima of parts do not count": ("return from == top ? 1.0f : shrink;", "return 1.0f;"),
+    "what a team has is left out": ("add_team(place, left);", ";"),
     "teams do not wait for each other": (
         "if (team / half == 1) leave<Shared>(place, left); fg::block_barrier();",
         "if (team / half == 1) leave<Shared>(place, left);",
     ),
+    "a part of several is left out": ("sum += rows[k][r].y *", "if (k > 0) sum += rows[k][r].y *"),
     "a lane's sum counts four times": (
         "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
         "row.y * shrink_of(row.x, top)",
@@ -185,7 +197,7 @@ LENGTH, BEFORE = "fg::global_load(call.cache_lengths + n)", "number_of(call.cach
 PLACE = "number_of(a.cache_places, a.sequence, a.sequence)"
 # What keeps kernels inside, the same without it, and which numbers show it.
 BOUNDS = {
-    "pages": ("clamp(global_load(pages + min(int(n), columns - 1)), 0, entries - 1)", "global_load(pages + n)"),
+    "pages": ("clamp(global_load(pages + min(number, columns - 1)), 0, entries - 1)", "global_load(pages + number)"),
     "lengths": (f"within({LENGTH}, call.kv_len)", LENGTH),
     "padding": (f"within({BEFORE}, length)", BEFORE),
     "entries": (f"int(within({PLACE}, a.cache_entries - 1))", PLACE),
@@ -230,9 +242,9 @@ def tiles(rows: int) -> tuple[int, float]:
 
 
 def test_a_tile_has_as_many_rows_as_heads_share_a_key_value_head() -> None:
-    """64 query heads and 8 key/value heads: one warp, 8 of its 16 rows."""
-    assert tiles(8) == (1, 8)
-    assert tiles(17) == (2, 17)
+    """64 query heads and 8 key/value heads: 8 of 16 rows, which four warps share."""
+    assert tiles(8) == (4, 8)
+    assert tiles(17) == (4, 17)
     assert tiles(64) == (4, 64)
 
 

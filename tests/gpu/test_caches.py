@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.runtime.appending import append
+from flashgen.runtime.cached import cache_of
+from flashgen.runtime.eight_bits import F8
+from flashgen.verification.verify import relative_error
 from tests.gpu.helpers import capturing
 from tests.numeric.test_decode import LENGTHS, PADDING
 from tests.numeric.test_decode_on_gpus import FORMS, RICH, captured, check, in_pages, inputs
@@ -106,3 +110,82 @@ def test_a_graph_that_has_to_know_lengths_is_refused() -> None:
     lengths = LENGTHS.cuda()
     with pytest.raises(ValueError, match="wait for cache_seqlens"), capturing(q):
         op.decode(q, k, v, lengths, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, F8])
+@pytest.mark.parametrize("widths", [(128, 128), (40, 24), (33, 7)])
+@pytest.mark.parametrize("page", [0, 7, 16])
+def test_new_rows_lie_where_a_cpu_writes_them(page: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Among them some that were stored by the kernel byte by byte, and heads that lie side by side."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, new, rows = 3, 2, 5, page or 48
+    entries = 21 if page else batch
+    cached = [
+        torch.randn(entries, rows, heads, width, generator=generator).to(dtype).transpose(1, 2) for width in widths
+    ]
+    fresh = [torch.randn(batch, new, heads, width, generator=generator).transpose(1, 2) for width in widths]
+    fresh = [x.to(torch.bfloat16 if dtype is F8 else dtype) for x in fresh]
+    given: dict[str, Any] = {"block_table": None, "cache_batch_idx": None, "leftpad": None}
+    if page:
+        given["block_table"] = torch.randperm(21, generator=generator).view(3, 7)
+    if dtype is F8:
+        given |= {"k_descale": torch.rand(batch, heads, generator=generator) + 0.1, "v_descale": 0.02}
+    q, lengths = torch.empty(batch, heads, 1, widths[0]), torch.tensor([0, 11, 43])
+
+    def written(device: str) -> list[Tensor]:
+        own = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        k, v = (x.to(device, copy=True) for x in cached)
+        found = append(cache_of(q.to(device), k, v, lengths.to(device), **own), k, v, *(x.to(device) for x in fresh))
+        return [x.cpu() for x in (k.view(torch.uint8), v.view(torch.uint8), found.lengths)]
+
+    assert all(torch.equal(x, y) for x, y in zip(written("cuda"), written("cpu"), strict=True))
+
+
+def test_sequences_that_fill_up_a_batch_have_no_rows() -> None:
+    """Their pages are none: nothing of them is written, and the device goes on working."""
+    op = flashgen.loads(CAUSAL, backend="cuda")
+    q, row = (torch.randn(3, heads, 1, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8))
+    k = torch.randn(8, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[3, 5, -1, -1], [1, 2, 0, 7], [-1] * 4], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([20, 63, 0], dtype=torch.int32, device="cuda")
+    mine, wanted = k.clone(), k.clone()
+    wanted[5, :, 4], wanted[7, :, 15] = row[0, :, 0], row[1, :, 0]
+    o = op.decode(q, mine, mine.clone(), lengths, k=row, v=row, block_table=table)
+    assert torch.equal(mine, wanted)
+    exact = op.reference.decode(q[:2], wanted, k, lengths[:2], k=row[:2], v=row[:2], block_table=table[:2].clamp(min=0))
+    assert relative_error(o[:2], exact) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:torch")
+def test_new_rows_in_a_compiled_step() -> None:
+    op = flashgen.loads(CAUSAL, backend="cuda")
+    q, k, v = long_cache()
+    row = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([100, 17], dtype=torch.int32, device="cuda")
+
+    @torch.compile(fullgraph=True)
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
+        return op.decode(q, k, v, lengths, k=row, v=row) * 2
+
+    mine, theirs = (k.clone(), v.clone()), (k.clone(), v.clone())
+    with torch.no_grad():
+        assert torch.equal(step(q, *mine, lengths), op.decode(q, *theirs, lengths, k=row, v=row) * 2)
+    assert torch.equal(mine[0], theirs[0])
+    assert not torch.equal(mine[0], k)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+def test_a_step_is_three_kernels() -> None:
+    """New rows, parts, and their merge."""
+    op = flashgen.loads(CAUSAL, backend="cuda")
+    q, k, v = long_cache()
+    row = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([100, 17], dtype=torch.int32, device="cuda")
+    op.decode(q, k, v, lengths, k=row, v=row)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        op.decode(q, k, v, lengths, k=row, v=row)
+        cuda.synchronize()
+    kernels = [event.name for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    assert len(kernels) == 3, kernels

@@ -312,7 +312,7 @@ def test_what_runs_is_explained() -> None:
     (ran,) = counted
     assert [each.name for each in found.forward.kernels] == [each.kernel for each in ran.launches.launches]
     assert [each.blocks for each in found.forward.kernels] == [40, 8]
-    assert (found.forward.Br, found.forward.warps) == (16, 1)
+    assert (found.forward.Br, found.forward.warps) == (16, 4)
     moved = sum(each.total for name, each in ran.report.traffic.items() if name in COUNTED)
     assert found.forward.hbm_bytes == moved
     assert "in 5 parts" in str(found)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flashgen.runtime.emulator import DeviceMemory, compile_program
-from flashgen.runtime.sums import Arguments, Exponents, Seen, add_part, arguments, first_part, grid, source
+from flashgen.runtime.standalone import grid
+from flashgen.runtime.sums import KERNEL, Arguments, Exponents, Seen, add_part, arguments, first_part
 
 B, H, ROWS = 2, 3, 5
 SOFTMAX, SQUARES = Exponents(0.125 / math.log(2.0), 1.0), Exponents(1.0, 2.0)
@@ -42,7 +43,7 @@ def summed(parts: list[Part], exponents: Exponents) -> Seen:
 
 def by_kernel(parts: list[Part], exponents: Exponents) -> Seen:
     """By the kernel, under the emulator: rows that are some of seven."""
-    program = compile_program(source().text, name="add_part")
+    program = compile_program(KERNEL.source.text, name="add_part")
     o, lse, top = torch.zeros(B, H, 7, parts[0][0].shape[3]), *(torch.zeros(B, H, 7).double() for _ in range(2))
     at = slice(1, 1 + ROWS)
     rows = Seen(o[:, :, at], lse[:, :, at], top[:, :, at])
@@ -59,7 +60,7 @@ def by_kernel(parts: list[Part], exponents: Exponents) -> Seen:
             if given is not None:
                 content = ctypes.string_at(given.data_ptr(), given.numel() * given.element_size())
                 setattr(packed, name, memory.put(name, content))
-        program.launch("fg_add_part", (grid(rows), 1, 1), (256, 1, 1), 0, bytes(packed), memory.allocations)
+        program.launch("fg_add_part", (grid(rows.lse.numel()), 1, 1), (256, 1, 1), 0, bytes(packed), memory.allocations)
         for x, place, size in written:
             ctypes.memmove(x.data_ptr(), place, size)
     assert (o[:, :, [0, 6]] == 0).all()

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from flashgen.analysis.boxes import EMPTY, Boxes, classify_tiles
 from flashgen.analysis.observed import by_position
+from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import index_set
+from flashgen.ir.expr import Expr, index_set
 from flashgen.ir.shape import Shape
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
@@ -42,7 +43,7 @@ from flashgen.targets.gpu.launches import (
     rows_of_a_block,
 )
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded
+from flashgen.targets.gpu.model import FEW_QUERIES, FLOAT, WINDOW, finders, finds_selected, merging_shares, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 
@@ -53,6 +54,7 @@ COUNTED = (
     *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
     *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}"),
 )
+_Columns = tuple[NDArray[np.int64], NDArray[np.int64]]
 _THREADS = 128  # of the kernel of delta
 _WARP = 32
 _LANES = 4  # that share a row, and read what it carries one by one
@@ -167,7 +169,8 @@ def bytes_of_caches(
     o, of_rows = part_buffers(variant, tiles.forward)
     share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
     found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
-    found[f"workspace.{of_rows.name}"] = (1 + 2 * _LANES) * variant.has_row_state * of_rows.bytes.value(values)
+    times = 1 + 2 * _LANES * merging_shares(variant, tiles.forward) * tiles.forward.split
+    found[f"workspace.{of_rows.name}"] = times * variant.has_row_state * of_rows.bytes.value(values)
     return found
 
 
@@ -187,29 +190,59 @@ def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, An
     lengths = np.minimum(Bc, kv_len - starts)
     if variant.keep_everything:
         return kv_heads * -(-rows // Br) * kv_len
-    found = 0
+    found, place = 0, _Place(variant, values, captured)
+    finds = finds_selected(variant, tiles.element, tiles.forward)
+    asked = selected(variant.keep, variant.spec.tensors) if finds else None
+    block = 0 if asked is None else block_of(variant.spec.tensors)
     for kv_head in range(kv_heads):
         for first in range(0, rows, Br):
             last = min(first + Br, rows) - 1
             own = range(first % group, last % group + 1) if first // group == last // group else range(group)
             own = own if "h" in index_set(variant.keep) else range(1)
             visited = np.zeros(columns, dtype=np.bool_)
+            queries = (first // group, last // group)
             for head in own:
-                queries = (first // group, last // group)
-                visited |= _visited(variant, values, captured, kv_head * group + head, queries, (starts, lengths))
+                visited |= _visited(variant.keep, place, kv_head * group + head, queries, (starts, lengths))
+            if asked is not None:
+                visited &= _with_selected(
+                    asked, block, place, kv_head * group + np.array(own), queries, (starts, lengths)
+                )
             found += int(lengths[visited].sum())
     return found
 
 
-def _visited(
-    variant: Variant,
-    values: Mapping[str, Any],
-    captured: Mapping[str, Any],
-    head: int,
-    queries: tuple[int, int],
-    columns: tuple[NDArray[np.int64], NDArray[np.int64]],
+@dataclass(frozen=True)
+class _Place:
+    """One sequence over a cache."""
+
+    variant: Variant
+    values: Mapping[str, Any]
+    captured: Mapping[str, Any]
+
+
+def _with_selected(
+    asked: Expr, block: int, place: _Place, heads: Iterable[int], queries: tuple[int, int], columns: _Columns
 ) -> NDArray[np.bool_]:
+    """Which of the tiles have a selected key: few queries are asked one by one, and each block of keys."""
+    starts, lengths = columns
+    kv_start, ends = int(place.values["kv_start"]), starts + lengths
+    is_few = queries[1] - queries[0] < FEW_QUERIES
+    each_query = [(n, n) for n in range(queries[0], queries[1] + 1)] if is_few else [queries]
+    found = np.zeros(len(starts), dtype=np.bool_)
+    at, owner = starts.copy(), np.arange(len(starts))
+    while len(at):
+        stops = np.minimum(((kv_start + at) // block + 1) * block - kv_start, ends[owner])
+        for head in heads:
+            for each in each_query:
+                found[owner] |= _visited(asked, place, head, each, (at, stops - at))
+        left = stops < ends[owner]
+        at, owner = stops[left], owner[left]
+    return found
+
+
+def _visited(keep: Expr, place: _Place, head: int, queries: tuple[int, int], columns: _Columns) -> NDArray[np.bool_]:
     """Which tiles of keys, that begin there and are so long, some queries of a head may keep."""
+    variant, values, captured = place.variant, place.values, place.captured
     starts, lengths = columns
     totals = {"B": "b_total", "H": "h_total", "Nq": "q_total", "Nk": "kv_total"}
     sizes = {each: int(values[field]) for each, field in totals.items()}
@@ -227,7 +260,7 @@ def _visited(
         computed=True,
     )
     loads = loads_of_kernels(captured, observed=False)
-    found: NDArray[np.bool_] = classify_tiles(variant.keep, boxes, loads=loads) != EMPTY
+    found: NDArray[np.bool_] = classify_tiles(keep, boxes, loads=loads) != EMPTY
     return found
 
 

@@ -17,7 +17,7 @@ from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunc
 from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENT_GRADIENTS, TANGENTS, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import mergers, padded, panel_width
+from flashgen.targets.gpu.model import mergers, merging_shares, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -27,7 +27,7 @@ CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ 
 # What a part of a sequence's keys leaves for the merge: O as lanes hold it, and of each row what its sums are of.
 PART_O, PART_ROWS = "part_o", "part_rows"
 MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them bring it no faster
-LEAST_TILES = 4  # of keys, of a part that nobody asked for
+LEAST_KEYS = 128  # of a part that nobody asked for
 GRANULE = 16  # rows or columns of one range of what the mask reads
 
 
@@ -166,13 +166,15 @@ def cached_launches(
     blocks = work_tiles(tiles)
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
-    merges = Count((*blocks.factors, Factor("merges")))
+    merges = Count((*blocks.factors, Factor("merges")), merging_shares(variant, tiles))
     launches = (
         Launch(f"{symbol}_forward_{element}{'_f8' if f8 else ''}", parts, threads, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merges, threads * mergers(variant, tiles), tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
-    splits = Splits("splits", "merges", blocks, Count((Factor("kv_len", tiles.Bc),)), at_a_time, LEAST_TILES)
+    splits = Splits(
+        "splits", "merges", blocks, Count((Factor("kv_len", tiles.Bc),)), at_a_time, max(1, LEAST_KEYS // tiles.Bc)
+    )
     return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
 
 

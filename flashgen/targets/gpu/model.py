@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from flashgen.analysis.levels import Level
+from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Layout, Part, Words
@@ -64,7 +65,8 @@ COPYING_REGISTERS = 24  # of a thread that only copies
 FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
-MOST_MERGING_WARPS = 8  # of a block, so that a thread has 255 registers
+FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
+MOST_MERGING_WARPS = 8  # of a block, so that a thread has 255 registers; twice as many where warps share columns
 
 
 def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
@@ -142,8 +144,8 @@ def visit_list(variant: Variant) -> int:
 def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
-    Norms are there where the score uses them, signals where tensor copies have some. V of 8 bits is there once more,
-    with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
+    Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
+    there once more, with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
 
     Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
     its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
@@ -173,6 +175,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         ),
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
+        Part("PAGES", "pages of a tile", variant.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
         Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
         Part("T_QQ", "norms", tangents * norms * FLOAT * Br, "4 * BR"),
@@ -195,9 +198,28 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
 def mergers(variant: Variant, tiles: ForwardTiles) -> int:
     """Over caches: teams of a tile's warps that share its parts, and join two by two in the shared memory of a tile."""
     count, room = 1, tiles.sram_bytes // (tiles.Br * (FLOAT * padded(variant.head_dim.v) + 2 * FLOAT))
-    while count <= room and 2 * count * tiles.warps <= MOST_MERGING_WARPS:
+    while count <= room and 2 * count * tiles.warps <= MOST_MERGING_WARPS * min(tiles.split, 2):
         count *= 2
     return count
+
+
+def finds_selected(variant: Variant, element: ElementType, tiles: ForwardTiles) -> bool:
+    """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
+    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
+    room = tiles.stages * sum(tile_bytes(tiles.Bc, width, element) for width in widths)
+    return selected(variant.keep, variant.spec.tensors) is not None and room >= 2 * WINDOW
+
+
+def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: blocks that merge a tile's parts, each with so much of the columns, 32 or more.
+
+    Where warps share rows these have parts of the columns already.
+    """
+    return (
+        1
+        if tiles.split > 1
+        else next(count for count in (4, 2, 1) if count == 1 or variant.head_dim.v % (32 * count) == 0)
+    )
 
 
 def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:

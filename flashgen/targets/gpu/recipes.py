@@ -76,7 +76,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
     if variant.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
-        return Considered(rows_for(variant, table), (rules.FEW_ROWS,))
+        width = padded(variant.head_dim.v)
+        rows = [row for row in rows_for(variant, table) if width % (16 * row.split) == 0]  # parts of one length
+        return Considered(rows, (rules.FEW_ROWS,))
     if variant.tangent is not None:
         table = tables.SINGLE_JVP if element is ElementType.F32 else tables.HALF_JVP
         return Considered(rows_for(variant, table), (rules.WARPS,))
@@ -149,16 +151,29 @@ def complete(
     return Candidate(row, decisions)
 
 
-def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
+def of_rows(
+    variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int, *, f8: bool = False
+) -> ForwardTiles:
     """Over caches: the tiles of a call whose key/value heads have so many rows, no larger than the planner's own.
 
-    At most two are beside these, because each is another compilation.
+    At most four are beside these, because each is another compilation. ``f8``: the cache is of 8 bits.
     """
     Br = next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
-    tiles = own if Br == own.Br else replace(own, Br=Br, warps=Br // 16 * own.split)
+    if Br == own.Br:
+        return own
+    sharers = own.warps * 16 // Br
+    parts = (padded(variant.head_dim.v), own.Bc)
+    is_narrow = element.bytes == 2 and variant.head_dim.qk <= rules.FEW_ROWS_SHARED.limit and own.split == 1
+    if is_narrow and not any(count % (16 * sharers) for count in parts):
+        weighed = _weighed(own.Bc, sharers, element)
+        tiles = replace(own, Br=Br, split=sharers, weighed=weighed, q_in_registers=False)
+        deeper = replace(tiles, stages=own.stages + 1)
+        fits = 2 * forward_layout(variant, element, deeper).bytes <= sram_bytes
+        return deeper if fits and not f8 else tiles
+    tiles = replace(own, Br=Br, warps=Br // 16 * own.split)
     while tiles.Bc > 16:
         blocks = sram_bytes // forward_layout(variant, element, tiles).bytes
-        if tiles is own or blocks * tiles.warps >= rules.WARPS_OF_A_MULTIPROCESSOR.limit:
+        if blocks * tiles.warps >= rules.WARPS_OF_A_MULTIPROCESSOR.limit:
             break
         Bc = tiles.Bc // 2
         tiles = replace(tiles, Bc=Bc, weighed=_weighed(Bc, tiles.split, element) if tiles.split > 1 else 0)

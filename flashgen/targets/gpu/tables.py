@@ -121,7 +121,10 @@ HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 # Over caches a block has few rows, 16 a warp, and waits for memory: of rows as many as are there (``pins_of_rows``), of
 # keys two stages, so that one is under way.
 HALF_CACHED: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (128, (F(64, 64, 4, 2, True), F(64, 32, 4, 2, True), F(64, 32, 4))),
+    (
+        128,
+        (F(64, 64, 4, 2, True), F(64, 32, 4, 2, True), F(64, 32, 4), F(32, 64, 4, 2, split=2), _four_share(16, 64, 2)),
+    ),
     (256, (F(64, 64, 4, 2), F(64, 32, 4, 2), F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
     (WIDEST, (_four_share(64, 32, 2), _four_share(64, 32), _four_share(32, 32), _four_share(16, 16))),
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.pieces import block_sizes
+from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Masks, Observed, masks_apart, masks_of, observed_load
 from flashgen.emit.placement import Placement
@@ -17,6 +18,7 @@ from flashgen.ir.expr import Expr, index_set
 from flashgen.targets.gpu.diagonals import diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
+    FEW_QUERIES,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
@@ -51,6 +53,17 @@ class Lists:
 
 
 @dataclass(frozen=True)
+class Selected:
+    """The condition that asks whether a key is selected, in ``block`` keys together, over caches; of up to
+    ``few_queries`` each is asked for.
+    """
+
+    range: RangeCode
+    block: int
+    few_queries: int
+
+
+@dataclass(frozen=True)
 class MaskCode:
     """Which tiles and pairs are kept.
 
@@ -60,6 +73,7 @@ class MaskCode:
     """
 
     keep_range: RangeCode
+    selected: Selected | None
     by_head: bool
     pieces: Pieces | None
     lists: Lists | None
@@ -78,6 +92,7 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
     observed = tuple(observed_load(load, placement) for load in loads)
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
+        selected=_selected(variant, placement),
         by_head="h" in index_set(variant.keep),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
         lists=_lists(variant, recipe),
@@ -96,6 +111,13 @@ def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
         return None
     mask_of_head = "head / heads * tiles + " if "b" in index_set(variant.keep) else ""
     return Lists(masks_of(variant.keep), recipe.keeps_lists, recipe.longest_first, mask_of_head)
+
+
+def _selected(variant: Variant, placement: Placement) -> Selected | None:
+    asked = selected(variant.keep, variant.spec.tensors) if variant.cached else None
+    if asked is None:
+        return None
+    return Selected(range_code(asked, placement), block_of(variant.spec.tensors), FEW_QUERIES)
 
 
 def _pieces(keep: Expr) -> Pieces:

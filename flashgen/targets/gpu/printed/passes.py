@@ -18,8 +18,10 @@ from flashgen.targets.gpu.model import (
     MOST_COLUMNS,
     backward_layout,
     columns_at_a_time,
+    finds_selected,
     forward_layout,
     mergers,
+    merging_shares,
     padded,
     query_layout,
     row_words,
@@ -137,10 +139,12 @@ def forward_code(
     """The forward pass of some element types."""
     layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
 
-    def constants(tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
+    def constants(element: ElementType, tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"q_in_registers": int(tiles.q_in_registers)}
         more |= _role_constants(tiles) if of_warpgroups else {}
-        more |= {"mergers": mergers(variant, tiles)} if variant.cached else {}
+        if variant.cached:
+            more |= {"mergers": mergers(variant, tiles), "shares": merging_shares(variant, tiles)}
+            more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
         more |= {"turners": F8_TURNERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
@@ -150,7 +154,7 @@ def forward_code(
         constants=Constants(
             "ForwardPlan",
             "The plan of the forward pass.",
-            {str(each.element): constants(each.forward) for each in elements},
+            {str(each.element): constants(each.element, each.forward) for each in elements},
         ),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and any(each.forward.tensor_copies for each in elements),
