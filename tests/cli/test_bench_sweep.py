@@ -74,7 +74,7 @@ def test_tables_and_plots(
     spec: Path, tmp_path: Path, sweep: str, more: tuple[str, ...], words: tuple[str, ...], in_plot: tuple[str, ...]
 ) -> None:
     plot = tmp_path / "sweep.svg"
-    outcome = flashgen("bench", spec, *SMALL, "--budget", 40, "--sweep", sweep, *more, "--plot", plot)
+    outcome = flashgen("bench", spec, *SMALL, "--budget", 600, "--sweep", sweep, *more, "--plot", plot)
     assert outcome.code == 0, outcome.stderr
     for word in words:
         assert word in outcome.stdout, word
