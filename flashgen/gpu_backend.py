@@ -277,7 +277,7 @@ class CudaProvider:
         try:
             made = assembled(variant, target, pins, part)
         except NvrtcMissing as error:
-            if brought is None or replace(part, calls=None) not in brought.images:
+            if brought is None or brought.image(part) is None:
                 raise
             why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
             return _as_packaged(brought, part, why)
@@ -286,8 +286,15 @@ class CudaProvider:
 
 
 def _as_packaged(brought: Packaged, part: Part, *why: str) -> Ready:
-    image = brought.images.get(replace(part, calls=None))  # a package's binaries are for every kind of call
+    image = brought.image(part)
     if image is not None:
         return Ready(brought.plan, brought.source, image, brought.resources, why)
-    binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    try:
+        binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    except NvrtcMissing as error:
+        if not (brought.images and part.calls.repeatable):
+            raise
+        raise NvrtcMissing(
+            f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
+        ) from None
     return Ready(brought.plan, brought.source, binary.parts[part].path, binary.kernels, why)

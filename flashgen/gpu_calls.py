@@ -91,7 +91,7 @@ def launches_of(
     """The launches of a pass for values of ``struct Arguments`` by name."""
     if variant.tangent is not None and not variant.backward_only:
         return lambda name, values: forward_launches(
-            symbol, variant, plan, element, dropped=kind_of(name, values).dropped
+            symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
         )
     if variant.cached:
         return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
@@ -100,14 +100,14 @@ def launches_of(
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
         kind = kind_of(name, values)
         if name == "forward":
-            return forward_launches(symbol, variant, plan, element, dropped=kind.dropped)
+            return forward_launches(symbol, variant, plan, element, dropped=bool(kind.dropped))
         return backward_launches(
             symbol,
             variant,
             plan,
             element,
-            dropped=kind.dropped,
-            deterministic=kind.repeatable,
+            dropped=bool(kind.dropped),
+            deterministic=bool(kind.repeatable),
             captured=any(values[each] for each in gradients),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Self
 
 from flashgen.ir.types import ElementType
@@ -64,12 +64,12 @@ class Spill:
 @dataclass(frozen=True)
 class CallKind:
     """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, and whether
-    over a cache of 8 bits.
+    over a cache of 8 bits. None: either.
     """
 
-    dropped: bool = False
-    repeatable: bool = False
-    f8_cache: bool = False
+    dropped: bool | None = False
+    repeatable: bool | None = False
+    f8_cache: bool | None = False
 
     @property
     def words(self) -> str:
@@ -78,18 +78,30 @@ class CallKind:
         return ", ".join(word for word, holds in said.items() if holds)
 
 
+ANY_CALLS = CallKind(dropped=None, repeatable=None, f8_cache=None)
+# Of those that need not repeat bit by bit a package has the kernels, of those that have to where it is asked to.
+USUAL_CALLS = CallKind(dropped=None, f8_cache=None)
+DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True, f8_cache=None)
+
+
 @dataclass(frozen=True)
 class Part:
     """Of a source's kernels those of one element type, pass and kind of call; None stands for all."""
 
     element: ElementType | None = None
     pass_name: str | None = None
-    calls: CallKind | None = None
+    calls: CallKind = ANY_CALLS
+
+    def covers(self, other: Part) -> bool:
+        """Whether all kernels of another part are among those of this one."""
+        own = (self.element, self.pass_name, *astuple(self.calls))
+        asked = (other.element, other.pass_name, *astuple(other.calls))
+        return all(x in (None, y) for x, y in zip(own, asked, strict=True))
 
     @property
     def words(self) -> str:
         """``forward, bf16``; empty where nothing is left out."""
-        said = (self.pass_name or "", str(self.element or ""), self.calls.words if self.calls else "")
+        said = (self.pass_name or "", str(self.element or ""), self.calls.words)
         return ", ".join(each for each in said if each)
 
 
