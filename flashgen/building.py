@@ -25,7 +25,7 @@ from flashgen.targets.protocol import AnyTarget
 
 _NO_BINARIES = (
     "binaries for GPUs, which are compiled when a call needs them; "
-    "`flashgen build --target {targets}` makes them now, in about 15 seconds each"
+    "`flashgen build --target {targets}` makes them now, in about 10 seconds a head dimension and target"
 )
 _NOT_DETERMINISTIC = (
     "binaries for gradients with deterministic=True, which are compiled when a call needs them; "
