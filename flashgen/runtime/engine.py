@@ -103,6 +103,7 @@ class Engine:
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
         self._no_gradients = [0] * sum(self._learned)
+        self.has_nodes = type(self) is Engine and not self.signature.takes_more and pairs is not None
 
     def _make_checker(self) -> CallChecker:
         return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)

@@ -66,11 +66,49 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Native:
+    """A pass as the node of autograd in C++ starts it (``struct Pass`` of templates/host/node.cpp).
+
+    ``arguments`` are the bytes of ``struct Arguments``, whose leading fields are the ``pointers``, at these offsets.
+    ``function`` is that of a CPU's library, 0 on a GPU; ``clears`` are offsets in the workspace and bytes; ``launches``
+    the words of each. ``driver`` are the addresses of what a GPU's driver is asked for.
+    """
+
+    workspace_bytes: int
+    arguments: bytes
+    function: int
+    clears: tuple[tuple[int, int], ...] = ()
+    launches: tuple[tuple[int, ...], ...] = ()
+    driver: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """All but the bytes and the driver."""
+        pointers = range(0, 8 * len(POINTERS), 8)
+        clears = itertools.chain.from_iterable(self.clears)
+        launches = itertools.chain.from_iterable(self.launches)
+        counts = len(self.clears), len(self.launches)
+        return (self.workspace_bytes, *pointers, self.function, counts[0], *clears, counts[1], *launches)
+
+
+# The fields that ``struct Arguments`` begins with where a spec captures nothing: those that vary.
+POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary."""
+    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary.
+
+    ``native`` gives it without an interpreter; None: it has steps that need one.
+    """
 
     workspace_bytes: int
     run: Callable[[Values], object]
+    native: Callable[[], Native | None] | None = None
+
+
+# What runs a call, q, k and v, under autograd in C++ (``node.py``); None where it does not take these.
+Node = Callable[..., object]
 
 
 class Kernel(Protocol):
@@ -269,4 +307,10 @@ def _prepared(
     """A function of the packed arguments, all of which but those that vary are settled."""
     pack, whole = layout.pack_varying, layout.pack(*values)
     settled = whole[len(pack(*values[: layout.varying])) :]
-    return Prepared(workspace(whole), lambda varying: call(pack(*varying) + settled))
+    size = workspace(whole)
+
+    def native() -> Native:
+        return Native(size, whole, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+    own = layout.names[: layout.varying] == POINTERS
+    return Prepared(size, lambda varying: call(pack(*varying) + settled), native if own else None)

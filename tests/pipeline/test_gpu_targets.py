@@ -324,6 +324,9 @@ class FakeDriver:
     def is_current(self) -> bool:
         return True
 
+    def entry_points(self) -> None:
+        return None
+
 
 @needs_nvrtc
 def test_a_gpu_compiles_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
