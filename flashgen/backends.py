@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -41,7 +41,7 @@ from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
 from flashgen.runtime.compiler import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
-from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, load_jvp
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, LibraryPart, load_jvp
 from flashgen.targets.cpu.device import Cpu, local_cpu
 from flashgen.targets.cpu.explain import explain_cpu, explain_jvp
 from flashgen.targets.cpu.plan import plan_jvp
@@ -264,15 +264,37 @@ class CpuProvider:
 
     def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
         """Those of the usual tiles, compiled side by side."""
-        sources = self.sources()
-        fields = argument_fields(self.spec)
         found: dict[HeadDim, LibraryKernel] = {}
-        for source, binary in zip(sources, compile_sources(sources), strict=True):
-            kernel = LibraryKernel.load(binary.path, source.symbol, fields)
-            if self._texts is None:  # what a text says that may have been edited, no other library does
-                kernel = replace(kernel, parts=functools.partial(self._other_parts, source.head_dim))
-            found[source.head_dim] = self._choosing(source.head_dim, kernel)
+        sources = self.sources()
+        for source, own in zip(sources, self._compiled(sources), strict=True):
+            # What a text says that may have been edited, no other library does.
+            parts = functools.partial(self._other_parts, source.head_dim) if self._texts is None else None
+            found[source.head_dim] = self._choosing(source.head_dim, replace(own, parts=parts))
         return found
+
+    def _compiled(self, sources: Sequence[KernelSource]) -> list[LibraryKernel]:
+        """The forward passes, side by side; the backward pass and ragged batches are compiled when they are first
+        needed, each as a library. Texts of a package may be older or edited, and are compiled whole.
+        """
+        fields = argument_fields(self.spec)
+        if self._texts is not None:
+            return [
+                LibraryKernel.load(binary.path, source.symbol, fields)
+                for source, binary in zip(sources, compile_sources(sources), strict=True)
+            ]
+
+        def load(source: KernelSource, part: LibraryPart) -> LibraryKernel:
+            (binary,) = compile_sources([source.of_part(part)])
+            return LibraryKernel.load(binary.path, source.symbol, fields, part)
+
+        binaries = compile_sources([source.of_part("forward") for source in sources])
+        return [
+            replace(
+                LibraryKernel.load(binary.path, source.symbol, fields, "forward"),
+                others=functools.cache(functools.partial(load, source)),
+            )
+            for source, binary in zip(sources, binaries, strict=True)
+        ]
 
     def _parts(self, head_dim: HeadDim) -> LibraryKernel:
         """The kernel of parts, another library. Its tiles are the usual ones."""
@@ -300,9 +322,8 @@ class CpuProvider:
         return replace(usual, choose=choose)
 
     def _load(self, head_dim: HeadDim, pins: Pins) -> LibraryKernel:
-        source = self.source(head_dim, pins)
-        (binary,) = compile_sources([source])
-        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
+        (kernel,) = self._compiled([self.source(head_dim, pins)])
+        return kernel
 
 
 class PackagedProvider(CpuProvider):

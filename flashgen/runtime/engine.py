@@ -31,6 +31,7 @@ from flashgen.runtime.kernel import (
     Kernel,
     KernelProvider,
     LibraryKernel,
+    Node,
     Prepared,
     Values,
     takes_tangents,
@@ -103,6 +104,7 @@ class Engine:
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
         self._no_gradients = [0] * sum(self._learned)
+        self.last_node: tuple[Rest, Node] | None = None
         self.has_nodes = type(self) is Engine and not self.signature.takes_more and pairs is not None
 
     def _make_checker(self) -> CallChecker:

@@ -23,6 +23,8 @@ from flashgen.plan.launches import Box
 from flashgen.runtime.compiler import load_library
 
 PassName = OneOf["forward", "backward"]
+# What a library has, if not everything.
+LibraryPart = OneOf["forward", "backward", "ragged"]
 Values = Sequence[float]
 
 _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
@@ -204,6 +206,7 @@ class LibraryKernel:
     ``ragged`` are those of ragged batches; None: the library was made by a version that had none.
 
     ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
+    ``others`` gives that of another library, with a part that this one has not; None: it has all.
     """
 
     layout: ArgumentLayout
@@ -212,6 +215,7 @@ class LibraryKernel:
     forward_workspace: Callable[[bytes], int]
     backward_workspace: Callable[[bytes], int]
     choose: Callable[[Mapping[str, float]], LibraryKernel] | None = None
+    others: Callable[[LibraryPart], LibraryKernel] | None = None
     row_alignment: int = 1
     ragged: RaggedPasses | None = None
     varlen: Callable[[], Kernel] | None = None
@@ -227,13 +231,19 @@ class LibraryKernel:
         path: Path,
         symbol: str,
         fields: Sequence[Field],
+        part: LibraryPart | None = None,
     ) -> LibraryKernel:
-        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions.
+        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions, or those of a
+        part.
 
         Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
         """
         library = load_library(path)
-        function = functools.partial(_function, library, path, symbol)
+        own = functools.partial(_function, library, path, symbol)
+
+        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
+            return _elsewhere if part and not name.startswith(part) else own(name, result)
+
         return cls(
             ArgumentLayout(fields),
             function("forward", None),
@@ -257,6 +267,8 @@ class LibraryKernel:
         """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
         if self.choose is not None:
             return self.choose(self.layout.named(values)).prepare_ragged(name, values, ragged)
+        if self.others is not None:
+            return self.others("ragged").prepare_ragged(name, values, ragged)
         if self.ragged is None:
             return None
         is_forward = name == "forward"
@@ -269,9 +281,15 @@ class LibraryKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         if self.choose is not None:
             return self.choose(self.layout.named(values)).prepare(name, values)
+        if self.others is not None and name == "backward":
+            return self.others(name).prepare(name, values)
         is_forward = name == "forward"
         workspace = self.forward_workspace if is_forward else self.backward_workspace
         return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
+
+
+def _elsewhere(*_: object) -> int:
+    raise OSError("this library has another part of the kernel")
 
 
 def load_jvp(path: Path, symbol: str, fields: Sequence[Field], name: str = "jvp") -> JvpKernel:

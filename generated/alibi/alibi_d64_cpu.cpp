@@ -78,6 +78,11 @@
 #define FLASHGEN_SPLIT_BACKWARD_BC 32
 #endif
 
+// What the library has: 0: everything, 1: the forward pass, 2: the backward pass, 3: ragged batches.
+#ifndef FLASHGEN_PART
+#define FLASHGEN_PART 0
+#endif
+
 // Layer 1 of the CPU primitives: flushing of subnormal numbers, for one thread and the life of one object.
 //
 // Weights far from the maximum are subnormal (a steep ALiBi slope makes millions of them), and on x86 each one that
@@ -3889,6 +3894,7 @@ template <class Products> static void run(const Arguments& arguments) {
 
 }  // namespace forward
 
+#if FLASHGEN_PART == 0 || FLASHGEN_PART == 1
 extern "C" int64_t alibi_d64_forward_workspace(const Arguments* a) {
   return with_products(*a, FLASHGEN_SPLIT_BR, [&](auto products) {
     return forward::workspace_bytes<decltype(products)>(*a);
@@ -3898,6 +3904,7 @@ extern "C" int64_t alibi_d64_forward_workspace(const Arguments* a) {
 extern "C" void alibi_d64_forward(const Arguments* a) {
   with_products(*a, FLASHGEN_SPLIT_BR, [&](auto products) { forward::run<decltype(products)>(*a); });
 }
+#endif
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
 // Algorithm 4 of FlashAttention with the loops of the forward pass: query tiles outside, so that dQ stays in a tile and
@@ -4361,6 +4368,7 @@ template <class Products> static void run(const Arguments& arguments) {
 
 }  // namespace backward
 
+#if FLASHGEN_PART == 0 || FLASHGEN_PART == 2
 extern "C" int64_t alibi_d64_backward_workspace(const Arguments* a) {
   return with_products(*a, FLASHGEN_SPLIT_BACKWARD_BR, [&](auto products) {
     return backward::workspace_bytes<decltype(products)>(*a);
@@ -4370,7 +4378,9 @@ extern "C" int64_t alibi_d64_backward_workspace(const Arguments* a) {
 extern "C" void alibi_d64_backward(const Arguments* a) {
   with_products(*a, FLASHGEN_SPLIT_BACKWARD_BR, [&](auto products) { backward::run<decltype(products)>(*a); });
 }
+#endif
 
+#if FLASHGEN_PART == 0 || FLASHGEN_PART == 3
 // ---- Ragged batches ------------------------------------------------------------------------------------------------
 // Sequences of any lengths, one behind the other. Each is a call of its own, of one batch entry, whose passes are those
 // above; what is shared is the team of threads: work comes in pieces, those of the longest sequences first.
@@ -4855,3 +4865,5 @@ extern "C" void alibi_d64_ragged_backward(const Arguments* a, const Ragged* r) {
     backward::run_ragged<decltype(products)>(*a, *r, numbers);
   });
 }
+
+#endif

@@ -172,10 +172,11 @@ struct Plan {
   std::array<std::unique_ptr<const Backward>, MOST_BACKWARDS> backwards;
   std::atomic<size_t> known{0};  // of these; those that come are added by who holds the interpreter's lock
   PyObject* slow;                // what Python does in the place of `backward`
+  c10::Device device;
   c10::DispatchKeySet keys;  // of a plain tensor there
   pid_t process = getpid();
 
-  Plan(Words& words, std::string of_forward, PyObject* in_python, c10::DispatchKeySet plain)
+  Plan(Words& words, std::string of_forward, PyObject* in_python, const at::Tensor& plain)
       : type(static_cast<at::ScalarType>(words.next())),
         has_lse(words.next() != 0),
         threads(static_cast<int>(words.next())),
@@ -186,16 +187,20 @@ struct Plan {
         driver(words),
         forward(words, std::move(of_forward)),
         slow(in_python),
-        keys(plain) {
+        device(plain.device()),
+        keys(plain.key_set()) {
     for (size_t n = 0; n < packs.size(); ++n) packs[n] = packed(operands[n].sizes);
     Py_INCREF(slow);
   }
 
   // Whether memory can be read as it is: nothing wraps the tensor, and it lies as was planned for.
   bool takes(const at::Tensor& x, const Operand& operand) const {
-    return x.defined() && x.key_set() == keys && x.scalar_type() == type && operand.is(x) &&
+    return x.defined() && x.key_set() == keys && x.scalar_type() == type && x.device() == device && operand.is(x) &&
            reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment == 0 && x.const_data_ptr() != nullptr;
   }
+
+  // Whether this is the process, with as many threads, that it was made for: a forked child has none of its parent's.
+  bool is_of_here() const { return threads == at::get_num_threads() && process == getpid(); }
 
   // That of gradients like these, if it is known.
   const Pass* backward(const at::Tensor& d_o) const {
@@ -340,11 +345,10 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
 
  private:
   // Whether nothing watches, and all is as when the plan was made: hooks may have given back other tensors than were
-  // saved, and a forked child has none of its parent's threads.
+  // saved.
   static bool fits(const Plan& plan, const torch::autograd::variable_list& saved) {
     auto watching = c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set;
-    if (c10::GradMode::is_enabled() || !watching.empty() || getpid() != plan.process) return false;
-    if (plan.threads != at::get_num_threads()) return false;
+    if (c10::GradMode::is_enabled() || !watching.empty() || !plan.is_of_here()) return false;
     for (size_t n = 0; n < 3; ++n) {
       if (!plan.takes(saved[n], plan.operands[n])) return false;
     }
@@ -392,7 +396,7 @@ PyObject* make(PyObject*, PyObject* const* given, Py_ssize_t count) {
   TORCH_CHECK(count == 4 && THPVariable_Check(given[3]), "plan() takes four arguments");
   std::string bytes = bytes_of(given[0]);
   Words words(bytes.data(), static_cast<Py_ssize_t>(bytes.size()));
-  return PyLong_FromVoidPtr(new Plan(words, bytes_of(given[1]), given[2], THPVariable_Unpack(given[3]).key_set()));
+  return PyLong_FromVoidPtr(new Plan(words, bytes_of(given[1]), given[2], THPVariable_Unpack(given[3])));
   END_HANDLE_TH_ERRORS
 }
 
@@ -418,8 +422,10 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   TORCH_CHECK(count == 4, "attend() takes four arguments");
   auto* plan = static_cast<const Plan*>(PyLong_AsVoidPtr(given[0]));
   if (plan == nullptr) return nullptr;
+  if (!plan->is_of_here()) Py_RETURN_NONE;
   for (int n = 0; n < 3; ++n) {
-    if (!plan->takes(THPVariable_Unpack(given[n + 1]), plan->operands[n])) Py_RETURN_NONE;
+    bool is_tensor = THPVariable_Check(given[n + 1]);
+    if (!is_tensor || !plan->takes(THPVariable_Unpack(given[n + 1]), plan->operands[n])) Py_RETURN_NONE;
   }
   at::Tensor q = THPVariable_Unpack(given[1]), k = THPVariable_Unpack(given[2]), v = THPVariable_Unpack(given[3]), o;
   {
