@@ -328,12 +328,13 @@ class Engine:
         """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
         if self.form is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
             return None
-        for problem, _ in self._viewed(tensors, rest):
-            kernels = self._kernels_of_tangents(problem, rest)
-            if kernels is not None:
-                moves = tangents[: self.signature.inputs]
-                return self.forward_mode.run(kernels.forward, problem, moves, deterministic=rest[1], keeps_o=True)
-        return None
+        call = self.checker.find(tensors, rest)
+        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel.jvp, tensors[0])
+        if kernel is None:
+            return None
+        problem = self._problem(call, tensors, self._captured(call, tensors))
+        moves = tangents[: self.signature.inputs]
+        return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
         """Those of forward mode that take a problem, if there are any."""
@@ -341,16 +342,11 @@ class Engine:
         provider = self.kernels.get(q.device.type)
         if provider is None or q.dtype not in ELEMENTS:
             return None
-        kernel, element = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0), ELEMENTS[q.dtype]
-
-        def taking(find: Callable[[], JvpKernel] | None) -> JvpKernel | None:
-            found = None if find is None else find()
-            return found if found is not None and element in found.elements else None
-
-        forward = None if kernel is None else taking(kernel.jvp)
+        kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
+        forward = None if kernel is None else _taking(kernel.jvp, q)
         if kernel is None or forward is None:
             return None
-        backward = functools.partial(taking, kernel.jvp_backward)
+        backward = functools.partial(_taking, kernel.jvp_backward, q)
         return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
@@ -452,6 +448,12 @@ class Engine:
             dropout=captured.drawn,
             pairs=self._pairs,
         )
+
+
+def _taking(find: Callable[[], JvpKernel] | None, q: Tensor) -> JvpKernel | None:
+    """The kernel of forward mode, or of its backward pass, if there is one that takes the type of q."""
+    found = None if find is None else find()
+    return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
 
 
 def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

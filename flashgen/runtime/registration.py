@@ -315,6 +315,11 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
         else:
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
+    if forward_ad._current_level >= 0 and not is_compiling():
+        kind = Attention if op.signature.has_lse else OutputAlone
+        found = duals.attend(op, tensors, rest, kind.apply)
+        if found is not None:
+            return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)
     if has_distributed(tensors):
         from flashgen.runtime import dtensor  # noqa: PLC0415 - takes a second, and most never need it
@@ -323,11 +328,6 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
         tensors = dtensor.prepared(op.signature, tensors)
     if not is_compiling():
         tensors = with_memory(tensors)
-    if forward_ad._current_level >= 0 and not is_compiling():
-        kind = Attention if op.signature.has_lse else OutputAlone
-        found = duals.attend(op, tensors, rest, kind.apply)
-        if found is not None:
-            return found if return_lse else found[0]
     if transforming():
         result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:
