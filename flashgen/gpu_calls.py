@@ -117,7 +117,9 @@ def launches_of(
 def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     """Which kernels of a pass a call starts; those of the forward pass always repeat."""
     repeats = name == "backward" and bool(values["deterministic"])
-    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values))
+    moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
+    is_forward_mode = name == "forward" and "t_q" in values
+    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values), moving if is_forward_mode else None)
 
 
 def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
@@ -164,7 +166,7 @@ def with_jvp(told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: 
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
     moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
-    told = replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+    told = replace(told, jvp=explain_jvp(moving.variant, moving.source.symbol, moving.plan, asked))
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
     back = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING_BACK), target)

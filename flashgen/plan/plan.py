@@ -63,18 +63,21 @@ class Spill:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, and whether
-    over a cache of 8 bits.
+    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, whether over a
+    cache of 8 bits, and of forward mode which of q, k and v have tangents, as ``qkv``.
     """
 
     dropped: bool = False
     repeatable: bool = False
     f8_cache: bool = False
+    moving: str | None = None
 
     @property
     def words(self) -> str:
         """``dropout, deterministic``; empty for the usual calls."""
         said = {"dropout": self.dropped, "deterministic": self.repeatable, "caches of 8 bits": self.f8_cache}
+        if self.moving is not None:
+            said[f"tangents of {' and '.join(self.moving) or 'captured values'}"] = True
         return ", ".join(word for word, holds in said.items() if holds)
 
 

@@ -137,7 +137,9 @@ def _of_sequences(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[
 
 
 def map_bytes(tensor: TensorMap, address: int, encode: Encode) -> bytes:
-    """A map as kernels take it; ``encode`` makes the first 128 bytes."""
+    """A map as kernels take it; ``encode`` makes the first 128 bytes. Of a tensor that is not there nobody reads it."""
+    if not address:
+        return bytes(BYTES)
     return encode(tensor, address) + _BESIDE.pack(tensor.batch_slabs, tensor.head_slabs)
 
 

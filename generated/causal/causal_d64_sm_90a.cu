@@ -3050,8 +3050,9 @@ template <class T> struct Block {
   FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
   FG_DEVICE QSignals q_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::Q_SIGNALS)}; }
   FG_DEVICE void start_q(const Place& place, const Head& head, int ordinal) const {
-    fg::mbarrier_expect(q_signals().full(ordinal), QTile::bytes);
-    copy_q(q_tile(), place, head, q_signals().full(ordinal));
+    uint64_t* const there = q_signals().full(ordinal);
+    fg::mbarrier_expect(there, QTile::bytes);
+    copy_q(q_tile(), place, head, there);
   }
   FG_DEVICE void copy_q(QTile to, const Place& place, const Head& head, uint64_t* there) const {
     const int slab = fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start));

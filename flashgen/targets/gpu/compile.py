@@ -54,7 +54,11 @@ def part_of(source: KernelSource, plan: GpuPlan, part: Part) -> KernelSource:
         left_out.append("without_dropout" if part.calls.dropped else "with_dropout")
         left_out.append("additions" if part.calls.repeatable else "repeatable")
         left_out.append("wide_caches" if part.calls.f8_cache else "f8_caches")
-    return replace(source, defines=tuple((f"FLASHGEN_{each.upper()}", "0") for each in left_out))
+    defines = [(f"FLASHGEN_{each.upper()}", "0") for each in left_out]
+    moving = None if part.calls is None else part.calls.moving
+    if moving is not None and any(each.forward.tensor_copies for each in plan.elements):
+        defines.append(("FLASHGEN_MOVING", str(sum(("q" in moving, 2 * ("k" in moving), 4 * ("v" in moving))))))
+    return replace(source, defines=tuple(defines))
 
 
 def spills_of(plan: GpuPlan, symbol: str, kernels: tuple[Resources, ...]) -> Iterator[Spill]:

@@ -136,6 +136,11 @@ def forward_launches(
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
         boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+        if variant.tangent is not None:
+            boxes += (
+                *_boxes(("t_q",), tiles.Br, variant, element),
+                *_boxes(("t_k", "t_v"), tiles.Bc, variant, element),
+            )
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.producers), tiles.sram_bytes, boxes, tile_counter)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
@@ -180,7 +185,8 @@ def cached_launches(
 
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
     """One panel each of a tile of these tensors."""
-    widths = {name: padded(OPERANDS[name].columns(variant.head_dim)) for name in tensors}
+    operands = operands_of(variant)
+    widths = {name: padded(operands[name].columns(variant.head_dim)) for name in tensors}
     return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
 
 

@@ -67,7 +67,7 @@ def _warpgroup_primitives(
     folder = templates_folder() / "cuda" / "primitives"
     of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
     more = {"warpgroup_spans.cuh": bool(products.spans)}
-    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": not tangent, "sequence_copies.cuh": sequence_copies}
+    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": True, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
     others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))

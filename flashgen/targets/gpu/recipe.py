@@ -55,7 +55,8 @@ class Recipe:
     needed no more once there are weights; ``folded``: because these take in the score's derivative, of which nothing
     but dS wants to know; ``bounded``: scores are, so that no row's are extreme. ``lag``: O is rescaled once a row's
     maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
-    reach 2^(lag + headroom).
+    reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
+    for the weights.
     """
 
     computed: Variant
@@ -76,6 +77,7 @@ class Recipe:
     bounded: bool
     lag: int
     headroom: int
+    moves_apart: bool
     decisions: tuple[Decision, ...]
 
     @property
@@ -127,6 +129,7 @@ def recipe_of(variant: Variant) -> Recipe:
         bounded=_is_bounded(computed),
         lag=_lag(variant).limit,
         headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
+        moves_apart=_moves_apart(computed),
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
     )
 
@@ -150,6 +153,14 @@ def _is_linear(computed: Variant) -> bool:
     if computed.tangent is not None:
         return False
     return computed.weights.form.exponential and computed.spec.dropout is None and not computed.uses_sqdist
+
+
+def _moves_apart(computed: Variant) -> bool:
+    """Forward mode's tangents of scores are of products with tangents, and of what is captured, alone."""
+    tangent = computed.tangent
+    if tangent is None or computed.backward_only or not computed.weights.form.exponential or computed.uses_sqdist:
+        return False
+    return DOT not in walk(tangent.score)
 
 
 def _is_bounded(computed: Variant) -> bool:

@@ -59,7 +59,8 @@ class SpecCode:
     units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives;
     ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's.
     ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse,
-    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change.
+    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change;
+    ``moves_apart``: of exponential weights, what a score changes by is asked for once there are weights.
     """
 
     formula: str
@@ -75,6 +76,7 @@ class SpecCode:
     dropout: bool
     tangent: bool
     weight_tangent: bool
+    moves_apart: bool
     sink_tangent: str | None
     linear: bool
     score_factor: str
@@ -140,6 +142,7 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         dropout=has_dropout(variant),
         tangent=variant.tangent is not None,
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
+        moves_apart=recipe.moves_apart,
         sink_tangent=sinks.tangent,
         linear=linear is not None,
         score_factor="exponent_unit" if by_units else c_literal(factor),
