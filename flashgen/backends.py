@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
@@ -35,7 +35,7 @@ from flashgen.gpu_calls import (
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.package.cpu import Library, NoLibrary, libraries
-from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
+from flashgen.plan.arguments import argument_fields, sliced_fields, tangent_fields, tangent_gradient_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
@@ -205,7 +205,8 @@ class CpuProvider:
         self.forward_mode = functools.cache(self._forward_mode)
         self.forward_mode_backward = functools.cache(self._forward_mode_backward)
         self._other = functools.cache(self._load)
-        self._other_parts = functools.cache(self._parts)
+        self._parts = functools.cache(functools.partial(self._loaded, "parts"))
+        self._slices = functools.cache(functools.partial(self._loaded, "slices"))
 
     takes_tangents: ClassVar[str] = CPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
@@ -270,17 +271,19 @@ class CpuProvider:
         for source, binary in zip(sources, compile_sources(sources), strict=True):
             kernel = LibraryKernel.load(binary.path, source.symbol, fields)
             if self._texts is None:  # what a text says that may have been edited, no other library does
-                kernel = replace(kernel, parts=functools.partial(self._other_parts, source.head_dim))
+                parts, slices = (functools.partial(each, source.head_dim) for each in (self._parts, self._slices))
+                kernel = replace(kernel, parts=parts, slices=slices)
             found[source.head_dim] = self._choosing(source.head_dim, kernel)
         return found
 
-    def _parts(self, head_dim: HeadDim) -> LibraryKernel:
-        """The kernel of parts, another library. Its tiles are the usual ones."""
+    def _loaded(self, kind: Literal["parts", "slices"], head_dim: HeadDim) -> LibraryKernel:
+        """The kernel of parts or of slices, another library. Its tiles are the usual ones."""
         choices = self.choices[head_dim]
-        variant = replace(choices.variant, parts=True)
+        variant = replace(choices.variant, parts=kind == "parts", slices=kind == "slices")
         source = compiled(variant, self.device.target, choices.usual()).source
         (binary,) = compile_sources([source])
-        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
+        fields = (sliced_fields if variant.slices else argument_fields)(self.spec)
+        return LibraryKernel.load(binary.path, source.symbol, fields)
 
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""

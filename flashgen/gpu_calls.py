@@ -59,6 +59,7 @@ class RowsOf(Enum):
     RAGGED = "ragged"
     CACHED = "cached"
     PARTS = "parts"
+    SLICES = "slices"
     F8 = "of 8 bits"
     MOVING = "dense, with their tangents"
     MOVING_BACK = "the same, backward"
@@ -77,7 +78,8 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
         return with_slopes(variant, moves=False)
     if rows in (RowsOf.CACHED, RowsOf.F8):
         return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
-    return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
+    ragged, parts, slices = (rows is each for each in (RowsOf.RAGGED, RowsOf.PARTS, RowsOf.SLICES))
+    return replace(variant, ragged=ragged, parts=parts, slices=slices)
 
 
 def takes_f8(variant: Variant, target: GpuTarget) -> bool:

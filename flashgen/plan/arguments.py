@@ -16,7 +16,7 @@ from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import F8, OPERANDS, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
+from flashgen.plan.operands import F8, HEAD_ROWS, OPERANDS, SLICES, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
 
@@ -94,6 +94,13 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
     return tuple(fields)
+
+
+def sliced_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels of some rows of o and dq, whose heads are further apart than they have rows."""
+    rows = {each.name: _operand(each) for each in SLICES.values()}
+    fields = (dataclasses.replace(rows.get(each.name, each), varies=each.varies) for each in argument_fields(spec))
+    return (*fields, Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of o, lse and dq"))
 
 
 def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:

@@ -78,7 +78,7 @@ class Call:
     may_copy: bool
     reads_nothing: bool
     threads: int
-    forward: dict[bool, Prepared] = field(default_factory=dict)
+    forward: dict[object, Prepared] = field(default_factory=dict)
     backward: dict[object, Prepared] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
 

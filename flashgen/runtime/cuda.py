@@ -103,6 +103,7 @@ class CudaKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None

@@ -88,6 +88,7 @@ class EmulatedKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
@@ -153,12 +154,15 @@ class EmulatedKernel:
         """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()
         own, written = list(values), []
+        known = {name: int(value) for name, value in self.layout.named(values).items()}
         allocations: dict[str, tuple[int, int]] = {}
         for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
             shift = address % _LINE
             is_output = field in _WRITTEN[name]
-            content = _NAN * size if is_output else ctypes.string_at(address, size)
-            place = memory.put(field, bytes(shift) + content) + shift
+            content = bytearray(ctypes.string_at(address, size))
+            for first, count in launches.operands[field].runs(self.head_dim, known, size) if is_output else ():
+                content[first : first + count] = _NAN * count
+            place = memory.put(field, bytes(shift) + bytes(content)) + shift
             own[self.layout.slots[field]] = place
             allocations[field] = (place, size)
             if is_output or field.startswith(gradient_field("")):
@@ -180,10 +184,10 @@ class EmulatedKernel:
         for slot, offset in part.places:
             own[slot] = places[self.layout.names[slot]] = workspace + offset
         arguments = self.layout.pack(*own)
-        known = self.layout.named(own)
+        placed = self.layout.named(own)
         reports = [
             self._launch(
-                program, step, arguments + self._maps(step, launches.operands, known, len(arguments)), allocations
+                program, step, arguments + self._maps(step, launches.operands, placed, len(arguments)), allocations
             )
             for step in part.steps
         ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, contiguous_format, empty_like
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.operands import HEAD_ROWS
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
@@ -130,17 +131,33 @@ class Engine:
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
+        return self._attend(tensors, rest, keeps_lse, None)
+
+    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
+        """The same, written to ``into``: the same rows of contiguous tensors that have more.
+
+        For engines whose kernels write there.
+        """
+        self._attend(tensors, rest, True, into)
+
+    def _attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool, into: Attended | None) -> Attended:
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
-            return self._attend_without_kernel(call, tensors)
+            found = self._attend_without_kernel(call, tensors)
+            return found if into is None else _put(found, into)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
         # To ask for what is like a tensor takes half as long.
-        o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=call.written, device=call.device)
         lse = parts = None
-        if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
+        if into is not None:
+            o, lse, parts = into
+        elif call.o_is_like_q:
+            o = empty_like(q)
+        else:
+            o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
+        if self.signature.has_lse and into is None and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
             if keeps_lse:
                 parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
@@ -153,9 +170,11 @@ class Engine:
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             drops = self._add(values, call, captured, self._no_gradients)
-        prepared = call.forward.get(drops)
+        key: object = drops if into is None else (drops, o.stride(1))
+        prepared = call.forward.get(key)
         if prepared is None:
-            prepared = call.forward[drops] = kernel.prepare("forward", (*values, *call.settled))
+            settled = call.settled if into is None else with_head_rows(kernel, call.settled, o)
+            prepared = call.forward[key] = kernel.prepare("forward", (*values, *settled))
         self._run(call, prepared, values)
         return o, lse, parts
 
@@ -181,24 +200,46 @@ class Engine:
         """
         return self._gradients(d_o, rows, tensors, rest, needs, is_part=True)
 
+    def gradients_into(
+        self, into: Sequence[Tensor], d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The same, those of q, k and v, which ``needs`` names, written to ``into``: of q, and in ``rows``, the same
+        rows of contiguous tensors that have more; of k and v contiguous.
+
+        For engines whose kernels write there.
+        """
+        return self._gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)
+
     def _gradients(
-        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], *, is_part: bool
+        self,
+        d_o: Tensor,
+        rows: Rows,
+        tensors: Tensors,
+        rest: Rest,
+        needs: Sequence[bool],
+        *,
+        is_part: bool,
+        into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
             whole = (rows[1], rows[2]) if is_part else None
-            return self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
+            found = self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
+            return found if into is None else [*_put(found[:3], into), *found[3:]]
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
-        d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
         # Kernels write all three, asked for or not.
-        dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
-        dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
-        dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
+        if into is None:
+            d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
+            dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
+            dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
+            dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
+        else:
+            (d_lse, o, lse, parts), (dq, dk, dv) = rows, into
         d_o_at = d_o.data_ptr()
         if not d_o_at:
             raise NoMemoryError("d_o is zero in name alone")
@@ -212,10 +253,12 @@ class Engine:
             sums = self._sums(call, captured, needs[3:])
             drops = self._add(values, call, captured, [address(x) for x, _ in sums])
         strides = d_o.stride()
-        key = (drops, strides, *needs[3:])
+        key = (drops, strides, None if into is None else dq.stride(1), *needs[3:])
         prepared = call.backward.get(key)
         if prepared is None:
             settled = with_strides(kernel, call.settled, strides)
+            if into is not None:
+                settled = with_head_rows(kernel, settled, dq)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
         self._run(call, prepared, values)
         found = [dq, dk, dv]
@@ -485,6 +528,21 @@ def with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Val
     layout, values = kernel.layout, list(settled)
     for axis, stride in zip("bhn", strides, strict=False):
         values[layout.slots[f"d_o_stride_{axis}"] - layout.varying] = stride
+    return values
+
+
+def _put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
+    """What was found, where it is wanted."""
+    for x, place in zip(found, into, strict=True):
+        if x is not None and place is not None:
+            place.copy_(x)
+    return into
+
+
+def with_head_rows(kernel: Kernel, settled: Values, rows: Tensor) -> Values:
+    """The settled values of a call, and how far the heads of some rows of a larger tensor are apart."""
+    values = list(settled)
+    values[kernel.layout.slots[HEAD_ROWS] - kernel.layout.varying] = rows.stride(1) // rows.shape[3]
     return values
 
 

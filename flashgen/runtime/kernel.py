@@ -97,6 +97,10 @@ class Kernel(Protocol):
         """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
 
     @property
+    def slices(self) -> Callable[[], Kernel] | None:
+        """The same for the one whose o, lse and dq are rows of larger tensors; gradients of keys are float32."""
+
+    @property
     def f8(self) -> Callable[[], Kernel] | None:
         """The same for the one that multiplies q, k and v of 8 bits."""
 
@@ -179,6 +183,7 @@ class LibraryKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None

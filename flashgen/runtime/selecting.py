@@ -82,6 +82,11 @@ class SelectingEngine(Engine):
                 return found
         return inner.attend(own, rest, keeps_lse)
 
+    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
+        """The same, written to what is given."""
+        inner, own = self.resolved(tensors, rest)
+        inner.attend_into(into, own, rest)
+
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
         """As ``Engine`` has it."""
         _, own = self.resolved(tensors, rest)
@@ -98,6 +103,13 @@ class SelectingEngine(Engine):
         """The same of some of a row's keys."""
         inner, own = self.resolved(tensors, rest)
         return inner.gradients_of_part(d_o, rows, own, rest, self._needs(needs))
+
+    def gradients_into(
+        self, into: Sequence[Tensor], d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Any]:
+        """The same, those of q, k and v written to what is given."""
+        inner, own = self.resolved(tensors, rest)
+        return inner.gradients_into(into, d_o, rows, own, rest, self._needs(needs))
 
     def _needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
         """What the lowered spec is asked for."""

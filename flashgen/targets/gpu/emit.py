@@ -55,6 +55,7 @@ def cuda_symbol(variant: Variant) -> str:
 
 def _form(variant: Variant) -> str:
     kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
+    kinds["_slices"] = variant.slices
     kinds["_jvp"] = variant.tangent is not None
     return next((kind for kind, holds in kinds.items() if holds), "")
 

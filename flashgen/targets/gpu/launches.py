@@ -14,7 +14,18 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
-from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENT_GRADIENTS, TANGENTS, Operand
+from flashgen.plan.operands import (
+    CACHED,
+    F8,
+    HEAD_ROWS,
+    OPERANDS,
+    PARTS,
+    RAGGED,
+    SLICES,
+    TANGENT_GRADIENTS,
+    TANGENTS,
+    Operand,
+)
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import mergers, merging_shares, padded, panel_width
@@ -47,6 +58,8 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
         return CACHED
     if variant.parts:
         return PARTS
+    if variant.slices:
+        return SLICES
     if variant.f8:
         return F8
     if variant.backward_only:  # t_o and t_lse are read there, as o and lse are
@@ -122,7 +135,7 @@ def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
 def _delta(variant: Variant) -> tuple[Buffer, ...]:
     """What rows carry beside lse; in the backward pass of forward mode two numbers."""
     names = ("delta", "epsilon") if variant.backward_only else ("delta",)
-    rows = Count((*_heads(variant), Factor("q_len")), 4)
+    rows = Count((*_heads(variant), Factor(HEAD_ROWS if variant.slices else "q_len")), 4)
     return tuple(Buffer(name, rows) for name in names) if recipe_of(variant).row_state else ()
 
 

@@ -20,6 +20,7 @@ from flashgen.plan.arguments import (
     param_field,
     param_place_field,
     ragged_fields,
+    sliced_fields,
     tangent_fields,
     tangent_gradient_fields,
 )
@@ -46,7 +47,7 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
         return cached_fields(variant.spec)
     if variant.tangent is not None:
         return (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec)
-    fields = f8_fields(variant.spec) if variant.f8 else argument_fields(variant.spec)
+    fields = (f8_fields if variant.f8 else sliced_fields if variant.slices else argument_fields)(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"

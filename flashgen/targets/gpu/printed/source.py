@@ -78,7 +78,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             dropout=has_dropout(variant),
             f8_caches=f8_caches,
             f8=variant.f8,
-            parts=variant.parts,
+            parts=variant.parts or variant.slices,
             warpgroups=warpgroups,
             pieces=recipe.cuts,
             sequence_copies=variant.ragged,
