@@ -17,7 +17,7 @@ from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunc
 from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENT_GRADIENTS, TANGENTS, Operand
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import mergers, merging_shares, padded, panel_width
+from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -167,9 +167,10 @@ def cached_launches(
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
     merges = Count((*blocks.factors, Factor("merges")), merging_shares(variant, tiles))
+    merging = 32 * merging_warps(variant, tiles) * mergers(variant, tiles)
     launches = (
         Launch(f"{symbol}_forward_{element}{'_f8' if f8 else ''}", parts, threads, tiles.sram_bytes),
-        Launch(f"{symbol}_merge_{element}", merges, threads * mergers(variant, tiles), tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merges, merging, tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
     splits = Splits(

@@ -196,9 +196,9 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
 
 
 def mergers(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: teams of a tile's warps that share its parts, and join two by two in the shared memory of a tile."""
+    """Over caches: teams of warps that share a tile's parts, and join two by two in the shared memory of a tile."""
     count, room = 1, tiles.sram_bytes // (tiles.Br * (FLOAT * padded(variant.head_dim.v) + 2 * FLOAT))
-    while count <= room and 2 * count * tiles.warps <= MOST_MERGING_WARPS * min(tiles.split, 2):
+    while count <= room and 2 * count * merging_warps(variant, tiles) <= MOST_MERGING_WARPS * min(tiles.split, 2):
         count *= 2
     return count
 
@@ -211,15 +211,16 @@ def finds_selected(variant: Variant, element: ElementType, tiles: ForwardTiles) 
 
 
 def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: blocks that merge a tile's parts, each with so much of the columns, 32 or more.
+    """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
+    width = variant.head_dim.v
+    if tiles.split > 1:
+        return tiles.split if width == padded(width) else 1
+    return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
 
-    Where warps share rows these have parts of the columns already.
-    """
-    return (
-        1
-        if tiles.split > 1
-        else next(count for count in (4, 2, 1) if count == 1 or variant.head_dim.v % (32 * count) == 0)
-    )
+
+def merging_warps(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
+    return tiles.warps // (tiles.split if merging_shares(variant, tiles) > 1 else 1)
 
 
 def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from flashgen.analysis.levels import Level, observed_loads
+from flashgen.analysis.levels import Level, mask_axes, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
+from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
-from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
+from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
@@ -24,6 +25,8 @@ from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
+# What masks tell apart where blocks take lists by their lengths: few masks, of heads that follow each other.
+_ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
 MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
 
 
@@ -104,7 +107,7 @@ def recipe_of(variant: Variant) -> Recipe:
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
     cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
-    longest_first = lists is not Lists.NONE and "h" not in index_set(variant.keep)
+    longest_first = lists is not Lists.NONE and mask_axes(variant.keep) in _ORDERED
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
     weights_first = folded or _weights_first(computed, keys)
@@ -138,7 +141,8 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
         return Lists.NONE
     if is_irregular(variant.keep):
         return Lists.KEPT
-    return Lists.OF_A_CALL if observed else Lists.NONE
+    selects = reads_tiles(variant.keep, variant.spec.tensors) and mask_axes(variant.keep) in _ORDERED
+    return Lists.OF_A_CALL if observed or selects else Lists.NONE
 
 
 def _lag(variant: Variant) -> Rule:

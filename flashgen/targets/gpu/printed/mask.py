@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.variant import Variant
-from flashgen.emit.context import Masks, Observed, masks_apart, masks_of, observed_load
+from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
-from flashgen.ir.expr import Expr, index_set
+from flashgen.ir.expr import Expr
 from flashgen.targets.gpu.diagonals import diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
@@ -43,13 +44,16 @@ class Lists:
     """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
 
     Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
-    ``head`` counted through the batch, as the beginning of a sum.
+    ``head`` counted through the batch, as the beginning of a sum; so many heads in a row share a mask, of
+    ``sharers_of_queries`` and of ``sharers_of_keys``.
     """
 
     masks: Masks
     kept: bool
     longest_first: bool
     mask_of_head: str
+    sharers_of_queries: str
+    sharers_of_keys: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
         selected=_selected(variant, placement),
-        by_head="h" in index_set(variant.keep),
+        by_head="h" in mask_axes(variant.keep),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
         lists=_lists(variant, recipe),
         rows=tuple(each for each in observed if each.struct == "rows"),
@@ -109,8 +113,12 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
 def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
     if not recipe.has_lists:
         return None
-    mask_of_head = "head / heads * tiles + " if "b" in index_set(variant.keep) else ""
-    return Lists(masks_of(variant.keep), recipe.keeps_lists, recipe.longest_first, mask_of_head)
+    axes = mask_axes(variant.keep)
+    sharers = ("unsigned(a.heads)", "unsigned(a.kv_heads)")
+    if "hkv" in axes:
+        sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")
+    mask_of_head = "head / sharers * tiles + " if "b" in axes else ""
+    return Lists(masks_apart(axes), recipe.keeps_lists, recipe.longest_first, mask_of_head, *sharers)
 
 
 def _selected(variant: Variant, placement: Placement) -> Selected | None:

@@ -22,6 +22,7 @@ from flashgen.targets.gpu.model import (
     forward_layout,
     mergers,
     merging_shares,
+    merging_warps,
     padded,
     query_layout,
     row_words,
@@ -144,6 +145,7 @@ def forward_code(
         more |= _role_constants(tiles) if of_warpgroups else {}
         if variant.cached:
             more |= {"mergers": mergers(variant, tiles), "shares": merging_shares(variant, tiles)}
+            more |= {"merging_warps": merging_warps(variant, tiles)}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
         more |= {"turners": F8_TURNERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)

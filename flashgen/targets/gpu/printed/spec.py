@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
 from flashgen.analysis.levels import Level
+from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
 from flashgen.emit.distance import split_score
@@ -113,6 +114,9 @@ def place_formulas(variant: Variant, places: Places) -> PlacedSinks:
         assert variant.weight_by_score is not None
         places.hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
     places.hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
+    asked = selected(variant.keep, variant.spec.tensors) if variant.cached else None
+    if asked is not None:
+        places.hook("is_selected", asked, "", "Whether a query selects a key's block")
     tangent = derivative_hooks(variant, placement, places.hook, "float", places.pair_inputs)
     if tangent is not None:
         places.row_functions.append(RowFunction("sink_tangent", tangent, "What the sink changes by"))
