@@ -136,6 +136,11 @@ class Deferred:
         provider = self.made()[self.device]
         return None if provider is None else provider(head_dim, index)
 
+    def of_spec(self, spec: AttentionSpec) -> KernelProvider | None:
+        """The same of another spec, where it has kernels for GPUs."""
+        provider = self.made()[self.device]
+        return provider.of_spec(spec) if isinstance(provider, (CudaProvider, EmulatorProvider)) else None
+
 
 def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
     """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""

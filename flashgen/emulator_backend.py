@@ -72,6 +72,10 @@ class EmulatorProvider:
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
         return self.kernel(head_dim)
 
+    def of_spec(self, spec: AttentionSpec) -> EmulatorProvider:
+        """The same of another spec, dense."""
+        return EmulatorProvider(spec, self.target, cache=self._cache)
+
     def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
         """What runs."""
         return compiled(kernel_variant(self.spec, head_dim, self.rows), self.target, pins)

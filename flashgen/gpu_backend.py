@@ -110,6 +110,12 @@ class CudaProvider:
     def __call__(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
         return self.kernel(head_dim, index)
 
+    def of_spec(self, spec: AttentionSpec) -> CudaProvider:
+        """The same of another spec, dense, which no package has."""
+        provider = CudaProvider(spec)
+        provider.board = self.board
+        return provider
+
     def of_call(
         self, head_dim: HeadDim, index: int, name: PassName, values: Mapping[str, float]
     ) -> tuple[Ready, tuple[str, ...]]:

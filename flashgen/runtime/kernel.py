@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal as OneOf
 from typing import Protocol
 
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.arguments import Field
 from flashgen.plan.launches import Box
 from flashgen.runtime.compiler import load_library
@@ -147,6 +147,12 @@ def takes_tangents(provider: KernelProvider | None) -> str:
 def takes_tangents_backward(provider: KernelProvider | None) -> str:
     """The same of their backward pass."""
     return str(getattr(provider, "takes_tangents_backward", ""))
+
+
+def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:
+    """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
+    make = getattr(provider, "of_spec", None)
+    return None if make is None else make(spec)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
