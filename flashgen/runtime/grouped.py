@@ -44,7 +44,7 @@ class GroupedCalls:
         self._of_rows = functools.cache(self._make_of_rows)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool, numbers: int) -> Attended | None:
-        """``o``, ``lse`` and its parts; ``tensors`` are those of the lowered spec, ``numbers`` are of a query's list."""
+        """``o``, ``lse`` and its parts; ``tensors`` are of the lowered spec, ``numbers`` those of a list."""
         if self._cached is None or self._taken(tensors, rest, numbers) is None:
             return None
         q, k = tensors[0], tensors[1]

@@ -182,7 +182,8 @@ WIDE_MISTAKES = {
 
 
 def arguments_of_wide_pages() -> dict[str, Any]:
-    return arguments(WIDE) | {"leftpad": torch.tensor([70, 0, 64], dtype=torch.int32)}
+    lengths, padding = (torch.tensor(each, dtype=torch.int32) for each in ((150, 9, 77), (80, 0, 64)))
+    return arguments(WIDE) | {"cache_seqlens": lengths, "leftpad": padding}
 
 
 def test_without_a_mistake_wide_pages_are_right() -> None:
