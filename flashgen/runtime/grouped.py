@@ -63,7 +63,7 @@ class GroupedCalls:
         if call is None or self._spec.layout is not None or call.shard.q_start != 0:
             return None
         group, shard = call.shard.group, call.shard
-        engine = self._of_rows(group)
+        engine = self._of_rows(group, given[0].element_size() == 2)
         if engine is None or shard.q_len * group * max(given[0].shape[-1], given[2].shape[-1]) > MOST_ELEMENTS:
             return None
         numbers_of_rows: Any = (0, 0, shard.b_start, shard.h_start // group, *_totals(rest[0], group))
@@ -91,9 +91,9 @@ class GroupedCalls:
         few = shard.group >= LEAST_GROUP and KEPT * queries * numbers * self._block <= shard.kv_len
         return call if is_whole and few else None
 
-    def _make_of_rows(self, group: int) -> Engine | None:
+    def _make_of_rows(self, group: int, narrow: bool) -> Engine | None:
         """What runs rows of groups; None where no provider has another spec's kernels."""
-        spec = by_groups(self._spec, group)
+        spec = by_groups(self._spec, group, narrow=narrow)
         found = {device: of_spec(each, spec) for device, each in self._engine.kernels.items()}
         known = {device: each for device, each in found.items() if each is not None}
         return self._make(spec, known) if known else None

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.evaluate import Evaluator, Guard
-from flashgen.runtime.plain import is_plain
+from flashgen.runtime.plain import lies_in_memory
 
 # Has the host look at the numbers of a selection, and name one that no block has.
 CHECK_SELECTION = "FLASHGEN_CHECK_SELECTION"
@@ -97,7 +98,7 @@ def _lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapp
     launches, and waits for the device.
     """
     listed = tensors[found.select.tensor]
-    if found.reads != {found.select.tensor} or not is_plain((listed,)):
+    if found.reads != {found.select.tensor} or is_compiling() or not lies_in_memory((listed,)):
         return _find_lists_of_tiles(found, tensors, sizes)
     key = (found, tuple(sorted(sizes.items())), tuple(listed.shape[:-1]), listed.device)
     which = _KNOWN.get(key)
@@ -125,7 +126,7 @@ def _find_lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes:
     which = torch.cat((which, rest), -1).view(*lengths[:-1], tiles, TILE)
     for alike in (64, 32, 16, 8, 4, 2):  # neighbours that share a list
         groups = which.view(*which.shape[:-1], TILE // alike, alike)
-        if is_plain((which,)) and bool((groups == groups[..., :1]).all()):
+        if lies_in_memory((which,)) and bool((groups == groups[..., :1]).all()):
             return groups[..., 0]
     return which
 

@@ -119,11 +119,11 @@ def changed(name: str, *changes: tuple[str, str]) -> AttentionOp:
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
 
-def arguments(page: int = PAGE) -> dict[str, Any]:
-    pages = -(-160 // page)
+def arguments() -> dict[str, Any]:
+    pages = -(-160 // PAGE)
     places = torch.randperm(B * pages, generator=torch.Generator().manual_seed(1)).view(B, pages).int()
-    k, v = (random(B * pages, HKV, page, 16, seed=n) for n in (1, 2))
-    short = (torch.arange(pages * page) % 45 < torch.arange(30, 45, 5)[:, None]).int()
+    k, v = (random(B * pages, HKV, PAGE, 16, seed=n) for n in (1, 2))
+    short = (torch.arange(160) % 45 < torch.arange(30, 45, 5)[:, None]).int()
     return {
         "q": random(B, H, QUERIES, 16, seed=0), "k_cache": k, "v_cache": v, "cache_seqlens": LENGTHS,
         "leftpad": PADDING, "block_table": places, "slope": random(H, seed=3).abs(), "short": short,
@@ -167,33 +167,6 @@ def test_without_a_mistake_all_is_right() -> None:
 )
 def test_mistakes_show(mistake: str) -> None:
     assert shows(changed(f"planted_cache_{list(MISTAKES).index(mistake)}", MISTAKES[mistake]))
-
-
-# The same of pages that hold whole tiles, where nothing is padded by part of one.
-WIDE = 128
-WIDE_MISTAKES = {
-    "the first page": ("if (one_page) page = pages_ahead;", "if (one_page) page = 0;"),
-    "rows of a page from its first on": (
-        "int(place - unsigned(table.number_of(place)) * table.rows) - row",
-        "-row",
-    ),
-    "padding is part of a tile": ("rows % tile == 0 && first % tile == 0", "rows % tile == 0"),
-}
-
-
-def arguments_of_wide_pages() -> dict[str, Any]:
-    lengths, padding = (torch.tensor(each, dtype=torch.int32) for each in ((150, 9, 77), (80, 0, 64)))
-    return arguments(WIDE) | {"cache_seqlens": lengths, "leftpad": padding}
-
-
-def test_without_a_mistake_wide_pages_are_right() -> None:
-    assert max(errors(changed("planted_in_no_cache"), arguments_of_wide_pages())) < 1e-5
-
-
-@pytest.mark.parametrize("mistake", WIDE_MISTAKES)
-def test_mistakes_with_wide_pages_show(mistake: str) -> None:
-    name = f"planted_wide_pages_{list(WIDE_MISTAKES).index(mistake)}"
-    assert shows(changed(name, WIDE_MISTAKES[mistake]), arguments_of_wide_pages())
 
 
 # The same of numbers of 8 bits.
