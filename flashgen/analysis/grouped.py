@@ -26,7 +26,7 @@ def by_groups(spec: AttentionSpec, group: int, *, narrow: bool) -> AttentionSpec
     if spec.layout is not None or spec.dropout is not None:
         raise ValueError(f"'{spec.name}' draws blocks, or drops pairs, by the positions of a head")
     count = literal(group)
-    known = {
+    known: dict[Expr, Expr] = {
         index("i"): apply("floordiv", index("i"), count),
         index("h"): apply("add", apply("mul", index("hkv"), count), apply("mod", index("i"), count)),
         size("H"): apply("mul", size("H"), count),

@@ -83,7 +83,9 @@ class GroupedCalls:
             return None
         call = self._engine.checker.find(tensors, rest)
         kernel, shard = call.kernel, call.shard
-        if kernel is None or isinstance(kernel, LibraryKernel) or kernel.cached is None or call.is_empty:
+        if kernel is None or isinstance(kernel, LibraryKernel) or call.is_empty:
+            return None
+        if kernel.cached is None or kernel.parts is None:  # of a source that was edited there are no others
             return None
         _, _, q_total, kv_total = shard.totals()
         is_whole = shard.kv_start == 0 and shard.kv_len == kv_total == q_total == shard.q_start + shard.q_len
@@ -108,9 +110,11 @@ def _totals(given: Any, group: int) -> tuple[int | None, ...]:
 
 def _by_rows(x: Tensor, group: int) -> Tensor:
     """[B, Hkv, N · group, …] of [B, H, N, …]: the heads of a position one behind the other."""
-    return x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3)  # type: ignore[no-untyped-call]
+    apart = x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:])
+    return apart.transpose(2, 3).flatten(2, 3)
 
 
 def _by_heads(x: Tensor, group: int) -> Tensor:
     """[B, H, N, …] of [B, Hkv, N · group, …]."""
-    return x.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
+    apart = x.reshape(*x.shape[:2], x.shape[2] // group, group, *x.shape[3:])
+    return apart.transpose(2, 3).flatten(1, 2)

@@ -152,7 +152,7 @@ def takes_tangents_backward(provider: KernelProvider | None) -> str:
 def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:
     """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
     make = getattr(provider, "of_spec", None)
-    return None if make is None else make(spec)  # type: ignore[no-any-return]
+    return None if make is None else make(spec)
 
 
 @dataclass(frozen=True)
