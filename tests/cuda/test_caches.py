@@ -84,7 +84,7 @@ MISTAKES = {
         "if (team / half == 1) leave<Shared>(place, left);",
     ),
     "O of a part is left out": ("add(o.at[m], taken.o[k][m],", "if (k > 0) add(o.at[m], taken.o[k][m],"),
-    "O is counted from another maximum": ("rescale(kept); #pragma unroll", "#pragma unroll"),
+    "O is counted from another maximum": ("rescale(kept); add_team(place, left);", "add_team(place, left);"),
     "a lane's sum counts four times": (
         "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
         "row.y * shrink_of(row.x, top)",
