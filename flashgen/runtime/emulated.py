@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, table_field, tensor_field
+from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, stored_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.operands import Operand
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
@@ -91,6 +91,7 @@ class EmulatedKernel:
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = True
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
@@ -161,7 +162,7 @@ class EmulatedKernel:
             place = memory.put(field, bytes(shift) + content) + shift
             own[self.layout.slots[field]] = place
             allocations[field] = (place, size)
-            if is_output or field.startswith(gradient_field("")):
+            if is_output or field.startswith((gradient_field(""), stored_field(""))):
                 written.append((address, place, size))
         workspace = memory.allocate("workspace", part.workspace_bytes)
         own[self.layout.slots["workspace"]] = workspace

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, contiguous_format, empty_like
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.arguments import stored_tensors
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
@@ -102,7 +103,10 @@ class Engine:
         self.checker = self._make_checker()
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
-        self._no_gradients = [0] * sum(self._learned)
+        stored = stored_tensors(spec)
+        self._stored = [each in stored for each in spec.tensors if each.grad]
+        self._stored += [False for each in spec.params if each.grad]
+        self._no_gradients = [0] * (sum(self._learned) + sum(self._stored))
 
     def _make_checker(self) -> CallChecker:
         return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)
@@ -209,8 +213,9 @@ class Engine:
         drops, sums = False, []
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            sums = self._sums(call, captured, needs[3:])
-            drops = self._add(values, call, captured, [address(x) for x, _ in sums])
+            stores = kernel.stores and not (is_part or rest[1])
+            sums = self._sums(call, captured, needs[3:], stores=stores)
+            drops = self._add(values, call, captured, self._addresses(sums, stores=stores))
         strides = d_o.stride()
         key = (drops, strides, *needs[3:])
         prepared = call.backward.get(key)
@@ -360,13 +365,29 @@ class Engine:
             problem = self._problem(call, tensors, self._captured(call, tensors))
             yield for_derivatives(problem), _all_of
 
-    def _sums(self, call: Call, captured: Captured, needs: Sequence[bool]) -> list[tuple[Tensor | None, Any]]:
-        """What kernels add to in float32, and what it is the gradient of, for all that may have one."""
-        return [
-            (torch.zeros(x.shape, dtype=torch.float32, device=call.device) if x is not None and need else None, x)
-            for x, is_learned, need in zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
-            if is_learned
+    def _sums(
+        self, call: Call, captured: Captured, needs: Sequence[bool], *, stores: bool = False
+    ) -> list[tuple[Tensor | None, Any]]:
+        """What kernels add to in float32, or ``stores`` in a tensor's own type where each pair has its own element.
+
+        With what it is the gradient of, for all that may have one.
+        """
+        all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
+        learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
+        types = [
+            x.dtype if x is not None and stored and stores else torch.float32
+            for (x, _), stored in zip(learned, self._stored, strict=True)
         ]
+        return [
+            (torch.zeros(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
+            for (x, need), dtype in zip(learned, types, strict=True)
+        ]
+
+    def _addresses(self, sums: Sequence[tuple[Tensor | None, Any]], *, stores: bool = False) -> list[int]:
+        """Of what is added to, and then of what is stored."""
+        found = [(address(x), stored) for (x, _), stored in zip(sums, self._stored, strict=True)]
+        own = [0 if stored and stores else at for at, stored in found]
+        return own + [at if stores else 0 for at, stored in found if stored]
 
     def _run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
         """One pass with the values that vary; the first is still missing, where the workspace lies."""

@@ -108,6 +108,10 @@ class Kernel(Protocol):
     def jvp_backward(self) -> Callable[[], JvpKernel] | None:
         """The same of its backward pass, with ``tangent_gradient_fields``."""
 
+    @property
+    def stores(self) -> bool:
+        """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
+
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
@@ -182,6 +186,7 @@ class LibraryKernel:
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = False
 
     @classmethod
     def load(

@@ -77,8 +77,8 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
 def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     recipe = recipe_of(variant)
     computed = recipe.computed
-    places = Places(computed)  # hooks come in the order in which they are placed
-    sinks = place_formulas(computed, places)
+    places = Places(computed, recipe)  # hooks come in the order in which they are placed
+    sinks = place_formulas(computed, recipe, places)
     gradients = gradient_code(computed, recipe, places)
     mask = mask_code(computed, recipe, places.placement)
     return _Context(

@@ -42,10 +42,11 @@ def primitives(
     pieces: bool = False,
     sequence_copies: bool = False,
     tangent: bool = False,
+    pairs: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches or f8, "parts.cuh": parts}
-    more["products_of_both.cuh"] = tangent
+    more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")

@@ -21,7 +21,9 @@ from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
+from flashgen.targets.gpu.ahead import read_ahead
 from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
+from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
 MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
@@ -48,7 +50,9 @@ class Recipe:
 
     ``computed``: the variant as kernels evaluate it, with reads in the place of numbers that follow from the distance;
     ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
-    ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their lengths.
+    ``ahead``: an element that pairs read, which warpgroups read before their products are there; ``near``: scores where
+    they need no special function. ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their
+    lengths.
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
@@ -76,6 +80,8 @@ class Recipe:
     bounded: bool
     lag: int
     headroom: int
+    ahead: Load | None
+    near: Near | None
     decisions: tuple[Decision, ...]
 
     @property
@@ -127,6 +133,8 @@ def recipe_of(variant: Variant) -> Recipe:
         bounded=_is_bounded(computed),
         lag=_lag(variant).limit,
         headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
+        ahead=read_ahead(computed),
+        near=near_tanh(computed),
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
     )
 

@@ -99,14 +99,19 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     common = (products, staging, Decision.by("roles", *roles))
     if isinstance(row, ForwardChoice):
         begins_next = copies and not has_producers and recipe.longest_first
+        reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
+        near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
+        reads += [near] if recipe.near is not None else []
         return Candidate(
             replace(row, tensor_copies=copies, begins_next=begins_next),
-            (*common, *_order_of_queries(copies=copies, begins_next=begins_next)),
+            (*common, *_order_of_queries(copies=copies, begins_next=begins_next), *reads),
         )
     order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
     few = recipe.weights_first and row.blocks > 2
+    reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
+    reads = reads if recipe.ahead is not None and recipe.weights_first else []
     weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
@@ -114,7 +119,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
     return Candidate(
         replace(row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed),
-        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time),
+        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads),
     )
 
 
