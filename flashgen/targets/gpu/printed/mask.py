@@ -15,7 +15,7 @@ from flashgen.emit.context import Masks, Observed, masks_apart, masks_of, observ
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.ir.expr import Expr, index_set
-from flashgen.targets.gpu.diagonals import diagonal_indices
+from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
     FEW_QUERIES,
@@ -67,9 +67,9 @@ class Selected:
 class MaskCode:
     """Which tiles and pairs are kept.
 
-    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
-    have masks of their own. A list of visits stands for one ``window`` of tiles; blocks keep ``words_of_notes`` beside
-    it, in the structs ``notes``.
+    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
+    ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
+    blocks keep ``words_of_notes`` beside it, in the structs ``notes``.
     """
 
     keep_range: RangeCode
@@ -80,6 +80,7 @@ class MaskCode:
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
     diagonals: Masks | None
+    beyond: int
     window: int
     words_of_notes: int
     bytes_of_list: int
@@ -99,6 +100,7 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
         rows=tuple(each for each in observed if each.struct == "rows"),
         columns=tuple(each for each in observed if each.struct == "columns"),
         diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
+        beyond=BEYOND,
         window=WINDOW,
         words_of_notes=notes(variant),
         bytes_of_list=visit_list(variant),
