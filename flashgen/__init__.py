@@ -8,8 +8,8 @@
 """
 
 from flashgen import operators
+from flashgen.building import build_file as build
 from flashgen.diagnostics import SpecError
-from flashgen.pipeline import build_file as build
 from flashgen.pipeline import check_file as check
 from flashgen.pipeline import load, loads, open_package
 from flashgen.version import __version__

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
@@ -35,13 +35,13 @@ from flashgen.gpu_calls import (
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.package.cpu import Library, NoLibrary, libraries
-from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
+from flashgen.plan.arguments import argument_fields, sliced_fields, tangent_fields, tangent_gradient_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked
 from flashgen.runtime.compiler import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
-from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, load_jvp
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, LibraryPart, load_jvp
 from flashgen.targets.cpu.device import Cpu, local_cpu
 from flashgen.targets.cpu.explain import explain_cpu, explain_jvp
 from flashgen.targets.cpu.plan import plan_jvp
@@ -136,6 +136,11 @@ class Deferred:
         provider = self.made()[self.device]
         return None if provider is None else provider(head_dim, index)
 
+    def of_spec(self, spec: AttentionSpec) -> KernelProvider | None:
+        """The same of another spec, where it has kernels for GPUs."""
+        provider = self.made()[self.device]
+        return provider.of_spec(spec) if isinstance(provider, (CudaProvider, EmulatorProvider)) else None
+
 
 def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
     """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""
@@ -205,7 +210,8 @@ class CpuProvider:
         self.forward_mode = functools.cache(self._forward_mode)
         self.forward_mode_backward = functools.cache(self._forward_mode_backward)
         self._other = functools.cache(self._load)
-        self._other_parts = functools.cache(self._parts)
+        self._parts = functools.cache(functools.partial(self._loaded, "parts"))
+        self._slices = functools.cache(functools.partial(self._loaded, "slices"))
 
     takes_tangents: ClassVar[str] = CPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
@@ -264,23 +270,48 @@ class CpuProvider:
 
     def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
         """Those of the usual tiles, compiled side by side."""
-        sources = self.sources()
-        fields = argument_fields(self.spec)
         found: dict[HeadDim, LibraryKernel] = {}
-        for source, binary in zip(sources, compile_sources(sources), strict=True):
-            kernel = LibraryKernel.load(binary.path, source.symbol, fields)
+        sources = self.sources()
+        for source, own in zip(sources, self._compiled(sources), strict=True):
+            kernel = own
             if self._texts is None:  # what a text says that may have been edited, no other library does
-                kernel = replace(kernel, parts=functools.partial(self._other_parts, source.head_dim))
+                parts, slices = (functools.partial(each, source.head_dim) for each in (self._parts, self._slices))
+                kernel = replace(own, parts=parts, slices=slices)
             found[source.head_dim] = self._choosing(source.head_dim, kernel)
         return found
 
-    def _parts(self, head_dim: HeadDim) -> LibraryKernel:
-        """The kernel of parts, another library. Its tiles are the usual ones."""
+    def _compiled(self, sources: Sequence[KernelSource]) -> list[LibraryKernel]:
+        """The forward passes, side by side; the backward pass and ragged batches are compiled when they are first
+        needed, each as a library. Texts of a package may be older or edited, and are compiled whole.
+        """
+        fields = argument_fields(self.spec)
+        if self._texts is not None:
+            return [
+                LibraryKernel.load(binary.path, source.symbol, fields)
+                for source, binary in zip(sources, compile_sources(sources), strict=True)
+            ]
+
+        def load(source: KernelSource, part: LibraryPart) -> LibraryKernel:
+            (binary,) = compile_sources([source.of_part(part)])
+            return LibraryKernel.load(binary.path, source.symbol, fields, part)
+
+        binaries = compile_sources([source.of_part("forward") for source in sources])
+        return [
+            replace(
+                LibraryKernel.load(binary.path, source.symbol, fields, "forward"),
+                others=functools.cache(functools.partial(load, source)),
+            )
+            for source, binary in zip(sources, binaries, strict=True)
+        ]
+
+    def _loaded(self, kind: Literal["parts", "slices"], head_dim: HeadDim) -> LibraryKernel:
+        """The kernel of parts or of slices, another library. Its tiles are the usual ones."""
         choices = self.choices[head_dim]
-        variant = replace(choices.variant, parts=True)
+        variant = replace(choices.variant, parts=kind == "parts", slices=kind == "slices")
         source = compiled(variant, self.device.target, choices.usual()).source
         (binary,) = compile_sources([source])
-        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
+        fields = (sliced_fields if variant.slices else argument_fields)(self.spec)
+        return LibraryKernel.load(binary.path, source.symbol, fields)
 
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""
@@ -300,9 +331,8 @@ class CpuProvider:
         return replace(usual, choose=choose)
 
     def _load(self, head_dim: HeadDim, pins: Pins) -> LibraryKernel:
-        source = self.source(head_dim, pins)
-        (binary,) = compile_sources([source])
-        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec))
+        (kernel,) = self._compiled([self.source(head_dim, pins)])
+        return kernel
 
 
 class PackagedProvider(CpuProvider):

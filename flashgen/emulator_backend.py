@@ -57,7 +57,7 @@ class EmulatorProvider:
 
     Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
     for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
-    ``rows``: those for ragged batches, for caches or for parts, which the kernels of the others lead to.
+    ``rows``: those for ragged batches, caches, parts or slices, which the kernels of the others lead to.
     """
 
     def __init__(
@@ -71,6 +71,10 @@ class EmulatorProvider:
 
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:  # noqa: ARG002 - there is one emulator
         return self.kernel(head_dim)
+
+    def of_spec(self, spec: AttentionSpec) -> EmulatorProvider:
+        """The same of another spec, dense."""
+        return EmulatorProvider(spec, self.target, cache=self._cache)
 
     def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
         """What runs."""
@@ -146,12 +150,14 @@ class EmulatorProvider:
             return functools.partial(self._other(rows), head_dim, 0) if self.rows is RowsOf.DENSE else None
 
         layout = ArgumentLayout(cuda_fields(variant))
-        varlen, cached, parts = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED, RowsOf.PARTS))
+        varlen, cached = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED))
+        parts, slices = (other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
         f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
         jvp, back = self._forward_mode(head_dim), self._forward_mode_backward(head_dim)
         return EmulatedKernel(
-            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, f8=f8, jvp=jvp, jvp_backward=back
-        )
+            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, slices=slices, f8=f8, jvp=jvp,
+            jvp_backward=back,
+        )  # fmt: skip
 
     def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
         if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):

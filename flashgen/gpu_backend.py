@@ -91,7 +91,7 @@ class CudaProvider:
     """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
 
     A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
-    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, for caches or for parts, which
+    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, caches, parts or slices, which
     the others lead to, and packages do not have; tiles of the former two are the planner's own. Calls raise
     ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
@@ -109,6 +109,12 @@ class CudaProvider:
 
     def __call__(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:
         return self.kernel(head_dim, index)
+
+    def of_spec(self, spec: AttentionSpec) -> CudaProvider:
+        """The same of another spec, dense, which no package has."""
+        provider = CudaProvider(spec)
+        provider.board = self.board
+        return provider
 
     def of_call(
         self, head_dim: HeadDim, index: int, name: PassName, values: Mapping[str, float]
@@ -221,7 +227,7 @@ class CudaProvider:
         brought = self.brought(head_dim, index)
         is_edited = brought is not None and brought.is_edited  # what a text says that was edited, no other kernel does
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
-        parts = None if is_edited else other(RowsOf.PARTS)
+        parts, slices = (None if is_edited else other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
         f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
         dense = self.rows is RowsOf.DENSE
         jvp = self._moving(RowsOf.MOVING, "forward", head_dim, index) if dense and has_jvp(variant) else None
@@ -238,6 +244,7 @@ class CudaProvider:
             varlen=varlen,
             cached=cached,
             parts=parts,
+            slices=slices,
             f8=f8,
             jvp=jvp,
             jvp_backward=back,
@@ -250,7 +257,7 @@ class CudaProvider:
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), self._variant(head_dim)
-        if self.rows is RowsOf.PARTS:  # which are dense calls but for what they write
+        if self.rows in (RowsOf.PARTS, RowsOf.SLICES):  # which are dense calls but for what they write
             return tile_choices(kernel_variant(self.spec, head_dim), board.gpu, board.name)
         if self.rows is not RowsOf.DENSE:  # what was measured is of dense calls
             return TileChoices(variant, board.gpu, by_length=False)
@@ -277,7 +284,7 @@ class CudaProvider:
         try:
             made = assembled(variant, target, pins, part)
         except NvrtcMissing as error:
-            if brought is None or replace(part, calls=None) not in brought.images:
+            if brought is None or brought.image(part) is None:
                 raise
             why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
             return _as_packaged(brought, part, why)
@@ -286,8 +293,15 @@ class CudaProvider:
 
 
 def _as_packaged(brought: Packaged, part: Part, *why: str) -> Ready:
-    image = brought.images.get(replace(part, calls=None))  # a package's binaries are for every kind of call
+    image = brought.image(part)
     if image is not None:
         return Ready(brought.plan, brought.source, image, brought.resources, why)
-    binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    try:
+        binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    except NvrtcMissing as error:
+        if not (brought.images and part.calls.repeatable):
+            raise
+        raise NvrtcMissing(
+            f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
+        ) from None
     return Ready(brought.plan, brought.source, binary.parts[part].path, binary.kernels, why)

@@ -59,6 +59,7 @@ class RowsOf(Enum):
     RAGGED = "ragged"
     CACHED = "cached"
     PARTS = "parts"
+    SLICES = "slices"
     F8 = "of 8 bits"
     MOVING = "dense, with their tangents"
     MOVING_BACK = "the same, backward"
@@ -77,7 +78,8 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
         return with_slopes(variant, moves=False)
     if rows in (RowsOf.CACHED, RowsOf.F8):
         return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
-    return replace(variant, ragged=rows is RowsOf.RAGGED, parts=rows is RowsOf.PARTS)
+    ragged, parts, slices = (rows is each for each in (RowsOf.RAGGED, RowsOf.PARTS, RowsOf.SLICES))
+    return replace(variant, ragged=ragged, parts=parts, slices=slices)
 
 
 def takes_f8(variant: Variant, target: GpuTarget) -> bool:
@@ -91,7 +93,7 @@ def launches_of(
     """The launches of a pass for values of ``struct Arguments`` by name."""
     if variant.tangent is not None and not variant.backward_only:
         return lambda name, values: forward_launches(
-            symbol, variant, plan, element, dropped=kind_of(name, values).dropped
+            symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
         )
     if variant.cached:
         return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
@@ -100,14 +102,14 @@ def launches_of(
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
         kind = kind_of(name, values)
         if name == "forward":
-            return forward_launches(symbol, variant, plan, element, dropped=kind.dropped)
+            return forward_launches(symbol, variant, plan, element, dropped=bool(kind.dropped))
         return backward_launches(
             symbol,
             variant,
             plan,
             element,
-            dropped=kind.dropped,
-            deterministic=kind.repeatable,
+            dropped=bool(kind.dropped),
+            deterministic=bool(kind.repeatable),
             captured=any(values[each] for each in gradients),
         )
 
@@ -117,7 +119,9 @@ def launches_of(
 def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     """Which kernels of a pass a call starts; those of the forward pass always repeat."""
     repeats = name == "backward" and bool(values["deterministic"])
-    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values))
+    moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
+    is_forward_mode = name == "forward" and "t_q" in values
+    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values), moving if is_forward_mode else None)
 
 
 def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
@@ -164,7 +168,7 @@ def with_jvp(told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: 
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
     moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
-    told = replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+    told = replace(told, jvp=explain_jvp(moving.variant, moving.source.symbol, moving.plan, asked))
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
     back = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING_BACK), target)

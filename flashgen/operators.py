@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -82,7 +83,13 @@ def _define_all() -> None:
         for each in all_recalled():
             _define(each)
     except Exception as error:
-        warnings.warn(f"the operators of exported programs cannot be defined: {error}", RuntimeWarning, stacklevel=2)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        warnings.warn(
+            f"the operators of exported programs cannot be defined: {type(error).__name__}: {error} "
+            f"({place.filename}, line {place.lineno}); programs that flashgen exported do not run in this process",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _define_by_name(name: str) -> bool:

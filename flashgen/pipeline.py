@@ -10,8 +10,7 @@ results go. Nothing here imports torch until an operator is asked for.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,13 +27,9 @@ from flashgen.gallery import spec_file
 from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.package import folder as package_folder
-from flashgen.package.folder import FolderRefused
 from flashgen.package.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
-from flashgen.plan.packed import Packed
 from flashgen.plan.plan import Plan
 from flashgen.recall import specs_of_file, specs_of_text
-from flashgen.runtime.compiler import CompilerMissing
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.device_table import known_devices, product_of
@@ -50,12 +45,6 @@ if TYPE_CHECKING:
     from flashgen.runtime.op import AttentionOp, BaseOp, OpParts
     from flashgen.targets.gpu.target import GpuTarget
 
-_NO_BINARIES = (
-    "binaries for GPUs, which are compiled when a call needs them; "
-    "`flashgen build --target {targets}` makes them now, in about 15 seconds each"
-)
-# What a package holds where nobody says which targets.
-USUAL_TARGETS = ("cpu", "sm_80", "sm_90a")
 Constant = bool | int | float
 _Reopen = tuple[Callable[..., Any], tuple[Any, ...]]
 Operator = TypeVar("Operator", bound="BaseOp")
@@ -69,26 +58,6 @@ class Checked:
     warnings: tuple[Diagnostic, ...]
     sources: tuple[Source, ...]
     answers: tuple[Answer, ...] = ()
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    """One generated package; ``changed`` are the files that were not yet as they are to be.
-
-    ``rejected`` are sentences about tiles of GPU kernels that were passed over because registers spilled; ``refusal``
-    says why the folder would not be written, where that was asked (``check``). ``left`` are sentences about what was
-    left out, and how to get it. ``size`` is that of all files, in bytes.
-    """
-
-    name: str
-    folder: Path
-    files: tuple[Path, ...]
-    changed: tuple[Path, ...]
-    seconds: float
-    rejected: tuple[str, ...] = ()
-    refusal: str | None = None
-    left: tuple[str, ...] = ()
-    size: int = 0
 
 
 def compile_file(
@@ -235,157 +204,6 @@ def _checked(parsed: SpecFile) -> Checked:
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise SpecError(diagnostics, parsed.sources)
     return Checked(parsed.specs, diagnostics, parsed.sources)
-
-
-# -- build -------------------------------------------------------------------------------------------------------------
-
-
-def build_file(
-    path: Path | str,
-    *,
-    output: Path = Path("generated"),
-    targets: Sequence[str] | None = None,
-    constants: Mapping[str, Constant] | None = None,
-    check: bool = False,
-    force: bool = False,
-) -> tuple[BuildResult, ...]:
-    """Write ``output/<name>/`` for every spec of a file and compile it into the cache.
-
-    Only a folder that flashgen wrote is written, and only files that are as it wrote them; ``force`` replaces others of
-    the same names. With ``check`` nothing is written; ``changed`` then names the files that differ. Raises
-    ``SpecError``, ``FolderRefused``, ``CompileFailed``, ``OSError``, and ``NvrtcMissing`` where there is a GPU among
-    the targets. Where there is no C++ compiler the package is written all the same.
-    """
-    return tuple(build_files([path], output=output, targets=targets, constants=constants, check=check, force=force))
-
-
-def build_files(
-    paths: Sequence[Path | str],
-    *,
-    output: Path = Path("generated"),
-    targets: Sequence[str] | None = None,
-    constants: Mapping[str, Constant] | None = None,
-    check: bool = False,
-    force: bool = False,
-) -> Iterator[BuildResult]:
-    """``build_file`` for several files, none of which may hold an attention of a name that another has."""
-    wanted = [target_named(each) for each in (USUAL_TARGETS if targets is None else targets)]
-    specs: dict[str, tuple[AttentionSpec, Path | str]] = {}
-    for path in dict.fromkeys(paths):
-        for spec in read_file(path, constants).specs:
-            if spec.name in specs:
-                raise FolderRefused(
-                    f"'{specs[spec.name][1]}' and '{path}' both hold an attention '{spec.name}', and both would be "
-                    f"written to '{output / spec.name}'; build them into different folders with -o"
-                )
-            specs[spec.name] = spec, path
-    packages = [_package(spec, output / spec.name, wanted, named=targets is not None) for spec, _ in specs.values()]
-    refusals = (package_folder.compare(each.folder, each.files).refusal(force=force) for each in packages)
-    refusal = None if check else next((each for each in refusals if each is not None), None)
-    if refusal is not None:
-        raise FolderRefused(refusal)
-    for package in packages:
-        yield _check(package, force=force) if check else _write(package, force=force)
-
-
-@dataclass(frozen=True)
-class _Package:
-    """A package before it is written; ``kernels`` are its sources and what their targets say of them."""
-
-    name: str
-    folder: Path
-    files: Mapping[str, bytes]
-    kernels: Sequence[tuple[CompiledKernel[Any, Any], Packed]]
-    left: Sequence[str]
-    seconds: float
-
-
-def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], *, named: bool) -> _Package:
-    from flashgen.package.files import package_files
-
-    start = time.perf_counter()
-    kernels, left = _kernels(spec, wanted, named=named)
-    files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
-    return _Package(spec.name, folder, files, kernels, left, time.perf_counter() - start)
-
-
-def _check(package: _Package, *, force: bool) -> BuildResult:
-    return _result(package, package_folder.compare(package.folder, package.files), package.seconds, force=force)
-
-
-def _write(package: _Package, *, force: bool) -> BuildResult:
-    start = time.perf_counter()
-    found = package_folder.write(package.folder, package.files, force=force)
-    # The cache is filled for the machine at hand, so that the import finds everything there.
-    for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels):
-        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target])
-    return _result(package, found, package.seconds + time.perf_counter() - start, force=force)
-
-
-def _result(package: _Package, found: package_folder.Comparison, seconds: float, *, force: bool) -> BuildResult:
-    return BuildResult(
-        name=package.name,
-        folder=package.folder,
-        files=tuple(package.folder / name for name in package.files),
-        changed=tuple(package.folder / name for name in (*found.write, *found.remove)),
-        seconds=seconds,
-        rejected=tuple(
-            f"{source.file}: {lost.pass_name}, {lost.reason}"
-            for source in (packed.described for _, packed in package.kernels if packed.described is not None)
-            for lost in source.rejected
-            if "spills" in lost.reason
-        ),
-        refusal=found.refusal(force=force),
-        left=tuple(package.left),
-        size=sum(map(len, package.files.values())),
-    )
-
-
-def _kernels(
-    spec: AttentionSpec, wanted: Sequence[AnyTarget], *, named: bool
-) -> tuple[Sequence[tuple[CompiledKernel[Any, Any], Packed]], Sequence[str]]:
-    """Every head dimension for every target, and sentences about what was left out.
-
-    Texts take milliseconds and nothing but flashgen. Binaries that a package ships take NVRTC, and some 10 s an element
-    type, so that they are made where targets are ``named``. A target that nobody named is left out where it refuses the
-    spec, unless all do.
-    """
-    kernels: list[tuple[CompiledKernel[Any, Any], Packed]] = []
-    left: dict[str, None] = {}
-    refused: list[SpecError] = []
-    for target in wanted:
-        try:
-            made = compile_spec(spec, target)
-            if named:
-                target.prepare([kernel.source for kernel in made])  # side by side, where one waits for the other below
-            kernels += [_packed(kernel, left, with_binary=named) for kernel in made]
-        except SpecError as error:
-            if named:
-                raise
-            refused.append(error)
-            left[f"'{spec.name}' for {target.name}: {error.diagnostics[0].message}"] = None
-    if refused and not kernels:
-        raise refused[0]
-    if all(packed.described is None for _, packed in kernels):  # what a schedule says for GPUs is of no use to anybody
-        left |= dict.fromkeys(each for kernel, _ in kernels for each in kernel.target.leaves_out(kernel.variant))
-    elif not named:
-        left[_NO_BINARIES.format(targets=",".join(dict.fromkeys(kernel.target.name for kernel, _ in kernels)))] = None
-    return kernels, tuple(left)
-
-
-def _packed(
-    kernel: CompiledKernel[Any, Any], left: dict[str, None], *, with_binary: bool
-) -> tuple[CompiledKernel[Any, Any], Packed]:
-    """The kernel that goes into the package: with a binary, the one that compiling did not find fault with."""
-    if not (with_binary and kernel.target.ships_binaries):
-        return kernel, kernel.packed()
-    try:
-        made = assembled(kernel.variant, kernel.target)
-    except CompilerMissing as error:
-        what = "libraries for CPUs" if kernel.target.device is not None else "binaries for GPUs"
-        left[f"{what}, which are compiled when a call needs them: {error}"] = None
-        return kernel, kernel.packed()
-    return made.kernel, made.kernel.packed(made.binary)
 
 
 # -- load --------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def specs_of_text(
 
 def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSource:
     """The source of one head dimension for CPUs; its tiles are those of a generic one."""
-    kind = "source of parts" if variant.parts else "source" if variant.tangent is None else "source of tangents"
+    kinds = {"source of parts": variant.parts, "source of slices": variant.slices, "source": variant.tangent is None}
+    kind = next((kind for kind, holds in kinds.items() if holds), "source of tangents")
     kind += ", backward" if variant.backward_only else ""
     key = _key(kind, json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
     stored = _recalled(key, _SOURCE)

@@ -19,6 +19,7 @@ os.environ.setdefault("FLASHGEN_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernel
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What takes long on a slow machine is no part of what a command prints.
 os.environ.setdefault("FLASHGEN_PROGRESS", "0")
+os.environ.setdefault("FLASHGEN_NODE", "0")  # test_node.py asks for it; elsewhere its compiler would only take time
 
 hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None, print_blob=True, database=None)
 hypothesis.settings.load_profile("seeded")

@@ -115,6 +115,7 @@ LONG = {
     "tests/runtime/test_parts.py::test_they_are_what_other_kernels_write_before_it_is_rounded": 2,
     "tests/runtime/test_parts.py::test_where_warpgroups_divide_columns": 2,
     "tests/runtime/test_selected.py::test_derivatives_of_derivatives_read_the_lists": 2,
+    "tests/runtime/test_slices.py::test_they_are_what_other_kernels_write": 4,
 }
 
 

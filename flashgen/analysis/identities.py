@@ -48,10 +48,6 @@ def _truth(expr: Expr) -> bool | None:
     return bool(expr.value) if isinstance(expr, Literal) and expr.type is BOOL else None
 
 
-def _zero(expr: Expr) -> Literal:
-    return literal(0.0 if expr.type is FLOAT else 0)
-
-
 def _args(expr: Expr, op: str) -> tuple[Expr, ...] | None:
     return expr.args if isinstance(expr, Apply) and expr.op == op else None
 

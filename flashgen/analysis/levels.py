@@ -8,7 +8,7 @@ before it is stored.
 
 from enum import Enum
 
-from flashgen.ir.expr import Expr, Load, index_set, walk
+from flashgen.ir.expr import Expr, Load, index, index_set, walk
 from flashgen.ir.types import ScalarType
 
 
@@ -45,6 +45,12 @@ def kept_level(expr: Expr) -> Level:
     """The level at which a kernel keeps a value: for a diagonal it has floats, of which pairs make ints and bools."""
     level = level_of(expr)
     return Level.PAIR if level is Level.DIAGONAL and expr.type is not ScalarType.FLOAT else level
+
+
+def mask_axes(keep: Expr) -> frozenset[str]:
+    """The axes of a call that a mask tells apart: of ``b`` and ``h``; ``hkv`` where heads that share keys share it."""
+    found = index_set(keep) & {"b", "h"}
+    return found if "h" not in found or index("h") in set(walk(keep)) else found - {"h"} | {"hkv"}
 
 
 def observed_loads(keep: Expr) -> tuple[tuple[Load, ...], tuple[Load, ...]]:

@@ -115,6 +115,12 @@ def has_list_for_each_query(tensors: Iterable[CapturedTensor]) -> bool:
     return any(each.made_of is not None and not each.of_tiles and size("Nq") in each.shape for each in tensors)
 
 
+def reads_tiles(keep: Expr, tensors: Iterable[CapturedTensor]) -> bool:
+    """Whether the mask of a lowered spec asks of tiles whether any of their queries selects any of their keys."""
+    tiles = {each.name for each in tensors if each.of_tiles}
+    return any(isinstance(node, Load) and node.tensor in tiles for node in walk(keep))
+
+
 def list_read(select: Select) -> Load:
     """The list of a query, as an expression: a read without an index for the last dimension."""
     return Load(ScalarType.INT, tensor=select.tensor, indices=select.indices, span=select.span)

@@ -172,7 +172,8 @@ class Variant:
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
     they take caches, of which each sequence's last queries are a part of a dense call; ``parts``: kernels are over some
-    of the keys of rows, and write what others are added to, in float32; ``f8``: they multiply q, k and v of 8 bits;
+    of the keys of rows, and write what others are added to, in float32; ``slices``: o, lse and dQ are rows of larger
+    tensors, and gradients of keys float32, which others are added to; ``f8``: they multiply q, k and v of 8 bits;
     ``tangent``: they compute tangents beside o and lse; None: they do not. Over caches, of 8 bits and with tangents
     they have a forward pass alone, or, of tangents with slopes, a backward pass alone.
     """
@@ -190,6 +191,7 @@ class Variant:
     ragged: bool = False
     cached: bool = False
     parts: bool = False
+    slices: bool = False
     f8: bool = False
     tangent: Tangent | None = None
 

@@ -12,7 +12,7 @@ from flashgen.cli.console import note, print_json, progress
 from flashgen.cli.options import Constant, SomeOf, json_option, set_option, spec_arguments
 
 if TYPE_CHECKING:
-    from flashgen.pipeline import BuildResult
+    from flashgen.building import BuildResult
 
 
 def _targets() -> tuple[str, ...]:
@@ -43,6 +43,11 @@ def _targets() -> tuple[str, ...]:
     "which NVRTC makes without a GPU.",
 )
 @set_option
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Binaries for GPUs hold the kernels of calls with deterministic=True, too.",
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a folder is not what would be written.")
 @click.option(
     "--force",
@@ -55,14 +60,16 @@ def build(
     output: Path,
     targets: tuple[str, ...] | None,
     constants: tuple[tuple[str, Constant], ...],
+    deterministic: bool,
     check: bool,
     force: bool,
     as_json: bool,
 ) -> None:
     """Compile specs: write a Python package of operator and sources for each attention."""
-    from flashgen.pipeline import build_files
+    from flashgen.building import build_files
 
-    built = build_files(files, output=output, targets=targets, constants=dict(constants), check=check, force=force)
+    how = {"check": check, "force": force, "deterministic": deterministic}
+    built = build_files(files, output=output, targets=targets, constants=dict(constants), **how)
     results = list(progress(built, "building"))
     stale = [result for result in results if result.changed]
     for lost in dict.fromkeys(sentence for result in results for sentence in result.rejected):

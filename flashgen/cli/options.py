@@ -125,6 +125,16 @@ def read_rate(text: str | float) -> float:
     return rate
 
 
+def read_tensor(text: str | tuple[str, Path]) -> tuple[str, Path]:
+    """A captured tensor and the file that holds it."""
+    if isinstance(text, tuple):
+        return text
+    name, sign, path = text.partition("=")
+    if not (name and sign and path):
+        raise click.BadParameter(f"'{text}' is no NAME=FILE such as doc=documents.npy")
+    return name, Path(path)
+
+
 def check_countable(shape: Shape) -> None:
     """Refuse lengths at which the model would count tiles for minutes."""
     if max(shape.q_len, shape.kv_len) > _LONGEST_COUNTED:

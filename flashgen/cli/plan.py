@@ -17,6 +17,7 @@ from flashgen.cli.options import (
     planned_device_option,
     read_numbers,
     read_rate,
+    read_tensor,
     set_option,
     shape_option,
     spec_argument,
@@ -64,6 +65,14 @@ _MOST_REJECTED = 8  # of a pass, that are shown
     default=None,
     help="Positions of each rank; default: 8192, with --shape its Nq over the ranks.",
 )
+@click.option(
+    "--tensor",
+    "tensors",
+    type=read_tensor,
+    metavar="NAME=FILE",
+    multiple=True,
+    help="With --ranks: what the mask reads, from a .npy file; may be repeated.",
+)
 @set_option
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also the reasons of the recipe, buffers, the paper's tiles, runners-up."
@@ -77,6 +86,7 @@ def plan(
     ranks: tuple[int, ...] | None,
     link: float | None,
     tokens: tuple[int, ...] | None,
+    tensors: tuple[tuple[str, Path], ...],
     constants: tuple[tuple[str, Constant], ...],
     verbose: bool,
     as_json: bool,
@@ -98,8 +108,9 @@ def plan(
         )
     if shape is not None:
         check_countable(shape)
-    if ranks is not None or link is not None or tokens is not None:
-        show_ranks(file, device, sram, shape, Asked.of(ranks, link, tokens, shape), dict(constants), as_json=as_json)
+    if ranks is not None or link is not None or tokens is not None or tensors:
+        asked = Asked.of(ranks, link, tokens, shape, dict(tensors))
+        show_ranks(file, device, sram, shape, asked, dict(constants), as_json=as_json)
         return
     reports = report_file(file, device=device, sram=sram, shape=shape, constants=dict(constants))
     if as_json:

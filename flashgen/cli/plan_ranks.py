@@ -14,6 +14,9 @@ from flashgen.cli.options import Constant, check_countable
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from flashgen.distributed.simulate import Simulation
 
 _MB, _MS = 1e6, 1e3
@@ -23,19 +26,28 @@ _TOKENS = (8192,)  # of each rank, where nothing else is said
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``--ranks``, ``--link`` and ``--tokens`` say; without ``tokens`` the sequence is that of ``--shape``."""
+    """What ``--ranks``, ``--link``, ``--tokens`` and ``--tensor`` say; without ``tokens`` the sequence is that of
+    ``--shape``.
+    """
 
     ranks: tuple[int, ...]
     link: float
     tokens: tuple[int, ...] | None
+    tensors: Mapping[str, Path]
 
     @classmethod
     def of(
-        cls, ranks: tuple[int, ...] | None, link: float | None, tokens: tuple[int, ...] | None, shape: Shape | None
+        cls,
+        ranks: tuple[int, ...] | None,
+        link: float | None,
+        tokens: tuple[int, ...] | None,
+        shape: Shape | None,
+        tensors: Mapping[str, Path],
     ) -> Asked:
         """The options together. Raises ``UsageError`` where one is missing, or too much."""
         if ranks is None:
-            raise click.UsageError(f"{'--link' if tokens is None else '--tokens'} goes with --ranks, such as --ranks 8")
+            named = "--link" if link is not None else "--tokens" if tokens is not None else "--tensor"
+            raise click.UsageError(f"{named} goes with --ranks, such as --ranks 8")
         if link is None:
             raise click.UsageError(
                 "--ranks goes with --link, the bytes that a rank sends in a second: 450e9 for NVLink of an H100, 50e9 "
@@ -47,7 +59,7 @@ class Asked:
             raise click.UsageError(
                 f"--shape {shape}: ranks hold the same positions of q, k and v; Nq and Nk have to be equal"
             )
-        return cls(ranks, link, _TOKENS if tokens is None and shape is None else tokens)
+        return cls(ranks, link, _TOKENS if tokens is None and shape is None else tokens, tensors)
 
     def shapes(self, shape: Shape) -> Sequence[tuple[int, Shape]]:
         """Ranks, and the whole call that they share."""
@@ -80,10 +92,15 @@ def show_ranks(
             raise click.UsageError(f"{each.q_len} positions on {count} ranks: some would have nothing to do")
         check_countable(each)
     on = device_named(device or "local", sram)
-    found = {
-        variant: [simulate(variant, on, each, count, asked.link) for count, each in calls]
-        for variant in variants_of(read_file(file, constants))
-    }
+    variants = variants_of(read_file(file, constants))
+    captured = _read(asked.tensors, {each.name for variant in variants for each in variant.spec.tensors})
+    try:
+        found = {
+            variant: [simulate(variant, on, each, count, asked.link, captured) for count, each in calls]
+            for variant in variants
+        }
+    except ValueError as error:  # of a tensor of another shape
+        raise click.UsageError(f"--tensor: {error}; --shape or --tokens and --ranks say the length") from None
     if as_json:
         print_json(
             [
@@ -106,7 +123,26 @@ def show_ranks(
                 click.echo(f"  {line}")
         if first.unknown:
             names = ", ".join(f"'{name}'" for name in first.unknown)
-            click.echo(f"the mask reads {names}, known only to a call: what depends on it counts as kept")
+            click.echo(
+                f"the mask reads {names}, known only to a call: what depends on it counts as kept, so that times and "
+                "bytes are the most there can be; --tensor NAME=FILE.npy says what a tensor holds"
+            )
+
+
+def _read(tensors: Mapping[str, Path], declared: set[str]) -> dict[str, NDArray[np.generic]]:
+    """What tensors hold. Raises ``UsageError`` for a name that no spec declares, and a file that is none of NumPy's."""
+    import numpy as np
+
+    found: dict[str, NDArray[np.generic]] = {}
+    for name, path in tensors.items():
+        if name not in declared:
+            known = ", ".join(f"'{each}'" for each in sorted(declared)) or "none"
+            raise click.UsageError(f"--tensor {name}: the spec declares no such tensor; it has {known}")
+        try:
+            found[name] = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"--tensor {name}: '{path}' is no .npy file: {error}") from None
+    return found
 
 
 def _print(simulations: Sequence[Simulation]) -> None:

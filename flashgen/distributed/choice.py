@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashgen.analysis.variant import analyse
 from flashgen.choice import planned_at
 from flashgen.diagnostics import SpecError
+from flashgen.distributed.blocks import Mask
 from flashgen.distributed.needs import Held, Needs, length
+from flashgen.distributed.partition import work_of
 from flashgen.distributed.segments import Pace
-from flashgen.distributed.ulysses import Share
+from flashgen.distributed.topology import KEYS, Topology
+from flashgen.distributed.ulysses import Share, no_heads, shares_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.pipeline import device_named
@@ -28,6 +31,7 @@ from flashgen.plan.report import PassReport
 LINKS: Mapping[str, float] = {"nccl": 300e9, "gloo": 1e9}
 _TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of what it found
 _ELEMENT_BYTES = 4  # of gradients that travel
+_COPIED = 4  # how often a row of keys that is copied is read or written, by strides: half as fast as the memory
 _MERGED = 5  # how often a row of o is read or written, in float32, to be added to another
 _MEMORY = {"cuda": 2.5e12, "cpu": 1e10}  # bytes a second
 _LONGEST = 1 << 17  # whose pairs stand for those of longer sequences
@@ -133,6 +137,58 @@ def chosen(known: Mapping[str, Travel], seconds: float, own: float, link: float,
 _MOST_HELD = 4.0
 
 
+def method_text(method: str | tuple[str, ...]) -> str:
+    """For people."""
+    return method if isinstance(method, str) else " × ".join(method)
+
+
+def choice_of(
+    method: str | tuple[str, ...], topology: Topology, held: Held, needs: Needs, mask: Mask, sizes: Sizes,
+    seconds: float, link: float,
+) -> Choice:  # fmt: skip
+    """How a call is spread; ``seconds``: what one device would take. Raises ``ValueError`` for what cannot be."""
+    if isinstance(method, tuple) and len(method) == 2:
+        return _choice_of_two(method, topology, held, needs, mask, sizes)
+    name = method if isinstance(method, str) else method[0]
+    why = no_heads(mask.variant.spec, sizes.heads, sizes.kv_heads, topology.world)
+    if why and name == "ulysses":
+        raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
+    known = {each: by_keys(needs, sizes, again=each == "ring") for each in KEYS}
+    if not why:
+        known["ulysses"] = by_heads(held, shares_of(sizes.heads, sizes.kv_heads, topology.world), sizes)
+    reason = "as asked"
+    if name == "auto":
+        work = [max(sum(work_of(mask, mask.sizes["Nk"], own)), 1e-9) for own in held]
+        rows = [needs.rows_received(rank) / max(length(own), 1) for rank, own in enumerate(held)]
+        own = [1 - min(1.0, row / (row + 1)) for row in rows]
+        busiest = seconds * max(work) / sum(work)
+        name, reason = chosen(known, busiest, min(own, default=1.0), link, max(rows, default=0.0))
+        if why:
+            reason += f"; heads stay: {why}"
+    return Choice(name, known[name].sent, known[name].sent_backward, reason)
+
+
+def _choice_of_two(
+    methods: tuple[str, ...], topology: Topology, held: Held, needs: Needs, mask: Mask, sizes: Sizes
+) -> Choice:
+    places = [topology.along(rank) for rank in range(topology.world)]
+    count = 1 + max(place for _, place in places)
+    why = no_heads(mask.variant.spec, sizes.heads, sizes.kv_heads, count)
+    if why:
+        raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can, on a mesh of one dimension")
+    shares = shares_of(sizes.heads, sizes.kv_heads, count)
+    forward, backward = [], []
+    for rank, (line, place) in enumerate(places):
+        swapped = by_heads(topology.of_heads(held, rank), shares, sizes)
+        sent, back = swapped.sent[place], swapped.sent_backward[place]
+        for _, (first, last) in shares[place].calls:
+            walked = by_keys(needs, replace(sizes, kv_heads=last - first), again="ring" in methods)
+            sent, back = sent + walked.sent[line], back + walked.sent_backward[line]
+        forward.append(sent)
+        backward.append(back)
+    return Choice(method_text(methods), tuple(forward), tuple(backward), "as asked")
+
+
 @functools.lru_cache(maxsize=256)
 def predicted(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> float:
     """Seconds of the forward pass of the whole on one device, by the cost model; 0 where it knows nothing."""
@@ -151,6 +207,7 @@ def pace_of(spec: AttentionSpec, sizes: Sizes, length: int, device: torch.device
     return Pace(
         pair=found.time.seconds / pairs if found is not None and pairs else 0.0,
         travel=sizes.key_row / link,
+        copy=_COPIED * sizes.key_row / _MEMORY.get(device.type, _MEMORY["cpu"]),
         merge=_MERGED * _ELEMENT_BYTES * row,
         call=_TURN,
     )

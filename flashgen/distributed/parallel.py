@@ -6,7 +6,6 @@ What crosses ranks goes by ``torch.distributed``; kernels are those of one devic
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.distributed.agreement import Given, Told, agree
 from flashgen.distributed.arguments import autocast, checked, dense, described, worded
-from flashgen.distributed.blocks import Mask, mask_of, read_by
-from flashgen.distributed.choice import LINKS, Choice, Sizes, Travel, by_heads, by_keys, chosen, pace_of, predicted
+from flashgen.distributed.blocks import mask_of, read_by
+from flashgen.distributed.choice import LINKS, Choice, Sizes, choice_of, method_text, pace_of, predicted
 from flashgen.distributed.exchange import is_under_ddp, summed
 from flashgen.distributed.marks import Mark, mark_of
 from flashgen.distributed.needs import Held, Needs, length, needs_of
 from flashgen.distributed.partial import Partial, Where
-from flashgen.distributed.partition import Partition, in_order, work_of
+from flashgen.distributed.partition import Partition, in_order
 from flashgen.distributed.ragged import attend_heads, attend_pieces, check_starts, pieces_of, refusal
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
@@ -91,7 +90,7 @@ def context_parallel(
     return ContextParallel(op, topology, by, partition, check=check, wide=wide, sums=sums, link=link)
 
 
-_MOST_MARKED = 8  # calls that are remembered where ranks do not ask each other
+_MOST_MARKED = 8  # calls that are remembered
 
 # q, k and v of a dense call, and its options.
 Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
@@ -112,6 +111,16 @@ class Known:
     def total(self) -> int:
         """N."""
         return sum(map(length, self.held))
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A call that was right: what this rank was ``given``, what all ``said``, where they ask each other."""
+
+    mark: Mark
+    given: Given | None
+    said: Sequence[Told]
+    known: Known
 
 
 class ContextParallel:
@@ -135,15 +144,11 @@ class ContextParallel:
         self._link = float(link)
         self._partial = Partial(op, wide=wide)
         self._backend = dist.get_backend(topology.whole)
-        self._marked: deque[tuple[Mark, Known]] = deque(maxlen=_MOST_MARKED)
+        self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
         self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
 
     def __repr__(self) -> str:
-        return f"<{self.op.name} over {self.world} ranks by {self._method_text}; this is rank {self.rank}>"
-
-    @property
-    def _method_text(self) -> str:
-        return self.method if isinstance(self.method, str) else " × ".join(self.method)
+        return f"<{self.op.name} over {self.world} ranks by {method_text(self.method)}; this is rank {self.rank}>"
 
     # Ranks talk with each other, which no graph can hold: torch.compile goes around it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -204,7 +209,7 @@ class ContextParallel:
             options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
             return dense(self.op, (q, k, v)), {**options, "cu_seqlens": check_starts(cu_seqlens)}
 
-        held, tensors, _ = self._told(given, seed, captured)
+        held, tensors, _, _ = self._told(given, seed, captured)
         starts = check_starts(cu_seqlens)
         total = sum(map(length, held))
         if starts[-1] != total:
@@ -241,34 +246,64 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
     ) -> tuple[Known, tuple[Any, ...]]:
         """What ranks know, and the operator's tensors, of which q, k and v are this rank's rows."""
-        if self._marked and (self.op.spec.dropout is None or seed is not None):
-            # A call like one that was right is right; what is wrong is said below.
-            with contextlib.suppress(TypeError, ValueError):
-                tensors = self._tensors(q, k, v, options, seed, captured)
-                mark = self._mark(tensors)
-                for other, known in self._marked if mark is not None else ():
-                    if other == mark:
-                        return known, tensors
-        held, tensors, said = self._told(lambda: ((q, k, v), options), seed, captured)
+        call = None if not self._remembered else self._remembered_call(q, k, v, options, seed, captured)
+        if call is not None:
+            return call
+        held, tensors, said, given = self._told(lambda: ((q, k, v), options), seed, captured)
         known = self._known(held, said, tensors)
-        mark = None if self._check else self._mark(tensors)
+        mark = self._mark(tensors, options)
         if mark is not None:
-            self._marked.appendleft((mark, known))
+            self._remembered.appendleft(Remembered(mark, given, [replace(each, seed=0) for each in said], known))
         return known, tensors
 
-    def _mark(self, tensors: Sequence[Any]) -> Mark | None:
+    def _remembered_call(
+        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
+    ) -> tuple[Known, tuple[Any, ...]] | None:
+        """The same, where a call is like one that was right; None: what is wrong is said elsewhere.
+
+        Where ranks ask each other they do so here as well: on another rank it may be another call.
+        """
+        if self.op.spec.dropout is not None and seed is None and not self._check:
+            return None
+        try:
+            tensors = self._tensors(q, k, v, options, seed, captured)
+            mark = self._mark(tensors, options)
+        except (TypeError, ValueError):
+            return None
+        found = next((each for each in self._remembered if mark is not None and each.mark == mark), None)
+        if found is None or found.given is None:
+            return None if found is None else (found.known, tensors)
+        given = replace(found.given, told=replace(found.given.told, seed=self._seed_of(tensors)))
+        said = agree(lambda: given, self._topology.whole)
+        tensors = self._with_seed(tensors, said)
+        said = [replace(each, seed=0) for each in said]
+        if said == found.said:
+            return found.known, tensors
+        known = self._known(self._held(said), said, tensors)
+        self._remembered.appendleft(Remembered(found.mark, given, said, known))
+        return known, tensors
+
+    def _mark(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Mark | None:
         dims = (tensors[0].shape[-1], tensors[2].shape[-1])
         reads = self._reads.get(dims)
         if reads is None:
             reads = self._reads[dims] = frozenset().union(*read_by(self.op.spec, HeadDim(*dims)))
-        return mark_of(tensors, self.op.signature.names, reads)
+        found = mark_of(tensors, self.op.signature.names, reads)
+        if found is None or not self._check:
+            return found
+        flag = torch.is_grad_enabled()
+        grads = tuple(flag and isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        return (*found, grads, tuple(worded(value, flag) for value in options.values()))
 
     def _told(
         self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]
-    ) -> tuple[Held, tuple[Any, ...], list[Told]]:
-        """Who holds what, the operator's tensors, and what ranks told. What ``call`` raises, every rank does."""
+    ) -> tuple[Held, tuple[Any, ...], list[Told], Given | None]:
+        """Who holds what, the operator's tensors, what ranks told, and what this one was given where they ask each
+        other. What ``call`` raises, every rank does.
+        """
         spec, held = self.op.spec, None if self._partition is None else self._partition.spans
         drawn: list[tuple[Any, ...]] = []
+        told: list[Given] = []
 
         def take() -> tuple[Call, HeadDim, tuple[Any, ...]]:
             (q, k, v), options = call()
@@ -283,7 +318,8 @@ class ContextParallel:
 
         def given() -> Given:
             ((q, k, v), options), head_dim, tensors = take()
-            return self._given(q, k, v, options, captured, tensors, head_dim)
+            told.append(self._given(q, k, v, options, captured, tensors, head_dim))
+            return told[0]
 
         if self._check:
             said = agree(given, self._topology.whole)
@@ -292,10 +328,21 @@ class ContextParallel:
                 raise ValueError("check=False takes a seed: ranks do not tell each other the one that they draw")
             take()
             said = [Told(length(own)) for own in held or ()]
-        (tensors,) = drawn
-        if self._check and spec.dropout is not None and tensors[-2] is not None:
-            tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])
-        return held or in_order([each.length for each in said]), tensors, said
+        tensors = self._with_seed(drawn[0], said) if self._check else drawn[0]
+        return self._held(said), tensors, said, told[0] if told else None
+
+    def _held(self, said: Sequence[Told]) -> Held:
+        """Who holds what: as the partition says, or parts one behind the other."""
+        return in_order([each.length for each in said]) if self._partition is None else self._partition.spans
+
+    def _seed_of(self, tensors: Sequence[Any]) -> int:
+        return int(tensors[-2].item()) if self.op.spec.dropout is not None and tensors[-2] is not None else 0
+
+    def _with_seed(self, tensors: tuple[Any, ...], said: Sequence[Told]) -> tuple[Any, ...]:
+        """The tensors with the first rank's seed, where there is one."""
+        if self.op.spec.dropout is None or tensors[-2] is None:
+            return tensors
+        return (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])
 
     def _tensors(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
@@ -329,16 +376,13 @@ class ContextParallel:
         batch = q.shape[0] if starts is None else len(starts) - 1
         rows = {"B": batch, "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
         values = zip(signature.names, tensors[3 : signature.inputs], strict=True)
-        seed = 0
-        if spec.dropout is not None and tensors[-2] is not None:
-            seed = int(tensors[-2].item())
         nanoseconds = 0
         if self.method == "auto":
             shape = Shape(q.shape[0], q.shape[1], k.shape[1], self.world * q.shape[2], self.world * q.shape[2])
             nanoseconds = int(1e9 * predicted(spec, head_dim, shape, q.device))
         return Given(
             op=self.op.name,
-            method=self._method_text,
+            method=method_text(self.method),
             partition=str(self._partition and self._partition.spans),
             q=described(q, flag),
             k=described(k, flag),
@@ -348,7 +392,7 @@ class ContextParallel:
                 f"{name} {worded(value, flag)}" for name, value in {**options, "link": self._link}.items()
             ),
             mask=mask_of(spec, head_dim, rows, captured).key,
-            told=Told(q.shape[2], seed, nanoseconds),
+            told=Told(q.shape[2], self._seed_of(tensors), nanoseconds),
         )
 
     def _known(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
@@ -372,51 +416,10 @@ class ContextParallel:
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
         needs = needs_of(mask, self._topology.of_keys(held))
-        choice = self._choice(held, needs, mask, of_call, max((each.nanoseconds for each in said), default=0))
+        seconds = 1e-9 * max((each.nanoseconds for each in said), default=0)
+        choice = choice_of(self.method, self._topology, held, needs, mask, of_call, seconds, self._link)
         pace = pace_of(spec, of_call, N, q.device, self._link)
         return Known(held, needs, of_call, choice, pace)
-
-    def _choice(self, held: Held, needs: Needs, mask: Mask, sizes: Sizes, nanoseconds: int) -> Choice:
-        spec = self.op.spec
-        if isinstance(self.method, tuple) and len(self.method) == 2:
-            return self._choice_of_two(held, needs, sizes)
-        method = self.method if isinstance(self.method, str) else self.method[0]
-        why = no_heads(spec, sizes.heads, sizes.kv_heads, self.world)
-        if why and method == "ulysses":
-            raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
-        known = {name: by_keys(needs, sizes, again=name == "ring") for name in KEYS}
-        if not why:
-            known["ulysses"] = by_heads(held, shares_of(sizes.heads, sizes.kv_heads, self.world), sizes)
-        reason = "as asked"
-        if method == "auto":
-            work = [max(each, 1e-9) for each in _work(mask, held)]
-            seconds = 1e-9 * nanoseconds * max(work) / sum(work)
-            rows = [needs.rows_received(rank) / max(length(own), 1) for rank, own in enumerate(held)]
-            own = [1 - min(1.0, row / (row + 1)) for row in rows]
-            method, reason = chosen(known, seconds, min(own, default=1.0), self._link, max(rows, default=0.0))
-            if why:
-                reason += f"; heads stay: {why}"
-        return Choice(method, known[method].sent, known[method].sent_backward, reason)
-
-    def _choice_of_two(self, held: Held, needs: Needs, sizes: Sizes) -> Choice:
-        topology = self._topology
-        places = [topology.along(rank) for rank in range(self.world)]
-        count = 1 + max(place for _, place in places)
-        why = no_heads(self.op.spec, sizes.heads, sizes.kv_heads, count)
-        if why:
-            raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can, on a mesh of one dimension")
-        shares = shares_of(sizes.heads, sizes.kv_heads, count)
-        forward, backward = [], []
-        for rank, (line, place) in enumerate(places):
-            swapped = by_heads(topology.of_heads(held, rank), shares, sizes)
-            sent, back = swapped.sent[place], swapped.sent_backward[place]
-            for _, (first, last) in shares[place].calls:
-                own = replace(sizes, kv_heads=last - first)
-                walked: Travel = by_keys(needs, own, again="ring" in self.method)
-                sent, back = sent + walked.sent[line], back + walked.sent_backward[line]
-            forward.append(sent)
-            backward.append(back)
-        return Choice(self._method_text, tuple(forward), tuple(backward), "as asked")
 
     # What it computes -------------------------------------------------------------------------------------------------
 
@@ -495,7 +498,3 @@ class ContextParallel:
             return_lse=signature.has_lse,
         )  # fmt: skip
         return found if signature.has_lse else (found, None)
-
-
-def _work(mask: Mask, held: Held) -> list[float]:
-    return [sum(work_of(mask, mask.sizes["Nk"], own)) for own in held]

@@ -23,9 +23,10 @@ from flashgen.ir.spec import HeadDim
 from flashgen.pipeline import load_spec
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
-from flashgen.runtime.engine import Engine, Tensors
+from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.parts import type_of_sums
+from flashgen.runtime.slices import has_kernel
 from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, first_part
 
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
@@ -67,7 +68,7 @@ class Rows:
 
 
 # What a backward pass reads of rows: o, lse, and its parts.
-Closed = tuple[Tensor, Tensor | None, Tensor | None]
+Closed = Attended
 
 
 class Partial:
@@ -81,6 +82,7 @@ class Partial:
             self.inner = op.of_spec(of_parts, load_spec)
         self.form = of_parts.weights.form
         self.engine: Engine = self.inner.engine_of_parts if wide else self.inner.engine
+        self._sliced: dict[object, bool] = {}
         # What makes what kernels count from an exponent in base 2.
         self._factors = {each: LOG2_E * (linear_factor(analyse(of_parts, each)) or 1.0) for each in of_parts.head_dims}
 
@@ -122,9 +124,34 @@ class Partial:
         lse, top = (None if x is None else x[:, :, at] for x in (rows.lse, rows.top))
         self.add(Rows(rows.o[:, :, at], lse, top), tensors, where)
 
-    def whole(self, tensors: Tensors, where: Where) -> Closed:
-        """What ``close`` gives of rows whose keys are all here: one call of the op."""
-        return self.op.engine.attend(tensors, (where.offsets, False))
+    def room(self, q: Tensor, v: Tensor) -> Closed:
+        """What ``close`` gives of rows like ``q``, to be written."""
+        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+        if not self.form.normalised:
+            return o, None, None
+        lse = torch.empty(q.shape[:3], dtype=type_of_sums(q.dtype), device=q.device)
+        return o, lse, torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
+
+    def whole(self, into: Closed, tensors: Tensors, where: Where) -> None:
+        """What ``close`` gives of rows whose keys are all here, in their place among others: one call of the op."""
+        if self._writes_slices(self.op, tensors):
+            self.op.engine_of_slices.attend_into(into, tensors, (where.offsets, False))
+            return
+        for x, place in zip(self.op.engine.attend(tensors, (where.offsets, False)), into, strict=True):
+            if x is not None and place is not None:
+                place.copy_(x)
+
+    def _writes_slices(self, op: AttentionOp, tensors: Tensors) -> bool:
+        """Whether kernels write rows in their place, and gradients of their keys wide: of what is wide they have to do
+        neither, for which nobody should wait for a compiler.
+        """
+        q, v = tensors[0], tensors[2]
+        key = (op is self.op, q.dtype, q.device, q.shape[3], v.shape[3])
+        found = self._sliced.get(key)
+        if found is None:
+            found = q.dtype is not type_of_sums(q.dtype) and has_kernel(op.engine_of_slices, q, v)
+            self._sliced[key] = found
+        return found
 
     def close(self, rows: Rows, sink: Tensor | None, tensors: Tensors) -> Closed:
         """o in the type of q, lse and its parts, of rows that have seen every key; ``sink`` [B, H, n] where there is
@@ -155,6 +182,24 @@ class Partial:
         """The gradients of a part, float32 at least, of those inputs that ``needs`` names; q, k and v among them."""
         rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
         return self.engine.gradients_of_part(d_o, rows, tensors, (where.offsets, deterministic), needs)
+
+    def gradients_of_whole(
+        self, into: Sequence[Tensor], d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where,
+        needs: Sequence[bool], deterministic: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """The same of rows whose keys are all here: those of q, k and v are written to ``into``, where that of q is
+        among others. The rest.
+        """
+        if self.wide and self._writes_slices(self.inner, tensors):
+            rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
+            engine = self.inner.engine_of_slices
+            return engine.gradients_into(into, d_o, rows, tensors, (where.offsets, deterministic), needs)[3:]
+        o, lse, parts = closed
+        rows_read = (o.to(self.type_of(o.dtype)), lse, parts)
+        found = self.gradients(d_o, d_lse, rows_read, tensors, where, needs, deterministic)
+        for x, place in zip(found, into, strict=False):
+            place.copy_(x)
+        return found[3:]
 
     def _factor(self, tensors: Tensors) -> float:
         return self._factors[HeadDim(tensors[0].shape[3], tensors[2].shape[3])]

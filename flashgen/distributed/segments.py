@@ -21,12 +21,13 @@ _MOST_GROUPS = 4  # of a span whose keys come in several rounds; each costs a la
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a pair of a query and a key, all heads together; of a row of keys that comes; of a row of queries that
-    is added to what was found for it; and of a call.
+    """Seconds of a pair of a query and a key, all heads together; of a row of keys that comes; of an own one that is
+    put beside those; of a row of queries that is added to what was found for it; and of a call.
     """
 
     pair: float
     travel: float
+    copy: float
     merge: float
     call: float
 
@@ -111,8 +112,8 @@ def _joined(parts: Sequence[Wanted]) -> Wanted:
 
 
 def _hidden(found: list[Wanted], coming: Mapping[int, Sequence[Span]], pace: Pace) -> list[Wanted]:
-    """The same, with as much work before others' keys are there as pays: rows that need none of these go first; then
-    the own keys of some that do are a call of their own.
+    """The same, with as much work before others' keys are there as pays: rows that need none of these go first, which
+    leaves fewer own keys to be put beside others, too; then the own keys of some that do are a call of their own.
     """
     if not any(each.is_fused for each in found):
         return found
@@ -121,8 +122,16 @@ def _hidden(found: list[Wanted], coming: Mapping[int, Sequence[Span]], pace: Pac
     while True:
         parts = {n: _grouped(_parts(each, coming)) for n, each in enumerate(found) if each.is_fused}
         early = {n: pace.pair * sum(part.pairs for part in each if not part.late) for n, each in parts.items()}
-        n = max(early, key=lambda n: early[n], default=None)
-        if n is None or min(travel - before, early[n]) <= pace.call:
+        # What to divide one saves.
+        gains = {
+            n: max(min(travel - before, early[n]), 0.0)
+            + pace.copy * (_copied([found[n]], coming) - _copied([part for part in each if part.late], coming))
+            - pace.call * (len(each) - 1)
+            for n, each in parts.items()
+            if len(each) > 1
+        }
+        n = max(gains, key=lambda n: gains[n], default=None)
+        if n is None or gains[n] <= 0.0:
             break
         found = [*found[:n], *parts[n], *found[n + 1 :]]
         before += early[n]
@@ -133,6 +142,14 @@ def _hidden(found: list[Wanted], coming: Mapping[int, Sequence[Span]], pace: Pac
             found[n] = replace(each, is_fused=False)
             before += pace.pair * each.own
     return found
+
+
+def _copied(found: Sequence[Wanted], coming: Mapping[int, Sequence[Span]]) -> int:
+    """Own keys that these rows, which wait for others', see."""
+    keys = (sight.keys for each in found for sight in each.sights)
+    foreign = joined(span for each in found for number in each.late for span in coming[number])
+    seen = joined(span for spans in keys for span in spans)
+    return length(seen) - length(overlaps(seen, foreign))
 
 
 def _parts(each: Wanted, coming: Mapping[int, Sequence[Span]]) -> list[Wanted]:

@@ -17,19 +17,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashgen.analysis.masked_score import conjuncts
 from flashgen.analysis.variant import Variant
 from flashgen.choice import planned_at
 from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, cuts, kept
-from flashgen.distributed.partition import Partition, dealt
-from flashgen.ir.expr import Load, Symbol, SymbolKind, walk
+from flashgen.distributed.partition import Partition, dealt, pairs_of
+from flashgen.ir.build import conjunction
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.report import PassReport
 from flashgen.plan.tile_counts import known_params, tile_counts
+from flashgen.reference.dense import constant_number
 from flashgen.targets.protocol import AnyDevice
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -136,11 +140,19 @@ class Simulation:
         }
 
 
-def simulate(variant: Variant, device: AnyDevice, shape: Shape, ranks: int, link: float) -> Simulation:
+def simulate(
+    variant: Variant,
+    device: AnyDevice,
+    shape: Shape,
+    ranks: int,
+    link: float,
+    captured: Mapping[str, NDArray[np.generic]] = MappingProxyType({}),
+) -> Simulation:
     """A call of this shape over ``ranks`` devices, each of which sends and receives ``link`` bytes a second.
 
-    Raises ``ValueError`` for a shape whose queries and keys are not of one sequence, and what no simulation is of;
-    ``SpecError`` where the device has no plan.
+    ``captured`` are tensors that the mask reads, as far as they are known: work and bytes then are those of what it
+    keeps. Raises ``ValueError`` for a shape whose queries and keys are not of one sequence, a tensor of another shape,
+    and what no simulation is of; ``SpecError`` where the device has no plan.
     """
     if shape.q_len != shape.kv_len:
         raise ValueError(f"Nq is {shape.q_len} and Nk {shape.kv_len}; ranks hold the same positions of q, k and v")
@@ -150,13 +162,18 @@ def simulate(variant: Variant, device: AnyDevice, shape: Shape, ranks: int, link
         raise ValueError(f"the rate of a link is {link}; bytes a second are expected")
     if shape.batch == 0 or shape.q_len < ranks:
         raise ValueError(f"{shape.batch} × {shape.q_len} positions on {ranks} ranks: some would have nothing to do")
-    mask = _mask(variant, shape)
+    mask = _mask(variant, shape, captured)
     held = dealt(mask, shape.q_len, ranks)
     traffic = _traffic(mask, held)
-    pairs = _pairs(variant, shape)
-    costs = _Costs(variant, device, shape)
-    total = float(traffic.pairs.sum())
-    share = traffic.pairs / total if total else np.zeros((ranks, ranks))
+    pairs, shares = _pairs(variant, shape), traffic.pairs
+    if mask.tensors:  # what is known of them is in the blocks that are looked at
+        of_spans = [sum(pairs_of(mask, shape.q_len, own)) for own in held.spans]
+        pairs = sum(of_spans) * shape.batch * shape.heads
+        sums = np.maximum(shares.sum(1), 1e-9)
+        shares = shares * (np.array(of_spans) / sums)[:, None]
+    costs = _Costs(_of_positions(variant, mask), device, shape)
+    total = float(shares.sum())
+    share = shares / total if total else np.zeros((ranks, ranks))
     heads = shape.heads, shape.kv_heads
     alone = {name: costs.seconds(name, *heads, shape.q_len, pairs) for name in _PASSES}
     row = shape.batch * shape.kv_heads * (variant.head_dim.qk + variant.head_dim.v)
@@ -216,14 +233,34 @@ def _pairs(variant: Variant, shape: Shape) -> float:
     return fraction * shape.batch * shape.heads * shape.q_len * shape.kv_len
 
 
-def _mask(variant: Variant, shape: Shape) -> Mask:
+def _mask(variant: Variant, shape: Shape, captured: Mapping[str, NDArray[np.generic]]) -> Mask:
+    read = {node.tensor for node in walk(variant.keep) if isinstance(node, Load)}
+    known = {name: x for name, x in captured.items() if name in read}
     sizes = {"B": shape.batch, "H": shape.heads, "Hkv": shape.kv_heads, "Nq": shape.q_len, "Nk": shape.kv_len}
-    return Mask(variant, sizes, known_params(variant.spec.params, shape), {})
+    for declared in variant.spec.tensors:
+        if declared.name in known:
+            values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+            wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
+            if list(known[declared.name].shape) != wanted:
+                raise ValueError(
+                    f"tensor '{declared.name}' has shape {list(known[declared.name].shape)}; at {shape} it is {wanted}"
+                )
+    return Mask(variant, sizes, known_params(variant.spec.params, shape), known)
+
+
+def _of_positions(variant: Variant, mask: Mask) -> Variant:
+    """The same without the conditions that read what is known: most tiles of documents are as full as any."""
+    kept_by = [
+        each
+        for each in conjuncts(variant.keep)
+        if not any(isinstance(node, Load) and node.tensor in mask.tensors for node in walk(each))
+    ]
+    return replace(variant, keep=conjunction(*kept_by)) if mask.tensors else variant
 
 
 def _unknown(variant: Variant, mask: Mask) -> tuple[str, ...]:
     nodes = tuple(walk(variant.keep))
-    names = [node.tensor for node in nodes if isinstance(node, Load)]
+    names = [node.tensor for node in nodes if isinstance(node, Load) and node.tensor not in mask.tensors]
     names += [
         node.name
         for node in nodes

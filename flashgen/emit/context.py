@@ -125,7 +125,13 @@ def masks_of(keep: Expr) -> Masks:
 
 
 def masks_apart(indices: frozenset[str]) -> Masks:
-    """How heads are numbered that ``b`` and ``h``, as far as they are among the indices, tell apart."""
+    """How heads are numbered that ``b``, and ``h`` or ``hkv``, as far as they are among the indices, tell apart."""
+    if "hkv" in indices:
+        group = "(a.heads / a.kv_heads)"
+        if "b" in indices:
+            by_batch = f"b * a.kv_heads + h / {group}"
+            return Masks("a.batch * a.kv_heads", by_batch, "mask / a.kv_heads", f"mask % a.kv_heads * {group}")
+        return Masks("a.kv_heads", f"h / {group}", "0", f"mask * {group}")
     match "b" in indices, "h" in indices:
         case True, True:
             return Masks("a.batch * a.heads", "b * a.heads + h", "mask / a.heads", "mask % a.heads")

@@ -1,8 +1,12 @@
 """KernelSource: one generated source file, ready for a compiler."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 from flashgen.ir.spec import HeadDim
+
+PARTS = ("forward", "backward", "ragged")
 
 
 @dataclass(frozen=True)
@@ -20,3 +24,9 @@ class KernelSource:
     def name(self) -> str:
         """That of the file in a generated package, less its suffix."""
         return self.file_name.rpartition(".")[0]
+
+    def of_part(self, part: str) -> KernelSource:
+        """The same for a CPU's library that has one of ``PARTS`` alone."""
+        stem, _, suffix = self.file_name.rpartition(".")
+        defines = (*self.defines, ("FLASHGEN_PART", str(1 + PARTS.index(part))))
+        return replace(self, file_name=f"{stem}_{part}.{suffix}", defines=defines)

@@ -80,11 +80,19 @@ class Placement:
     """Builds ``Hooks``: call ``function`` (and ``value``) for each hook, then ``hooks``.
 
     ``lanes`` is the level whose neighbours share a vector. None, for GPUs: rows are computed one by one, and every
-    value is a scalar; params are members of the launch, which may have to fetch them.
+    value is a scalar; params are members of the launch, which may have to fetch them. ``ahead``: loads of pairs that
+    templates may have at hand, by the names of functions of the pair that read them.
     """
 
-    def __init__(self, proofs: Sequence[IndexProof], *, lanes: Level | None = Level.ROW) -> None:
+    def __init__(
+        self,
+        proofs: Sequence[IndexProof],
+        *,
+        lanes: Level | None = Level.ROW,
+        ahead: Mapping[Load, str] | None = None,
+    ) -> None:
         self._proofs = proofs
+        self._ahead = ahead or {}
         self._lanes = lanes
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
@@ -130,6 +138,11 @@ class Placement:
         if isinstance(expr, Literal | Symbol):
             return self._operand(expr, level, {})
         return self._member(expr, own, name)
+
+    def offset_of_pair(self, load: Load) -> str:
+        """Where an element that a pair reads lies in its tensor, where rows and columns are scalars."""
+        strides = tuple(f"a.{stride_field(load.tensor, axis)}" for axis in range(len(load.indices)))
+        return self._offsets(load, Level.PAIR, {}, strides)[0]
 
     def gradient_offset(self, load: Load, at: Level) -> str:
         """Where an element lies in a contiguous buffer of the tensor's shape, as arguments of ``fg::add_rows``.
@@ -257,6 +270,8 @@ class Placement:
         return " + ".join(scalars) or "0", tuple(vectors)
 
     def _load(self, load: Load, at: Level, named: Mapping[Expr, str]) -> str:
+        if load in self._ahead:
+            return f"{self._ahead[load]}(a, u, x, r, c)"
         base = f"a.{tensor_field(load.tensor)}"
         strides = tuple(f"a.{stride_field(load.tensor, axis)}" for axis in range(len(load.indices)))
         offset, vectors = self._offsets(load, at, named, strides)

@@ -15,8 +15,6 @@ from flashgen.fuzz.nodes import BOOL, Node, SpecDraw, Statement, leaf
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"\(?-?\d[\d.e-]*\)?")
-# Constant by themselves, and no expression of a run-time statement.
-_CONSTANT_STATEMENTS = frozenset({"param", "tensor", "dtype", "schedule"})
 
 
 def hoisted(draw: SpecDraw, chance: random.Random, names: Names) -> SpecDraw:

@@ -166,7 +166,7 @@ def arguments(spec: AttentionSpec, call: CallDraw, device: str = "cpu") -> Argum
     whole = shard.totals()
     of_whole = Shape(whole[0], whole[1], max(whole[1] // group, 1), whole[2], whole[3])
     head_dim, dtype = head_dim_of(spec, call), TORCH_DTYPES[ElementType(call.dtype)]
-    _check_size(spec, of_whole, head_dim)
+    check_size(spec, of_whole, head_dim)
     values = random_inputs(spec, of_whole, head_dim, dtype, seed=call.seed)
     captured = {
         name: _extreme(tensor, dict(call.extremes).get(name), call.seed) for name, tensor in values.captured.items()
@@ -294,8 +294,8 @@ def _in_cache(inputs: Inputs, call: CallDraw) -> tuple[Inputs, Held]:
     return replace(inputs, k=cache(inputs.k), v=cache(inputs.v)), held
 
 
-def _check_size(spec: AttentionSpec, shape: Shape, head_dim: HeadDim) -> None:
-    """A table with a dimension of the lengths for each of its indices would not fit a machine."""
+def check_size(spec: AttentionSpec, shape: Shape, head_dim: HeadDim) -> None:
+    """Raises ``TooLargeError`` for a table that would not fit a machine: a dimension of the lengths for each index."""
     for tensor in spec.tensors:
         extents = tensor_shape(tensor, shape, head_dim)
         if math.prod(extents) > _MOST_ELEMENTS:

@@ -25,7 +25,7 @@ from flashgen.distributed.exchange import counting
 from flashgen.fuzz.compiling import compiled
 from flashgen.fuzz.draws import CallDraw, Case, Ranks
 from flashgen.fuzz.inputs import Arguments, arguments, shown
-from flashgen.runtime.dtensor import Indexed
+from flashgen.runtime.dtensor_captured import Indexed
 from flashgen.runtime.op import AttentionOp
 from flashgen.verification.inputs import Inputs
 

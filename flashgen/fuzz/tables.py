@@ -62,6 +62,8 @@ BIASES = (
     (_dimension("B", "b"), _dimension("Nk", "j")),
     (_dimension("Nq", "i"), _dimension("Nk", "j")),
     (_dimension("B", "b"), _dimension("H", "h"), _dimension("Nq", "i"), _dimension("Nk", "j")),
+    (_dimension("H", "h"), _dimension("Nq", "i"), _dimension("Nk", "j")),
+    (_dimension("Nq", "i"), _dimension("B", "b"), _dimension("Nk", "j"), _dimension("H", "h")),
     (_dimension("B", "b"), _dimension("Nq", "i")),
     (_dimension("H", "h"),),
 )

@@ -56,7 +56,8 @@ class Form:
     """One row of the table.
 
     ``word`` is what the language calls it, empty where the weight's expression stands alone. ``term`` is over
-    ``WEIGHT``, ``denominator`` over ``TOTAL``, ``share`` over ``PROBABILITY``; all None where rows have no denominator.
+    ``WEIGHT``, ``denominator`` over ``TOTAL``, ``share`` and its derivative ``share_slope`` over ``PROBABILITY``; all
+    None where rows have no denominator.
     ``degree``: the power of Z that is the total, so that those of a row's parts add up.
     ``formula`` is P for comments, ``{}`` the weight's expression, and ``with_sink`` the same with a sink; ``gradient``
     is what the backward pass computes, ``tangent`` what those of o and lse are. ``needs`` completes "'word' needs …".
@@ -72,6 +73,7 @@ class Form:
     term: Expr | None = None
     denominator: Expr | None = None
     share: Expr | None = None
+    share_slope: Expr | None = None
     degree: int = 1
     needs: str = ""
 
@@ -111,8 +113,12 @@ class Form:
         less = apply("sub", D_PROBABILITY, EPSILON if is_sum else apply("mul", EPSILON, self.share))
         if self.exponential:
             return apply("mul", PROBABILITY, less)
-        if not is_sum:  # the share is P, whose slope is 1
-            less = apply("sub", less, apply("mul", DELTA, PROBABILITY_TANGENT))
+        if not is_sum:
+            assert self.share_slope is not None, "a row with a share has its derivative"
+            t_share: Expr = PROBABILITY_TANGENT
+            if self.share_slope != literal(1.0):
+                t_share = apply("mul", self.share_slope, t_share)
+            less = apply("sub", less, apply("mul", DELTA, t_share))
         return apply("sub", apply("mul", less, INVERSE), apply("mul", MOVED, D_WEIGHT_TANGENT))
 
     @property
@@ -137,6 +143,7 @@ SOFTMAX = Form(
     term=WEIGHT,
     denominator=TOTAL,
     share=literal(1.0),
+    share_slope=literal(0.0),
 )
 NORMALIZE = Form(
     name="normalize",
@@ -147,6 +154,7 @@ NORMALIZE = Form(
     term=WEIGHT,
     denominator=TOTAL,
     share=literal(1.0),
+    share_slope=literal(0.0),
     needs="the weight that it divides by its sum",
 )
 NORMALIZE2 = Form(
@@ -158,6 +166,7 @@ NORMALIZE2 = Form(
     term=apply("mul", WEIGHT, WEIGHT),
     denominator=apply("sqrt", TOTAL),
     share=PROBABILITY,
+    share_slope=literal(1.0),
     degree=2,
     needs="the weight that it divides by the root of its sum of squares",
 )

@@ -31,8 +31,6 @@ MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions
 DTYPES = ("f16", "bf16", "f32", "f8e4m3")
 SCHEDULE_ENTRIES = tuple(name for name in Schedule.__dataclass_fields__ if name != "span")
 
-_INT_ONLY = (ScalarType.INT,)
-
 
 def typed(
     block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()

@@ -6,7 +6,7 @@ In: the folder of a package, a ``GpuTarget``. Out: ``Packaged``. None of this ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashgen.cache import Cache
@@ -15,7 +15,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.package.manifest import Manifest, digest
 from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
-from flashgen.plan.plan import Part
+from flashgen.plan.plan import ANY_CALLS, Part
 from flashgen.runtime.nvrtc import Resources
 from flashgen.targets.gpu.packed import plan_of
 from flashgen.targets.gpu.target import GpuTarget
@@ -37,6 +37,10 @@ class Packaged:
     images: Mapping[Part, Path]
     resources: tuple[Resources, ...]
 
+    def image(self, part: Part) -> Path | None:
+        """The binary that has all kernels of a part, if there is one."""
+        return next((path for each, path in self.images.items() if each.covers(part)), None)
+
 
 def packaged(
     folder: Path, manifest: Manifest, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget
@@ -55,7 +59,8 @@ def packaged(
             continue
         content = (folder / binary.file).read_bytes()
         if digest(content) == manifest.files.get(binary.file):
-            images[Part(ElementType(binary.element), binary.pass_name)] = _stored(content)
+            calls = replace(ANY_CALLS, repeatable=binary.deterministic)
+            images[Part(ElementType(binary.element), binary.pass_name, calls)] = _stored(content)
     resources = tuple(
         Resources(each.name, each.registers, 0, each.spill_bytes, each.stack_bytes)
         for each in manifest.gpu_kernels

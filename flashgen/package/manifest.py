@@ -42,7 +42,8 @@ class Manifest:
         content = asdict(self)
         content["kernels"] += content.pop("gpu_kernels")
         content["binaries"] = [
-            {name: x for name, x in each.items() if x not in (None, 0)} for each in content["binaries"]
+            {name: x for name, x in each.items() if x is not None and (name != "sram_bytes" or x)}
+            for each in content["binaries"]
         ]
         for name in ("gpu_sources", "binaries"):
             if not content[name]:

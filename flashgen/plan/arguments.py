@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from typing import Literal as OneOf
 
 from flashgen.analysis.selection import lowered
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, index_set, walk
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import F8, OPERANDS, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
+from flashgen.plan.operands import F8, HEAD_ROWS, OPERANDS, SLICES, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
+
+
+# The dimensions of a tensor of which each pair has an element of its own, and how it is read.
+_AXES_OF_PAIRS: Mapping[Expr, Expr] = {
+    size(extent): index(name) for extent, name in (("B", "b"), ("H", "h"), ("Nq", "i"), ("Nk", "j"))
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,27 @@ def gradient_field(name: str) -> str:
     return f"grad_{name}"
 
 
+def stored_field(name: str) -> str:
+    """The buffer of a captured tensor's own type where each pair's gradient is stored instead of added to others."""
+    return f"stored_{name}"
+
+
+def stored_tensors(spec: AttentionSpec) -> tuple[CapturedTensor, ...]:
+    """Those of 16 bits with a gradient of which each pair has an element of its own.
+
+    It is a bias ``[B, H, Nq, Nk]``, in any order. One of float32 is what sums are made in.
+    """
+    roots = (spec.score, spec.mask, spec.weights.weight, spec.weights.sink)
+    loads = {each for root in roots if root is not None for each in walk(root) if isinstance(each, Load)}
+
+    def is_stored(tensor: CapturedTensor) -> bool:
+        reads = [each for each in loads if each.tensor == tensor.name]
+        axes = [_AXES_OF_PAIRS.get(extent) for extent in tensor.shape]
+        return len(reads) == 1 and list(reads[0].indices) == axes and len(set(axes)) == len(_AXES_OF_PAIRS)
+
+    return tuple(each for each in spec.tensors if each.grad and each.element.bytes == 2 and is_stored(each))
+
+
 def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """Every field of the struct, in order: those that vary first. Strides and dimensions count elements."""
     spec = lowered(spec)
@@ -77,6 +104,7 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         *(_place_of(param) for param in spec.params),
         *(_gradient_of(each.name, "contiguous") for each in spec.tensors if each.grad),
         *(_gradient_of(each.name, "[1]") for each in spec.params if each.grad),
+        *(_stored_gradient_of(each) for each in stored_tensors(spec)),
     ]
     fields = [dataclasses.replace(each, varies=True) for each in varying]
     fields += () if has_dropout else _dropout()
@@ -94,6 +122,13 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
     return tuple(fields)
+
+
+def sliced_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+    """The same of kernels of some rows of o and dq, whose heads are further apart than they have rows."""
+    rows = {each.name: _operand(each) for each in SLICES.values()}
+    fields = (dataclasses.replace(rows.get(each.name, each), varies=each.varies) for each in argument_fields(spec))
+    return (*fields, Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of o, lse and dq"))
 
 
 def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:
@@ -235,15 +270,18 @@ def _dropout() -> tuple[Field, ...]:
     )
 
 
+CAPTURED_TYPES = {
+    "f32": "float",
+    "f16": "fg::f16",
+    "bf16": "fg::bf16",
+    "i32": "int32_t",
+    "i64": "int64_t",
+    "bool": "bool",
+}
+
+
 def _pointer_to(tensor: CapturedTensor) -> Field:
-    element = {
-        "f32": "float",
-        "f16": "fg::f16",
-        "bf16": "fg::bf16",
-        "i32": "int32_t",
-        "i64": "int64_t",
-        "bool": "bool",
-    }[tensor.element.value]
+    element = CAPTURED_TYPES[tensor.element.value]
     return Field(tensor_field(tensor.name), "const pointer", f"captured tensor, {tensor.element}", element)
 
 
@@ -259,3 +297,8 @@ def _place_of(param: Param) -> Field:
 
 def _gradient_of(name: str, form: str) -> Field:
     return Field(gradient_field(name), "pointer", f"{form}, zero at the start; null where not needed", "float")
+
+
+def _stored_gradient_of(tensor: CapturedTensor) -> Field:
+    comment = f"contiguous, {tensor.element}, zero at the start: pairs store theirs; null where they are added up"
+    return Field(stored_field(tensor.name), "pointer", comment, CAPTURED_TYPES[tensor.element.value])

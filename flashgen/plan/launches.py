@@ -111,16 +111,18 @@ class Order:
     """Blocks of a group of heads take the lists of their mask one after another, the longest first.
 
     A group has as many of the ``heads`` that share a mask as a cache holds what blocks read of them: ``of_a_head``
-    bytes of each. ``group`` is the field of ``struct Arguments`` that says how many.
+    bytes of each. ``group`` is the field of ``struct Arguments`` that says how many. With ``masks`` heads are divided
+    into so many groups that share one.
     """
 
     group: str
     heads: Count
     of_a_head: Count
+    masks: Factor | None = None
 
     def heads_of_a_group(self, sizes: Mapping[str, int], cache_bytes: int) -> int:
         """A divisor of the number of heads."""
-        heads = max(self.heads.value(sizes), 1)
+        heads = max(self.heads.value(sizes) // (self.masks.value(sizes) if self.masks else 1), 1)
         most = cache_bytes // max(self.of_a_head.value(sizes), 1)
         return max((n for n in range(1, heads + 1) if heads % n == 0 and n <= most), default=1)
 

@@ -1,11 +1,11 @@
 """Operands: the tensors of rows that kernels read and write, each declared once.
 
 Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``), of
-calls over some of the keys (``PARTS``) and of q, k and v of 8 bits (``F8``); ``TANGENTS``, what forward mode has beside
-them, and ``TANGENT_GRADIENTS``, what its backward pass has. An operand says where its row [b, h, n] lies, of what type
-its elements are, and how many make a row. The fields of ``struct Arguments``, the addressing in kernels for GPUs,
-tensor maps, the bytes that a kernel may touch and where a shard begins all follow. Captured tensors have shapes of the
-spec's, and are declared by it.
+calls over some of the keys (``PARTS``) or some of the rows (``SLICES``) and of q, k and v of 8 bits (``F8``);
+``TANGENTS``, what forward mode has beside them, and ``TANGENT_GRADIENTS``, what its backward pass has. An operand says
+where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of ``struct
+Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a shard begins
+all follow. Captured tensors have shapes of the spec's, and are declared by it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FLOAT_BYTES = 4
 # By the codes of element types in ``struct Arguments``: float32, bfloat16, float16, float8_e4m3fn.
 ELEMENT_BYTES = (4, 2, 2, 1)
 F8_CODE = 3
+HEAD_ROWS = "head_rows"  # the field of how many rows sliced heads are apart
 
 
 class Rows(Enum):
@@ -30,6 +31,7 @@ class Rows(Enum):
 
     STRIDED = "strides of b, h and n, in elements, are arguments"
     CONTIGUOUS = "one behind the other, in the order of b, h and n"
+    SLICED = "those of a head one behind the other; from head to head 'head_rows' of them, an argument"
     # Those of ragged batches: n counts through the sequences, of which each begins where cumulative lengths say.
     PACKED_STRIDED = "strides of h and n, in elements, are arguments; that of b is none"
     PACKED = "one behind the other, in the order of n and h"
@@ -130,6 +132,8 @@ class Operand:
         columns = self.columns(head_dim)
         if self.rows is Rows.PACKED:
             return 0, columns, heads * columns
+        if self.rows is Rows.SLICED:
+            rows = known[HEAD_ROWS]
         return heads * rows * columns, rows * columns, columns
 
     def element_bytes(self, of_the_call: int, of_the_cache: int = 0) -> int:
@@ -147,12 +151,20 @@ class Operand:
         codes = (known.get(name, 0) for name in ("element", "key_element"))
         return self.element_bytes(*(ELEMENT_BYTES[code] for code in codes))
 
+    def runs(self, head_dim: HeadDim, known: Mapping[str, int], size: int) -> list[tuple[int, int]]:
+        """Of ``size`` bytes, as many as ``reach``, those that are its rows: where runs of them begin, and how long."""
+        if self.rows is not Rows.SLICED:
+            return [(0, size)]
+        batch, heads, rows = self.lengths(known)
+        _, apart, row = (each * self.known_bytes(known) for each in self.strides(head_dim, known))
+        return [(n * apart, rows * row) for n in range(batch * heads)]
+
     def reach(self, head_dim: HeadDim, known: Mapping[str, int]) -> int:
         """Elements from the first to behind the last."""
         lengths = self.lengths(known)
         if min(lengths) < 1:
             return 0
-        if not self.rows.has_strides:
+        if not self.rows.has_strides and self.rows is not Rows.SLICED:
             return math.prod(lengths) * self.columns(head_dim)
         return span(lengths, self.strides(head_dim, known), self.columns(head_dim))
 
@@ -232,6 +244,18 @@ CACHED: Mapping[str, Operand] = MappingProxyType(
 # are. Backward o is that of all keys.
 PARTS: Mapping[str, Operand] = MappingProxyType(
     {each.name: replace(each, elements=_F32) if each.is_written else each for each in _OPERANDS}
+)
+# Rows that see all of their keys, but are some of those of a tensor, whose keys others see, too: what is written of
+# queries lies in whole ones, and what others are added to is float32.
+SLICES: Mapping[str, Operand] = MappingProxyType(
+    {
+        each.name: each
+        if each.rows.has_strides
+        else replace(each, rows=Rows.SLICED, says=each.says.replace("contiguous", "rows of a head together"))
+        if each.of_queries
+        else replace(each, elements=_F32)
+        for each in _OPERANDS
+    }
 )
 # Where q, k and v are of 8 bits, o is not, and what each is multiplied by is a number for each key/value head.
 F8: Mapping[str, Operand] = MappingProxyType(

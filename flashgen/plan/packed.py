@@ -38,6 +38,8 @@ class ManifestGpuKernel:
 class ManifestBinary:
     """A binary of one of the sources, or of one element type and pass of it, and what compiled it.
 
+    ``deterministic``: it has the kernels of calls whose gradients have to repeat, and not those of others; False: it
+    has those of others; None: of both.
     Of libraries for CPUs: the kind of ``system``, the ``features`` that a CPU needs (None: it has to be the ``cpu`` of
     this digest), the tiles that are compiled in, and the memory that they live in. Other binaries have none of these.
     """
@@ -47,6 +49,7 @@ class ManifestBinary:
     compiler: str
     element: str | None = None
     pass_name: str | None = None
+    deterministic: bool | None = None
     system: str | None = None
     features: tuple[str, ...] | None = None
     cpu: str | None = None

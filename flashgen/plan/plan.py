@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Self
 
 from flashgen.ir.types import ElementType
@@ -63,19 +63,28 @@ class Spill:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, and whether
-    over a cache of 8 bits.
+    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, whether over a
+    cache of 8 bits, and of forward mode which of q, k and v have tangents, as ``qkv``. None: either.
     """
 
-    dropped: bool = False
-    repeatable: bool = False
-    f8_cache: bool = False
+    dropped: bool | None = False
+    repeatable: bool | None = False
+    f8_cache: bool | None = False
+    moving: str | None = None
 
     @property
     def words(self) -> str:
         """``dropout, deterministic``; empty for the usual calls."""
         said = {"dropout": self.dropped, "deterministic": self.repeatable, "caches of 8 bits": self.f8_cache}
+        if self.moving is not None:
+            said[f"tangents of {' and '.join(self.moving) or 'captured values'}"] = True
         return ", ".join(word for word, holds in said.items() if holds)
+
+
+ANY_CALLS = CallKind(dropped=None, repeatable=None, f8_cache=None)
+# Of those that need not repeat bit by bit a package has the kernels, of those that have to where it is asked to.
+USUAL_CALLS = CallKind(dropped=None, f8_cache=None)
+DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True, f8_cache=None)
 
 
 @dataclass(frozen=True)
@@ -84,12 +93,18 @@ class Part:
 
     element: ElementType | None = None
     pass_name: str | None = None
-    calls: CallKind | None = None
+    calls: CallKind = ANY_CALLS
+
+    def covers(self, other: Part) -> bool:
+        """Whether all kernels of another part are among those of this one."""
+        own = (self.element, self.pass_name, *astuple(self.calls))
+        asked = (other.element, other.pass_name, *astuple(other.calls))
+        return all(x in (None, y) for x, y in zip(own, asked, strict=True))
 
     @property
     def words(self) -> str:
         """``forward, bf16``; empty where nothing is left out."""
-        said = (self.pass_name or "", str(self.element or ""), self.calls.words if self.calls else "")
+        said = (self.pass_name or "", str(self.element or ""), self.calls.words)
         return ", ".join(each for each in said if each)
 
 

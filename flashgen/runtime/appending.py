@@ -101,7 +101,11 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
     places, outer, inner = _places(cache, k_cache, new)
     capacity = cache.capacity(k_cache)
     inside = functools.partial(_inside, places, outer, capacity, k_cache.shape[0])
-    require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
+    try:
+        require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
+    except ValueError as error:
+        b, n = _outside(places, outer, capacity, k_cache.shape[0]).nonzero()[0].tolist()
+        raise ValueError(f"{error}: row {int(places[b, n])} of sequence {b} does") from None
     if not k.is_cuda:
         _check_places(cache, k_cache, new)
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
@@ -113,7 +117,11 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
 
 
 def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
-    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
+    return ~_outside(places, outer, capacity, count).any()
+
+
+def _outside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
+    return (places < 0) | (places >= capacity) | (outer < 0) | (outer >= count)
 
 
 def _differ(outer: Tensor, inner: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from flashgen.reference.dense import constant_number, drop_probability, param_va
 from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Prepared
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 
@@ -41,8 +41,8 @@ _MOST_REMEMBERED = 512
 
 # A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
 # Not empty in a child; every call asks.
-_FORKS: list[int] = []
-os.register_at_fork(after_in_child=lambda: _FORKS.append(os.getpid()))
+FORKS: list[int] = []
+os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 
 # A shape and its strides. PyTorch makes a tensor faster from both than from a shape.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -57,7 +57,8 @@ class Call:
     ``struct Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
     or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
     elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
-    dropout, ``backward`` by all that they depend on, ``params`` the defaults.
+    dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
+    it is known whether there is one.
     """
 
     shard: Shard
@@ -78,9 +79,10 @@ class Call:
     may_copy: bool
     reads_nothing: bool
     threads: int
-    forward: dict[bool, Prepared] = field(default_factory=dict)
+    forward: dict[object, Prepared] = field(default_factory=dict)
     backward: dict[object, Prepared] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
+    nodes: list[Node | None] = field(default_factory=list)
 
 
 class CallChecker:
@@ -109,7 +111,7 @@ class CallChecker:
         Raises ``ValueError`` or ``TypeError``.
         """
         q, k, v = tensors[0], tensors[1], tensors[2]  # a slice takes longer
-        threads = 1 if _FORKS else get_num_threads()
+        threads = 1 if FORKS else get_num_threads()
         # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used. To ask for
         # a device makes an object; to hash a key takes longer than to compare it with the last one.
         key: tuple[object, ...] = (

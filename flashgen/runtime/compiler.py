@@ -151,6 +151,27 @@ def compile_sources(
         return tuple(pool.map(lambda source: _compile(source, cache, chosen), sources))
 
 
+def compile_with(source: Source, flags: Sequence[str], compiler: Compiler, key: str) -> Path:
+    """The library of a source that is no kernel, compiled with these flags alone, or that of this key in the cache.
+
+    Raises ``CompileFailed``.
+    """
+
+    def built() -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
+            code, library = Path(folder) / f"{source.name}.cpp", Path(folder) / _LIBRARY
+            code.write_text(source.text, encoding="utf-8")
+            log, success = _run(compiler, [code.name, "-o", library.name, *flags], Path(folder))
+            if not success or not library.is_file():
+                raise CompileFailed(f"{shlex.join(compiler.command)} could not compile '{source.name}'", log)
+            return {_LIBRARY: library.read_bytes(), "compile.log": log.encode()}
+
+    try:
+        return Cache.default().fetch(key, _LIBRARY, built, what=source.name)
+    except OSError as error:
+        raise CompileFailed(f"'{source.name}' could not be compiled: {error}", str(error)) from None
+
+
 def available_cores() -> int:
     """How many this process may use: fewer than the machine has in a container that was given some."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,7 +21,17 @@ import torch
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.operands import Operand
 from flashgen.runtime import driver_maps
-from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
+from flashgen.runtime.kernel import (
+    POINTERS,
+    ArgumentLayout,
+    JvpKernel,
+    Kernel,
+    Native,
+    PassName,
+    Prepared,
+    Step,
+    Values,
+)
 from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
 from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
@@ -71,6 +81,9 @@ class Driver(Protocol):
     def is_current(self) -> bool:
         """Whether it is already."""
 
+    def entry_points(self) -> tuple[int, int, int, int] | None:
+        """The addresses of functions in C that launch, clear, encode, and tell the current stream; None: not known."""
+
 
 class Written(Protocol):
     """Memory that is written once, and then read on any stream."""
@@ -103,9 +116,11 @@ class CudaKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = True
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
@@ -126,7 +141,20 @@ class CudaKernel:
             for part in found.parts
         ]
         settled = tuple(values[self.layout.varying :])
-        return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)))
+        native = None
+        is_alone = len(parts) == 1 and not (parts[0][0].moves or parts[0][0].lists or parts[0][0].places)
+        if is_alone and self.layout.names[: self.layout.varying] == POINTERS:
+            native = functools.partial(self._native, found.workspace_bytes, *parts[0][:2], values)
+        return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)), native)
+
+    def _native(
+        self, size: int, part: Part, steps: Sequence[tuple[_Launch, LaunchMaps | None]], values: Values
+    ) -> Native | None:
+        driver = self.driver.entry_points()
+        if driver is None:
+            return None
+        launches = tuple((*launch, *(maps.words if maps else (0,))) for launch, maps in steps)
+        return Native(size, self.layout.pack(*part.values(values)), 0, part.clear, launches, driver)
 
     def _maps(self, step: Step, values: Values, operands: Mapping[str, Operand]) -> LaunchMaps | None:
         """The maps that a kernel takes, as its second parameter."""
@@ -247,6 +275,9 @@ class CupyDriver:
 
     def is_current(self) -> bool:
         return self._current() == self._index
+
+    def entry_points(self) -> tuple[int, int, int, int] | None:
+        return driver_maps.entry_points()
 
 
 class _WrittenBeside:

@@ -10,12 +10,11 @@ import ctypes
 import functools
 from typing import Any
 
-from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, SWIZZLES, WORD_BYTES, TensorMap
+from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, WORD_BYTES, TensorMap
 
 _LIBRARY = "libcuda.so.1"
 _INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 0, 2, 0
-_TYPES = {1: 0, 2: 1}  # unsigned integers, by their bytes
-_SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))
+_TORCH = "libtorch_cuda.so"
 
 
 class TensorMapRefused(RuntimeError):  # noqa: N818 - reads as what happened
@@ -30,7 +29,7 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
     sizes, boxes = ctypes.c_uint64 * count, ctypes.c_uint32 * count
     error = _function(library)(
         ctypes.addressof(memory) + shift,
-        _TYPES[tensor.element_bytes],
+        tensor.element_code,
         count,
         address,
         sizes(*tensor.extents),
@@ -38,7 +37,7 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
         boxes(*tensor.box, *(1,) * (count - 2)),
         boxes(*(1,) * count),
         _INTERLEAVE_NONE,
-        _SWIZZLE_CODES[tensor.row_bytes],
+        tensor.swizzle_code,
         _PROMOTE_L2_128B,
         _FILL_ZEROS,
     )
@@ -50,6 +49,25 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
             "apart; make the tensor contiguous"
         )
     return memory.raw[shift : shift + WORD_BYTES]
+
+
+@functools.cache
+def entry_points(library: str = _LIBRARY, torch: str = _TORCH) -> tuple[int, int, int, int] | None:
+    """Where functions of the driver lie that launch a kernel, clear memory and encode maps, and one of torch's that
+    tells the current stream of a device; None where one is missing.
+    """
+    try:
+        driver, own = ctypes.CDLL(library), ctypes.CDLL(torch)
+        found = (
+            driver.cuLaunchKernel,
+            driver.cuMemsetD8Async,
+            driver.cuTensorMapEncodeTiled,
+            own.aoti_torch_get_current_cuda_stream,
+        )
+    except (OSError, AttributeError):
+        return None
+    launch, clear, encode, stream = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found)
+    return launch, clear, encode, stream
 
 
 @functools.cache

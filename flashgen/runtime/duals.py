@@ -7,7 +7,6 @@ and is left to the op's autograd functions, which compute tangents apart (``deri
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +32,33 @@ def attend(op: Registered, tensors: Sequence[Any], rest: Rest, apply: Apply) -> 
     """o and lse (None: there is none) of dual tensors; None where others have to compute them."""
     if _is_any_autocast_enabled():
         return None
-    stack = get_interpreter_stack() or []
-    if len(stack) > 1 or any(each.key() != TransformType.Jvp for each in stack):
+    stack = get_interpreter_stack()
+    if stack and (len(stack) > 1 or stack[0].key() != TransformType.Jvp):
         return None
     interpreter = retrieve_current_functorch_interpreter() if stack else None
-    with forward_ad._set_fwd_grad_enabled(True):
-        pairs = [_unpacked(x) for x in tensors]
-    if all(tangent is None for _, tangent in pairs):
+    own, tangents = _unpacked(tensors)
+    if all(tangent is None for tangent in tangents):
         return None
-    own, tangents = ([_below(interpreter, x) for x in each] for each in zip(*pairs, strict=True))
-    with contextlib.nullcontext() if interpreter is None else interpreter.lower():
+    if interpreter is None:
         found = _attended(op, own, tangents, rest, apply)
+    else:
+        level = interpreter.level()
+        own, tangents = _below(own, level), _below(tangents, level)
+        with interpreter.lower():
+            found = _attended(op, own, tangents, rest, apply)
     if found is None:
         return None
-    o, lse = (_dual(interpreter, *each) for each in found)
-    return o, lse
+    if interpreter is not None:
+        found = [None if x is None else _wrap_for_grad(x, level) for x in found]
+    o, t_o, lse, t_lse = found
+    with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
+        return _dual(o, t_o), lse if t_lse is None else _dual(lse, t_lse)
 
 
 def _attended(
     op: Registered, own: Sequence[Any], tangents: Sequence[Tensor | None], rest: Rest, apply: Apply
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]] | None:
-    """o and lse, each with its tangent, differentiable by all that requires it."""
+) -> Sequence[Any] | None:
+    """o and its tangent, lse and its tangent, differentiable by all that requires it."""
     own, tangents = with_memory(own), with_memory(tangents)
     if not lies_in_memory((*own, *tangents)):
         return None
@@ -62,7 +67,7 @@ def _attended(
         return None
     watched = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*own, *tangents))
     if not watched:
-        return (found.o, found.t_o), (found.lse, found.t_lse)
+        return found.o, found.t_o, found.lse, found.t_lse
     attended = (found.o, found.lse, found.lse_parts)
     results = apply((op, lambda *_: attended, rest), *own)
     o, lse = results[:2] if op.signature.has_lse else (results, None)
@@ -70,24 +75,25 @@ def _attended(
     values = (*own, *(tangents[n] for n in moving))
     moved = (found.t_o,) if found.t_lse is None else (found.t_o, found.t_lse)
     t_o, *t_lse = known(op, op.engine.program.forward(moving), values, rest, moved)
-    return (o, t_o), (lse, t_lse[0] if t_lse else None)
+    return o, t_o, lse, t_lse[0] if t_lse else None
 
 
-def _unpacked(x: Any) -> tuple[Any, Tensor | None]:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return x, None
-    found = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-    return found.primal, found.tangent
+# As ``forward_ad`` does it, less what it makes sure of each time: whoever made duals has been there before.
 
 
-def _below(interpreter: Any, x: Any) -> Any:
-    return _unwrap_for_grad(x, interpreter.level()) if interpreter is not None and isinstance(x, Tensor) else x
+def _unpacked(tensors: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
+    own, level = list(tensors), forward_ad._current_level
+    tangents: list[Tensor | None] = [None] * len(own)
+    with forward_ad._set_fwd_grad_enabled(True):
+        for n, x in enumerate(tensors):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                own[n], tangents[n] = torch._VF._unpack_dual(x, level=level)
+    return own, tangents
 
 
-def _dual(interpreter: Any, x: Tensor | None, tangent: Tensor | None) -> Any:
-    if x is None or tangent is None:
-        return x
-    if interpreter is not None:
-        x, tangent = (_wrap_for_grad(each, interpreter.level()) for each in (x, tangent))
-    with forward_ad._set_fwd_grad_enabled(True), torch.enable_grad():
-        return forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
+def _dual(x: Tensor, tangent: Tensor) -> Any:
+    return torch._VF._make_dual(x, tangent, level=forward_ad._current_level)
+
+
+def _below(tensors: Sequence[Any], level: int) -> list[Any]:
+    return [_unwrap_for_grad(x, level) if isinstance(x, Tensor) else x for x in tensors]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, table_field, tensor_field
+from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, stored_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.operands import Operand
 from flashgen.runtime.emulator import DeviceMemory, Program, Report
@@ -88,9 +88,11 @@ class EmulatedKernel:
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = True
     reads = staticmethod(is_readable)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
@@ -153,15 +155,18 @@ class EmulatedKernel:
         """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()
         own, written = list(values), []
+        known = {name: int(value) for name, value in self.layout.named(values).items()}
         allocations: dict[str, tuple[int, int]] = {}
         for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
             shift = address % _LINE
             is_output = field in _WRITTEN[name]
-            content = _NAN * size if is_output else ctypes.string_at(address, size)
-            place = memory.put(field, bytes(shift) + content) + shift
+            content = bytearray(ctypes.string_at(address, size))
+            for first, count in launches.operands[field].runs(self.head_dim, known, size) if is_output else ():
+                content[first : first + count] = _NAN * count
+            place = memory.put(field, bytes(shift) + bytes(content)) + shift
             own[self.layout.slots[field]] = place
             allocations[field] = (place, size)
-            if is_output or field.startswith(gradient_field("")):
+            if is_output or field.startswith((gradient_field(""), stored_field(""))):
                 written.append((address, place, size))
         workspace = memory.allocate("workspace", part.workspace_bytes)
         own[self.layout.slots["workspace"]] = workspace
@@ -180,10 +185,10 @@ class EmulatedKernel:
         for slot, offset in part.places:
             own[slot] = places[self.layout.names[slot]] = workspace + offset
         arguments = self.layout.pack(*own)
-        known = self.layout.named(own)
+        placed = self.layout.named(own)
         reports = [
             self._launch(
-                program, step, arguments + self._maps(step, launches.operands, known, len(arguments)), allocations
+                program, step, arguments + self._maps(step, launches.operands, placed, len(arguments)), allocations
             )
             for step in part.steps
         ]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, contiguous_format, empty_like
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.arguments import stored_tensors
+from flashgen.plan.operands import HEAD_ROWS
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold
@@ -31,6 +33,7 @@ from flashgen.runtime.kernel import (
     Kernel,
     KernelProvider,
     LibraryKernel,
+    Node,
     Prepared,
     Values,
     takes_tangents,
@@ -91,6 +94,8 @@ class Engine:
     """
 
     form: ClassVar[Form] = DENSE
+    has_nodes = False  # whether C++ may start its calls (runtime/node.py)
+    last_node: tuple[Rest, Node] | None = None
 
     def __init__(
         self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], pairs: int | None = tiled.SLICE_PAIRS
@@ -102,7 +107,11 @@ class Engine:
         self.checker = self._make_checker()
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
-        self._no_gradients = [0] * sum(self._learned)
+        stored = stored_tensors(spec)
+        self._stored = [each in stored for each in spec.tensors if each.grad]
+        self._stored += [False for each in spec.params if each.grad]
+        self._no_gradients = [0] * (sum(self._learned) + sum(self._stored))
+        self.has_nodes = type(self) is Engine and not self.signature.takes_more and pairs is not None
 
     def _make_checker(self) -> CallChecker:
         return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)
@@ -130,17 +139,33 @@ class Engine:
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
+        return self._attend(tensors, rest, keeps_lse, None)
+
+    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
+        """The same, written to ``into``: the same rows of contiguous tensors that have more.
+
+        For engines whose kernels write there.
+        """
+        self._attend(tensors, rest, True, into)
+
+    def _attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool, into: Attended | None) -> Attended:
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
-            return self._attend_without_kernel(call, tensors)
+            found = self._attend_without_kernel(call, tensors)
+            return found if into is None else _put(found, into)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
         # To ask for what is like a tensor takes half as long.
-        o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=call.written, device=call.device)
         lse = parts = None
-        if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
+        if into is not None:
+            o, lse, parts = into
+        elif call.o_is_like_q:
+            o = empty_like(q)
+        else:
+            o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
+        if self.signature.has_lse and into is None and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
             if keeps_lse:
                 parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
@@ -153,9 +178,11 @@ class Engine:
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             drops = self._add(values, call, captured, self._no_gradients)
-        prepared = call.forward.get(drops)
+        key: object = drops if into is None else (drops, o.stride(1))
+        prepared = call.forward.get(key)
         if prepared is None:
-            prepared = call.forward[drops] = kernel.prepare("forward", (*values, *call.settled))
+            settled = call.settled if into is None else with_head_rows(kernel, call.settled, o)
+            prepared = call.forward[key] = kernel.prepare("forward", (*values, *settled))
         self._run(call, prepared, values)
         return o, lse, parts
 
@@ -181,24 +208,46 @@ class Engine:
         """
         return self._gradients(d_o, rows, tensors, rest, needs, is_part=True)
 
+    def gradients_into(
+        self, into: Sequence[Tensor], d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The same, those of q, k and v, which ``needs`` names, written to ``into``: of q, and in ``rows``, the same
+        rows of contiguous tensors that have more; of k and v contiguous.
+
+        For engines whose kernels write there.
+        """
+        return self._gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)
+
     def _gradients(
-        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], *, is_part: bool
+        self,
+        d_o: Tensor,
+        rows: Rows,
+        tensors: Tensors,
+        rest: Rest,
+        needs: Sequence[bool],
+        *,
+        is_part: bool,
+        into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         call = self.checker.find(tensors, rest)
         kernel = call.kernel
         if kernel is None or call.is_empty:
             whole = (rows[1], rows[2]) if is_part else None
-            return self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
+            found = self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
+            return found if into is None else [*_put(found[:3], into), *found[3:]]
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
-        d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
         # Kernels write all three, asked for or not.
-        dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
-        dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
-        dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
+        if into is None:
+            d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
+            dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
+            dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
+            dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
+        else:
+            (d_lse, o, lse, parts), (dq, dk, dv) = rows, into
         d_o_at = d_o.data_ptr()
         if not d_o_at:
             raise NoMemoryError("d_o is zero in name alone")
@@ -209,13 +258,16 @@ class Engine:
         drops, sums = False, []
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            sums = self._sums(call, captured, needs[3:])
-            drops = self._add(values, call, captured, [address(x) for x, _ in sums])
+            stores = kernel.stores and not (is_part or rest[1])
+            sums = self._sums(call, captured, needs[3:], stores=stores)
+            drops = self._add(values, call, captured, self._addresses(sums, stores=stores))
         strides = d_o.stride()
-        key = (drops, strides, *needs[3:])
+        key = (drops, strides, None if into is None else dq.stride(1), *needs[3:])
         prepared = call.backward.get(key)
         if prepared is None:
             settled = with_strides(kernel, call.settled, strides)
+            if into is not None:
+                settled = with_head_rows(kernel, settled, dq)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
         self._run(call, prepared, values)
         found = [dq, dk, dv]
@@ -328,12 +380,13 @@ class Engine:
         """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
         if self.form is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
             return None
-        for problem, _ in self._viewed(tensors, rest):
-            kernels = self._kernels_of_tangents(problem, rest)
-            if kernels is not None:
-                moves = tangents[: self.signature.inputs]
-                return self.forward_mode.run(kernels.forward, problem, moves, deterministic=rest[1], keeps_o=True)
-        return None
+        call = self.checker.find(tensors, rest)
+        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel.jvp, tensors[0])
+        if kernel is None:
+            return None
+        problem = self._problem(call, tensors, self._captured(call, tensors))
+        moves = tangents[: self.signature.inputs]
+        return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
         """Those of forward mode that take a problem, if there are any."""
@@ -341,16 +394,11 @@ class Engine:
         provider = self.kernels.get(q.device.type)
         if provider is None or q.dtype not in ELEMENTS:
             return None
-        kernel, element = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0), ELEMENTS[q.dtype]
-
-        def taking(find: Callable[[], JvpKernel] | None) -> JvpKernel | None:
-            found = None if find is None else find()
-            return found if found is not None and element in found.elements else None
-
-        forward = None if kernel is None else taking(kernel.jvp)
+        kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
+        forward = None if kernel is None else _taking(kernel.jvp, q)
         if kernel is None or forward is None:
             return None
-        backward = functools.partial(taking, kernel.jvp_backward)
+        backward = functools.partial(_taking, kernel.jvp_backward, q)
         return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
@@ -360,13 +408,29 @@ class Engine:
             problem = self._problem(call, tensors, self._captured(call, tensors))
             yield for_derivatives(problem), _all_of
 
-    def _sums(self, call: Call, captured: Captured, needs: Sequence[bool]) -> list[tuple[Tensor | None, Any]]:
-        """What kernels add to in float32, and what it is the gradient of, for all that may have one."""
-        return [
-            (torch.zeros(x.shape, dtype=torch.float32, device=call.device) if x is not None and need else None, x)
-            for x, is_learned, need in zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
-            if is_learned
+    def _sums(
+        self, call: Call, captured: Captured, needs: Sequence[bool], *, stores: bool = False
+    ) -> list[tuple[Tensor | None, Any]]:
+        """What kernels add to in float32, or ``stores`` in a tensor's own type where each pair has its own element.
+
+        With what it is the gradient of, for all that may have one.
+        """
+        all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
+        learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
+        types = [
+            x.dtype if x is not None and stored and stores else torch.float32
+            for (x, _), stored in zip(learned, self._stored, strict=True)
         ]
+        return [
+            (torch.zeros(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
+            for (x, need), dtype in zip(learned, types, strict=True)
+        ]
+
+    def _addresses(self, sums: Sequence[tuple[Tensor | None, Any]], *, stores: bool = False) -> list[int]:
+        """Of what is added to, and then of what is stored."""
+        found = [(address(x), stored) for (x, _), stored in zip(sums, self._stored, strict=True)]
+        own = [0 if stored and stores else at for at, stored in found]
+        return own + [at if stores else 0 for at, stored in found if stored]
 
     def _run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
         """One pass with the values that vary; the first is still missing, where the workspace lies."""
@@ -454,6 +518,12 @@ class Engine:
         )
 
 
+def _taking(find: Callable[[], JvpKernel] | None, q: Tensor) -> JvpKernel | None:
+    """The kernel of forward mode, or of its backward pass, if there is one that takes the type of q."""
+    found = None if find is None else find()
+    return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
+
+
 def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """What results are added to."""
     return [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in likes]
@@ -485,6 +555,21 @@ def with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Val
     layout, values = kernel.layout, list(settled)
     for axis, stride in zip("bhn", strides, strict=False):
         values[layout.slots[f"d_o_stride_{axis}"] - layout.varying] = stride
+    return values
+
+
+def _put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
+    """What was found, where it is wanted."""
+    for x, place in zip(found, into, strict=True):
+        if x is not None and place is not None:
+            place.copy_(x)
+    return into
+
+
+def with_head_rows(kernel: Kernel, settled: Values, rows: Tensor) -> Values:
+    """The settled values of a call, and how far the heads of some rows of a larger tensor are apart."""
+    values = list(settled)
+    values[kernel.layout.slots[HEAD_ROWS] - kernel.layout.varying] = rows.stride(1) // rows.shape[3]
     return values
 
 

@@ -18,6 +18,7 @@ from flashgen.plan.arguments import (
     dimension_field,
     gradient_field,
     param_place_field,
+    stored_field,
     stride_field,
     table_field,
     tensor_field,
@@ -61,6 +62,8 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: 
             return 4
         case name if name.startswith(gradient_field("")):
             return 4 * math.prod(_dimensions(name.removeprefix(gradient_field("")), known))
+        case name if name.startswith(stored_field("")):
+            return _CAPTURED_BYTES[field.element] * math.prod(_dimensions(name.removeprefix(stored_field("")), known))
         case name:
             captured = name.removeprefix(tensor_field(""))
             dimensions = _dimensions(captured, known)

@@ -6,6 +6,7 @@ of comes here where such a kernel takes it (``by_kernels.py``), and else goes by
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, Prepared,
 
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _ROWS = ("q", "k", "v")
+_T_ROWS = tuple(f"t_{name}" for name in _ROWS)
 _MOST_REMEMBERED = 64  # passes of an op
 
 
@@ -62,7 +64,7 @@ class ForwardMode:
         # The captured values that have gradients, by their numbers among the inputs.
         self._learned = {n: each.name for n, each in enumerate(captured, start=len(_ROWS)) if each.grad}
         self.differentiable = frozenset((*range(len(_ROWS)), *self._learned))
-        self._remembered: dict[Any, Prepared] = {}
+        self._remembered: dict[Any, _Ready] = {}
 
     def run(
         self,
@@ -91,12 +93,9 @@ class ForwardMode:
             t_o=q.new_empty(o_shape),
             t_lse=rows(has_lse),
         )
-        known, read = self._known(kernel, problem, tangents)
         results = {"o": found.o, "lse": found.lse, "lse_parts": found.lse_parts, "t_o": found.t_o, "t_lse": found.t_lse}
-        known |= {name: 0 if x is None else x.data_ptr() for name, x in results.items()}
-        known |= {"threads": torch.get_num_threads(), "deterministic": deterministic}
-        _run(_Pass("forward", kernel.layout, kernel.prepare), known, q, self._remembered)
-        del read  # until here
+        own = _Pass("forward", kernel.layout, kernel.prepare)
+        self._run(own, problem, self._read(kernel, problem, tangents), results, tangents, deterministic)
         return found
 
     def backward(
@@ -123,9 +122,7 @@ class ForwardMode:
         written |= _captured(problem, of_tangents, wanted[1], of_moves)
         written |= {"t_o": moved.t_o, "t_lse": moved.t_lse}
         own = _Pass("backward", kernel.layout, kernel.prepare)
-        known, read = self._known(kernel, problem, tangents)
-        self._differentiate(own, kernel, problem, known, moved, arriving, written, deterministic)
-        del read  # until here
+        self._differentiate(own, kernel, problem, tangents, moved, arriving, written, deterministic)
         return of_inputs, of_tangents
 
     def linear(
@@ -145,10 +142,9 @@ class ForwardMode:
         found = _fresh(problem)
         written: dict[str, Tensor | None] = {f"d{name}": found[n] for n, name in enumerate(_ROWS)}
         written |= _captured(problem, found, wanted, self._learned)
-        known, read = self._known(kernel, problem, [None] * len(problem.inputs))
         own = _Pass("linear", kernel.layout, functools.partial(kernel.prepare, "backward"))
-        self._differentiate(own, kernel, problem, known, moved, arriving, written, deterministic)
-        del read  # until here
+        still = [None] * len(problem.inputs)
+        self._differentiate(own, kernel, problem, still, moved, arriving, written, deterministic)
         return found
 
     def _differentiate(
@@ -156,7 +152,7 @@ class ForwardMode:
         own: _Pass,
         kernel: JvpKernel | Kernel,
         problem: Problem,
-        known: dict[str, Any],
+        tangents: Sequence[Tensor | None],
         moved: Moved,
         arriving: Arriving,
         written: Mapping[str, Tensor | None],
@@ -164,37 +160,87 @@ class ForwardMode:
     ) -> None:
         """A backward pass, of what arrives at o and lse or at their tangents."""
         d_o = moved.t_o.new_zeros(()).expand(moved.t_o.shape) if arriving.d_o is None else arriving.d_o
-        d_o = _rows(kernel, d_o)
         d_lse = None if arriving.d_lse is None else arriving.d_lse.contiguous()
-        tensors = {"o": moved.o, "lse": moved.lse, "lse_parts": moved.lse_parts, "d_o": d_o, "d_lse": d_lse}
-        known |= row_strides("d_o", d_o)
-        known |= {name: 0 if x is None else x.data_ptr() for name, x in (tensors | dict(written)).items()}
-        known |= {"threads": torch.get_num_threads(), "deterministic": deterministic}
-        _run(own, known, problem.q, self._remembered)
+        read = self._read(kernel, problem, tangents) | {"d_o": _rows(kernel, d_o)}
+        results = {"o": moved.o, "lse": moved.lse, "lse_parts": moved.lse_parts, "d_lse": d_lse, **written}
+        self._run(own, problem, read, results, tangents, deterministic)
 
-    def _known(
+    def _read(
         self, kernel: JvpKernel | Kernel, problem: Problem, tangents: Sequence[Tensor | None]
-    ) -> tuple[dict[str, Any], list[Tensor]]:
-        """Values of fields by name, and the tensors that they point to."""
-        end = 3 + len(problem.tensors)
-        rows = {name: _rows(kernel, x) for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True)}
-        moved = {f"t_{name}": _rows(kernel, x) for name, x in zip(_ROWS, tangents, strict=False) if x is not None}
-        captured = list(problem.tensors.values())
-        captured += [
-            _like_nothing(x) if tangent is None else tangent
-            for (name, x), tangent in zip(problem.tensors.items(), tangents[3:end], strict=True)
-            if name in self._names
-        ]
-        known = settled_values(self.spec, problem.shard, rows["q"], rows["k"], rows["v"], captured)
-        known |= self._params(problem, tangents[end:])
-        for name, x in moved.items():
-            known |= row_strides(name, x)
-        read = [x if x.numel() else x.new_zeros(1) for x in captured]
-        known |= {name: x.data_ptr() for name, x in (rows | moved).items()}
-        known |= {tensor_field(each.name): x.data_ptr() for each, x in zip(self.spec.tensors, read, strict=True)}
+    ) -> dict[str, Tensor | None]:
+        """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
+        found: dict[str, Tensor | None] = {}
+        for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
+            found[name] = _rows(kernel, x)
+        for name, x in problem.tensors.items():
+            found[tensor_field(name)] = x
+        if _T_ROWS[0] not in kernel.layout.slots:  # the op's own
+            return found
+        for name, tangent in zip(_T_ROWS, tangents, strict=False):
+            found[name] = None if tangent is None else _rows(kernel, tangent)
+        for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
+            if name in self._names:
+                found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent
+        return found
+
+    def _run(
+        self,
+        own: _Pass,
+        problem: Problem,
+        read: Mapping[str, Tensor | None],
+        results: Mapping[str, Tensor | None],
+        tangents: Sequence[Tensor | None],
+        deterministic: bool,
+    ) -> None:
+        """One pass, with a workspace on the device of q. What follows from all but addresses and numbers is remembered.
+
+        As ``Kernel.prepare`` says, it may depend on which pointers and numbers are there.
+        """
+        numbers = self._numbers(problem, tangents[len(_ROWS) + len(problem.tensors) :], own.layout)
+        threads = torch.get_num_threads()
+        key = (
+            *(own.layout, own.name, problem.shard, problem.q.dtype, deterministic, threads),
+            *(None if x is None else x.stride() for x in read.values()),
+            *((name, x is None) for name, x in results.items()),
+            *((name, x != 0) for name, x in numbers.items()),
+        )
+        held: list[Tensor] = []
+        ready = self._remembered.get(key)
+        if ready is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            known = self._settled(problem, read) | {"threads": threads, "deterministic": deterministic}
+            ready = self._remembered[key] = _ready(own, known, read, results, numbers)
+        values: list[float] = [0] * own.layout.varying
+        for slot, x in zip(ready.tensors, (*read.values(), *results.values()), strict=True):
+            if x is not None:
+                values[slot] = x.data_ptr()
+                if not values[slot]:  # no elements: kernels read one zero, whatever the index
+                    held.append(x.new_zeros(1))
+                    values[slot] = held[-1].data_ptr()
+        for slot, number in zip(ready.numbers, numbers.values(), strict=True):
+            values[slot] = number
+        workspace = torch.empty(ready.prepared.workspace_bytes, dtype=torch.uint8, device=problem.q.device)
+        values[0] = workspace.data_ptr()
+        ready.prepared.run(values)
+
+    def _settled(self, problem: Problem, read: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """The values of fields that do not vary, by name."""
+        q, k, v = (_there(read[name]) for name in _ROWS)
+        tensors = {each: read[tensor_field(each.name)] for each in self.spec.tensors if tensor_field(each.name) in read}
+        spec = dataclasses.replace(self.spec, tensors=tuple(tensors))
+        known = settled_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
+        for name in (*_T_ROWS, "d_o"):
+            x = read.get(name)
+            known |= {} if x is None else row_strides(name, x)
+        return known
+
+    def _numbers(self, problem: Problem, tangents: Sequence[Tensor | None], layout: ArgumentLayout) -> dict[str, float]:
+        """The numbers that kernels are told, by fields: of params, of their tangents and of dropout."""
+        known: dict[str, float] = {}
         dropout = problem.dropout
         if dropout is not None and dropout.probability > 0.0:
-            known |= {
+            known = {
                 "dropout_threshold": drop_threshold(dropout.probability),
                 "dropout_scale": 1.0 / (1.0 - dropout.probability),
             }
@@ -202,7 +248,9 @@ class ForwardMode:
                 known["seed_at"] = dropout.seed.data_ptr()
             else:
                 known["seed"] = int(dropout.seed) & _SEED_BITS
-        return known, [*rows.values(), *moved.values(), *read]
+        if self.spec.params:
+            known |= {name: x for name, x in self._params(problem, tangents).items() if name in layout.slots}
+        return known
 
     def _params(self, problem: Problem, tangents: Sequence[Tensor | None]) -> Mapping[str, float]:
         """The values of params and of their tangents."""
@@ -228,20 +276,25 @@ class _Pass(NamedTuple):
     prepare: Callable[[Values], Prepared]
 
 
-def _run(own: _Pass, known: Mapping[str, Any], like: Tensor, remembered: dict[Any, Prepared]) -> None:
-    """One pass, with a workspace on the device of ``like``. What was prepared for calls like it is ``remembered``."""
-    values = own.layout.values(known)
-    # As ``Kernel.prepare`` says: it goes by what is settled, and of the rest by what is there at all.
-    varying = own.layout.varying
-    key = (own.layout, own.name, tuple(values[varying:]), tuple(x != 0 for x in values[:varying]))
-    prepared = remembered.get(key)
-    if prepared is None:
-        if len(remembered) >= _MOST_REMEMBERED:
-            remembered.clear()
-        prepared = remembered[key] = own.prepare(values)
-    workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=like.device)
-    values[0] = workspace.data_ptr()
-    prepared.run(values[: own.layout.varying])
+class _Ready(NamedTuple):
+    """A pass that was prepared, and the slots of what varies, in the order in which it comes."""
+
+    prepared: Prepared
+    tensors: Sequence[int]
+    numbers: Sequence[int]
+
+
+def _ready(
+    own: _Pass,
+    known: Mapping[str, Any],
+    read: Mapping[str, Tensor | None],
+    results: Mapping[str, Tensor | None],
+    numbers: Mapping[str, float],
+) -> _Ready:
+    slots, tensors = own.layout.slots, {**read, **results}
+    addresses = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
+    prepared = own.prepare(own.layout.values({**known, **addresses, **numbers}))
+    return _Ready(prepared, [slots[name] for name in tensors], [slots[name] for name in numbers])
 
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:
@@ -269,6 +322,11 @@ def _number(param: Param, value: Tensor | float) -> float:
 def _rows(kernel: JvpKernel | Kernel, x: Tensor) -> Tensor:
     """Rows that the kernel can read."""
     return x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format)
+
+
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
 
 
 def _like_nothing(x: Tensor) -> Tensor:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Literal as OneOf
 from typing import Protocol
 
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.arguments import Field
 from flashgen.plan.launches import Box
 from flashgen.runtime.compiler import load_library
 
 PassName = OneOf["forward", "backward"]
+# What a library has, if not everything.
+LibraryPart = OneOf["forward", "backward", "ragged"]
 Values = Sequence[float]
 
 _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
@@ -66,11 +68,49 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Native:
+    """A pass as the node of autograd in C++ starts it (``struct Pass`` of templates/host/node.cpp).
+
+    ``arguments`` are the bytes of ``struct Arguments``, whose leading fields are the ``pointers``, at these offsets.
+    ``function`` is that of a CPU's library, 0 on a GPU; ``clears`` are offsets in the workspace and bytes; ``launches``
+    the words of each. ``driver`` are the addresses of what a GPU's driver is asked for.
+    """
+
+    workspace_bytes: int
+    arguments: bytes
+    function: int
+    clears: tuple[tuple[int, int], ...] = ()
+    launches: tuple[tuple[int, ...], ...] = ()
+    driver: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """All but the bytes and the driver."""
+        pointers = range(0, 8 * len(POINTERS), 8)
+        clears = itertools.chain.from_iterable(self.clears)
+        launches = itertools.chain.from_iterable(self.launches)
+        counts = len(self.clears), len(self.launches)
+        return (self.workspace_bytes, *pointers, self.function, counts[0], *clears, counts[1], *launches)
+
+
+# The fields that ``struct Arguments`` begins with where a spec captures nothing: those that vary.
+POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary."""
+    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary.
+
+    ``native`` gives it without an interpreter; None: it has steps that need one.
+    """
 
     workspace_bytes: int
     run: Callable[[Values], object]
+    native: Callable[[], Native | None] | None = None
+
+
+# What runs a call, q, k and v, under autograd in C++ (``node.py``); None where it does not take these.
+Node = Callable[..., object]
 
 
 class Kernel(Protocol):
@@ -97,6 +137,10 @@ class Kernel(Protocol):
         """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
 
     @property
+    def slices(self) -> Callable[[], Kernel] | None:
+        """The same for the one whose o, lse and dq are rows of larger tensors; gradients of keys are float32."""
+
+    @property
     def f8(self) -> Callable[[], Kernel] | None:
         """The same for the one that multiplies q, k and v of 8 bits."""
 
@@ -107,6 +151,10 @@ class Kernel(Protocol):
     @property
     def jvp_backward(self) -> Callable[[], JvpKernel] | None:
         """The same of its backward pass, with ``tangent_gradient_fields``."""
+
+    @property
+    def stores(self) -> bool:
+        """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
 
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
@@ -149,6 +197,12 @@ def takes_tangents_backward(provider: KernelProvider | None) -> str:
     return str(getattr(provider, "takes_tangents_backward", ""))
 
 
+def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:
+    """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
+    make = getattr(provider, "of_spec", None)
+    return None if make is None else make(spec)
+
+
 @dataclass(frozen=True)
 class RaggedPasses:
     """The functions of a library for ragged batches: each takes the packed arguments and ``struct Ragged``."""
@@ -166,6 +220,7 @@ class LibraryKernel:
     ``ragged`` are those of ragged batches; None: the library was made by a version that had none.
 
     ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
+    ``others`` gives that of another library, with a part that this one has not; None: it has all.
     """
 
     layout: ArgumentLayout
@@ -174,14 +229,17 @@ class LibraryKernel:
     forward_workspace: Callable[[bytes], int]
     backward_workspace: Callable[[bytes], int]
     choose: Callable[[Mapping[str, float]], LibraryKernel] | None = None
+    others: Callable[[LibraryPart], LibraryKernel] | None = None
     row_alignment: int = 1
     ragged: RaggedPasses | None = None
     varlen: Callable[[], Kernel] | None = None
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = False
 
     @classmethod
     def load(
@@ -189,13 +247,19 @@ class LibraryKernel:
         path: Path,
         symbol: str,
         fields: Sequence[Field],
+        part: LibraryPart | None = None,
     ) -> LibraryKernel:
-        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions.
+        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions, or those of a
+        part.
 
         Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
         """
         library = load_library(path)
-        function = functools.partial(_function, library, path, symbol)
+        own = functools.partial(_function, library, path, symbol)
+
+        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
+            return _elsewhere if part and not name.startswith(part) else own(name, result)
+
         return cls(
             ArgumentLayout(fields),
             function("forward", None),
@@ -219,6 +283,8 @@ class LibraryKernel:
         """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
         if self.choose is not None:
             return self.choose(self.layout.named(values)).prepare_ragged(name, values, ragged)
+        if self.others is not None:
+            return self.others("ragged").prepare_ragged(name, values, ragged)
         if self.ragged is None:
             return None
         is_forward = name == "forward"
@@ -231,9 +297,15 @@ class LibraryKernel:
     def prepare(self, name: PassName, values: Values) -> Prepared:
         if self.choose is not None:
             return self.choose(self.layout.named(values)).prepare(name, values)
+        if self.others is not None and name == "backward":
+            return self.others(name).prepare(name, values)
         is_forward = name == "forward"
         workspace = self.forward_workspace if is_forward else self.backward_workspace
         return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
+
+
+def _elsewhere(*_: object) -> int:
+    raise OSError("this library has another part of the kernel")
 
 
 def load_jvp(path: Path, symbol: str, fields: Sequence[Field], name: str = "jvp") -> JvpKernel:
@@ -269,4 +341,10 @@ def _prepared(
     """A function of the packed arguments, all of which but those that vary are settled."""
     pack, whole = layout.pack_varying, layout.pack(*values)
     settled = whole[len(pack(*values[: layout.varying])) :]
-    return Prepared(workspace(whole), lambda varying: call(pack(*varying) + settled))
+    size = workspace(whole)
+
+    def native() -> Native:
+        return Native(size, whole, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+    own = layout.names[: layout.varying] == POINTERS
+    return Prepared(size, lambda varying: call(pack(*varying) + settled), native if own else None)

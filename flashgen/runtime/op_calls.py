@@ -34,6 +34,7 @@ from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
 from flashgen.runtime.registration import Registered, call, register
 from flashgen.runtime.selecting import engine_of
 from flashgen.runtime.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
+from flashgen.runtime.slices import SlicesEngine
 
 _Op = TypeVar("_Op")
 
@@ -121,6 +122,11 @@ class OpCalls:
     def engine_of_parts(self) -> Engine:
         """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""
         return self._engine_of(PartsEngine)
+
+    @functools.cached_property
+    def engine_of_slices(self) -> Engine:
+        """What runs some of the rows of a tensor with all of their keys, whose gradients others are added to."""
+        return self._engine_of(SlicesEngine)
 
     def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
         """What ``load`` makes of another spec for the same backend, and on the emulator the same target."""

@@ -60,10 +60,18 @@ class PartsEngine(Engine):
         return super().attend(self._taken(tensors), rest, keeps_lse)
 
     def _gradients(
-        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], *, is_part: bool
+        self,
+        d_o: Tensor,
+        rows: Rows,
+        tensors: Tensors,
+        rest: Rest,
+        needs: Sequence[bool],
+        *,
+        is_part: bool,
+        into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         own = self._taken(tensors)
-        return super()._gradients(d_o.to(own[0].dtype), rows, own, rest, needs, is_part=is_part)
+        return super()._gradients(d_o.to(own[0].dtype), rows, own, rest, needs, is_part=is_part, into=into)
 
     def _taken(self, tensors: Tensors) -> Tensors:
         """The tensors as what runs takes them."""

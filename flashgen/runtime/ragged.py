@@ -112,7 +112,7 @@ class RaggedEngine(Engine):
         if self._varies or isinstance(kernel, LibraryKernel):
             captured = self._captured(call, own)
             sums = self._sums(call, captured, needs[3:])
-            self._add(values, call, captured, [address(x) for x, _ in sums])
+            self._add(values, call, captured, self._addresses(sums))
             each = PerSequence(self.spec, call, found.pairs, own, captured)
         strides = (0, d_o.stride(1), d_o.stride(0))
         if isinstance(kernel, LibraryKernel):

@@ -27,12 +27,14 @@ from torch.compiler import is_compiling
 from torch.library import Library
 
 from flashgen.runtime import duals
-from flashgen.runtime.call import Rest
+from flashgen.runtime.call import Call, Rest
 from flashgen.runtime.conversion import offset_arguments
 from flashgen.runtime.derivatives import AttentionBackward, tangents_of
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.flops import count_flops
+from flashgen.runtime.kernel import Node
 from flashgen.runtime.mapping import Batch, folds, mapped
+from flashgen.runtime.node import extension, node_of
 from flashgen.runtime.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
 
@@ -305,6 +307,8 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     rest: Rest = (numbers, deterministic)
     if plain:
         try:
+            if not return_lse and op.engine.has_nodes and (result := _by_node(op, tensors, rest)) is not None:
+                return result
             if is_grad_enabled() and _any_requires_grad(*tensors):
                 result = (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
                 return result[:2] if return_lse else result
@@ -315,6 +319,11 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
         else:
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
+    if forward_ad._current_level >= 0 and not is_compiling():
+        kind = Attention if op.signature.has_lse else OutputAlone
+        found = duals.attend(op, tensors, rest, kind.apply)
+        if found is not None:
+            return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)
     if has_distributed(tensors):
         from flashgen.runtime import dtensor  # noqa: PLC0415 - takes a second, and most never need it
@@ -323,16 +332,35 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
         tensors = dtensor.prepared(op.signature, tensors)
     if not is_compiling():
         tensors = with_memory(tensors)
-    if forward_ad._current_level >= 0 and not is_compiling():
-        kind = Attention if op.signature.has_lse else OutputAlone
-        found = duals.attend(op, tensors, rest, kind.apply)
-        if found is not None:
-            return found if return_lse else found[0]
     if transforming():
         result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:
         result = op.forward(*tensors, *rest[0], rest[1])
     return result[:2] if return_lse else result[0] if op.signature.has_lse else result
+
+
+def _by_node(op: Registered, tensors: Tensors, rest: Rest) -> Any:
+    """``o``, by C++; None where it does not take the call."""
+    if extension.module is None and (not extension.is_wanted or extension.ask() is None):
+        return None
+    last = op.engine.last_node
+    if last is not None and last[0] == rest and (o := last[1](*tensors)) is not None:  # which looks at shapes itself
+        return o
+    known = op.engine.checker.find(tensors, rest)
+    node = known.nodes[0] if known.nodes else _node_of(op, known, tensors, rest)
+    if node is None:
+        return None
+    op.engine.last_node = (rest, node)
+    return node(*tensors)
+
+
+def _node_of(op: Registered, known: Call, tensors: Tensors, rest: Rest) -> Node | None:
+    """The node in C++, which asks here for gradients that it cannot give."""
+
+    def gradients(d_o: Tensor, kept: Tensors, tensors: Tensors, needs: Sequence[bool]) -> Sequence[Tensor]:
+        return _gradients(op, (d_o, None), kept, tensors, rest, needs)
+
+    return node_of(known, tensors, gradients, has_lse=op.signature.has_lse)
 
 
 # ``apply`` without its search for wrappers of torch.func, where there are none.

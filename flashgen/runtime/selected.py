@@ -11,14 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.runtime.plain import lies_in_memory
 
 # Has the host look at the numbers of a selection, and name one that no block has.
 CHECK_SELECTION = "FLASHGEN_CHECK_SELECTION"
 _AT_ONCE = 1 << 22  # numbers
+_MOST_KEPT, _MOST_KNOWN = 1 << 21, 64
+_KNOWN: dict[tuple[object, ...], Tensor] = {}  # which lists tiles have, by all that it follows from
 
 
 def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -58,7 +62,7 @@ def _bits(listed: Tensor, blocks: int) -> Tensor:
         return listed.new_zeros((*listed.shape[:-1], words), dtype=torch.int32)
     side, lists = listed.shape[-2] if listed.dim() > 1 else 1, listed.reshape(rows, listed.shape[-1])
     found = torch.zeros(rows * words, dtype=torch.int32, device=listed.device)
-    for some in _pieces(lists):
+    for some in _pieces(*lists.shape):
         numbers = lists[some].sort(-1).values
         counts = (numbers >= 0) & (numbers < blocks)
         counts[:, 1:] &= numbers[:, 1:] != numbers[:, :-1]  # each once: sums of bits are their union
@@ -72,28 +76,66 @@ def _bits(listed: Tensor, blocks: int) -> Tensor:
 
 def _tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], blocks: int) -> Tensor:
     """Over the axes of the selection, and keys: whether any query of some reads a block of some."""
+    listed = tensors[found.select.tensor]
+    columns, of_a_column = -(-sizes["Nk"] // found.columns), found.columns // found.select.block
+    which = _lists_of_tiles(found, tensors, sizes)
+    count = which.shape[:-1].numel()
+    # The last column takes what is none.
+    kept = torch.zeros((count, columns + 1), dtype=torch.bool, device=listed.device)
+    if listed.numel() > 0 and which.numel() > 0:
+        lists, numbers = listed.reshape(-1, listed.shape[-1]), which.reshape(count, -1)
+        for some in _pieces(count, numbers.shape[1] * lists.shape[1]):
+            rows = lists.index_select(0, numbers[some].flatten()).view(some.stop - some.start, -1)
+            counts = (rows >= 0) & (rows < blocks)
+            kept[some].scatter_(-1, torch.where(counts, rows.long() // of_a_column, columns), value=True)
+    return kept[:, :-1].reshape(*which.shape[:-1], columns)
+
+
+def _lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """[…, n] int64 over the axes of the selection: the numbers of the lists that the queries of a tile have.
+
+    They follow from the sizes but for indices that read tensors, and are kept: to compute them takes some twenty
+    launches, and waits for the device.
+    """
+    listed = tensors[found.select.tensor]
+    if found.reads != {found.select.tensor} or is_compiling() or not lies_in_memory((listed,)):
+        return _find_lists_of_tiles(found, tensors, sizes)
+    key = (found, tuple(sorted(sizes.items())), tuple(listed.shape[:-1]), listed.device)
+    which = _KNOWN.get(key)
+    if which is None:
+        with torch.inference_mode(mode=False):
+            which = _find_lists_of_tiles(found, tensors, sizes)
+        if which.numel() <= _MOST_KEPT:
+            _KNOWN[key] = which
+            while len(_KNOWN) > _MOST_KNOWN:
+                _KNOWN.pop(next(iter(_KNOWN)), None)
+    return which
+
+
+def _find_lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    listed = tensors[found.select.tensor]
+    shape = (*listed.shape[:-1], 1)
+    numbers = torch.arange(listed.shape[:-1].numel(), device=listed.device).view(shape)
     names = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq"}
     lengths = [sizes[names[axis]] for axis in found.axes]
-    lists = _lists(found, tensors, sizes).expand(*lengths, -1)
-    if found.axes[-1:] == ("i",):
-        rest = -lengths[-1] % TILE
-        lists = torch.nn.functional.pad(lists, (0, 0, 0, rest), value=-1)
-        lists = lists.reshape(*lengths[:-1], (lengths[-1] + rest) // TILE, TILE * lists.shape[-1])
-    columns, of_a_column = -(-sizes["Nk"] // found.columns), found.columns // found.select.block
-    rows = lists.reshape(lists.shape[:-1].numel(), lists.shape[-1])
-    # The last column takes what is none.
-    kept = torch.zeros((rows.shape[0], columns + 1), dtype=torch.bool, device=lists.device)
-    for some in _pieces(rows):
-        counts = (rows[some] >= 0) & (rows[some] < blocks)
-        kept[some].scatter_(-1, torch.where(counts, rows[some].long() // of_a_column, columns), value=True)
-    return kept[:, :-1].reshape(*lists.shape[:-1], columns)
+    which = _lists(found, {**tensors, found.select.tensor: numbers}, sizes)[..., 0].expand(lengths)
+    if found.axes[-1:] != ("i",) or lengths[-1] == 0:
+        return which.unsqueeze(-1)
+    tiles = -(-lengths[-1] // TILE)
+    rest = which[..., -1:].expand(*lengths[:-1], tiles * TILE - lengths[-1])  # what is there already
+    which = torch.cat((which, rest), -1).view(*lengths[:-1], tiles, TILE)
+    for alike in (64, 32, 16, 8, 4, 2):  # neighbours that share a list
+        groups = which.view(*which.shape[:-1], TILE // alike, alike)
+        if lies_in_memory((which,)) and bool((groups == groups[..., :1]).all()):
+            return groups[..., 0]
+    return which
 
 
-def _pieces(lists: Tensor) -> Iterator[slice]:
-    """Rows to go through at a time, so that what is made on the way stays small."""
-    step = max(1, _AT_ONCE // max(1, lists.shape[1]))
-    for start in range(0, lists.shape[0], step):
-        yield slice(start, min(start + step, lists.shape[0]))
+def _pieces(count: int, width: int) -> Iterator[slice]:
+    """Of so many rows those to go through at a time, so that what is made on the way stays small."""
+    step = max(1, _AT_ONCE // max(1, width))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:

@@ -60,7 +60,7 @@ class SelectingEngine(Engine):
         self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
         shared = selection_of(spec)
         is_shared = type(inner) is Engine and shared is not None and "h" not in shared.axes
-        self._grouped = GroupedCalls(inner, spec.select.block) if is_shared else None
+        self._grouped = GroupedCalls(spec, inner, functools.partial(engine_of, Engine)) if is_shared else None
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:
         """The engine that runs, and its tensors."""
@@ -82,22 +82,42 @@ class SelectingEngine(Engine):
                 return found
         return inner.attend(own, rest, keeps_lse)
 
+    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
+        """The same, written to what is given."""
+        inner, own = self.resolved(tensors, rest)
+        inner.attend_into(into, own, rest)
+
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
         """As ``Engine`` has it."""
         _, own = self.resolved(tensors, rest)
         if self._grouped is None or not self._grouped.takes(own, rest, tensors[self._listed].shape[-1]):
             return ""
-        return "forward: kernels for caches run: the heads that share a list are the rows of a tile, a query's alone"
+        return (
+            "the heads that share a list are the rows of a tile: forward kernels for caches run, a query a tile, "
+            "backward dense ones of a spec of such rows"
+        )
 
     def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
         inner, own = self.resolved(tensors, rest)
+        if self._grouped is not None:
+            numbers = tensors[self._listed].shape[-1]
+            found = self._grouped.gradients(d_o, rows, tensors, own, rest, needs, numbers)
+            if found is not None:
+                return found
         return inner.gradients(d_o, rows, own, rest, self._needs(needs))
 
     def gradients_of_part(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
         """The same of some of a row's keys."""
         inner, own = self.resolved(tensors, rest)
         return inner.gradients_of_part(d_o, rows, own, rest, self._needs(needs))
+
+    def gradients_into(
+        self, into: Sequence[Tensor], d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Any]:
+        """The same, those of q, k and v written to what is given."""
+        inner, own = self.resolved(tensors, rest)
+        return inner.gradients_into(into, d_o, rows, own, rest, self._needs(needs))
 
     def _needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
         """What the lowered spec is asked for."""

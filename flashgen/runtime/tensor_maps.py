@@ -17,6 +17,7 @@ and addresses are numbers modulo that.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from flashgen.plan.operands import OPERANDS, Operand
 from flashgen.runtime.kernel import Values
 
 SWIZZLES = (128, 64, 32)  # bytes of a row of a box whose chunks of 16 bytes can be permuted
+_SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))
+_TYPES = {1: 0, 2: 1}
 BYTES, WORD_BYTES = 192, 128  # of a map as a kernel takes it, and of what is the driver's
 PARAMETER_ALIGNMENT = 64  # of maps among the parameters of a kernel
 MOST_REMEMBERED = 64  # parameters of one launch
@@ -61,6 +64,23 @@ class TensorMap:
         """Of a box: 128, 64 or 32, by which its chunks are permuted."""
         return self.box[0] * self.element_bytes
 
+    @property
+    def element_code(self) -> int:
+        """The driver's number for unsigned integers of as many bytes."""
+        return _TYPES[self.element_bytes]
+
+    @property
+    def swizzle_code(self) -> int:
+        """The driver's number for how chunks are permuted."""
+        return _SWIZZLE_CODES[self.row_bytes]
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """``struct Map`` of templates/host/node.cpp, without its slot."""
+        box = (*self.box, *(1,) * (len(self.extents) - 2))
+        lists = itertools.chain.from_iterable((len(each), *each) for each in (self.extents, self.strides, box))
+        return (self.element_code, self.swizzle_code, *lists, self.batch_slabs, self.head_slabs)
+
 
 # The first 128 bytes of a map, for the address of its tensor.
 Encode = Callable[[TensorMap, int], bytes]
@@ -78,6 +98,11 @@ class LaunchMaps:
         self._addresses = itemgetter(*(slot for slot, _ in maps))
         self._encode = encode
         self._known: dict[object, bytes] = {}
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Of all maps, behind their number: the slot of the address, and ``TensorMap.words``."""
+        return (len(self._maps), *(word for slot, tensor in self._maps for word in (slot, *tensor.words)))
 
     def __call__(self, values: Values) -> bytes:
         addresses = self._addresses(values)
@@ -137,7 +162,9 @@ def _of_sequences(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[
 
 
 def map_bytes(tensor: TensorMap, address: int, encode: Encode) -> bytes:
-    """A map as kernels take it; ``encode`` makes the first 128 bytes."""
+    """A map as kernels take it; ``encode`` makes the first 128 bytes. Of a tensor that is not there nobody reads it."""
+    if not address:
+        return bytes(BYTES)
     return encode(tensor, address) + _BESIDE.pack(tensor.batch_slabs, tensor.head_slabs)
 
 

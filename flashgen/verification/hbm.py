@@ -23,7 +23,7 @@ from flashgen.backends import (
     ragged_kernel,
 )
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import PARTS
+from flashgen.plan.operands import PARTS, SLICES
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.selected import lowered_tensors
@@ -64,8 +64,9 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
-            if each.launches.operands is PARTS:
-                variant = kernel_variant(op.spec, head_dim, RowsOf.PARTS)
+            rows = {id(PARTS): RowsOf.PARTS, id(SLICES): RowsOf.SLICES}.get(id(each.launches.operands))
+            if rows is not None:
+                variant = kernel_variant(op.spec, head_dim, rows)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)

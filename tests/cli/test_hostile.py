@@ -88,7 +88,7 @@ def test_an_interruption_is_said_in_a_line(spec: Path) -> None:
         ("bench", "flashgen.benchmark.bench.bench"),
         ("plan", "flashgen.pipeline.report_file"),
         ("show", "flashgen.picture.mask.mask_picture"),
-        ("build", "flashgen.pipeline.build_files"),
+        ("build", "flashgen.building.build_files"),
     ],
 )
 def test_every_command_can_be_interrupted(spec: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str) -> None:

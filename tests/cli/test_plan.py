@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cli.helpers import flashgen
@@ -166,10 +167,34 @@ def test_ranks_are_simulated(file: Path) -> None:
     )  # dealt head and tail
 
 
+def test_what_a_mask_reads_may_be_a_file(tmp_path: Path) -> None:
+    spec = tmp_path / "packed.attn"
+    spec.write_text("attention packed { head_dim 64 tensor doc: i32[Nq] mask doc[i] == doc[j] and causal }")
+    np.save(tmp_path / "doc.npy", (np.arange(1024) // 100).astype(np.int32))
+    asked = ["--device", "a100", "--ranks", "2", "--link", "300e9", "--tokens", "512"]
+    done = flashgen("plan", spec, *asked)
+    assert "the mask reads 'doc', known only to a call" in done.stdout.replace("\n", " ")
+    known = ["--tensor", f"doc={tmp_path / 'doc.npy'}"]
+    unknown, found = (json.loads(flashgen("plan", spec, *asked, *more, "--json").stdout)[0] for more in ([], known))
+    assert found["unknown"] == []
+    assert found["one_device_seconds"]["forward"] < 0.2 * unknown["one_device_seconds"]["forward"]
+    np.save(tmp_path / "short.npy", np.zeros(7, np.int32))
+    for given, says in (
+        ("doc", "'doc' is no NAME=FILE"),
+        (f"other={tmp_path / 'doc.npy'}", "the spec declares no such tensor; it has 'doc'"),
+        (f"doc={tmp_path / 'none.npy'}", "is no .npy file"),
+        (f"doc={tmp_path / 'short.npy'}", "has shape [7]"),
+    ):
+        done = flashgen("plan", spec, *asked, "--tensor", given)
+        assert done.code == 2
+        assert says in " ".join(done.stderr.split()), done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--ranks", "8"], "--ranks goes with --link"),
+        (["--tensor", "doc=doc.npy"], "--tensor goes with --ranks"),
         (["--link", "1e9"], "--link goes with --ranks"),
         (["--tokens", "100"], "--tokens goes with --ranks"),
         (["--ranks", "2048", "--link", "1e9"], "--ranks 2048: up to 1024 are simulated"),

@@ -72,7 +72,10 @@ MISTAKES = {
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
     "lse by position": ("(kv_head * group + (row - n * group)) * a.q_len + n", "kv_head * group * a.q_len + row"),
-    "a part is left out": ("add_parts(place, n);", "if (n > 0) add_parts(place, n);"),
+    "a part is left out": (
+        "if (n < int(a.splits)) taken.rows[k][r] =",
+        "if (n > 0 && n < int(a.splits)) taken.rows[k][r] =",
+    ),
     "parts overlap": ("fg::min(first_tile() + tiles_of_part(), tiles())", "tiles()"),
     "maxima of parts do not count": ("return from == top ? 1.0f : shrink;", "return 1.0f;"),
     "what a team has is left out": ("add_team(place, left);", ";"),
@@ -80,7 +83,8 @@ MISTAKES = {
         "if (team / half == 1) leave<Shared>(place, left); fg::block_barrier();",
         "if (team / half == 1) leave<Shared>(place, left);",
     ),
-    "a part of several is left out": ("sum += rows[k][r].y *", "if (k > 0) sum += rows[k][r].y *"),
+    "O of a part is left out": ("add(o.at[m], taken.o[k][m],", "if (k > 0) add(o.at[m], taken.o[k][m],"),
+    "O is counted from another maximum": ("rescale(kept); add_team(place, left);", "add_team(place, left);"),
     "a lane's sum counts four times": (
         "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
         "row.y * shrink_of(row.x, top)",

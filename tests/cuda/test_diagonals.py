@@ -6,7 +6,7 @@ import pytest
 
 import flashgen
 from flashgen.ir.text import text
-from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_numbers
+from flashgen.targets.gpu.diagonals import BEYOND, diagonal_buffers, diagonal_numbers
 from tests.cuda.helpers import emitted, variant_of
 from tests.numeric.helpers import assert_close, normal
 
@@ -55,7 +55,7 @@ def test_what_takes_longer_than_a_read_is_kept(score: str, kept: list[str]) -> N
 def test_heads_that_share_numbers_share_memory(score: str, numbers: int) -> None:
     (buffer,) = diagonal_buffers(variant_of(SPEC.format(score=score)))
     sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 77, "kv_len": 101}
-    assert buffer.bytes.value(sizes) == 4 * numbers * (77 + 101)
+    assert buffer.bytes.value(sizes) == 4 * numbers * (77 + 101 + 2 * BEYOND)
 
 
 def test_shards_find_their_distances() -> None:

@@ -77,14 +77,14 @@ def test_nothing_is_planted() -> None:
 
 FAULTS = {
     "unpublished": (
-        r"(turned_tile\(n - 1\), v_tile\(n - 1\), Turners::thread\(\)\);)\s+fg::publish_shared\(\);",
+        r"(transposed_tile\(n - 1\), v_tile\(n - 1\), Transposers::thread\(\)\);)\s+fg::publish_shared\(\);",
         r"\1",
     ),
-    "unawaited": (r"(warpgroup_commit\(\);)\s+turned_signals\(\)\.await\(parts_before \+ n\);", r"\1"),
-    "early": (r"signals\(\)\.await\(parts_before \+ n\);(\s+if \(n > 0\) {\s+fg::turn)", r"\1"),
+    "unawaited": (r"(warpgroup_commit\(\);)\s+transposed_signals\(\)\.await\(parts_before \+ n\);", r"\1"),
+    "early": (r"signals\(\)\.await\(parts_before \+ n\);(\s+if \(n > 0\) {\s+fg::transpose)", r"\1"),
     "too_few": (
-        r"turned_signals\(\)\.make\(false, threads, BESIDE\)",
-        "turned_signals().make(false, threads, 2 * BESIDE)",
+        r"transposed_signals\(\)\.make\(false, threads, BESIDE\)",
+        "transposed_signals().make(false, threads, 2 * BESIDE)",
     ),
     "columns": (r"row \+ 8, key", "row, key"),
 }

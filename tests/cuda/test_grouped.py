@@ -73,6 +73,50 @@ def test_results_and_gradients(dtype: torch.dtype) -> None:
         assert relative_error(x, y) < 2 * tolerance
 
 
+WHOLE = """
+attention grouped_whole {
+    head_dim 16
+    dtype bf16, f32
+    tensor idx: i32[B, Hkv, Nq, 1]
+    tensor slope: f32[H] grad
+    select 8: idx[b, hkv, i, :]
+    score s - slope[h] * abs(i - j) / 100
+    mask causal and (h + Nq) % 5 != i % 5
+    weights softmax(sink = slope[h])
+}
+"""
+
+
+@functools.cache
+def whole() -> AttentionOp:
+    return flashgen.loads(WHOLE, backend="emulator", target="sm_90a")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whole_sequences_have_heads_as_rows_backward_too(dtype: torch.dtype, deterministic: bool) -> None:
+    """Scores, masks, sinks and captured tensors by head mean the same; what nobody asks for is left out."""
+    op, generator = whole(), torch.Generator().manual_seed(0)
+    q, k, v, d_o = (torch.randn(2, n, 133, 16, generator=generator).to(dtype) for n in (16, 2, 2, 16))
+    given: dict[str, Any] = {
+        "idx": torch.randint(-2, 19, (2, 2, 133, 1), generator=generator).int(),
+        "slope": torch.randn(16, generator=generator),
+    }
+    given |= dict(zip("qkv", (q, k, v), strict=True))
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "slope")]
+    o, lse = op(**given, return_lse=True, deterministic=deterministic)
+    d_lse = torch.randn(lse.shape, generator=generator)
+    exact, exact_lse = op.reference(**given, return_lse=True)
+    with recording() as counted:
+        own = torch.autograd.grad((o, lse), leaves, (d_o, d_lse), retain_graph=True)
+    assert {each.launches.launches[-1].kernel.startswith("grouped_whole_by_8_") for each in counted} == {True}
+    truth = torch.autograd.grad((exact, exact_lse), leaves, (d_o.double(), d_lse.double()), retain_graph=True)
+    for x, y in zip(own, truth, strict=True):
+        assert relative_error(x, y) < (2e-5 if dtype is torch.float32 else 0.02)
+    (only,) = torch.autograd.grad((o, lse), leaves[1:2], (d_o, d_lse))
+    assert relative_error(only, truth[1]) < (2e-5 if dtype is torch.float32 else 0.02)
+
+
 def test_extreme_scores_have_gradients() -> None:
     """Their lse is more than float32 holds: kernels over caches leave its parts, as others do."""
     op, given = emulated(), arguments(torch.float32)

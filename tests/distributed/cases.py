@@ -18,6 +18,7 @@ from flashgen.diagnostics import SpecError
 from flashgen.distributed import context_parallel, partition
 from flashgen.distributed.exchange import counting
 from flashgen.fuzz.draws import Machine, draw
+from flashgen.fuzz.inputs import check_size
 from flashgen.ir.shape import Shape
 from flashgen.verification.inputs import Inputs, random_inputs
 from flashgen.verification.verify import relative_error
@@ -43,6 +44,7 @@ def inputs_of(op: Any, case: Case) -> Inputs:
     """Random values, the same on every rank. ``doc`` are documents, one behind the other."""
     B, H, Hkv, N = case.sizes
     shape = Shape(B, H, Hkv, N, N)
+    check_size(op.spec, shape, op.spec.head_dims[0])
     found = random_inputs(op.spec, shape, op.spec.head_dims[0], case.dtype, seed=case.seed)
     captured = dict(found.captured)
     if "doc" in captured:

@@ -34,16 +34,21 @@ class Ranks:
             pipe.close()
         atexit.register(self.end)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function`` returned on each rank, None where the process ended. Raises what one of them raised."""
+    def run(self, function: Callable[..., Any], *arguments: Any, may_end: bool = False) -> list[Any]:
+        """What ``function`` returned on each rank. Raises what one of them raised.
+
+        ``may_end``: of a process that ended by itself, None; else that is an error, too.
+        """
         for end in self._ends:
             end.send((function, arguments))
         found = []
-        for end in self._ends:
+        for rank, (end, process) in enumerate(zip(self._ends, self._processes, strict=True)):
             try:
                 found.append(end.recv())
             except EOFError:
-                found.append((None, ""))
+                process.join()
+                code = process.exitcode
+                found.append((None, "" if may_end else f"rank {rank}: its process ended, with exit code {code}"))
         errors = [error for _, error in found if error]
         if errors:
             self.end()  # those that wait for one that failed have given up the group

@@ -156,7 +156,7 @@ def _looked_at() -> tuple[list[float], list[int]]:
     def call(doc: Tensor) -> None:
         rows = [dealt.shard(x, rank=dist.get_rank()) for x in (q, k, v)]
         errors.append(relative_error(sharded(*rows, doc=doc), dealt.shard(op(q, k, v, doc=doc), rank=dist.get_rank())))
-        looks.append(len(sharded._marked))
+        looks.append(len(sharded._remembered))
 
     call(doc)
     call(doc)
@@ -173,3 +173,46 @@ def test_a_mask_is_looked_at_again_where_what_it_reads_was_written() -> None:
     for errors, looks in run(_looked_at, 2):
         assert max(errors) < 1e-6, errors
         assert looks == [1, 1, 2, 2, 3, 3]
+
+
+def _asked_again() -> tuple[list[float], list[str], int]:
+    """Calls whose ranks ask each other, again and again: errors, what is said, how many are remembered."""
+    text = "attention again { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] and causal dropout 0.2 }"
+    op, rank, generator = op_of(text, "reference"), dist.get_rank(), torch.Generator().manual_seed(0)
+    sharded = context_parallel(op, None, "ring")
+    errors, said = [], []
+
+    def call(lengths: list[int], doc: Tensor, seed: int, **more: Any) -> None:
+        ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        q, k, v = (torch.randn(1, 2, ends[-1], 16, generator=generator) for _ in range(3))
+        rows = [x[:, :, ends[rank] : ends[rank + 1]] for x in (q, k, v)]
+        try:
+            o = sharded(*rows, doc=doc, seed=seed, **more)
+        except ValueError as error:
+            said.append(str(error))
+            return
+        errors.append(relative_error(o, op(q, k, v, doc=doc, seed=seed)[:, :, ends[rank] : ends[rank + 1]]))
+
+    doc = (torch.arange(40) // 15).to(torch.int32)[None]
+    call([20, 20], doc, 1)
+    call([20, 20], doc, 2)  # another seed
+    call([11, 29], doc, 2)  # held otherwise
+    call([20, 20], doc, 2)
+    other = doc.clone()
+    call([20, 20], other if rank else doc, 3)  # which holds the same
+    other[:, 7] = 5
+    call([20, 20], other if rank else doc, 3)
+    call([20, 20], doc, 3, deterministic=bool(rank))
+    call([20, 20], doc, 4)
+    return errors, said, len(sharded._remembered)
+
+
+def test_ranks_that_ask_each_other_find_what_changed() -> None:
+    for errors, said, remembered in run(_asked_again, 2):
+        assert len(errors) == 6
+        assert max(errors) < 1e-6, errors
+        assert [each.split(":")[0] for each in said] == [
+            "ranks differ in what the mask reads",
+            "ranks differ in options",
+        ]
+        assert remembered <= 8

@@ -23,7 +23,7 @@ import flashgen
 from flashgen import SpecError
 from flashgen.fuzz.draws import Machine, draw
 from flashgen.ir.shape import Shape
-from flashgen.runtime.dtensor import Indexed
+from flashgen.runtime.dtensor_captured import Indexed
 from flashgen.verification.inputs import Inputs, random_inputs
 
 RANKS = 2

@@ -12,9 +12,9 @@ import flashgen
 from flashgen.distributed.blocks import Span, mask_of
 from flashgen.distributed.needs import Held, Needs, joined, needs_of
 from flashgen.distributed.partition import partition
-from flashgen.distributed.ring import _Total
 from flashgen.distributed.rounds import Rounds, rounds_of
 from flashgen.distributed.segments import Pace, overlaps
+from flashgen.distributed.sums import Total
 
 SPECS = {
     "causal": "mask causal",
@@ -23,8 +23,9 @@ SPECS = {
     "strided": "mask (i - j) % 64 < 3 and causal",
     "all": "",
 }
-SLOW = Pace(pair=1e-9, travel=1.0, merge=0.0, call=0.0)
-FAST = Pace(pair=1e-9, travel=0.0, merge=1.0, call=1.0)
+SLOW = Pace(pair=1e-9, travel=1.0, copy=0.0, merge=0.0, call=0.0)
+FAST = Pace(pair=1e-9, travel=0.0, copy=0.0, merge=1.0, call=1.0)
+COPIES = Pace(pair=0.0, travel=0.0, copy=1.0, merge=1.0, call=1.0)
 
 
 def _needs(name: str, world: int, method: str, length: int = 203) -> tuple[Needs, Held]:
@@ -89,6 +90,17 @@ def test_own_keys_go_first_where_travel_would_be_waited_for() -> None:
     assert len(split.segments) == 2
 
 
+def test_rows_go_alone_where_that_leaves_fewer_own_keys_to_copy() -> None:
+    needs, held = _needs("documents", 2, "contiguous")
+    copied = []
+    for pace in (FAST, COPIES):
+        plan = rounds_of(needs, held, 1, at_once=True, pace=pace)
+        assert all(of.is_whole for of in plan.segments)
+        copied.append(sum(there[1] - there[0] for _, there in plan.rounds[1].own))
+    assert copied[1] < 20
+    assert copied[0] > 100
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_sent_is_what_is_received(name: str) -> None:
     needs, held = _needs(name, 3, "head_tail", 2003)
@@ -109,18 +121,16 @@ def _count(which: Any) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_of_a_gradient_are_added_where_they_belong(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    like = torch.zeros(1, 2, 17, 3, dtype=torch.bfloat16)
-    total, wanted = _Total(like, torch.float32), torch.zeros(1, 2, 17, 3)
+    total, wanted = Total(17), torch.zeros(2, 1, 2, 17, 3)
     for _ in range(int(torch.randint(0, 6, (), generator=generator))):
         first, last = sorted(torch.randint(0, 18, (2,), generator=generator).tolist())
-        part = torch.randint(-8, 8, (1, 2, last - first, 3), generator=generator).float()
-        wanted[:, :, first:last] += part
-        if seed % 3 == 0:
-            total.add(torch.arange(first, last), part)
-        else:
-            total.add((first, last), part)
-    found = total.total(torch.bfloat16)
-    assert found.dtype is torch.bfloat16
+        part = torch.randint(-8, 8, (2, 1, 2, last - first, 3), generator=generator).float()
+        wanted[..., first:last, :] += part
+        # Of some parts rows are named by number; those of k and v may be apart.
+        at = torch.arange(first, last) if seed % 3 == 0 else (first, last)
+        total.add(at, (part,) if seed % 2 else (part[0], part[1]))
+    found = torch.full(wanted.shape, 7.0, dtype=torch.bfloat16)
+    total.put((found,) if seed % 2 else (found[0], found[1]))
     assert torch.equal(found.float(), wanted)
 
 

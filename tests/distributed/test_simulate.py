@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,25 @@ def test_a_thousand_ranks_and_masks_that_nobody_knows() -> None:
     unknown = simulated(DOCUMENTS, 2, 2048)
     assert unknown.unknown == ("doc",)
     assert unknown.to_json()["at_most"] is True
+
+
+def test_work_of_documents_is_that_of_what_they_keep() -> None:
+    """The blocks that are looked at say how many pairs a mask keeps, where what it reads is known."""
+    spec = flashgen.loads(DOCUMENTS, backend="reference").spec
+    N, ends = 4096, [500, 1500, 1700, 3000, 4096]
+    doc = np.searchsorted(np.array(ends), np.arange(N), side="right").astype(np.int32)[None]
+    variant, device, shape = analyse(spec, spec.head_dims[0]), device_named("zen3"), Shape(1, 8, 4, N, N)
+    unknown, known = (simulate(variant, device, shape, 2, 450e9, given) for given in ({}, {"doc": doc}))
+    assert known.unknown == ()
+    pairs = sum((end - first) ** 2 / 2 for first, end in itertools.pairwise([0, *ends]))
+    causal = simulated(CAUSAL, 2, N)
+    for name in ("forward", "backward"):
+        assert known.alone[name] / causal.alone[name] == pytest.approx(pairs / (N * N / 2), rel=0.1)
+        assert known.alone[name] < 0.5 * unknown.alone[name]
+    ring = {each.name: each.passes[0] for each in known.methods}["ring"]
+    assert max(ring.sent) < max({each.name: each.passes[0] for each in unknown.methods}["ring"].sent) / 2
+    with pytest.raises(ValueError, match=r"tensor 'doc' has shape \[1, 7\]; at 1,8,4,4096,4096 it is \[1, 4096\]"):
+        simulate(variant, device, shape, 2, 450e9, {"doc": doc[:, :7]})
 
 
 @pytest.mark.parametrize(

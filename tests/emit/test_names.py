@@ -10,6 +10,7 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
+from flashgen.building import build_file
 from flashgen.compiled import compiled
 from flashgen.emit.text import pascal_case
 from flashgen.ir.shape import Shape
@@ -18,7 +19,6 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.language.functions import FUNCTIONS
 from flashgen.package.files import package_files
-from flashgen.pipeline import build_file
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.verification.verify import verify_case
 from tests.emit.syntax import assert_compiles_for_cpus, assert_compiles_for_gpus

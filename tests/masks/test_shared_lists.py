@@ -19,6 +19,7 @@ import flashgen
 from flashgen.analysis.boxes import classify
 from flashgen.analysis.levels import observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
+from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.backends import EMULATED, EmulatorProvider, launches_of
@@ -335,7 +336,7 @@ def test_params_that_only_the_gpu_knows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_who_has_lists(specs: Path) -> None:
-    """The masks for which CPUs keep lists, those over captured tensors, and no others: their sources know nothing."""
+    """Masks for which CPUs keep lists, those that read tensors or selections: other sources know nothing of them."""
     kept, of_calls = set(), set()
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
@@ -343,7 +344,7 @@ def test_who_has_lists(specs: Path) -> None:
         source = emit_cuda(variant, GPUS["sm_90a"].plan(variant)).text
         if is_irregular(variant.keep):
             kept.add(path.stem)
-        elif any(observed_loads(variant.keep)):
+        elif any(observed_loads(variant.keep)) or reads_tiles(variant.keep, variant.spec.tensors):
             of_calls.add(path.stem)
         if path.stem in kept | of_calls:
             assert "take_visits<Team>(visits.list" in source
@@ -354,7 +355,7 @@ def test_who_has_lists(specs: Path) -> None:
     assert kept == {
         "bigbird", "dilated", "neighborhood_2d", "random_blocks", "sparse_butterfly", "sparse_fixed", "sparse_strided",
     }  # fmt: skip
-    assert of_calls == {"bert", "evoformer", "packed_documents"}
+    assert of_calls == {"bert", "evoformer", "lightning_indexer", "nsa_selected", "packed_documents"}
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "'cache_seqlens' is torch.float32": {"cache_seqlens": torch.ones(3)},
     "'cache_seqlens' must be a tensor": {"cache_seqlens": [1, 2, 3]},
     "'cache_batch_idx' goes with a": {"cache_batch_idx": i32(0, 1, 2), "block_table": i32(0, 1, 2)[:, None]},
-    "rows of k and v lie outside of the cache": {"cache_seqlens": 256, "k": ROW, "v": ROW},
+    "of 256 rows a sequence: row 256 of sequence 0 does": {"cache_seqlens": 256, "k": ROW, "v": ROW},
     "'k' has shape": {"k": torch.zeros(3, 1, 1, 64), "v": ROW},
     "at the same place": {"cache_batch_idx": i32(0, 0, 1), "cache_seqlens": 8, "k": ROW, "v": ROW},
     "dimension 0 must be 3, the batch size": dict.fromkeys(("k_cache", "v_cache"), torch.zeros(4, 2, 256, 64)),

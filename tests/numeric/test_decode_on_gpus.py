@@ -162,6 +162,20 @@ def test_heads_of_a_group_are_rows(heads: int, queries: int) -> None:
     check(rich, q, k, v, i32(200, 130, 256), **captured(rich, heads))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_teams_that_merge_take_parts_in_several_rounds(dtype: torch.dtype) -> None:
+    """Scores grow with the position, then fall, so that each part counts from another maximum."""
+    text = "attention cache_of_many_parts { head_dim 64  weights %s }"
+    parts, rows = 75, 75 * 64
+    height = 1.5 - (torch.arange(rows) / rows - 0.6).abs()
+    for name in ("softmax", "normalize(s * s)"):
+        op = emulated(text.replace("parts", name.partition("(")[0]) % name)
+        q = random(1, 4, 1, 64, dtype=dtype)
+        k, v = (random(1, 1, rows, 64, seed=n, dtype=dtype) for n in (1, 2))
+        k = (k + 4 * q.mean(1, keepdim=True)) * height[:, None].to(dtype)
+        check(op, q, k, v, torch.tensor([rows], dtype=torch.int32), num_splits=parts)
+
+
 @pytest.mark.parametrize(
     ("page", "target"), [(1, "sm_80"), (16, "sm_80"), (24, "sm_80"), (256, "sm_80"), (16, "sm_90a")]
 )
@@ -311,7 +325,7 @@ def test_what_runs_is_explained() -> None:
         op.decode(q, cache, cache, 8192, block_table=table, num_splits=5)
     (ran,) = counted
     assert [each.name for each in found.forward.kernels] == [each.kernel for each in ran.launches.launches]
-    assert [each.blocks for each in found.forward.kernels] == [40, 8]
+    assert [each.blocks for each in found.forward.kernels] == [5 * 8, 4 * 8]  # parts, and columns, of 8 heads
     assert (found.forward.Br, found.forward.warps) == (16, 4)
     moved = sum(each.total for name, each in ran.report.traffic.items() if name in COUNTED)
     assert found.forward.hbm_bytes == moved

@@ -157,6 +157,25 @@ def test_shapes(shape: tuple[int, ...], by_kernel: list[str]) -> None:
     assert bool(by_kernel) == (shape[0] > 0)
 
 
+def test_one_captured_value_after_the_other(by_kernel: list[str]) -> None:
+    """What is remembered of a pass holds which values have gradients, and not only how many."""
+    attend = op(
+        "attention two { head_dim 16  tensor m: f32[H] grad  tensor z: f32[H] grad  score s - m[h] * abs(i - j) "
+        "weights softmax(sink = z[h])  mask causal }",
+        "cpu",
+    )
+    q, k, v = (random(1, 2, 20, 16, seed=n) for n in range(3))
+    given = {"m": random(2, seed=4), "z": random(2, seed=5)}
+    for name, x in given.items():
+
+        def of_call(call: Any, name: str = name, x: Tensor = x, **named: Any) -> Tensor:
+            found: Tensor = torch.func.hessian(lambda y: call(q, k, v, **{**given, name: y}, **named).square().sum())(x)
+            return found
+
+        close((of_call(attend),), (of_call(attend.reference, dtype=torch.float64),), limit=1e-4)
+    assert by_kernel
+
+
 def test_half_precision(by_kernel: list[str]) -> None:
     attend = op(SPECS["sink"], "cpu")
     check(attend, problem(attend, dtype=torch.bfloat16), limit=3e-2)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from flashgen.pipeline import build_file, open_package
+from flashgen.building import build_file
+from flashgen.pipeline import open_package
 from flashgen.runtime.compiler import Compiler
 from flashgen.runtime.cpu_features import lacking, needed
 from flashgen.runtime.op import BaseOp

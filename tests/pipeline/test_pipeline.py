@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.building import build_file
 from flashgen.diagnostics import SpecError
-from flashgen.pipeline import build_file, check_file, compile_spec, load, loads, plan_file
+from flashgen.pipeline import check_file, compile_spec, load, loads, plan_file
 from flashgen.targets.device_table import known_devices
 
 SPEC = """
@@ -167,7 +168,7 @@ def test_an_index_that_is_outside_everywhere_is_an_error(tmp_path: Path) -> None
 
 def test_the_compiler_does_not_import_torch(spec: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from flashgen.pipeline import build_file; from pathlib import Path\n"
+        "import sys; from flashgen.building import build_file; from pathlib import Path\n"
         f"build_file(Path({str(spec)!r}), output=Path({str(tmp_path)!r}))\n"
         "print('torch' in sys.modules)"
     )

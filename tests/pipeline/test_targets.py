@@ -13,9 +13,10 @@ import pytest
 import flashgen
 from flashgen import targets
 from flashgen.analysis.variant import analyse
+from flashgen.building import build_file
 from flashgen.diagnostics import SpecError
 from flashgen.language import parse_text
-from flashgen.pipeline import build_file, check_file, compile_file, target_named, target_names
+from flashgen.pipeline import check_file, compile_file, target_named, target_names
 from flashgen.plan.measured import Pins, Tile
 from flashgen.runtime.compiler import CompilerMissing
 from flashgen.targets import registry

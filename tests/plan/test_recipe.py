@@ -24,8 +24,17 @@ from tests.cli.helpers import flashgen
 
 TARGETS = Path(package.__file__).parent / "targets"
 # What decides; whoever else asks one of these would decide again.
-DECIDES = {"recipe.py", "recipes.py", "rules.py", "tables.py", "diagonals.py"}
-POLICY = {"is_irregular", "is_cut", "observed_loads", "takes_longer_than_a_read", "over_diagonals", "DOT"}
+DECIDES = {"recipe.py", "recipes.py", "rules.py", "tables.py", "diagonals.py", "ahead.py", "near.py"}
+POLICY = {
+    "is_irregular",
+    "is_cut",
+    "observed_loads",
+    "takes_longer_than_a_read",
+    "over_diagonals",
+    "DOT",
+    "read_ahead",
+    "near_tanh",
+}
 GALLERY = ("causal", "alibi", "packed_documents", "softcap", "t5", "random_blocks", "evoformer", "gaussian_regression")
 
 

@@ -177,6 +177,9 @@ class RecordingDriver:
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def entry_points(self) -> None:
+        return None
+
     def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
         if size > self.memory:
             return None

@@ -305,7 +305,8 @@ def test_hooks_on_saved_tensors(backend: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         o = op(CAUSAL, backend)(*inputs)
-    assert len(packed) == 6  # q, k, v, o, lse and its parts
+    together = "Cpp" in type(o.grad_fn).__name__  # lse and its parts, in C++
+    assert len(packed) == (5 if together else 6)  # q, k, v, o, lse and its parts
     truth = op(CAUSAL, backend).reference(*inputs)
     for x, y in zip(torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(truth.sum(), inputs), strict=True):
         assert error(x, y) < 1e-4

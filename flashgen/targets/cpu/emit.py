@@ -48,9 +48,11 @@ from flashgen.plan.arguments import (
     mask_params,
     mask_sizes,
     param_field,
+    sliced_fields,
     tangent_fields,
     tangent_gradient_fields,
 )
+from flashgen.plan.operands import HEAD_ROWS
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
@@ -121,8 +123,10 @@ class _Context:
     head_dim: object
     plan: CpuPlan | CpuJvpPlan
     primitives: tuple[str, ...]
-    parts: bool  # over some of the keys of rows, and no ragged batches
-    written: str  # of what element o and gradients are, as code
+    parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
+    written: str  # of what element o and dQ are, as code
+    written_of_keys: str  # the same of dK and dV
+    head_rows: str  # rows of o, lse and dQ from one head's first to the next one's, as code
     arguments: tuple[Declaration, ...]
     hooks: object
     hooks_by_key: object  # those of the forward pass with neighbouring keys as lanes, for few query rows
@@ -169,7 +173,8 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     """
     variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
-    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{'_parts' if variant.parts else ''}"
+    form = "_parts" if variant.parts else "_slices" if variant.slices else ""
+    symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
     suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
@@ -232,8 +237,10 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         head_dim=variant.head_dim,
         plan=plan,
         primitives=_primitives(dropout=spec.dropout is not None),
-        parts=variant.parts,
+        parts=variant.parts or variant.slices,
         written="F32" if variant.parts else "a.element",
+        written_of_keys="F32" if variant.parts or variant.slices else "a.element",
+        head_rows=f"a.{HEAD_ROWS}" if variant.slices else "a.q_len",
         first_pass="forward" if variant.tangent is None else "jvp",
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.backward_only,
@@ -301,7 +308,7 @@ def _lists(keep: Expr) -> tuple[str, ...]:
 def _fields(variant: Variant) -> tuple[Field, ...]:
     """Of the struct of arguments."""
     if variant.tangent is None:
-        return argument_fields(variant.spec)
+        return (sliced_fields if variant.slices else argument_fields)(variant.spec)
     return tangent_gradient_fields(variant.spec) if variant.backward_only else tangent_fields(variant.spec)
 
 

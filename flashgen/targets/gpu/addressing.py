@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import Elements, Operand, Rows, Width
+from flashgen.plan.operands import HEAD_ROWS, Elements, Operand, Rows, Width
 
 
 def addressing_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> str:
@@ -63,7 +63,8 @@ template <class T> FG_DEVICE {rows} rows_of_{name}(const Arguments& a, int64_t f
 def _row(what: str, each: Operand) -> str:
     """Heads are counted through the batch, of which kernels for ragged batches see one entry."""
     _, heads, length = each.counts
-    code = f"n * a.{heads} + head" if each.rows is Rows.PACKED else f"head * a.{length} + n"
+    apart = HEAD_ROWS if each.rows is Rows.SLICED else length
+    code = f"n * a.{heads} + head" if each.rows is Rows.PACKED else f"head * a.{apart} + n"
     return (
         f"// The number of the row of a {what} in what is written for each.\n"
         f"FG_DEVICE int64_t {what}_row(const Arguments& a, int64_t head, int64_t n) {{ return {code}; }}"
@@ -71,7 +72,7 @@ def _row(what: str, each: Operand) -> str:
 
 
 def _rows_apart(lse: Operand) -> str:
-    length = "q_rows" if lse.rows is Rows.PACKED_HEADS else "q_len"
+    length = {Rows.PACKED_HEADS: "q_rows", Rows.SLICED: HEAD_ROWS}.get(lse.rows, "q_len")
     return (
         "// lse, and what else is one number a row: from one head's to the next one's.\n"
         f"FG_DEVICE int64_t rows_apart(const Arguments& a) {{ return a.{length}; }}"

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashgen.analysis.boxes import EMPTY, Boxes, classify_tiles
+from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.observed import by_position
 from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Expr, index_set
+from flashgen.ir.expr import Expr
 from flashgen.ir.shape import Shape
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
@@ -169,7 +170,7 @@ def bytes_of_caches(
     o, of_rows = part_buffers(variant, tiles.forward)
     share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
     found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
-    times = 1 + 2 * _LANES * merging_shares(variant, tiles.forward) * tiles.forward.split
+    times = 1 + _LANES * max(merging_shares(variant, tiles.forward), tiles.forward.split)
     found[f"workspace.{of_rows.name}"] = times * variant.has_row_state * of_rows.bytes.value(values)
     return found
 
@@ -198,7 +199,7 @@ def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, An
         for first in range(0, rows, Br):
             last = min(first + Br, rows) - 1
             own = range(first % group, last % group + 1) if first // group == last // group else range(group)
-            own = own if "h" in index_set(variant.keep) else range(1)
+            own = own if "h" in mask_axes(variant.keep) else range(1)
             visited = np.zeros(columns, dtype=np.bool_)
             queries = (first // group, last // group)
             for head in own:

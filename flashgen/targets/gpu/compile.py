@@ -5,11 +5,12 @@ In: a ``KernelSource`` and its plan. Out: a ``GpuBinary``; ``Spill``s, of which 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.plan.plan import Part, Spill
+from flashgen.plan.plan import ANY_CALLS, DETERMINISTIC_CALLS, USUAL_CALLS, CallKind, Part, Spill
 from flashgen.runtime.nvrtc import CudaBinary, Resources
 from flashgen.runtime.nvrtc_processes import compile_cuda_parts
 from flashgen.targets.gpu.recipes import Choice
@@ -19,6 +20,8 @@ from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, Que
 
 # Which pass of a plan a kernel belongs to, by what follows its symbol; the others have no tiles.
 _PASSES = {"forward": "forward", "backward": "backward", "keys": "backward", "queries": "queries"}
+# A source in which this stands has kernels that only calls with deterministic=True start.
+_REPEATABLE = re.compile(r"^#if .*\bFLASHGEN_REPEATABLE\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,11 @@ class GpuBinary:
 def compile_parts(source: KernelSource, plan: GpuPlan, part: Part, target: str) -> GpuBinary:
     """The kernels of one element type and pass, or of all. Raises ``NvrtcMissing``, ``CompileFailed``."""
     parts = [
-        Part(element, name, part.calls)
+        Part(element, name, calls)
         for name in ("backward", "forward")  # what takes longest first, so that no core waits for it at the end
+        for calls in (
+            (part.calls,) if part.pass_name else _kinds_of_calls(source, part.calls, backward=name == "backward")
+        )
         for element in plan.by_element
         if part.element in (None, element) and part.pass_name in (None, name)
     ]
@@ -46,15 +52,29 @@ def compile_parts(source: KernelSource, plan: GpuPlan, part: Part, target: str) 
     return GpuBinary(dict(zip(parts, made, strict=True)))
 
 
+def _kinds_of_calls(source: KernelSource, asked: CallKind, *, backward: bool) -> tuple[CallKind, ...]:
+    """Which kinds a pass is compiled for, a program each: one where all calls start the same kernels."""
+    if not backward or not _REPEATABLE.search(source.text):
+        return (ANY_CALLS,)
+    return (USUAL_CALLS, DETERMINISTIC_CALLS) if asked == ANY_CALLS else (asked,)
+
+
 def part_of(source: KernelSource, plan: GpuPlan, part: Part) -> KernelSource:
     """The same text, told to leave out the kernels of other element types, of the other pass, of other calls."""
     left_out = [str(each) for each in plan.by_element if part.element not in (None, each)]
     left_out += [each for each in ("forward", "backward") if part.pass_name not in (None, each)]
-    if part.calls is not None:
-        left_out.append("without_dropout" if part.calls.dropped else "with_dropout")
-        left_out.append("additions" if part.calls.repeatable else "repeatable")
-        left_out.append("wide_caches" if part.calls.f8_cache else "f8_caches")
-    return replace(source, defines=tuple((f"FLASHGEN_{each.upper()}", "0") for each in left_out))
+    for holds, if_so, if_not in (
+        (part.calls.dropped, "without_dropout", "with_dropout"),
+        (part.calls.repeatable, "additions", "repeatable"),
+        (part.calls.f8_cache, "wide_caches", "f8_caches"),
+    ):
+        if holds is not None:
+            left_out.append(if_so if holds else if_not)
+    defines = [(f"FLASHGEN_{each.upper()}", "0") for each in left_out]
+    moving = part.calls.moving
+    if moving is not None and any(each.forward.tensor_copies for each in plan.elements):
+        defines.append(("FLASHGEN_MOVING", str(sum(("q" in moving, 2 * ("k" in moving), 4 * ("v" in moving))))))
+    return replace(source, defines=tuple(defines))
 
 
 def spills_of(plan: GpuPlan, symbol: str, kernels: tuple[Resources, ...]) -> Iterator[Spill]:

@@ -14,6 +14,7 @@ from flashgen.plan.launches import Buffer, Count, Factor, Sum
 from flashgen.plan.work import takes_longer_than_a_read
 
 DIAGONALS = "diagonals"
+BEYOND = 64  # distances more than there are, at either end: a lane's rows and columns past the last ones read, too
 
 
 def with_diagonals(variant: Variant) -> Variant:
@@ -47,7 +48,8 @@ def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1) -> tuple[
         return ()
     indices = diagonal_indices(variant)
     heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
-    return tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
+    lengths = tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
+    return (*lengths, Count(heads, 2 * BEYOND * times, divide))
 
 
 def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:

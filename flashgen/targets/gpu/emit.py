@@ -55,6 +55,7 @@ def cuda_symbol(variant: Variant) -> str:
 
 def _form(variant: Variant) -> str:
     kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
+    kinds["_slices"] = variant.slices
     kinds["_jvp"] = variant.tangent is not None
     return next((kind for kind, holds in kinds.items() if holds), "")
 
@@ -77,8 +78,8 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
 def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     recipe = recipe_of(variant)
     computed = recipe.computed
-    places = Places(computed)  # hooks come in the order in which they are placed
-    sinks = place_formulas(computed, places)
+    places = Places(computed, recipe)  # hooks come in the order in which they are placed
+    sinks = place_formulas(computed, recipe, places)
     gradients = gradient_code(computed, recipe, places)
     mask = mask_code(computed, recipe, places.placement)
     return _Context(

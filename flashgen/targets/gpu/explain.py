@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
+from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import PASSES
 from flashgen.plan.plan import Rejection
 from flashgen.runtime.asked import Asked
@@ -20,7 +21,7 @@ from flashgen.runtime.nvrtc import Resources
 from flashgen.targets.explained import placed, with_prediction
 from flashgen.targets.gpu.bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
-from flashgen.targets.gpu.launches import backward_launches
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
 
@@ -72,16 +73,14 @@ def explain_gpu(
     )
 
 
-def explain_jvp(symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | None:
+def explain_jvp(variant: Variant, symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | None:
     """The kernel of forward mode, were its tangents asked for, by the planner's tiles; None: none takes the type."""
     tiles = plan.by_element.get(asked.element)
     if tiles is None:
         return None
-    tile, shape = tiles.forward, asked.shape
-    blocks = shape.batch * shape.heads * -(-shape.q_len // tile.Br)
-    dropped = "_dropout" if asked.values["dropout_threshold"] else ""
-    kernel = ExplainedKernel(f"{symbol}_forward_{asked.element}{dropped}", 32 * tile.warps, blocks, tile.sram_bytes)
-    return replace(_gpu_pass("jvp", tile, GpuPass(plan, (), {})), kernels=(kernel,))
+    dropped = bool(asked.values["dropout_threshold"])
+    launches = forward_launches(symbol, variant, plan, asked.element, dropped=dropped)
+    return _of_tangents("jvp", tiles.forward, plan, launches, asked)
 
 
 def explain_jvp_backward(variant: Variant, symbol: str, plan: GpuPlan, asked: Asked) -> ExplainedPass | None:
@@ -91,12 +90,19 @@ def explain_jvp_backward(variant: Variant, symbol: str, plan: GpuPlan, asked: As
         return None
     dropped = bool(asked.values["dropout_threshold"])
     launches = backward_launches(symbol, variant, plan, asked.element, dropped=dropped, deterministic=False)
+    return _of_tangents("jvp_backward", tiles.backward, plan, launches, asked)
+
+
+def _of_tangents(
+    name: str, tile: ForwardTiles | BackwardTiles, plan: GpuPlan, launches: PassLaunches, asked: Asked
+) -> ExplainedPass:
+    """Kernels by their tiles: of persistent blocks no more run than there is room for."""
     known = {name: int(value) for name, value in asked.values.items()}
     kernels = tuple(
         ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
         for each in launches.launches
     )
-    return replace(_gpu_pass("jvp_backward", tiles.backward, GpuPass(plan, (), {})), kernels=kernels)
+    return replace(_gpu_pass(name, tile, GpuPass(plan, (), {})), kernels=kernels)
 
 
 def explain_cache(

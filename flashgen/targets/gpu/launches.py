@@ -14,10 +14,21 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
-from flashgen.plan.operands import CACHED, F8, OPERANDS, PARTS, RAGGED, TANGENT_GRADIENTS, TANGENTS, Operand
+from flashgen.plan.operands import (
+    CACHED,
+    F8,
+    HEAD_ROWS,
+    OPERANDS,
+    PARTS,
+    RAGGED,
+    SLICES,
+    TANGENT_GRADIENTS,
+    TANGENTS,
+    Operand,
+)
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import mergers, merging_shares, padded, panel_width
+from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -47,6 +58,8 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
         return CACHED
     if variant.parts:
         return PARTS
+    if variant.slices:
+        return SLICES
     if variant.f8:
         return F8
     if variant.backward_only:  # t_o and t_lse are read there, as o and lse are
@@ -122,7 +135,7 @@ def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
 def _delta(variant: Variant) -> tuple[Buffer, ...]:
     """What rows carry beside lse; in the backward pass of forward mode two numbers."""
     names = ("delta", "epsilon") if variant.backward_only else ("delta",)
-    rows = Count((*_heads(variant), Factor("q_len")), 4)
+    rows = Count((*_heads(variant), Factor(HEAD_ROWS if variant.slices else "q_len")), 4)
     return tuple(Buffer(name, rows) for name in names) if recipe_of(variant).row_state else ()
 
 
@@ -136,6 +149,11 @@ def forward_launches(
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
         boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+        if variant.tangent is not None:
+            boxes += (
+                *_boxes(("t_q",), tiles.Br, variant, element),
+                *_boxes(("t_k", "t_v"), tiles.Bc, variant, element),
+            )
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
     launch = Launch(name, grid, 32 * (tiles.warps + tiles.producers), tiles.sram_bytes, boxes, tile_counter)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
@@ -167,9 +185,10 @@ def cached_launches(
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
     merges = Count((*blocks.factors, Factor("merges")), merging_shares(variant, tiles))
+    merging = 32 * merging_warps(variant, tiles) * mergers(variant, tiles)
     launches = (
         Launch(f"{symbol}_forward_{element}{'_f8' if f8 else ''}", parts, threads, tiles.sram_bytes),
-        Launch(f"{symbol}_merge_{element}", merges, threads * mergers(variant, tiles), tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merges, merging, tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
     splits = Splits(
@@ -180,7 +199,8 @@ def cached_launches(
 
 def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
     """One panel each of a tile of these tensors."""
-    widths = {name: padded(OPERANDS[name].columns(variant.head_dim)) for name in tensors}
+    operands = operands_of(variant)
+    widths = {name: padded(operands[name].columns(variant.head_dim)) for name in tensors}
     return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
 
 

@@ -7,8 +7,8 @@ that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 
 from __future__ import annotations
 
+from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import index_set
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import (
     Field,
@@ -20,6 +20,7 @@ from flashgen.plan.arguments import (
     param_field,
     param_place_field,
     ragged_fields,
+    sliced_fields,
     tangent_fields,
     tangent_gradient_fields,
 )
@@ -46,7 +47,7 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
         return cached_fields(variant.spec)
     if variant.tangent is not None:
         return (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec)
-    fields = f8_fields(variant.spec) if variant.f8 else argument_fields(variant.spec)
+    fields = (f8_fields if variant.f8 else sliced_fields if variant.slices else argument_fields)(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"
@@ -80,10 +81,12 @@ def _order(field: str, variant: Variant, element: ElementType) -> Order | None:
     width, of_keys = (variant.head_dim.qk + variant.head_dim.v) * element.bytes, field == OF_KEYS
     if of_keys:
         width += variant.head_dim.qk * FLOAT
-    heads = (Factor("kv_heads" if of_keys else "heads"),)
+    heads, axes = (Factor("kv_heads" if of_keys else "heads"),), mask_axes(variant.keep)
+    if "hkv" in axes:  # whose blocks read the same K and V
+        return Order(GROUPS[field], Count(heads), Count((), 0), Factor("kv_heads"))
     return Order(
         group=GROUPS[field],
-        heads=Count(heads if "b" in index_set(variant.keep) else (Factor("batch"), *heads)),
+        heads=Count(heads if "b" in axes else (Factor("batch"), *heads)),
         of_a_head=Count((Factor("q_len" if of_keys else "kv_len"),), width),
     )
 
@@ -106,7 +109,8 @@ def _lists(
     if not recipe_of(variant).has_lists:
         return ()
     keep, order = variant.keep, _order(field, variant, element)
-    masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads")) if axis in index_set(keep)]
+    axes = mask_axes(keep)
+    masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads"), ("hkv", "kv_heads")) if axis in axes]
     lists = (*masks, Factor(*own))
     length, tile = visited
     copies = 2 if order else 1  # in the order of tiles, and in that of lengths

@@ -54,7 +54,7 @@ COPIED_LIST = 16 + 2 * WINDOW
 MOST_COLUMNS = 256  # of a product of warpgroups
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
-F8_TURNERS = 2  # warps that bring V of 8 bits into the order that products want
+F8_TRANSPOSERS = 2  # warps that bring V of 8 bits into the order that products want
 
 # Tiles that are weighed up, or chosen.
 _Forward: TypeAlias = ForwardChoice | ForwardTiles
@@ -82,7 +82,7 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
 
 def finders(variant: Variant, producers: int) -> int:
     """Of the producer warps of the forward pass those that find visits: one copies, and some turn V of 8 bits."""
-    return producers - 1 - (F8_TURNERS if variant.f8 else 0)
+    return producers - 1 - (F8_TRANSPOSERS if variant.f8 else 0)
 
 
 def columns_at_a_time(variant: Variant) -> int:
@@ -162,7 +162,12 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
-        Part("TURNED", "V, turned", variant.f8 * stages * tile_bytes(Dv, Bc, element), "stages * TurnedTile::bytes"),
+        Part(
+            "TRANSPOSED",
+            "V, transposed",
+            variant.f8 * stages * tile_bytes(Dv, Bc, element),
+            "stages * TransposedTile::bytes",
+        ),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
@@ -183,7 +188,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
-        Part("TURNED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TurnedSignals::bytes", SIGNAL),
+        Part("TRANSPOSED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TransposedSignals::bytes", SIGNAL),
         Part(
             *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
             "has_producers * ListSignals::bytes",
@@ -196,9 +201,9 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
 
 
 def mergers(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: teams of a tile's warps that share its parts, and join two by two in the shared memory of a tile."""
+    """Over caches: teams of warps that share a tile's parts, and join two by two in the shared memory of a tile."""
     count, room = 1, tiles.sram_bytes // (tiles.Br * (FLOAT * padded(variant.head_dim.v) + 2 * FLOAT))
-    while count <= room and 2 * count * tiles.warps <= MOST_MERGING_WARPS * min(tiles.split, 2):
+    while count <= room and 2 * count * merging_warps(variant, tiles) <= MOST_MERGING_WARPS * min(tiles.split, 2):
         count *= 2
     return count
 
@@ -211,15 +216,16 @@ def finds_selected(variant: Variant, element: ElementType, tiles: ForwardTiles) 
 
 
 def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: blocks that merge a tile's parts, each with so much of the columns, 32 or more.
+    """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
+    width = variant.head_dim.v
+    if tiles.split > 1:
+        return tiles.split if width == padded(width) else 1
+    return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
 
-    Where warps share rows these have parts of the columns already.
-    """
-    return (
-        1
-        if tiles.split > 1
-        else next(count for count in (4, 2, 1) if count == 1 or variant.head_dim.v % (32 * count) == 0)
-    )
+
+def merging_warps(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
+    return tiles.warps // (tiles.split if merging_shares(variant, tiles) > 1 else 1)
 
 
 def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:

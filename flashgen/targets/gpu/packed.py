@@ -41,11 +41,12 @@ def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBin
     binaries = tuple(
         Image(
             ManifestBinary(
-                file=f"{source.name}_{part.pass_name}_{part.element}.cubin",
+                file="_".join((source.name, *part.words.split(", "))) + ".cubin",
                 source=source.file_name,
                 compiler=compiler_name(),
                 element=str(part.element),
                 pass_name=part.pass_name,
+                deterministic=part.calls.repeatable,
             ),
             each.path.read_bytes(),
         )

@@ -42,10 +42,11 @@ def primitives(
     pieces: bool = False,
     sequence_copies: bool = False,
     tangent: bool = False,
+    pairs: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches or f8, "parts.cuh": parts}
-    more["products_of_both.cuh"] = tangent
+    more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
@@ -67,7 +68,7 @@ def _warpgroup_primitives(
     folder = templates_folder() / "cuda" / "primitives"
     of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
     more = {"warpgroup_spans.cuh": bool(products.spans)}
-    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": not tangent, "sequence_copies.cuh": sequence_copies}
+    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": True, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
     others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))

@@ -12,18 +12,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from flashgen.analysis.levels import Level, observed_loads
+from flashgen.analysis.levels import Level, mask_axes, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
+from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
-from flashgen.ir.expr import Expr, Literal, Load, index_set, walk
+from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
+from flashgen.targets.gpu.ahead import read_ahead
 from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
+from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
+# What masks tell apart where blocks take lists by their lengths: few masks, of heads that follow each other.
+_ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
 MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
 
 
@@ -48,14 +53,17 @@ class Recipe:
 
     ``computed``: the variant as kernels evaluate it, with reads in the place of numbers that follow from the distance;
     ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
-    ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their lengths.
+    ``ahead``: an element that pairs read, which warpgroups read before their products are there; ``near``: scores where
+    they need no special function. ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their
+    lengths.
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
     needed no more once there are weights; ``folded``: because these take in the score's derivative, of which nothing
     but dS wants to know; ``bounded``: scores are, so that no row's are extreme. ``lag``: O is rescaled once a row's
     maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
-    reach 2^(lag + headroom).
+    reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
+    for the weights.
     """
 
     computed: Variant
@@ -76,6 +84,9 @@ class Recipe:
     bounded: bool
     lag: int
     headroom: int
+    moves_apart: bool
+    ahead: Load | None
+    near: Near | None
     decisions: tuple[Decision, ...]
 
     @property
@@ -104,7 +115,7 @@ def recipe_of(variant: Variant) -> Recipe:
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
     cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
-    longest_first = lists is not Lists.NONE and "h" not in index_set(variant.keep)
+    longest_first = lists is not Lists.NONE and mask_axes(variant.keep) in _ORDERED
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
     weights_first = folded or _weights_first(computed, keys)
@@ -127,6 +138,9 @@ def recipe_of(variant: Variant) -> Recipe:
         bounded=_is_bounded(computed),
         lag=_lag(variant).limit,
         headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
+        moves_apart=_moves_apart(computed),
+        ahead=read_ahead(computed),
+        near=near_tanh(computed),
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
     )
 
@@ -138,7 +152,8 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
         return Lists.NONE
     if is_irregular(variant.keep):
         return Lists.KEPT
-    return Lists.OF_A_CALL if observed else Lists.NONE
+    selects = reads_tiles(variant.keep, variant.spec.tensors) and mask_axes(variant.keep) in _ORDERED
+    return Lists.OF_A_CALL if observed or selects else Lists.NONE
 
 
 def _lag(variant: Variant) -> Rule:
@@ -150,6 +165,14 @@ def _is_linear(computed: Variant) -> bool:
     if computed.tangent is not None:
         return False
     return computed.weights.form.exponential and computed.spec.dropout is None and not computed.uses_sqdist
+
+
+def _moves_apart(computed: Variant) -> bool:
+    """Forward mode's tangents of scores are of products with tangents, and of what is captured, alone."""
+    tangent = computed.tangent
+    if tangent is None or computed.backward_only or not computed.weights.form.exponential or computed.uses_sqdist:
+        return False
+    return DOT not in walk(tangent.score)
 
 
 def _is_bounded(computed: Variant) -> bool:

@@ -39,8 +39,9 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
     """Registers that hold what a kernel sums up, the scores of its tile, and query rows that stay."""
     D, Dv, pairs = padded(variant.head_dim.qk), padded(variant.head_dim.v), tiles.Br * tiles.Bc
     match tiles:
-        case ForwardTiles() | ForwardChoice():  # O, S
+        case ForwardTiles() | ForwardChoice():  # O, S, and their tangents
             numbers = tiles.Br * Dv + max(pairs, tiles.Br * tiles.weighed * tiles.split)
+            numbers *= 1 if variant.tangent is None else 2
             numbers += tiles.Br * D * element.bytes // 4 if tiles.q_in_registers else 0
             if variant.f8:  # P, and what it sums up of a tile
                 numbers += pairs // 4 + tiles.Br * columns_at_a_time(variant)
@@ -49,6 +50,7 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too
             numbers = tiles.Bc * (D + Dv) + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
+            numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
         case QueryTiles() | QueryChoice():  # dQ, S, dP
             numbers = tiles.Br * D + 2 * max(pairs, tiles.Br * tiles.weighed * tiles.split)
     return -(-numbers // (32 * tiles.warps))

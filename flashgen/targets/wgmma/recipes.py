@@ -38,7 +38,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     if variant.backward_only:
         return others
     if variant.tangent is not None:
-        return others.after(rows_for(variant, tables.HOPPER_JVP), (rules.WARPGROUPS,))
+        rows = rows_for(variant, tables.HOPPER_JVP)
+        rows = [row for row in rows if _copies_tensors(variant, element) or not row.producers]
+        return others.after(rows, (rules.WARPGROUPS,))
     table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
     if has_whole_rows(variant):
         table, why = tables.HOPPER_WHOLE_FORWARD, (rules.WHOLE_ROWS,)
@@ -86,7 +88,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
     if isinstance(row, BackwardChoice) and row.dq_in_halves:
         return _with_halves_of_dq(variant, recipe, row, products)
-    if isinstance(row, QueryChoice) or row.split > 1 or variant.tangent is not None:
+    if isinstance(row, QueryChoice) or row.split > 1 or (variant.tangent is not None and not row.producers):
         alike = WARPS.complete(variant, recipe, element, row)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)
@@ -98,15 +100,22 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
     if isinstance(row, ForwardChoice):
+        if variant.tangent is not None:
+            return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         begins_next = copies and not has_producers and recipe.longest_first
+        reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
+        near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
+        reads += [near] if recipe.near is not None else []
         return Candidate(
             replace(row, tensor_copies=copies, begins_next=begins_next),
-            (*common, *_order_of_queries(copies=copies, begins_next=begins_next)),
+            (*common, *_order_of_queries(copies=copies, begins_next=begins_next), *reads),
         )
     order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
     few = recipe.weights_first and row.blocks > 2
+    reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
+    reads = reads if recipe.ahead is not None and recipe.weights_first else []
     weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
@@ -114,7 +123,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
     return Candidate(
         replace(row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed),
-        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time),
+        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads),
     )
 
 
@@ -187,6 +196,15 @@ def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...
     if not begins_next:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+
+
+def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
+    if recipe.moves_apart:
+        overlap = ("exponentials beside tS, O beside S", rules.OVERLAP_TANGENTS)
+    else:
+        overlap = ("O beside S", rules.TANGENTS_OF_PRODUCTS)
+    heads = Decision.by("heads", "the longest tiles of several first", rules.LONG_TILES)
+    return Decision.by("tile order", PERSISTENT, rules.PERSISTENT), heads, Decision.by("overlap", *overlap)
 
 
 def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:

@@ -25,7 +25,7 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
 
 
 def _hopper_f8(Bc: int, stages: int = 3) -> ForwardChoice:
-    """Of 8 bits: V is there a stage before it is multiplied, so that it can be turned."""
+    """Of 8 bits: V is there a stage before it is multiplied, so that it can be transposed."""
     return ForwardChoice(128, Bc, 8, stages=stages, warpgroups=True, producers=4)
 
 
@@ -78,9 +78,14 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
     (WIDEST, (_HOPPER_DIVIDED,)),
 )
-# Forward mode has the sums of O twice, and of scores, too. Not measured.
+# Forward mode has the sums of O twice, and of scores, too. Where rows are no whole numbers of 16 bytes all copy.
+_HOPPER_JVP_ALONE = (
+    ForwardChoice(128, 64, 8, stages=2, warpgroups=True),
+    ForwardChoice(128, 32, 8, stages=2, warpgroups=True),
+)
 HOPPER_JVP: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (WIDEST_JVP, (ForwardChoice(128, 64, 8, stages=2, warpgroups=True), ForwardChoice(128, 32, 8, 2, warpgroups=True))),
+    (64, (_hopper(128, 112, 8), _hopper(128, 96, 8), _hopper(128, 64, 8), *_HOPPER_JVP_ALONE)),
+    (WIDEST_JVP, (_hopper(128, 64, 8), _hopper(128, 32, 8), *_HOPPER_JVP_ALONE)),
 )
 # The same where the mask relates no queries to keys, so that every row has all tiles.
 HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (

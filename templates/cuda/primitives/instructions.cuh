@@ -75,6 +75,8 @@ template <class T> FG_DEVICE T global_load(const T* p) {
   return value;
 }
 template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
+// The last cache holds the line of p before it is read.
+FG_DEVICE void global_prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // The same, of what nobody reads soon: the last cache keeps other things instead.
 FG_DEVICE void global_stream(uint4* p, uint4 value) { __stcs(p, value); }
 // Atomic, all four. The last one adds 1 and gives what was there before.
@@ -176,6 +178,13 @@ FG_DEVICE void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 FG_DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+// An 8 x 8 matrix of 16 bits of which lane l has columns 2 (l % 4) and the next one of row l / 4, transposed.
+FG_DEVICE uint32_t transposed(uint32_t word) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(word));
+  return r;
 }
 
 #if __CUDA_ARCH__ < 800

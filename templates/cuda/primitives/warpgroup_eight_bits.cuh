@@ -1,12 +1,12 @@
 // Layer 3 of the CUDA primitives, Hopper's part: operands of 8 bits, float8_e4m3fn, of warpgroups' products.
 //
 // Such products read both operands along their rows, and have 32 inner indices in the place of 16. Of O += P V that are
-// keys, which run across the rows of V: so V is turned, and in the order that accumulators have as operand A. A lane has
+// keys, which run across the rows of V: so V is transposed, and in the order that accumulators have as operand A. A lane has
 // columns 2p and 2p + 1 of each tile of 8 in P, and as operand 4p … 4p + 3 of 16: within 16 keys, number 8u + 2p + v
-// takes place 4p + 2u + v of both. The columns of V are rows of what was turned in an order of their own, so that a
+// takes place 4p + 2u + v of both. The columns of V are rows of what was transposed in an order of their own, so that a
 // lane's words fall into banks of their own: of 16 the even ones come first. A lane of O has so the columns 4p … 4p + 3.
 //
-// Contract: as warpgroup.cuh. What turn() stores is there for products after publish_shared() and a signal.
+// Contract: as warpgroup.cuh. What transpose() stores is there for products after publish_shared() and a signal.
 #pragma once
 #include "eight_bits_instructions.cuh"
 #include "warpgroup.cuh"
@@ -66,10 +66,10 @@ FG_DEVICE void round_into(LeftRows<f8e4m3, 1, inner>& a, const Accumulators<1, n
     }
 }
 
-// Turns a tile of keys, by so many threads of which this is one, 16 keys by 32 columns a warp at a time. Warps take turns
+// Transposes a tile of keys, by so many threads of which this is one, 16 keys by 32 columns a warp at a time. Warps take turns
 // along the keys: what is a warp's own are then two addresses, all else constants.
 template <int threads, int rows, int columns>
-FG_DEVICE void turn(SharedTile<f8e4m3, columns, rows> to, SharedTile<f8e4m3, rows, columns> from, int thread) {
+FG_DEVICE void transpose(SharedTile<f8e4m3, columns, rows> to, SharedTile<f8e4m3, rows, columns> from, int thread) {
   static_assert(threads == 64 && rows % 32 == 0 && columns % 32 == 0, "two warps have squares side by side");
   const unsigned lane = unsigned(thread) % 32, own_key = unsigned(thread) / 32 * 16;
   const SharedTile<f8e4m3, rows, columns> own{from.base + own_key * SharedTile<f8e4m3, rows, columns>::width};
@@ -91,10 +91,10 @@ FG_DEVICE void turn(SharedTile<f8e4m3, columns, rows> to, SharedTile<f8e4m3, row
     }
 }
 
-// Stores rows of O, whose columns are those of what was turned, from row `row` of `width` elements on; there are `count`
+// Stores rows of O, whose columns are those of what was transposed, from row `row` of `width` elements on; there are `count`
 // rows.
 template <int width, class To, int n_tiles>
-FG_DEVICE void store_turned_fragments(To to, const float (&d)[n_tiles][4], int row, int count) {
+FG_DEVICE void store_transposed_fragments(To to, const float (&d)[n_tiles][4], int row, int count) {
   static_assert(width % 16 == 0 && width <= 8 * n_tiles, "whole groups of columns");
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -33,6 +33,7 @@ template <class T> FG_PRIMITIVE void global_store(T* p, T value, int line = __bu
   emulator::registers.machine->global_access(emulator::Access::store, p, sizeof(T), line);
   memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
+FG_PRIMITIVE void global_prefetch(const void*) {}
 FG_PRIMITIVE void global_stream(uint4* p, uint4 value, int line = __builtin_LINE()) { global_store(p, value, line); }
 FG_PRIMITIVE void global_add(float* p, float value, int line = __builtin_LINE()) {
   emulator::registers.machine->global_add(p, &value, 1, line);

@@ -43,6 +43,14 @@ template <class T> FG_PRIMITIVE T shuffle_xor(T value, int lane_mask, int line =
 template <class T> FG_PRIMITIVE T shuffle(T value, int lane, int line = __builtin_LINE()) {
   return emulator::shuffle_from(value, lane, line);
 }
+// An 8 x 8 matrix of 16 bits of which lane l has columns 2 (l % 4) and the next one of row l / 4, transposed.
+FG_PRIMITIVE uint32_t transposed(uint32_t word, int line = __builtin_LINE()) {
+  const int lane = emulator::lane(), row = lane % 4 * 2, column = lane / 4;
+  const uint32_t low = emulator::shuffle_from(word, row * 4 + column / 2, line);
+  const uint32_t high = emulator::shuffle_from(word, row * 4 + 4 + column / 2, line);
+  const int shift = column % 2 * 16;
+  return (low >> shift & 0xffffu) | (high >> shift) << 16;
+}
 FG_PRIMITIVE uint32_t ballot(bool condition, int line = __builtin_LINE()) {
   uint32_t bits;
   emulator::registers.machine->together({emulator::Together::ballot, line, &bits, {}, condition, 0});

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(128) weigh(const Arguments given) {
   for (int n = int(threadIdx.x); n < 64 * 32; n += 128)
     fg::shared_store(reinterpret_cast<uint16_t*>(v.at(n / 32, n % 32 * 2)), fg::global_load(given.v + n));
   fg::block_barrier();
-  if (threadIdx.x < 64) fg::turn<64>(turned, v, int(threadIdx.x));
+  if (threadIdx.x < 64) fg::transpose<64>(turned, v, int(threadIdx.x));
   fg::publish_shared();
   fg::block_barrier();
   const int row0 = int(threadIdx.x) / 32 * 16;
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(128) weigh(const Arguments given) {
   for (int t = 0; t < 8; ++t)
     for (int e = 0; e < 4; ++e)
       fg::global_store(given.sums + (row0 + fg::fragment_row(e)) * 64 + 8 * t + fg::fragment_column(e), d.at[0][t][e]);
-  fg::store_turned_fragments<64>(reinterpret_cast<fg::bfloat_t*>(given.o), d.at[0], row0, 64);
+  fg::store_transposed_fragments<64>(reinterpret_cast<fg::bfloat_t*>(given.o), d.at[0], row0, 64);
 }
 
 extern "C" __global__ void __launch_bounds__(128) round_all(const Arguments given) {

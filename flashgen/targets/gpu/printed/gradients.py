@@ -16,10 +16,19 @@ from flashgen.emit.context import by_score, labels, moved_inputs
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
-from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors
 from flashgen.targets.gpu.model import BINS
+from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.printed.spec import Places
 from flashgen.targets.gpu.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The member of Arguments that receives a gradient that pairs store, and the type of its elements."""
+
+    target: str
+    element: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Gradient:
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
+    stored: Stored | None  # where each pair of a call has an element of its own
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
@@ -57,6 +67,11 @@ class GradientCode:
     queries: tuple[Gradient, ...]
     sinks: tuple[Gradient, ...]
     bins: int
+
+    @property
+    def stored(self) -> tuple[Gradient, ...]:
+        """Those that are stored a fragment of dS at a time, where that is all that follows the weights."""
+        return tuple(each for each in self.pairs if each.stored is not None and each.factor is not None)
 
 
 def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientCode:
@@ -113,9 +128,15 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
         factor=None if on_diagonal is None and strides is None else _constant(gradient),
+        stored=_stored(variant, gradient),
         strides=strides,
         comment=f"∂L/∂{text(read)}",
     )
+
+
+def _stored(variant: Variant, gradient: CapturedGradient) -> Stored | None:
+    found = (each for each in stored_tensors(variant.spec) if each.name == gradient.name)
+    return next((Stored(stored_field(each.name), C_TYPES[each.element]) for each in found), None)
 
 
 def _constant(gradient: CapturedGradient) -> str | None:

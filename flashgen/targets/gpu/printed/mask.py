@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.variant import Variant
-from flashgen.emit.context import Masks, Observed, masks_apart, masks_of, observed_load
+from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
-from flashgen.ir.expr import Expr, index_set
-from flashgen.targets.gpu.diagonals import diagonal_indices
+from flashgen.ir.expr import Expr
+from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
     FEW_QUERIES,
@@ -43,13 +44,16 @@ class Lists:
     """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
 
     Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
-    ``head`` counted through the batch, as the beginning of a sum.
+    ``head`` counted through the batch, as the beginning of a sum; so many heads in a row share a mask, of
+    ``sharers_of_queries`` and of ``sharers_of_keys``.
     """
 
     masks: Masks
     kept: bool
     longest_first: bool
     mask_of_head: str
+    sharers_of_queries: str
+    sharers_of_keys: str
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class Selected:
 class MaskCode:
     """Which tiles and pairs are kept.
 
-    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
-    have masks of their own. A list of visits stands for one ``window`` of tiles; blocks keep ``words_of_notes`` beside
-    it, in the structs ``notes``.
+    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
+    ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
+    blocks keep ``words_of_notes`` beside it, in the structs ``notes``.
     """
 
     keep_range: RangeCode
@@ -80,6 +84,7 @@ class MaskCode:
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
     diagonals: Masks | None
+    beyond: int
     window: int
     words_of_notes: int
     bytes_of_list: int
@@ -93,12 +98,13 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
         selected=_selected(variant, placement),
-        by_head="h" in index_set(variant.keep),
+        by_head="h" in mask_axes(variant.keep),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
         lists=_lists(variant, recipe),
         rows=tuple(each for each in observed if each.struct == "rows"),
         columns=tuple(each for each in observed if each.struct == "columns"),
         diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
+        beyond=BEYOND,
         window=WINDOW,
         words_of_notes=notes(variant),
         bytes_of_list=visit_list(variant),
@@ -109,8 +115,12 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
 def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
     if not recipe.has_lists:
         return None
-    mask_of_head = "head / heads * tiles + " if "b" in index_set(variant.keep) else ""
-    return Lists(masks_of(variant.keep), recipe.keeps_lists, recipe.longest_first, mask_of_head)
+    axes = mask_axes(variant.keep)
+    sharers = ("unsigned(a.heads)", "unsigned(a.kv_heads)")
+    if "hkv" in axes:
+        sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")
+    mask_of_head = "head / sharers * tiles + " if "b" in axes else ""
+    return Lists(masks_apart(axes), recipe.keeps_lists, recipe.longest_first, mask_of_head, *sharers)
 
 
 def _selected(variant: Variant, placement: Placement) -> Selected | None:

@@ -11,7 +11,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
-from flashgen.plan.operands import Elements, Width
+from flashgen.plan.operands import Elements
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.launches import captured_elements, operands_of
 from flashgen.targets.gpu.lists import cuda_fields
@@ -33,15 +33,18 @@ class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
     Batches are ``ragged``, or k and v are ``cached`` (``f8_caches``: perhaps of 8 bits), or q, k and v are of 8 bits
-    (``f8``). ``written``: the type of elements of o and of gradients: T, that of the call, or another. ``of_sequences``
-    are fields, and those of their tables.
+    (``f8``). ``slices``: rows of queries are some of those of tensors. ``written`` and ``written_of_keys``: the type of
+    elements of o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of
+    their tables.
     """
 
     ragged: bool
     cached: bool
     f8_caches: bool
     f8: bool
+    slices: bool
     written: str
+    written_of_keys: str
     addressing: str
     sequence_code: tuple[str, ...]
     of_sequences: tuple[tuple[str, str], ...]
@@ -59,7 +62,9 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         cached=variant.cached,
         f8_caches=has_f8_caches(variant),
         f8=variant.f8,
-        written=_written(variant),
+        slices=variant.slices,
+        written=_written(variant, "o", "dq"),
+        written_of_keys=_written(variant, "dk", "dv"),
         addressing=addressing_code(operands_of(variant), variant.head_dim),
         sequence_code=sequence_code(operands_of(variant), variant.head_dim) if has_sequences else (),
         of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
@@ -82,13 +87,9 @@ def has_f8_caches(variant: Variant) -> bool:
     return variant.cached and variant.spec.takes_f8
 
 
-def _written(variant: Variant) -> str:
-    """The same for all that a pass writes."""
-    operands = operands_of(variant).values()
-    elements = {
-        each.elements
-        for each in operands
-        if each.is_written and each.width in (Width.QK, Width.V) and (each.name == "o" or not variant.forward_only)
-    }
-    assert len(elements) == 1, "o and the gradients of q, k and v are of one type"
+def _written(variant: Variant, *names: str) -> str:
+    """The same for all of these that a variant's kernels write."""
+    operands = operands_of(variant)
+    elements = {operands[name].elements for name in names if name == "o" or not variant.forward_only}
+    assert len(elements) < 2, f"{' and '.join(names)} are of one type"
     return "float" if elements == {Elements.FLOAT32} else "T"

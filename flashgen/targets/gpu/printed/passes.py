@@ -14,7 +14,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
-    F8_TURNERS,
+    F8_TRANSPOSERS,
     MOST_COLUMNS,
     backward_layout,
     columns_at_a_time,
@@ -22,6 +22,7 @@ from flashgen.targets.gpu.model import (
     forward_layout,
     mergers,
     merging_shares,
+    merging_warps,
     padded,
     query_layout,
     row_words,
@@ -144,8 +145,9 @@ def forward_code(
         more |= _role_constants(tiles) if of_warpgroups else {}
         if variant.cached:
             more |= {"mergers": mergers(variant, tiles), "shares": merging_shares(variant, tiles)}
+            more |= {"merging_warps": merging_warps(variant, tiles)}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
-        more |= {"turners": F8_TURNERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
+        more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
     return ForwardCode(

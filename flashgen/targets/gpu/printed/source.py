@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flashgen.analysis.variant import Variant
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.primitives import C_TYPES, primitives
 from flashgen.targets.gpu.printed.operands import has_f8_caches
@@ -78,11 +79,12 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             dropout=has_dropout(variant),
             f8_caches=f8_caches,
             f8=variant.f8,
-            parts=variant.parts,
+            parts=variant.parts or variant.slices,
             warpgroups=warpgroups,
             pieces=recipe.cuts,
             sequence_copies=variant.ragged,
             tangent=variant.tangent is not None,
+            pairs=warpgroups is not None and (recipe.ahead is not None or bool(stored_tensors(spec))),
         ),
         warpgroups=warpgroups is not None,
         has_forward=not variant.backward_only,

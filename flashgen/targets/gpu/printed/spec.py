@@ -9,14 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
+from flashgen.analysis.constraints import ROW
 from flashgen.analysis.levels import Level
+from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
 from flashgen.emit.distance import split_score
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal
-from flashgen.ir.expr import Expr, Literal, literal
+from flashgen.ir.expr import Expr, Literal, Load, literal
 from flashgen.ir.text import text
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import stride_field, tensor_field
+from flashgen.targets.gpu.ahead import element_of
+from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import Recipe
 
 
@@ -29,11 +35,31 @@ class RowFunction:
     comment: str
 
 
+READ_OF_PAIR = "read_of_pair"  # a function
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An element that pairs read, which may be read before it is needed: its types in the tensor and in expressions.
+
+    ``offset`` is its place in the ``tensor``, ``stride`` and ``row_stride`` how far the next column's and row's are.
+    """
+
+    element: str
+    c_type: str
+    tensor: str
+    offset: str
+    stride: str
+    row_stride: str
+    comment: str
+
+
 class Places:
     """Where the code of one source is placed: hooks by their names, and functions of rows. It grows as modules add."""
 
-    def __init__(self, variant: Variant) -> None:
-        self.placement = Placement(variant.proofs, lanes=None)
+    def __init__(self, variant: Variant, recipe: Recipe) -> None:
+        ahead = {} if recipe.ahead is None else {recipe.ahead: READ_OF_PAIR}
+        self.placement = Placement(variant.proofs, lanes=None, ahead=ahead)
         self.row_functions: list[RowFunction] = []
         self.inputs: dict[str, str] = {}
         self.pair_inputs = ", float dot" + (", float sqdist" if variant.uses_sqdist else "")
@@ -58,8 +84,10 @@ class SpecCode:
     for base e; ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in
     units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives;
     ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's.
-    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse,
-    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change.
+    ``ahead``: an element that pairs read, which kernels may read before; ``near``: up to which argument scores need no
+    special function. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
+    beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
+    change; ``moves_apart``: of exponential weights, what a score changes by is asked for once there are weights.
     """
 
     formula: str
@@ -75,6 +103,7 @@ class SpecCode:
     dropout: bool
     tangent: bool
     weight_tangent: bool
+    moves_apart: bool
     sink_tangent: str | None
     linear: bool
     score_factor: str
@@ -85,6 +114,8 @@ class SpecCode:
     by_score: str
     by_tangent: str
     by_weight_tangent: str
+    ahead: Ahead | None
+    near: str | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +126,7 @@ class PlacedSinks:
     tangent: str | None
 
 
-def place_formulas(variant: Variant, places: Places) -> PlacedSinks:
+def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSinks:
     """Places the score, the weight, the mask and their derivatives."""
     placement, weights = places.placement, variant.weights
     if weights.form.exponential:
@@ -113,6 +144,13 @@ def place_formulas(variant: Variant, places: Places) -> PlacedSinks:
         assert variant.weight_by_score is not None
         places.hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
     places.hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
+    asked = selected(variant.keep, variant.spec.tensors) if variant.cached else None
+    if asked is not None:
+        places.hook("is_selected", asked, "", "Whether a query selects a key's block")
+    if recipe.near is not None:
+        near = recipe.near
+        places.hook("near_argument", near.argument, comment="Where it is small the score is the next one")
+        places.hook("near_score", near.score)
     tangent = derivative_hooks(variant, placement, places.hook, "float", places.pair_inputs)
     if tangent is not None:
         places.row_functions.append(RowFunction("sink_tangent", tangent, "What the sink changes by"))
@@ -140,6 +178,7 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         dropout=has_dropout(variant),
         tangent=variant.tangent is not None,
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
+        moves_apart=recipe.moves_apart,
         sink_tangent=sinks.tangent,
         linear=linear is not None,
         score_factor="exponent_unit" if by_units else c_literal(factor),
@@ -150,6 +189,21 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         by_score=by_score(variant),
         by_tangent=by_score(variant, "d_t_score"),
         by_weight_tangent=by_score(variant, "d_t_weight"),
+        near=None if recipe.near is None else c_literal(recipe.near.bound),
+        ahead=None if recipe.ahead is None else _ahead(variant, recipe.ahead, places.placement),
+    )
+
+
+def _ahead(variant: Variant, load: Load, placement: Placement) -> Ahead:
+    element = element_of(variant, load)
+    return Ahead(
+        element="uint8_t" if element is ElementType.BOOL else C_TYPES[element],
+        c_type="bool" if element is ElementType.BOOL else "float",
+        tensor=tensor_field(load.tensor),
+        offset=placement.offset_of_pair(load),
+        stride=stride_field(load.tensor, len(load.indices) - 1),
+        row_stride=stride_field(load.tensor, load.indices.index(ROW)),
+        comment=text(load),
     )
 
 

@@ -1,0 +1,119 @@
+"""Which dimensions of captured tensors lie along the axes of a call, by what a spec reads.
+
+In: a spec, the shapes of a call, the axes that a mesh shards. Out: dimensions of which a rank reads its own part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.types import ScalarType
+
+# The axes that a mesh may shard, and the indices of the language that run along them.
+INDICES: Mapping[str, tuple[str, ...]] = {"b": ("b",), "h": ("h", "hkv"), "i": ("i",)}
+SIZES: Mapping[str, str] = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq"}
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Of a captured tensor the dimensions that every load indexes by an index of the language alone, by its name."""
+
+    exact: Mapping[int, str]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tensor: CapturedTensor) -> Indexed:
+        """What the loads of a spec say."""
+        loads = [node for node in walk(*_roots(spec)) if isinstance(node, Load) and node.tensor == tensor.name]
+        exact = {}
+        for dim, extent in enumerate(tensor.shape):
+            for name, letters in SIZES.items():
+                if extent == size(letters) and all(_is_index(load.indices[dim], name) for load in loads):
+                    exact[dim] = name
+        return cls(exact)
+
+
+def sharded_dims(
+    indexed: Indexed,
+    x: Any,
+    extents: Mapping[str, int],
+    along: Sequence[str | None],
+    whole: set[str],
+    *,
+    shares_heads: bool,
+) -> dict[int, str]:
+    """The dimensions of a captured tensor that a rank holds its own part of, with their axes; ``shares_heads``: ranks
+    share key/value heads.
+    """
+    if not isinstance(x, DTensor):
+        return {}
+    found: dict[int, str] = {}
+    for placement, axis in zip(x.placements, along, strict=True):
+        dim: int | None = getattr(placement, "dim", None)
+        name = indexed.exact.get(-1 if dim is None else dim)
+        if dim is None or name is None or axis not in whole or name not in INDICES[axis or ""]:
+            continue
+        if x.shape[dim] == extents[name] and not (name == "hkv" and shares_heads) and axis not in found.values():
+            found[dim] = axis or ""
+    return found
+
+
+def is_told_by_tensors_alone(spec: AttentionSpec, axis: str) -> bool:
+    """Whether an axis means nothing but which part of captured tensors is read: no random bits, no arithmetic."""
+    if spec.dropout is not None:
+        return False
+    names = INDICES[axis]
+    letters = {SIZES[name] for name in names}
+    declared = {tensor.name: tensor for tensor in spec.tensors}
+    for tensor in spec.tensors:
+        for extent in tensor.shape:
+            if extent not in {size(each) for each in letters} and _mentions([extent], set(), letters):
+                return False
+    bare: list[Expr] = [param.default for param in spec.params if param.default is not None]
+    todo: list[Expr] = list(_roots(spec))
+    seen: set[Expr] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Load):
+            shape = declared[node.tensor].shape
+            for index, extent in zip(node.indices, shape, strict=True):
+                if not any(_is_index(index, name) and extent == size(SIZES[name]) for name in names):
+                    todo.append(index)
+        elif isinstance(node, Symbol):
+            bare.append(node)
+        else:
+            todo.extend(node.children)
+    return not _mentions(bare, set(names), letters)
+
+
+def _roots(spec: AttentionSpec) -> tuple[Expr, ...]:
+    """Everything that a spec evaluates for a pair or a row."""
+    layout = None if spec.layout is None else spec.layout.keep
+    parts = [spec.scale, spec.score, spec.mask, layout, spec.weights.expression, spec.dropout]
+    if spec.select is not None:  # a list is read where its first number stands
+        parts.append(Load(ScalarType.INT, tensor=spec.select.tensor, indices=(*spec.select.indices, literal(0))))
+    return tuple(each for each in parts if each is not None)
+
+
+def reads(spec: AttentionSpec, indices: set[str], letters: set[str]) -> bool:
+    """Whether a spec speaks of these indices or sizes anywhere."""
+    shapes = (extent for tensor in spec.tensors for extent in tensor.shape)
+    defaults = (param.default for param in spec.params if param.default is not None)
+    return _mentions((*_roots(spec), *shapes, *defaults), indices, letters)
+
+
+def _mentions(roots: Iterable[Expr], indices: set[str], letters: set[str]) -> bool:
+    names = {SymbolKind.INDEX: indices, SymbolKind.SIZE: letters}
+    return any(isinstance(node, Symbol) and node.name in names.get(node.kind, ()) for node in walk(*roots))
+
+
+def _is_index(expr: Expr, name: str) -> bool:
+    return isinstance(expr, Symbol) and expr.kind is SymbolKind.INDEX and expr.name == name

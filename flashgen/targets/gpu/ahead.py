@@ -1,0 +1,39 @@
+"""Stage 3, plan for GPUs: which element of a captured tensor kernels read before they need a pair's score.
+
+In: a ``Variant``. Out: the load, if there is one: of 1 or 2 bytes, with the key's position as its last index and the
+query's as another, so that what neighbouring keys read lies side by side.
+"""
+
+from __future__ import annotations
+
+from flashgen.analysis.bounds import clamped_dimensions
+from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Load, index_set, walk
+from flashgen.ir.types import ElementType
+
+MOST_BYTES = 2  # of an element: two of them are a register
+
+
+def read_ahead(variant: Variant) -> Load | None:
+    """The first of the score's loads, or else of the mask's, that may be read so; registers hold no more than one."""
+    if variant.cached or variant.f8 or variant.tangent is not None:
+        return None
+    loads = (each for root in (variant.score, variant.keep_of_pairs) for each in walk(root) if isinstance(each, Load))
+    return next((each for each in loads if _lies_side_by_side(variant, each)), None)
+
+
+def _lies_side_by_side(variant: Variant, load: Load) -> bool:
+    element = element_of(variant, load)
+    if element.bytes > MOST_BYTES or load.indices[-1] != COLUMN or load.indices.count(ROW) != 1:
+        return False
+    others = (each for each in load.indices[:-1] if each != ROW)
+    if any(index_set(each) & {"i", "j"} for each in others):
+        return False
+    clamped = clamped_dimensions(load, variant.proofs)
+    return not clamped[-1] and not clamped[load.indices.index(ROW)]
+
+
+def element_of(variant: Variant, load: Load) -> ElementType:
+    """The type of a captured tensor's elements."""
+    return next(each.element for each in variant.spec.tensors if each.name == load.tensor)

@@ -1,0 +1,261 @@
+"""Packages for GPUs, on a machine without one: binaries, the manifest, what an opened package brings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from flashgen import gpu_calls
+from flashgen.analysis.variant import analyse
+from flashgen.backends import launches_of
+from flashgen.building import build_file
+from flashgen.cache import Cache
+from flashgen.compiled import assembled, compiled
+from flashgen.diagnostics import SpecError
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.language import parse_text
+from flashgen.package import gpu as packages
+from flashgen.package.gpu import Packaged, packaged
+from flashgen.package.manifest import Manifest
+from flashgen.pipeline import target_names
+from flashgen.plan.plan import CallKind, Part, Rejection
+from flashgen.runtime import nvrtc, nvrtc_processes
+from flashgen.runtime.compiler import CompileFailed
+from flashgen.runtime.nvrtc import CudaBinary, Resources
+from flashgen.targets.gpu import compile as gpu_compile
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS as GPU_TARGETS
+from tests.pipeline.gpus import CUBINS, SM_80, SPEC, needs_nvrtc
+
+
+@needs_nvrtc
+def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "generated"
+    (built,) = build_file(file, output=output, targets=("cpu", "sm_80"))
+    assert {each.name for each in built.files} == {
+        "__init__.py", "tiny.attn", "spec.json", "manifest.json",
+        "tiny_d16_cpu.cpp", "tiny_d16_cpu.so", "tiny_d16_sm_80.cu", *CUBINS,
+    }  # fmt: skip
+    content = json.loads((output / "tiny" / "manifest.json").read_text())
+    kernels = [entry for entry in content["kernels"] if entry["target"] == "sm_80"]
+    assert {"tiny_d16_forward_bf16", "tiny_d16_backward_bf16"} <= {entry["name"] for entry in kernels}
+    for entry in kernels:
+        assert 0 < entry["registers"] <= 255
+        assert entry["spill_bytes"] == 0
+        assert entry["shared_bytes"] <= SM_80.block_bytes
+    manifest = Manifest.read(output / "tiny")
+    assert manifest.to_json() == (output / "tiny" / "manifest.json").read_text()
+    library, *binaries = manifest.binaries
+    assert library.file == "tiny_d16_cpu.so"
+    assert {each.file for each in binaries} == CUBINS
+    assert all(each.compiler.startswith("NVRTC ") for each in binaries)
+    assert not build_file(file, output=output, targets=("cpu", "sm_80"), check=True)[0].changed
+
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "another cache"))
+    (other,) = build_file(file, output=tmp_path / "again", targets=("sm_80",))
+    again = {each.name: each.read_bytes() for each in other.files if each.suffix in (".cu", ".cubin")}
+    assert again == {name: (output / "tiny" / name).read_bytes() for name in again}
+
+    (cpu,) = build_file(file, output=output, targets=("cpu",))
+    assert {each.name for each in cpu.changed} == {"manifest.json", "tiny_d16_sm_80.cu", *CUBINS}
+    assert not list((output / "tiny").glob("*.cu*"))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, KernelSource]:
+    """What two processes compile into an empty cache."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc_processes, "available_cores", lambda: 2)
+    texts = {name: f'extern "C" __global__ void {name}(float* x) {{ *x = 1; }}' for name in ("one", "two", "three")}
+    head_dim = HeadDim(16, 16)
+    return {name: KernelSource(f"{name}.cu", "sm_80", name, head_dim, text, ()) for name, text in texts.items()}
+
+
+@needs_nvrtc
+def test_parts_are_compiled_side_by_side(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper fills the cache: here all of it, as this process takes nothing."""
+    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
+    made = nvrtc_processes.compile_cuda_parts(parts, "sm_80")
+    assert [each.kernels[0].name for each in made] == ["one", "two", "three"]
+    assert all(each.cached for each in made)
+
+
+@needs_nvrtc
+def test_parts_are_compiled_without_helpers(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no process can be started, or helpers would store in folders of their own, this one does it."""
+
+    def popen(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr("flashgen.runtime.nvrtc_processes.subprocess.Popen", popen)
+    assert len(nvrtc_processes.compile_cuda_parts(dict(list(parts.items())[:2]), "sm_80")) == 2
+    monkeypatch.setattr(nvrtc_processes, "_fill_cache", popen)
+    monkeypatch.setattr(Cache, "hindrance", lambda _: "read-only file system")
+    assert len(nvrtc_processes.compile_cuda_parts(parts, "sm_80")) == 3
+
+
+@needs_nvrtc
+def test_a_part_that_does_not_compile(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, by this process, whoever met it; what has not begun does not begin."""
+    broken = {"two": dataclasses.replace(parts["two"], text="void"), "one": parts["one"], "three": parts["three"]}
+    with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
+        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
+    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
+    with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
+        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
+    assert not nvrtc.is_compiled(parts["three"], "sm_80")
+
+
+@needs_nvrtc
+def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
+    build_file(file, output=tmp_path, targets=("sm_80",))
+    folder = tmp_path / "tiny"
+    spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
+
+    def brought(target: str) -> Packaged | None:
+        return packaged(folder, manifest, spec, spec.head_dims[0], GPU_TARGETS[target])
+
+    part = Part(ElementType.BF16, "forward")
+    usual, deterministic = (Part(ElementType.BF16, "backward", CallKind(repeatable=each)) for each in (False, True))
+    cubin = folder / "tiny_d16_sm_80_forward_bf16.cubin"
+    found = brought("sm_80")
+    assert found is not None
+    assert len(found.images) == len(CUBINS)
+    assert found.images[part].read_bytes() == cubin.read_bytes()
+    assert found.plan.by_element == compiled_plan(spec).by_element
+    assert {each.name for each in found.resources} >= {"tiny_d16_forward_bf16"}
+    assert found.image(usual) == found.images[Part(ElementType.BF16, "backward", CallKind(None, False, None))]
+    assert found.image(deterministic) is None
+    assert brought("sm_87") is not None, "a later architecture of the same generation"
+    assert brought("sm_86") is None, "which has less shared memory than the tiles were planned for"
+    assert brought("sm_90") is None
+
+    image = cubin.read_bytes()
+    cubin.write_bytes(image[:1000])
+    damaged = brought("sm_80")
+    assert damaged is not None
+    assert set(found.images) - set(damaged.images) == {part}, "that part of the source is compiled again"
+    assert not damaged.is_edited
+    cubin.write_bytes(image)
+    source = folder / "tiny_d16_sm_80.cu"
+    source.write_text(source.read_text() + "// edited\n")
+    edited = brought("sm_80")
+    assert edited is not None
+    assert edited.is_edited
+    assert not edited.images, "the binaries are of another source"
+    assert edited.source.text.endswith("// edited\n")
+
+
+@needs_nvrtc
+def test_a_package_has_what_it_says_of_deterministic_calls(file: Path, tmp_path: Path) -> None:
+    """By default binaries hold what usual calls start, and the manifest says so; asked for, also what the others do."""
+    spec = parse_text(SPEC).specs[0]
+    variant = analyse(spec, spec.head_dims[0])
+    values = {"dropout_threshold": 0, "deterministic": 1}
+    for asked in (False, True):
+        (built,) = build_file(file, output=tmp_path, targets=("sm_80",), deterministic=asked)
+        assert bool(built.left) is not asked
+        assert all("`flashgen build --deterministic` makes them now" in each for each in built.left)
+        manifest = Manifest.read(built.folder)
+        found = packaged(built.folder, manifest, spec, spec.head_dims[0], SM_80)
+        assert found is not None
+        for repeatable in (False, True):
+            values["deterministic"] = repeatable
+            kind = gpu_calls.kind_of("backward", values)
+            image = found.image(Part(ElementType.BF16, "backward", kind))
+            assert (image is None) is (repeatable and not asked)
+            launches = launches_of(variant, found.plan, found.source.symbol, ElementType.BF16)
+            started = set(launches("backward", values).kernels)
+            assert image is None or all(each.encode() in image.read_bytes() for each in started)
+            said = {each.name for each in manifest.gpu_kernels}
+            assert (started <= said) is (image is not None)
+        kinds = [each.deterministic for each in manifest.binaries if each.pass_name == "backward"]
+        assert set(kinds) == ({False, True} if asked else {False})
+        assert not build_file(file, output=tmp_path, targets=("sm_80",), deterministic=asked, check=True)[0].changed
+
+
+def compiled_plan(spec: AttentionSpec) -> GpuPlan:
+    plan = compiled(analyse(spec, spec.head_dims[0]), SM_80).plan
+    assert isinstance(plan, GpuPlan)
+    return plan
+
+
+def test_unknown_targets(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        build_file(file, output=tmp_path, targets=("sm_8",))
+    assert "sm_80" in caught.value.diagnostics[0].hints[0]
+    assert {"cpu", "sm_80", "sm_86", "sm_90a", "sm_120"} <= set(target_names())
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_build_without_nvrtc(file: Path, tmp_path: Path) -> None:
+    """Texts all the same, and what was left out."""
+    (built,) = build_file(file, output=tmp_path, targets=("cpu", "sm_80"))
+    assert {each.suffix for each in built.files} >= {".cpp", ".cu"}
+    assert not [each for each in built.files if each.suffix == ".cubin"]
+    (left,) = built.left
+    assert "compiled by NVRTC through CuPy" in left
+    assert "pip install 'flashgen[cuda13]'" in left
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_both_sources_by_default(file: Path, tmp_path: Path) -> None:
+    """C++ and CUDA for two architectures, without NVRTC; and checking asks for none."""
+    (built,) = build_file(file, output=tmp_path)
+    sources = {each.name for each in built.files if each.suffix in (".cpp", ".cu", ".cubin")}
+    assert sources == {"tiny_d16_cpu.cpp", "tiny_d16_sm_80.cu", "tiny_d16_sm_90a.cu"}
+    (left,) = built.left
+    assert "`flashgen build --target cpu,sm_80,sm_90a` makes them now" in left
+    manifest = Manifest.read(tmp_path / "tiny")
+    assert [each.target for each in manifest.gpu_sources] == ["sm_80", "sm_90a"]
+    assert manifest.binaries == ()
+    assert not build_file(file, output=tmp_path, check=True)[0].changed
+    text = tmp_path / "tiny" / "tiny_d16_sm_90a.cu"
+    text.write_text(text.read_text().replace("causal", "none"))
+    assert [each.name for each in build_file(file, output=tmp_path, check=True)[0].changed] == [text.name]
+
+
+def test_a_target_that_nobody_named_is_left_out_where_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "uneven.attn"
+    path.write_text("attention uneven { head_dim 160/72  mask causal }")
+    (built,) = build_file(path, output=tmp_path)
+    assert not [each for each in built.files if each.suffix == ".cu"]
+    assert any("'uneven' for sm_90a" in left and "72" in left for left in built.left)
+    with pytest.raises(SpecError, match="cannot divide head dimension 160/72"):
+        build_file(path, output=tmp_path, targets=("sm_90a",))
+
+
+def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that spills sends its tile back, with the reason; harmless spills and other kernels do not."""
+    texts: list[str] = []
+
+    def compile_cuda_parts(parts: Mapping[str, KernelSource], target: str) -> tuple[CudaBinary, ...]:
+        texts.append(next(iter(parts.values())).text)
+        spills = {"forward_bf16": 200 if len(texts) == 1 else 0, "backward_bf16": 40, "convert_bf16": 999}
+        kernels = tuple(Resources(f"tiny_d16_{name}", 255, 0, spill, 0) for name, spill in spills.items())
+        return tuple(CudaBinary(each.name, target, Path("none"), kernels, 0.0, cached=False) for each in parts.values())
+
+    monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
+    spec = parse_text(SPEC).specs[0]
+    kernel = assembled(analyse(spec, spec.head_dims[0]), SM_80).kernel
+    assert len(texts) == 2
+    (lost,) = kernel.plan.rejected
+    assert isinstance(lost, Rejection)
+    assert lost.pass_name == "forward"
+    assert "spills 200 bytes of registers" in lost.reason
+    first, second = (text.partition("ForwardPlan<fg::bfloat_t> {")[2].partition("}")[0] for text in texts)
+    assert first != second
+
+
+def test_the_cache_holds_packaged_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    path = packages._stored(b"binary")
+    assert path.read_bytes() == b"binary"
+    assert path == packages._stored(b"binary") != packages._stored(b"another")
+    assert len(Cache.default().entries()) == 2
