@@ -26,13 +26,14 @@ from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
 from flashgen.runtime.conversion import is_integral
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
-from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
+from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import LibraryKernel
 from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import is_plain
 from flashgen.runtime.ragged import check_memory, no_ragged_kernels, readable
 from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.signature import CACHED, Form
+from flashgen.runtime.values import address
 
 _Make = Callable[[int, torch.device], tuple[Tensor, ...]]
 _USUAL: dict[tuple[_Make, int], tuple[Tensor, ...]] = {}  # by the number of sequences, on CPUs
@@ -274,7 +275,7 @@ class CachedEngine(Engine):
         values: list[float] = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), parts_at, 0, 0, 0, 0, 0
         ]  # fmt: skip
-        self._add(values, call, captured, self._no_gradients)
+        self._values.add(values, call, captured, self._values.no_gradients)
         table = blocks.data_ptr() if cache.is_paged else 0
         if not isinstance(kernel, LibraryKernel):
             self._run_on_gpu(call, values, asked, (k, given[-1]), each)
@@ -287,7 +288,7 @@ class CachedEngine(Engine):
         prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
         if prepared is None:
             raise no_ragged_kernels(self.spec.name, "decode")
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         return o, lse, parts
 
     def _sees(self, own: Tensors, lengths: Tensor, capacity: int) -> bool:
@@ -323,7 +324,7 @@ class CachedEngine(Engine):
         prepared = call.backward.get(key)  # there is no backward pass
         if prepared is None:
             prepared = call.backward[key] = kernel.prepare("forward", (*values, *settled))
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002
         """There are none. Raises ``RuntimeError``."""

@@ -7,26 +7,21 @@ from ``call.py``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, contiguous_format, empty_like
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.arguments import stored_tensors
-from flashgen.plan.operands import HEAD_ROWS
 from flashgen.reference import tiled
-from flashgen.reference.dense import Dropout
-from flashgen.reference.philox import drop_threshold
 from flashgen.reference.programs import Place, Program
 from flashgen.runtime.by_kernels import KernelsOfTangents
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, is_readable
-from flashgen.runtime.conversion import check_scalar
+from flashgen.runtime.captured import Captured, CapturedValues
 from flashgen.runtime.forward_mode import ForwardMode, Moved
 from flashgen.runtime.kernel import (
     JvpKernel,
@@ -34,17 +29,14 @@ from flashgen.runtime.kernel import (
     KernelProvider,
     LibraryKernel,
     Node,
-    Prepared,
-    Values,
     takes_tangents,
     takes_tangents_backward,
 )
+from flashgen.runtime.modes import autograd_inside, deterministic_algorithms
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DENSE, Form, Signature
-
-# Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
-_SPARE_BYTES = 1 << 22
-_MOST_SPARE = 4
+from flashgen.runtime.values import address, packed, with_head_rows, with_strides
+from flashgen.runtime.workspaces import Workspaces
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p.
 Tensors = tuple[Any, ...]
@@ -55,35 +47,6 @@ Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Attended = tuple[Tensor, Tensor | None, Tensor | None]
 # What one problem of a call sees of a tensor that has a place: a view.
 View = Callable[[Place, Any], Any]
-
-
-class Captured(NamedTuple):
-    """What a call is given beside q, k and v, checked: ``given`` are the params that were passed, ``params`` all.
-
-    ``read`` is what kernels read in the place of ``tensors``: a zero for those without elements.
-    """
-
-    tensors: Sequence[Tensor]
-    read: Sequence[Tensor]
-    given: Sequence[Tensor | None]
-    params: Sequence[float]
-    dropout: Dropout | None
-    seed: Tensor | None  # where kernels fetch it, if they do
-
-    @property
-    def drawn(self) -> Dropout | None:
-        """The dropout of what is no kernel, and fetches the seed itself."""
-        if self.dropout is None or self.seed is None:
-            return self.dropout
-        return Dropout(self.dropout.probability, self.seed)
-
-
-class _Workspace(NamedTuple):
-    """Memory for one call at a time."""
-
-    address: int
-    bytes: int
-    memory: Tensor
 
 
 class Engine:
@@ -103,14 +66,9 @@ class Engine:
         self.spec, self.kernels = spec, kernels
         self.signature = Signature.of(spec, self.form)
         self._pairs = pairs
-        self._spare: list[_Workspace] = []  # those that no call is using; popping and appending are atomic
+        self._workspaces = Workspaces()
         self.checker = self._make_checker()
-        self._tensors_end = 3 + len(spec.tensors)
-        self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
-        stored = stored_tensors(spec)
-        self._stored = [each in stored for each in spec.tensors if each.grad]
-        self._stored += [False for each in spec.params if each.grad]
-        self._no_gradients = [0] * (sum(self._learned) + sum(self._stored))
+        self._values = CapturedValues(spec, self.signature, self.checker)
         self.has_nodes = type(self) is Engine and not self.signature.takes_more and pairs is not None
 
     def _make_checker(self) -> CallChecker:
@@ -177,13 +135,13 @@ class Engine:
         drops = False
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            drops = self._add(values, call, captured, self._no_gradients)
+            drops = self._values.add(values, call, captured, self._values.no_gradients)
         key: object = drops if into is None else (drops, o.stride(1))
         prepared = call.forward.get(key)
         if prepared is None:
             settled = call.settled if into is None else with_head_rows(kernel, call.settled, o)
             prepared = call.forward[key] = kernel.prepare("forward", (*values, *settled))
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         return o, lse, parts
 
     def _attend_without_kernel(self, call: Call, tensors: Tensors) -> Attended:
@@ -259,8 +217,8 @@ class Engine:
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             stores = kernel.stores and not (is_part or rest[1])
-            sums = self._sums(call, captured, needs[3:], stores=stores)
-            drops = self._add(values, call, captured, self._addresses(sums, stores=stores))
+            sums = self._values.sums(call, captured, needs[3:], stores=stores)
+            drops = self._values.add(values, call, captured, self._values.addresses(sums, stores=stores))
         strides = d_o.stride()
         key = (drops, strides, None if into is None else dq.stride(1), *needs[3:])
         prepared = call.backward.get(key)
@@ -269,7 +227,7 @@ class Engine:
             if into is not None:
                 settled = with_head_rows(kernel, settled, dq)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         found = [dq, dk, dv]
         if not all(needs[:3]):
             found = [x for x, need in zip(found, needs, strict=False) if need]
@@ -408,49 +366,6 @@ class Engine:
             problem = self._problem(call, tensors, self._captured(call, tensors))
             yield for_derivatives(problem), _all_of
 
-    def _sums(
-        self, call: Call, captured: Captured, needs: Sequence[bool], *, stores: bool = False
-    ) -> list[tuple[Tensor | None, Any]]:
-        """What kernels add to in float32, or ``stores`` in a tensor's own type where each pair has its own element.
-
-        With what it is the gradient of, for all that may have one.
-        """
-        all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
-        learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
-        types = [
-            x.dtype if x is not None and stored and stores else torch.float32
-            for (x, _), stored in zip(learned, self._stored, strict=True)
-        ]
-        return [
-            (torch.zeros(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
-            for (x, need), dtype in zip(learned, types, strict=True)
-        ]
-
-    def _addresses(self, sums: Sequence[tuple[Tensor | None, Any]], *, stores: bool = False) -> list[int]:
-        """Of what is added to, and then of what is stored."""
-        found = [(address(x), stored) for (x, _), stored in zip(sums, self._stored, strict=True)]
-        own = [0 if stored and stores else at for at, stored in found]
-        return own + [at if stores else 0 for at, stored in found if stored]
-
-    def _run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
-        """One pass with the values that vary; the first is still missing, where the workspace lies."""
-        size = prepared.workspace_bytes
-        if size == 0:
-            prepared.run(values)
-            return
-        keeps = call.is_on_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
-        try:
-            workspace = self._spare.pop() if keeps else None
-        except IndexError:  # not asked for before: another thread may take the last one
-            workspace = None
-        if workspace is None or workspace.bytes < size:
-            memory = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=call.device)
-            workspace = _Workspace(memory.data_ptr(), size, memory)
-        values[0] = workspace.address
-        prepared.run(values)
-        if keeps and workspace.bytes <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
-            self._spare.append(workspace)
-
     def _readable(self, kernel: Kernel, call: Call, tensors: Tensors, rest: Rest) -> tuple[Call, Tensors]:
         """The call with copies of q, k and v where the kernel cannot read them."""
         q, k, v = tensors[:3]
@@ -461,45 +376,7 @@ class Engine:
         return self.checker.find(tensors, rest), tensors
 
     def _captured(self, call: Call, tensors: Tensors) -> Captured:
-        end = self.signature.inputs
-        given = tensors[self._tensors_end : end]
-        params = self.checker.params(call, given) if given else ()
-        dropout, fetched = None, None
-        if self.signature.has_dropout:
-            seed, dropout_p = tensors[end:]
-            probability = self.checker.drop_probability(call, dropout_p, params)
-            if probability > 0.0:
-                if seed is None:
-                    raise ValueError("dropout needs a seed")
-                if seed.dtype is not torch.int64:
-                    raise TypeError(f"'seed' is {seed.dtype}; the operator takes torch.int64")
-                check_scalar(seed, "'seed'", call.device)
-                fetched = seed if self.checker.is_fetched(call, seed) else None
-                number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
-                dropout = Dropout(probability, number)
-        captured: Sequence[Tensor] = tensors[3 : self._tensors_end]
-        read = captured
-        if call.reads_nothing:
-            read = tuple(x if x.numel() else x.new_zeros(1) for x in captured)
-        return Captured(captured, read, given, params, dropout, fetched)
-
-    def _add(self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]) -> bool:
-        """Add the values that vary behind those of q, k, v and what belongs to them. Whether pairs are dropped."""
-        threshold = 0
-        if captured.dropout is not None:
-            probability, seed = captured.dropout.probability, captured.dropout.seed
-            threshold = drop_threshold(probability)
-            values += (threshold, 1.0 / (1.0 - probability), int(seed), address(captured.seed))
-        elif self.signature.has_dropout:
-            values += (0, 1.0, 0, 0)
-        addresses = [x.data_ptr() for x in captured.read]
-        if 0 in addresses and not all(at or x.numel() == 0 for at, x in zip(addresses, captured.read, strict=True)):
-            raise NoMemoryError("a captured tensor is zero in name alone")
-        values += addresses
-        values += captured.params
-        values += [x.data_ptr() if x is not None and self.checker.is_fetched(call, x) else 0 for x in captured.given]
-        values += gradients
-        return threshold > 0
+        return self._values.read(call, tensors)
 
     def _problem(self, call: Call, tensors: Tensors, captured: Captured) -> tiled.Problem:
         if call.threads != torch.get_num_threads():
@@ -540,58 +417,9 @@ def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
     return x
 
 
-def packed(x: Tensor | None) -> Tensor | None:
-    """A tensor without gaps."""
-    return None if x is None else x.contiguous()
-
-
-def address(x: Tensor | None) -> int:
-    """Where a tensor lies; a null pointer for none."""
-    return 0 if x is None else x.data_ptr()
-
-
-def with_strides(kernel: Kernel, settled: Values, strides: Sequence[int]) -> Values:
-    """The settled values of a backward pass: those of a call, and the strides of d_o."""
-    layout, values = kernel.layout, list(settled)
-    for axis, stride in zip("bhn", strides, strict=False):
-        values[layout.slots[f"d_o_stride_{axis}"] - layout.varying] = stride
-    return values
-
-
 def _put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
     """What was found, where it is wanted."""
     for x, place in zip(found, into, strict=True):
         if x is not None and place is not None:
             place.copy_(x)
     return into
-
-
-def with_head_rows(kernel: Kernel, settled: Values, rows: Tensor) -> Values:
-    """The settled values of a call, and how far the heads of some rows of a larger tensor are apart."""
-    values = list(settled)
-    values[kernel.layout.slots[HEAD_ROWS] - kernel.layout.varying] = rows.stride(1) // rows.shape[3]
-    return values
-
-
-def autograd_inside() -> contextlib.AbstractContextManager[None]:
-    """Lets the reference use autograd inside an operator, where the dispatcher has left autograd behind."""
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
-    include = torch._C._dispatch_tls_local_include_set()
-    guard: contextlib.AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude)
-    return guard
-
-
-@contextlib.contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic algorithms for the reference, which gathers and scatters by its operators."""
-    before = torch.are_deterministic_algorithms_enabled()
-    if before or not wanted:
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

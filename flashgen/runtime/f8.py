@@ -21,10 +21,11 @@ from flashgen.ir.spec import HeadDim
 from flashgen.reference.programs import Program
 from flashgen.runtime.call import Call, CallChecker, Rest
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
-from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, address
+from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DESCALES, F8_CALLS, Form
+from flashgen.runtime.values import address
 
 _ORDER_ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 _ORDER_ON_GPUS = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,12 +88,12 @@ class F8Engine(Engine):
             raise NoMemoryError("q, k or v is zero in name alone")
         values: list[float] = [0, *places, o.data_ptr(), address(lse), 0, 0, 0, 0, 0, 0]
         captured = self._captured(call, tensors)  # kept until the kernel ran: it holds what stands for empty tensors
-        drops = self._add(values, call, captured, self._no_gradients)
+        drops = self._values.add(values, call, captured, self._values.no_gradients)
         values += [address(x if x.numel() else None) for x in factors]
         prepared = call.forward.get(drops)
         if prepared is None:
             prepared = call.forward[drops] = kernel.prepare("forward", (*values, *call.settled))
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         return o, lse, parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002

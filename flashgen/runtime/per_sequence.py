@@ -18,10 +18,8 @@ from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import Dropout, drop_probability, param_values
 from flashgen.reference.philox import drop_threshold
 from flashgen.runtime.call import Call, check_probability
-from flashgen.runtime.engine import (
-    Captured,
-    Tensors,
-)
+from flashgen.runtime.captured import Captured
+from flashgen.runtime.engine import Tensors
 
 
 class PerSequence:

@@ -25,26 +25,16 @@ from flashgen.reference.dense import Dropout
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
-from flashgen.runtime.engine import (
-    Attended,
-    Captured,
-    Engine,
-    Rows,
-    Tensors,
-    View,
-    address,
-    autograd_inside,
-    deterministic_algorithms,
-    for_derivatives,
-    packed,
-    with_strides,
-)
+from flashgen.runtime.captured import Captured
+from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, View, for_derivatives
 from flashgen.runtime.kernel import Kernel, LibraryKernel, PassName, Prepared
 from flashgen.runtime.lengths import Lengths, lengths, unseen_lengths
+from flashgen.runtime.modes import autograd_inside, deterministic_algorithms
 from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.ragged_checks import RaggedChecker, checks_lengths
 from flashgen.runtime.signature import RAGGED, Form
+from flashgen.runtime.values import address, packed, with_strides
 
 
 class RaggedEngine(Engine):
@@ -80,7 +70,7 @@ class RaggedEngine(Engine):
         each = None
         if self._varies or isinstance(kernel, LibraryKernel):
             captured = self._captured(call, own)
-            self._add(values, call, captured, self._no_gradients)
+            self._values.add(values, call, captured, self._values.no_gradients)
             each = PerSequence(self.spec, call, found.pairs, own, captured)
         if isinstance(kernel, LibraryKernel):
             assert each is not None, "kernels of a library take it"
@@ -90,7 +80,7 @@ class RaggedEngine(Engine):
             known = call.forward.get(drops)
             prepared = known or kernel.prepare("forward", (*values, *call.settled))
             call.forward[drops] = prepared
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         return o, lse, parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
@@ -111,8 +101,8 @@ class RaggedEngine(Engine):
         each, sums = None, []
         if self._varies or isinstance(kernel, LibraryKernel):
             captured = self._captured(call, own)
-            sums = self._sums(call, captured, needs[3:])
-            self._add(values, call, captured, self._addresses(sums))
+            sums = self._values.sums(call, captured, needs[3:])
+            self._values.add(values, call, captured, self._values.addresses(sums))
             each = PerSequence(self.spec, call, found.pairs, own, captured)
         strides = (0, d_o.stride(1), d_o.stride(0))
         if isinstance(kernel, LibraryKernel):
@@ -127,7 +117,7 @@ class RaggedEngine(Engine):
                 settled = with_strides(kernel, call.settled, strides)
                 known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
             prepared = known
-        self._run(call, prepared, values)
+        self._workspaces.run(call, prepared, values)
         results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
         return results + [
             total if total.dtype is like.dtype and total.device == like.device else total.to(like)
