@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
-from benchmarks.report import publish
+from benchmarks.report import publish, table_lines
 from benchmarks.speed import BF16, F32, Attention, Setting, both_passes, forward, inputs, operator, sdpa
 from flashgen.ir.shape import Shape
 
@@ -59,20 +60,32 @@ print(used() - before)
 Row = tuple[str, str, float, float, float | None]  # what, against whom, own and its seconds, the goal of their ratio
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding: ``of``, heads and type; ``call``, queries of keys; seconds, those of a copy if it counts."""
+
+    of: str
+    call: str
+    own: float
+    sdpa: float
+    copy: float | None
+
+
 def main() -> None:
     """Measure and publish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="kinds of rows, with commas between them")
+    parser.add_argument("--only", default=",".join([*SECTIONS, DECODE]), help="kinds of rows, with commas between them")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name in given.only.split(",") for row in SECTIONS[name]()]
+    names = given.only.split(",")
+    rows = [row for name in names if name != DECODE for row in SECTIONS[name]()]
+    steps = decode() if DECODE in names else []
     isa = torch.backends.cpu.get_cpu_capability()
     columns = ["work", "against", "flashgen (ms)", "peer (ms)", "×", "goal", "met"]
     remark = (
         f"{isa}, one thread, whose own time is counted, the least of many calls in turns. Others used the machine. "
-        "B 1, H 1, N 4096 unless it says otherwise; attention float32 unless it says bf16. Decode: one step, the GB/s "
-        "that the cache is read at, and a copy's, read and written. Cold: user and system time of the process and its "
-        "compiler, caches empty."
+        "B 1, H 1, N 4096 unless it says otherwise; attention float32 unless it says bf16. Cold: user and system time "
+        "of the process and its compiler, caches empty."
     )
     publish(
         "one_thread_avx2" if isa == "AVX2" else "one_thread",
@@ -80,6 +93,7 @@ def main() -> None:
         columns,
         [*map(_line, rows)],
         remark,
+        decoded(steps),
     )
 
 
@@ -168,10 +182,10 @@ def _repeat(call: Callable[[], object]) -> None:
         call()
 
 
-def decode() -> list[Row]:
+def decode() -> list[Step]:
     """The last queries over a cache, beside SDPA of the same rows."""
     op = flashgen.loads("attention bench_decode { head_dim 64, 128  mask causal }", backend="cpu")
-    table: list[Row] = []
+    found: list[Step] = []
     heads, lengths = ((32, 8), (16, 16), (32, 4)), ((1, 1024), (1, 8192), (4, 1024), (4, 8192))
     for dtype, d, (h, hkv), (queries, n) in itertools.product((F32, BF16), (64, 128), heads, lengths):
         q, k, v = (torch.randn(1, x, rows, d).to(dtype) for x, rows in ((h, queries), (hkv, n), (hkv, n)))
@@ -185,12 +199,30 @@ def decode() -> list[Row]:
         with torch.no_grad():
             own, other, copied = least(calls, 0.8)
         size = 2 * k.numel() * k.element_size()  # of the cache; a copy of k reads and writes as much
-        element, speed = "bf16" if dtype is BF16 else "float32", f"{size / own / 1e9:.0f} GB/s"
-        what = f"decode, {h}/{hkv} heads, D {d}, {element}, {queries} of {n}: {speed}"
-        table.append(_show((what, "SDPA", own, other, 1.0)))
-        if size > LAST_LEVEL:
-            table.append(_show((what, f"a copy at {size / copied / 1e9:.0f} GB/s", own, copied, OF_COPY)))
-    return table
+        of = f"{h}/{hkv} heads, D {d}, {'bf16' if dtype is BF16 else 'float32'}"
+        found.append(Step(of, f"{queries} of {n}", own, other, copied if size > LAST_LEVEL else None))
+        print(found[-1], flush=True)
+    return found
+
+
+def decoded(steps: Sequence[Step]) -> str:
+    """A table of steps, a row for each kind of heads; nothing where there are none."""
+    if not steps:
+        return ""
+    calls, kinds = ([*dict.fromkeys(each)] for each in zip(*((step.call, step.of) for step in steps), strict=True))
+    cells = {(step.of, step.call): _cell(step) for step in steps}
+    rows = [[of, *(cells.get((of, call), "") for call in calls)] for of in kinds]
+    text = (
+        "Decoding, by queries of keys: ms of a step: SDPA's time over it (goal 1.00); where the cache is larger than "
+        f"the last level of cache, a copy's time, as many bytes read and written, over it (goal {OF_COPY})."
+    )
+    return "\n".join([text, "", *table_lines(["heads", *calls], rows)])
+
+
+def _cell(step: Step) -> str:
+    goals = [(step.sdpa / step.own, 1.0), *([(step.copy / step.own, OF_COPY)] if step.copy else [])]
+    ratios = [f"{ratio:.2f}" if ratio >= goal else f"**{ratio:.2f}**" for ratio, goal in goals]
+    return f"{step.own * 1e3:.3g}: {', '.join(ratios)}"
 
 
 def cold() -> list[Row]:
@@ -208,11 +240,11 @@ def _cold(who: str) -> float:
     return float(run.stdout.split()[-1])
 
 
+DECODE = "decode"
 SECTIONS: Mapping[str, Callable[[], list[Row]]] = {
     "attention": attention,
     "window": window,
     "overhead": overhead,
-    "decode": decode,
     "cold": cold,
 }
 

@@ -36,8 +36,7 @@ class Report:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remark: str = "") -> None:
         """A section of the page."""
-        lines = [f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+        lines = [f"## {title}", "", *table_lines(columns, [[str(cell) for cell in row] for row in rows])]
         self.text("\n".join([*lines, *(["", remark] if remark else [])]))
 
     def text(self, text: str) -> None:
@@ -53,19 +52,26 @@ class Report:
         (self.folder / "report.json").write_text(json.dumps(self.data, indent=1, default=str) + "\n", encoding="utf-8")
 
 
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown."""
+    each = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *each]
+
+
 def publish(
-    section: str, command: str, columns: Sequence[str], rows: Sequence[Sequence[str]], remark: str = ""
+    section: str,
+    command: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    remark: str = "",
+    more: str = "",
 ) -> None:
-    """Print the table, and put it between the section's markers in place of one that is of the same processor."""
-    lines = [
-        f"`{command}` on {machine()}",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
-    if remark:
-        lines += ["", remark]
+    """Print the table, a remark and what comes behind it, and put them between the section's markers in place of those
+    of the same processor.
+    """
+    lines = [f"`{command}` on {machine()}", "", *table_lines(columns, rows)]
+    for each in (remark, more):
+        lines += ["", each] if each else []
     text = "\n".join(lines)
     print(text)
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"

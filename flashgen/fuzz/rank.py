@@ -25,8 +25,8 @@ from torch import Tensor
 from flashgen import compiling
 from flashgen.cache import ENVIRONMENT_VARIABLE
 from flashgen.diagnostics import SpecError
-from flashgen.fuzz.judge import results_of
 from flashgen.fuzz.ranks import ANSWER
+from flashgen.fuzz.running import results_of
 from flashgen.fuzz.spread import Share, share
 from flashgen.runtime.compiler import CompileFailed
 

@@ -13,8 +13,8 @@ from flashgen.diagnostics import SpecError
 from flashgen.fuzz.draws import VIEWS, CallDraw, Draw, Machine, draw, pins_of
 from flashgen.fuzz.expressions import uses
 from flashgen.fuzz.inputs import arguments
-from flashgen.fuzz.judge import run
 from flashgen.fuzz.nodes import SpecDraw
+from flashgen.fuzz.running import run
 from flashgen.fuzz.shrink import shrink, size_of
 from flashgen.ir.expr import Apply, walk
 from flashgen.ir.operators import OPERATORS

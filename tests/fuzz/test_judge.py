@@ -12,10 +12,12 @@ import torch
 
 import flashgen
 from flashgen.fuzz import judge as judge_module
+from flashgen.fuzz.comparing import compare
 from flashgen.fuzz.compiling import compiled
 from flashgen.fuzz.draws import CallDraw, Case, Machine
 from flashgen.fuzz.inputs import arguments, plain, shown
-from flashgen.fuzz.judge import compare, judge, reference
+from flashgen.fuzz.judge import judge
+from flashgen.fuzz.running import reference, run
 from flashgen.fuzz.workers import Workers
 from flashgen.runtime.op import AttentionOp
 
@@ -100,7 +102,6 @@ def test_rows_that_float64_loses_are_borderline_and_empty_ones_are_not(weight: s
 
 def test_other_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter(range(100))
-    run = judge_module.run
 
     def unsteady(*given):  # type: ignore[no-untyped-def]
         found = run(*given)
