@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from flashgen.analysis.batch import batch_axes
 from flashgen.ir.spec import AttentionSpec
@@ -83,6 +84,28 @@ def mapped(
     ]
     stacked = tuple(torch.stack(one) for one in zip(*each, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def has_samples(values: Sequence[Any]) -> bool:
+    """Whether some are samples of PyTorch's first vmap: ``is_grads_batched`` and ``vectorize=True`` still use it."""
+    return any(isinstance(x, Tensor) and is_legacy_batchedtensor(x) for x in values)
+
+
+def by_samples(call: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The results of ``call(*values)``, of which some are such samples, by ``torch.vmap``, which knows all rules.
+
+    Raises ``NotImplementedError`` where one such vmap stands in another: nothing says whose samples they are.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if level != 1:
+        raise NotImplementedError(
+            "is_grads_batched or vectorize=True within another such call: use torch.func.vmap, which takes any number"
+        )
+    dims = tuple(0 if has_samples([x]) else None for x in values)
+    own = [x if dim is None else torch._remove_batch_dim(x, level, 1, 0) for x, dim in zip(values, dims, strict=True)]
+    found = torch.vmap(lambda *each: tuple(call(*each)), dims)(*own)
+    return tuple(torch._add_batch_dim(x, 0, level) for x in found)
 
 
 def _fit(dims: Sequence[int | None], of_values: Axes, of_results: Axes) -> bool:

@@ -19,7 +19,7 @@ from torch._C import (
     _len_torch_function_stack,
 )
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -67,7 +67,7 @@ def lies_in_memory(tensors: Sequence[Any]) -> bool:
 def _has_memory(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
         return False
-    return not (is_functorch_wrapped_tensor(x) or x.is_meta or x._is_zerotensor())
+    return not (is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x) or x.is_meta or x._is_zerotensor())
 
 
 def has_distributed(tensors: Sequence[Any]) -> bool:

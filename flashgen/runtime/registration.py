@@ -33,7 +33,7 @@ from flashgen.runtime.derivatives import AttentionBackward, tangents_of
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.flops import count_flops
 from flashgen.runtime.kernel import Node
-from flashgen.runtime.mapping import Batch, folds, mapped
+from flashgen.runtime.mapping import Batch, by_samples, folds, has_samples, mapped
 from flashgen.runtime.node import extension, node_of
 from flashgen.runtime.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.runtime.signature import TORCH_DTYPES, Signature
@@ -271,6 +271,14 @@ def _gradients(
             if is_what_it_seems((*arriving, *tensors)):
                 raise
     args = (d_o, *((d_lse, *kept) if kept else ()), *tensors)
+    if has_samples(args):
+        first = len(args) - len(tensors)
+        return [
+            *by_samples(
+                lambda *own: _gradients(op, (own[0], own[1] if kept else None), own[2:first], own[first:], rest, needs),
+                args,
+            )
+        ]
     found: list[Tensor]
     if transforming():
         found = list(AttentionBackward.apply((op, rest, tuple(needs)), *args))  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.helpers import flashgen_process
 
 # What a core judges in about 15 seconds, or in 30 where a compiler builds it first.
-SPECS = {"cpu": 3, "tiled": 12, "emulator sm_75": 1, "emulator sm_80": 1, "emulator sm_90a": 1}
+SPECS = {"cpu": 2, "tiled": 6, "emulator sm_75": 1, "emulator sm_80": 1, "emulator sm_90a": 1}
 
 
 @pytest.mark.parametrize("machine", SPECS)
@@ -32,8 +32,8 @@ def test_random_specs(machine: str) -> None:
 
 def test_random_specs_over_ranks() -> None:
     """To repeat a failure: the command that the message begins with."""
-    arguments = ["--backend", "tiled", "--ranks", "3", "--count", "5"]
+    arguments = ["--backend", "tiled", "--ranks", "3", "--count", "3"]
     arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
     done = flashgen_process("fuzz", *arguments, "--attempts", "0", "--json", seconds=280)
     assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
-    assert json.loads(done.stdout)["specs"] == 5
+    assert json.loads(done.stdout)["specs"] == 3
