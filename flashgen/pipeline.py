@@ -236,7 +236,9 @@ def loads(
     backend: str | None = None,
     target: str | None = None,
 ) -> AttentionOp:
-    """``load`` for the text of a spec."""
+    """``load`` for the text of a spec. Raises ``TypeError`` for what is no text."""
+    if not isinstance(text, str):
+        raise TypeError(f"the text of a spec must be a str, not {type(text).__name__}; flashgen.load takes files")
     constants = dict(const or {})
     specs = specs_of_text(text, constants, lambda: _check_text(text, constants).specs)
     return _load(specs, name, backend, target, (loads, (text, name, constants, backend, target)))

@@ -22,6 +22,8 @@ from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim, Schedule
 from flashgen.ir.spec_text import spec_text
+from flashgen.language.statements import MAX_HEAD_DIM
+from flashgen.runtime.conversion import as_number
 from flashgen.runtime.op import AttentionOp
 
 Mask = BlockMask | torch_flex.BlockMask
@@ -106,7 +108,8 @@ def _attend(
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError):
             raise
-        raise type(error)(_in_the_users_names(str(error), found.names, bound.trace.names)) from error
+        names = ((*found.names, SCALE), (*bound.trace.names, "scale"))
+        raise type(error)(_in_the_users_names(str(error), *names)) from error
     if return_aux is None:
         return result
     o, lse = result if wants_lse else (result, None)
@@ -121,7 +124,7 @@ _outside: Any = _disable_dynamo(_attend)
 def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]) -> str:
     """What an op of a family says, with the names that captured values have in the mods."""
     known = {own: theirs for own, theirs in zip(plain, names, strict=True) if theirs}
-    return re.sub(r"\b[tp]\d+\b", lambda found: known.get(found[0], found[0]), message)
+    return re.sub(rf"\b([tp]\d+|{SCALE})\b", lambda found: known.get(found[0], found[0]), message)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -173,7 +176,10 @@ def _schedule(options: Mapping[str, Any]) -> Schedule:
     for name, option in options.items():
         plain = name.removeprefix("fwd_")
         if plain in _PINS:
-            pins[_PINS[plain]] = int(option)
+            pin = as_number(option, whole=True)
+            if pin is None or pin < 1:
+                raise ValueError(f"kernel_options: '{name}' is {option!r}; an int of at least 1 is expected")
+            pins[_PINS[plain]] = pin
         elif name == "BACKEND" and option == "AUTO":
             continue
         elif plain not in _HARMLESS:
@@ -201,7 +207,7 @@ def from_mods(
 
     ``head_dim`` may be (D, Dv). ``shape`` is (B, H, Nq, Nk): with it, dimensions of captured tensors that are as long
     as a size are declared as that size, if what reads them follows it; without it, if a position itself reads them.
-    Raises ``SpecError``.
+    Raises ``SpecError``, and ``ValueError`` for a head dimension that is none.
     """
     bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
     wanted = wanted_gradients(bound)
@@ -229,6 +235,14 @@ def to_spec(
     return spec_text(make_spec(bound.trace.traced, full, shapes, wanted_gradients(bound)))
 
 
+def _checked_head_dim(given: object) -> HeadDim:
+    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    found = [as_number(each, whole=True) for each in both]
+    if len(found) != 2 or not all(each is not None and 1 <= each <= MAX_HEAD_DIM for each in found):
+        raise ValueError(f"'head_dim' is {given!r}; an int from 1 to {MAX_HEAD_DIM}, or two, (D, Dv), is expected")
+    return HeadDim(*found)
+
+
 def _described(
     score_mod: Mod | None,
     mask: Mod | Mask | None,
@@ -238,9 +252,8 @@ def _described(
 ) -> tuple[Bound, Shell, Sizes | None]:
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
     bound = bind(score_mod, mask_mod, torch.device("cpu"))
-    qk, v = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
     names = user_names(bound.trace.traced, bound.trace.names)
-    shell = Shell(name or name_of(score_mod, mask_mod), HeadDim(qk, v), names)
+    shell = Shell(name or name_of(score_mod, mask_mod), _checked_head_dim(head_dim), names)
     if shape is None:
         return bound, shell, None
     return bound, shell, {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}

@@ -34,11 +34,8 @@ def index(session: Session, target: Tensor, key: Any) -> Any:
     open_axes = [axis for axis, each in enumerate(indices) if each is None]
     keys = _expanded(keys, len(open_axes))
     if len(keys) > len(open_axes):
-        name = session.names.get(id(tensor), "the tensor")
-        refuse(
-            "E603",
-            f"'{name}' has {tensor.dim()} dimensions, {len(keys) + tensor.dim() - len(open_axes)} indices are given",
-        )
+        given = len(keys) + tensor.dim() - len(open_axes)
+        refuse("E603", f"{session.called(tensor)} has {tensor.dim()} dimensions, {given} indices are given")
     number = session.slot(tensor)
     for axis, each in zip(open_axes, keys, strict=False):
         indices[axis] = None if _is_all(each) else _position(session, each, tensor, number, axis)
@@ -92,13 +89,13 @@ def _expanded(keys: list[Any], rank: int) -> list[Any]:
 
 def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) -> Expr:
     """An index as an int of the language, counted from the start."""
-    name = session.names.get(id(tensor), "the tensor")
+    name = session.called(tensor)
     if key is None or type(key) is slice:
-        refuse("E603", f"a part of '{name}' is sliced that a position has been chosen of", hints=("slice it first",))
+        refuse("E603", f"a part of {name} is sliced that a position has been chosen of", hints=("slice it first",))
     if type(key) is int:
         length = tensor.shape[axis]
         if not -length <= key < length:
-            refuse("E603", f"index {key} is outside dimension {axis} of '{name}', which has {length} entries")
+            refuse("E603", f"index {key} is outside dimension {axis} of {name}, which has {length} entries")
     value = session.value(key)
     if value.dtype is torch.bool or scalar_of(value.dtype) is not INT:
         refuse("E603", f"an index of '{name}' is {value.dtype}", hints=("convert it: index.int()",))

@@ -153,7 +153,7 @@ def create_block_mask(
         raise TypeError(f"mask_mod must be a function of b, h, q_idx and kv_idx, not {type(mask_mod).__name__}")
     for name, count in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if count is not None and count < 0:
-            raise ValueError(f"{name} is {count}")
+            raise ValueError(f"'{name}' is {count}; it must not be negative")
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     where = torch.device("cpu" if device is None else device)
     return BlockMask(mask_mod, B, H, int(Q_LEN), int(KV_LEN), where, (sizes[0], sizes[1]))

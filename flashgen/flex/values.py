@@ -235,9 +235,13 @@ class Session:
             self.tensors.append(TensorSlot(self.names.get(id(tensor), ""), tensor, element, leaf))
         return self._slots[id(tensor)]
 
-    def _check_readable(self, tensor: Tensor) -> None:
+    def called(self, tensor: Tensor) -> str:
+        """A captured tensor, for messages."""
         known = self.names.get(id(tensor))
-        name = f"'{known}'" if known else "a tensor that the mod makes"
+        return f"'{known}'" if known else "a tensor that the mod makes"
+
+    def _check_readable(self, tensor: Tensor) -> None:
+        name = self.called(tensor)
         if tensor.dtype not in _ELEMENTS and tensor.dtype not in _CONVERTED:
             refuse(
                 "E605",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn.learned import Initial, learned_values
 from flashgen.pipeline import Constant, load
+from flashgen.runtime.conversion import as_number
 from flashgen.runtime.op import BaseOp
 
 
@@ -30,8 +31,8 @@ class Attention(nn.Module):
     A scalar param is a Parameter of shape [1], which FSDP can shard. ``name``, ``const`` and ``backend`` are those
     of ``flashgen.load``; ``device`` and ``dtype`` those of the Parameters (default: the declared types).
 
-    In ``eval()`` nothing is dropped, whatever the spec says. Raises ``SpecError`` for a wrong spec and ``ValueError``
-    for sizes, names and initial values that do not fit.
+    In ``eval()`` nothing is dropped, whatever the spec says. Raises ``SpecError`` for a wrong spec, ``ValueError``
+    for sizes, names and initial values that do not fit, and ``TypeError`` for what is no size and no value.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         self.op = as_op(spec, name, const, backend)
         own = self.op.spec
         kv_heads = heads if kv_heads is None else kv_heads
+        heads, kv_heads = whole("heads", heads), whole("kv_heads", kv_heads)
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; heads must be a multiple of kv_heads")
         dims = _head_dim(own, head_dim)
@@ -114,7 +116,11 @@ def as_op(
 def _head_dim(spec: AttentionSpec, given: int | tuple[int, int] | None) -> HeadDim:
     if given is None:
         return spec.head_dims[0]
-    dims = HeadDim(given, given) if isinstance(given, int) else HeadDim(*given)
+    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    found = [as_number(each, whole=True) for each in both]
+    if len(found) != 2 or None in found:
+        raise TypeError(f"'head_dim' is {given!r}; an int, or two, (D, Dv), is expected")
+    dims = HeadDim(*found)
     if dims not in spec.head_dims:
         known = ", ".join(str(each) for each in spec.head_dims)
         raise ValueError(f"the head dimension is {dims}; '{spec.name}' is built for {known}")
@@ -122,7 +128,17 @@ def _head_dim(spec: AttentionSpec, given: int | tuple[int, int] | None) -> HeadD
 
 
 def _checked(sizes: Mapping[str, int]) -> Mapping[str, int]:
-    for name in sizes:
+    for name, value in sizes.items():
         if name not in ("B", "Nq", "Nk"):
             raise ValueError(f"sizes: '{name}' is not among 'B', 'Nq' and 'Nk'; heads and head_dim say the others")
+        if whole(name, value) < 0:
+            raise ValueError(f"sizes: '{name}' is {value}; it must not be negative")
     return sizes
+
+
+def whole(name: str, value: object) -> int:
+    """An int, NumPy's too. Raises ``TypeError`` by name."""
+    found = as_number(value, whole=True)
+    if found is None:
+        raise TypeError(f"'{name}' must be an int, not {type(value).__name__}")
+    return int(found)

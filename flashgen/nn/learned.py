@@ -19,6 +19,7 @@ from flashgen.diagnostics import quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.reference.dense import constant_number
+from flashgen.runtime.conversion import as_number
 from flashgen.runtime.signature import TORCH_DTYPES
 
 # How a Parameter gets its values: a number, a tensor of its shape, or a function that fills it (``torch.nn.init``'s).
@@ -130,6 +131,11 @@ def _check(spec: AttentionSpec, found: list[Learned], initial: Mapping[str, Init
     for each in found:
         value = each.initial
         if not isinstance(value, Tensor):
+            if not callable(value) and as_number(value, whole=False) is None:
+                raise TypeError(
+                    f"initial: '{each.name}' is given as {type(value).__name__}; a number, a tensor, or a function "
+                    "that fills one is expected"
+                )
             continue
         if tuple(value.shape) != each.shape and not (each.is_scalar and value.numel() == 1):
             shape = [] if each.is_scalar else list(each.shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flashgen.ir.spec import HeadDim
-from flashgen.nn.attention import Attention, as_op
+from flashgen.nn.attention import Attention, as_op, whole
 from flashgen.nn.learned import Initial
 from flashgen.nn.masks import PADDING, PAIRS, Change, Form
 from flashgen.pipeline import Constant, load_spec
@@ -65,7 +65,9 @@ class MultiheadAttention(nn.Module):
             if asked:
                 raise ValueError(f"{argument} is not supported: no position of the spec means the key that it adds")
         kv_heads = num_heads if kv_heads is None else kv_heads
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads or num_heads % kv_heads:
+        embed_dim, num_heads = whole("embed_dim", embed_dim), whole("num_heads", num_heads)
+        kv_heads = whole("kv_heads", kv_heads)
+        if min(embed_dim, num_heads, kv_heads) < 1 or embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"embed_dim is {embed_dim}, num_heads {num_heads}, kv_heads {kv_heads}; "
                 "num_heads must divide embed_dim, and kv_heads num_heads"
@@ -138,6 +140,7 @@ class MultiheadAttention(nn.Module):
         """
         if need_weights:
             raise ValueError("need_weights: the weights are never made; call with need_weights=False")
+        self._check(query, key, value)
         is_batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
@@ -154,6 +157,15 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             rows = rows.transpose(0, 1)
         return self.out_proj(rows), None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raise ``TypeError`` and ``ValueError`` for what the projections do not take, by name."""
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+            if x.dim() and x.shape[-1] != width:
+                raise ValueError(f"'{name}' has shape {list(x.shape)}; its last dimension must be {width}")
 
     def extra_repr(self) -> str:
         """What stands between the parentheses."""

@@ -24,7 +24,7 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
-from flashgen.runtime.conversion import is_integral
+from flashgen.runtime.conversion import as_number, is_integral, saturated
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import LibraryKernel
@@ -213,10 +213,13 @@ def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
     form = f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
-    if isinstance(x, int) and not isinstance(x, bool) and len(shape) == 1:
-        return torch.full((shape[0] or 0,), x, dtype=torch.int32, device=q.device)
+    takes_number = len(shape) == 1
+    number = as_number(x, whole=True) if takes_number else None
+    if number is not None:
+        return torch.full((shape[0] or 0,), _in_32_bits(number), dtype=torch.int32, device=q.device)
     if not isinstance(x, Tensor):
-        raise TypeError(f"'{name}' must be a tensor ({form}), not {type(x).__name__}")
+        what = f"a tensor ({form}) or an int" if takes_number else f"a tensor ({form})"
+        raise TypeError(f"'{name}' must be {what}, not {type(x).__name__}")
     if not is_integral(x.dtype):
         raise TypeError(f"'{name}' is {x.dtype}; {form} is expected")
     if x.dim() != len(shape) or any(
@@ -225,7 +228,12 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
         raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
     if x.device != q.device:
         raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
-    return x.to(torch.int32).contiguous()
+    return saturated(x).contiguous()
+
+
+def _in_32_bits(number: Any) -> Any:
+    """An int, or the nearest of 32 bits, which is as far outside of any cache."""
+    return max(min(number, 2**31 - 1), -(2**31)) if type(number) is int else number
 
 
 class CachedEngine(Engine):
@@ -395,6 +403,8 @@ def element_of_cache(k: Tensor) -> int:
 
 class CachedChecker(RaggedChecker):
     """Turns calls with a cache into ``Call``s: the shard is the last rows of a cache that is full."""
+
+    keys_and_values: ClassVar[tuple[str, str]] = ("k_cache", "v_cache")
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
         numbers: Any = rest[0]

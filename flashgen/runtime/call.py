@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, get_num_threads
@@ -86,7 +86,12 @@ class Call:
 
 
 class CallChecker:
-    """Turns calls of one op into ``Call``s; remembers those of recent shapes."""
+    """Turns calls of one op into ``Call``s; remembers those of recent shapes.
+
+    ``keys_and_values`` are the names of these arguments.
+    """
+
+    keys_and_values: ClassVar[tuple[str, str]] = ("k", "v")
 
     def __init__(
         self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool
@@ -268,9 +273,10 @@ class CallChecker:
         return self._proofs[head_dim]
 
     def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for name, tensor in (("k", k), ("v", v)):
+        for name, tensor in zip(self.keys_and_values, (k, v), strict=True):
             if tensor.dtype is not q.dtype:
-                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
+                together = "q, {} and {}".format(*self.keys_and_values)
+                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; {together} share one type")
         if q.dtype not in self._accepted:
             known = ", ".join(str(dtype) for dtype in self._accepted)
             hint = "; 8 bits are for dense calls, and for the caches of op.decode" if q.dtype is F8 else ""

@@ -217,6 +217,13 @@ def is_integral(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS
 
 
+def saturated(x: Tensor) -> Tensor:
+    """Whole numbers as int32, the nearest where they have more bits: what is too large for a tensor stays so."""
+    if x.dtype in (torch.int64, torch.uint64, torch.uint32):  # of uint64 those from 2**63 on are negative
+        x = x.to(torch.int64).clamp(_I32.min, _I32.max)
+    return x if x.dtype is torch.int32 else x.to(torch.int32)
+
+
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return info.min, info.max

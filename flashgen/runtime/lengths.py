@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from flashgen.runtime.conversion import is_integral, unwrapped
+from flashgen.runtime.conversion import is_integral, saturated, unwrapped
 from flashgen.runtime.plain import transforming
 
 Starts = np.ndarray[Any, np.dtype[np.int32]]
@@ -70,9 +69,7 @@ def check_starts(name: str, starts: object) -> Tensor:
             f"'{name}' has shape {list(starts.shape)}; [B + 1] is expected, where each of B sequences begins and the "
             "last one ends"
         )
-    if starts.dtype is torch.int64:  # what is too large for 32 bits stays too large for the rows that there are
-        starts = starts.clamp(-(2**31), 2**31 - 1)
-    return starts if starts.dtype is torch.int32 else starts.to(torch.int32)
+    return saturated(starts)
 
 
 def lengths(q_starts: Tensor, k_starts: Tensor, rows: tuple[int, int], most: tuple[int | None, int | None]) -> Lengths:

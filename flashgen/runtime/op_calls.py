@@ -198,8 +198,10 @@ class OpCalls:
                 )
         if dropout_p is not None and not signature.has_dropout:
             refuse_dropout(self.spec, dropout_p)
-        if return_lse and not signature.has_lse:
-            refuse_lse(self.spec)
+        if return_lse:
+            check_switch("return_lse", return_lse)
+            if not signature.has_lse:
+                refuse_lse(self.spec)
         return tensors
 
     def _check_names(self, method: str, form: Form) -> None:

@@ -123,21 +123,22 @@ class Reference:
         checker.check_lengths(HeadDim(q.shape[2], v.shape[2]), sizes, found.pairs)
         drawn = self._drawn(q, dropout_p, seed)
         dtype = dtype or q.dtype
+        nothing = _nothing_of((q, k, v, *tensors, *params.values()), dtype)
         rows, sums = [], []
         for number, q_rows, k_rows in found.sequences():
             own = of_sequence(shard, number, q_rows, k_rows)
             each = tuple(x[rows].transpose(0, 1)[None] for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)))
             if own.is_empty:  # nothing to divide by
-                rows.append(q.new_zeros((own.q_len, own.heads, v.shape[2]), dtype=dtype))
-                sums.append(q.new_full((own.heads, own.q_len), -torch.inf, dtype=dtype))
+                rows.append(q.new_zeros((own.q_len, own.heads, v.shape[2]), dtype=dtype) + nothing)
+                sums.append(q.new_full((own.heads, own.q_len), -torch.inf, dtype=dtype) + nothing)
                 continue
             o, lse = self._formula(each, tensors, params, own, drawn, dtype)
             rows.append(o[0].transpose(0, 1))
             sums.append(o.new_empty(0, 0) if lse is None else lse[0])
-        o = torch.cat(rows) if rows else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=dtype)
+        o = torch.cat(rows) if rows else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=dtype) + nothing
         if not return_lse:
             return o
-        return o, torch.cat(sums, 1) if sums else q.new_zeros((q.shape[1], 0), dtype=dtype)
+        return o, torch.cat(sums, 1) if sums else q.new_zeros((q.shape[1], 0), dtype=dtype) + nothing
 
     def decode(
         self,
@@ -209,8 +210,10 @@ class Reference:
         _check_floating(q, k, v, dtype)
         if deterministic is not None:
             check_switch("deterministic", deterministic)
-        if return_lse and not self.signature.has_lse:
-            refuse_lse(self.spec)
+        if return_lse:
+            check_switch("return_lse", return_lse)
+            if not self.signature.has_lse:
+                refuse_lse(self.spec)
         tensors, params = bound[3 : 3 + len(self.spec.tensors)], bound[3 + len(self.spec.tensors) :]
         return tensors, {param.name: x for param, x in zip(self.spec.params, params, strict=True) if x is not None}
 
@@ -261,6 +264,15 @@ class Reference:
             dropout=dense.Dropout(probability, drawn[1]()) if probability else None,
             dtype=dtype,
         )
+
+
+def _nothing_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """0, for results without a pair, which autograd follows back to every tensor as the op's does."""
+    zero = torch.zeros((), dtype=dtype, device=tensors[0].device)
+    for x in tensors:
+        if x.is_floating_point():
+            zero = zero + x.flatten()[:0].to(zero).sum()
+    return zero
 
 
 def refuse_lse(spec: AttentionSpec) -> None:

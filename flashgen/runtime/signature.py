@@ -22,6 +22,12 @@ OPTIONS = (
     "return_lse", "dropout_p", "seed", "q_start", "kv_start", "b_start", "h_start",
     "q_total", "kv_total", "b_total", "h_total", "deterministic", "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
+# What other libraries' calls are told, and the statement of a spec that says it here.
+STATEMENTS = {
+    "is_causal": "mask causal", "causal": "mask causal", "attn_mask": "mask", "mask": "mask", "mask_mod": "mask",
+    "block_mask": "mask", "window_size": "mask window_left(w)", "score_mod": "score", "attn_bias": "score",
+    "alibi_slopes": "score", "softcap": "score softcap(s, c)", "scale": "scale", "softmax_scale": "scale",
+}  # fmt: skip
 TORCH_DTYPES = {
     ElementType.F32: torch.float32,
     ElementType.F16: torch.float16,
@@ -165,12 +171,20 @@ class Signature:
         return values
 
     def _unknown(self, name: str) -> TypeError:
+        unknown = f"unknown argument '{name}'"
         if name in OPTIONS:
-            return TypeError(f"unknown argument '{name}': dense calls take it, this one does not")
+            return TypeError(f"{unknown}: dense calls take it, this one does not")
+        for method, form in (("varlen", RAGGED), ("decode", CACHED)):
+            if name in (*form.tensors, *form.numbers):
+                return TypeError(f"{unknown}: op.{method} takes it, this call does not")
         near = difflib.get_close_matches(name, [*self.names, *OPTIONS], n=2)
-        hint = f"; did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
-        takes = f". The spec declares {', '.join(repr(each) for each in self.names)}" if self.names and not near else ""
-        return TypeError(f"unknown argument '{name}'{hint}{takes}")
+        if name in STATEMENTS:
+            return TypeError(f"{unknown}: the spec says this, by its statement `{STATEMENTS[name]}`")
+        if near:
+            return TypeError(f"{unknown}; did you mean {' or '.join(repr(each) for each in near)}?")
+        declared = ", ".join(repr(each) for each in self.names)
+        captures = f"declares {declared}" if declared else "captures nothing: it declares no tensor and no param"
+        return TypeError(f"{unknown}. The spec {captures}")
 
 
 def dtype_of(param: Param) -> torch.dtype:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import create_block_mask, flex_attention, to_spec
+from flashgen.flex import create_block_mask, flex_attention, from_mods, to_spec
 from tests.flex.helpers import inputs
 
 TABLE = torch.zeros(4, 8)
@@ -118,6 +118,24 @@ def test_errors_of_a_call_have_the_users_names() -> None:
         flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h, h], backend="reference")
 
 
+def test_a_scale_has_the_name_that_the_caller_knows() -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="argument 'scale' must be a number or a 0-dim tensor"):
+        flex_attention(q, k, v, scale="x", backend="reference")  # type: ignore[arg-type]
+
+
+def test_a_tensor_without_a_name() -> None:
+    words = "index 5 is outside dimension 0 of a tensor that the mod makes, which has 3 entries"
+    with pytest.raises(SpecError, match=words):
+        to_spec(score_mod=lambda s, b, h, i, j: s + torch.zeros(3)[5])
+
+
+@pytest.mark.parametrize("head_dim", [0, 577, "x", 16.5, (8, 8, 8)])
+def test_a_head_dimension_that_is_none(head_dim: Any) -> None:
+    with pytest.raises(ValueError, match=r"'head_dim' is .*; an int from 1 to 576, or two"):
+        from_mods(head_dim=head_dim)
+
+
 @pytest.mark.parametrize("mod", [lambda b, h, q, kv: q - kv, lambda b, h, q, kv: True])
 def test_masks_are_boolean(mod: Any) -> None:
     with pytest.raises(SpecError, match="boolean tensor is expected"):
@@ -135,6 +153,7 @@ def test_products_of_positions_beyond_32_bits_are_refused() -> None:
     [
         ({"kernel_options": {"bwd_BLOCK_M1": 32}}, "bwd_BLOCK_M1"),
         ({"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND"),
+        ({"kernel_options": {"BLOCK_M": "wide"}}, "'BLOCK_M' is 'wide'; an int of at least 1 is expected"),
         ({"return_aux": torch.nn.attention.flex_attention.AuxRequest(max_scores=True)}, "max_scores"),
         ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 25, 24)}, "25 queries"),
         ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, 3, None, 24, 24)}, "3 batch entries"),

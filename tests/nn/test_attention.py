@@ -145,6 +145,23 @@ def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path
         Attention(op, heads=4, head_dim=32)
     with pytest.raises(ValueError, match="'N' is not among"):
         Attention(op, heads=4, sizes={"N": 3})
+    for arguments, words in (
+        ({"heads": 4.0}, "'heads' must be an int, not float"),
+        ({"heads": 4, "kv_heads": "2"}, "'kv_heads' must be an int, not str"),
+        (
+            {"heads": 4, "head_dim": (16, 16, 16)},
+            r"'head_dim' is \(16, 16, 16\); an int, or two",
+        ),
+        ({"heads": 4, "sizes": {"Nk": 3.5}}, "'Nk' must be an int, not float"),
+        (
+            {"heads": 4, "initial": {"slope": "x"}},
+            "initial: 'slope' is given as str; a number, a tensor, or",
+        ),
+    ):
+        with pytest.raises(TypeError, match=words):
+            Attention(op, **arguments)
+    with pytest.raises(ValueError, match="sizes: 'Nk' is -3; it must not be negative"):
+        Attention(op, heads=4, sizes={"Nk": -3})
     with pytest.raises(TypeError, match="'slope' is a Parameter of this module"):
         Attention(op, heads=4)(*inputs()[:3], slope=torch.zeros(4))
     with pytest.raises(ValueError, match="param 'ell' has no default"):

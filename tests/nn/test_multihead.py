@@ -139,6 +139,14 @@ def test_what_is_wrong_is_named(plain: Any) -> None:
         MultiheadAttention(32, 2, add_zero_attn=True, spec=plain)
     with pytest.raises(ValueError, match="num_heads must divide embed_dim"):
         MultiheadAttention(32, 3, spec=plain)
+    with pytest.raises(ValueError, match=r"'key' has shape \[6, 2, 33\]; its last dimension must be 32"):
+        layer(x, random(6, 2, 33), x)
+    with pytest.raises(TypeError, match="'value' must be a tensor, not NoneType"):
+        layer(x, x, None)
+    with pytest.raises(TypeError, match="'num_heads' must be an int, not float"):
+        MultiheadAttention(32, 2.0, spec=plain)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kv_heads 0; num_heads must divide"):
+        MultiheadAttention(32, 2, spec=plain, kv_heads=0)
     with pytest.raises(ValueError, match=r"'dropout' is 1\.5"):
         MultiheadAttention(32, 2, 1.5, spec=plain)
 

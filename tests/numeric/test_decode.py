@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -273,7 +274,12 @@ WRONG: dict[str, dict[str, Any]] = {
     "'block_table' has shape": {"block_table": i32(0, 1, 2)},
     "'cache_seqlens' has shape": {"cache_seqlens": i32(1, 2)},
     "'cache_seqlens' is torch.float32": {"cache_seqlens": torch.ones(3)},
-    "'cache_seqlens' must be a tensor": {"cache_seqlens": [1, 2, 3]},
+    "'cache_seqlens' must be a tensor \\(i32\\[3\\]\\) or an int, not list": {"cache_seqlens": [1, 2, 3]},
+    "make 2147483647 rows of sequence 1": {"cache_seqlens": torch.tensor([1, 5 + 2**32, 3])},
+    "make 2147483647 rows of sequence 0": {"cache_seqlens": 5 + 2**32},
+    "'leftpad' of sequence 1 is 2147483647, of 6 rows": {"leftpad": torch.tensor([0, 2**32, 0])},
+    "'cache_batch_idx' of sequence 0 is 2147483647": {"cache_batch_idx": torch.tensor([2**32, 1, 2])},
+    "names page 2147483647 at 0": {"block_table": torch.tensor([[0], [2**32], [2]])},
     "'cache_batch_idx' goes with a": {"cache_batch_idx": i32(0, 1, 2), "block_table": i32(0, 1, 2)[:, None]},
     "of 256 rows a sequence: row 256 of sequence 0 does": {"cache_seqlens": 256, "k": ROW, "v": ROW},
     "'k' has shape": {"k": torch.zeros(3, 1, 1, 64), "v": ROW},
@@ -297,9 +303,17 @@ def test_what_is_wrong_is_named(said: str, backend: str) -> None:
     assert torch.equal(k, inputs()[1]), "nothing is written"
 
 
+def test_a_length_of_numpy() -> None:
+    op, (q, k, v) = loaded(CAUSAL, "reference"), inputs()
+    length: Any = np.int64(4)
+    assert torch.equal(op.decode(q, k, v, length), op.decode(q, k, v, 4))
+
+
 def test_what_is_not_there_is_refused_by_name() -> None:
     op = loaded(CAUSAL, "cpu")
     q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"'k_cache' is torch\.float16, but 'q' is torch\.float32; q, k_cache and"):
+        op.decode(q, k.half(), v, 4)
     with pytest.raises(ValueError, match="'k_descale' goes with a cache of 8 bits"):
         op.decode(q, k, v, 4, k_descale=torch.ones(3, 2))
     with pytest.raises(ValueError, match="'num_splits' is -1"):

@@ -260,6 +260,20 @@ def test_nothing_at_all() -> None:
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("lengths", [(), (0,), (2, 1)])
+def test_gradients_of_the_reference_where_there_is_no_pair(lengths: tuple[int, ...]) -> None:
+    """As of the op: they are 0, and there."""
+    text = "attention n { head_dim 8 tensor t: f32[H] grad param p: f32 grad score p * s + t[h] }"
+    op = flashgen.loads(text, backend="reference")
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = [torch.full((count, 2, 8), torch.nan).requires_grad_() for count in (sum(lengths), 0, 0)]
+    t, p = torch.full((2,), torch.nan).requires_grad_(), torch.tensor(torch.nan, requires_grad=True)
+    for call in (op.varlen, op.reference.varlen):
+        o, lse = call(rows[0], rows[1], rows[2], starts, starts * 0, t=t, p=p, return_lse=True)
+        found = torch.autograd.grad(o.sum() + lse.sum(), [*rows, t, p])
+        assert all(x.shape == like.shape and not x.any() for x, like in zip(found, [*rows, t, p], strict=True))
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 

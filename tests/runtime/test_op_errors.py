@@ -61,6 +61,12 @@ CASES: list[tuple[Change, type[Exception], str]] = [
     (without("slope"), TypeError, "missing argument 'slope': the spec declares tensor slope: f32[H]"),
     (name(slop=1), TypeError, "unknown argument 'slop'; did you mean 'slope'?"),
     (name(zzz=1), TypeError, "unknown argument 'zzz'. The spec declares 'slope', 'doc', 'table', 'bias', 'cut', 'ell'"),
+    (name(max_seqlen_q=3), TypeError, "unknown argument 'max_seqlen_q': op.varlen takes it, this call does not"),
+    (name(block_table=3), TypeError, "unknown argument 'block_table': op.decode takes it, this call does not"),
+    (name(is_causal=True), TypeError, "unknown argument 'is_causal': the spec says this, by its statement `mask caus"),
+    (name(scale=0.3), TypeError, "unknown argument 'scale': the spec says this, by its statement `scale`"),
+    (name(return_lse="x"), TypeError, "'return_lse' must be a bool or None, not str"),
+    (name(return_lse=1), TypeError, "'return_lse' must be a bool or None, not int"),
     (name(slope=[1.0]), TypeError, "argument 'slope' must be a tensor (f32[H] in the spec), not list"),
     (name(slope=torch.ones(8)), ValueError, "tensor 'slope' has shape [8]; the spec declares [H] = [4]"),
     (name(slope=torch.ones(1)), ValueError, "tensor 'slope' has shape [1]; the spec declares [H] = [4]"),
@@ -146,6 +152,17 @@ def test_wrong_arguments(backend: str, change: Change, kind: type[Exception], me
     if "is built for" not in message and "but 'q' is torch" not in message:  # the reference takes any of them
         with pytest.raises(kind, match=re.escape(message)):
             op(RICH, backend).reference(*inputs, **arguments)
+
+
+def test_a_name_where_the_spec_captures_nothing(backend: str) -> None:
+    for call in (op(CAUSAL, backend), op(CAUSAL, backend).reference):
+        with pytest.raises(TypeError, match=r"unknown argument 'slope'\. The spec captures nothing: it declares no"):
+            call(*qkv(), slope=torch.ones(4))
+
+
+def test_a_spec_is_a_text() -> None:
+    with pytest.raises(TypeError, match=r"the text of a spec must be a str, not NoneType; flashgen\.load takes files"):
+        flashgen.loads(None)  # type: ignore[arg-type]
 
 
 def test_wrong_types(backend: str) -> None:
