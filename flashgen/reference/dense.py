@@ -150,12 +150,11 @@ def evaluator(
     symbols |= {name: torch.tensor(value, device=q.device) for name, value in sizes.items()}
     if spec.layout is not None:
         symbols |= {"I": i // spec.layout.block, "J": j // spec.layout.block}
-    plain = {name: x.item() if isinstance(x, Tensor) else x for name, x in params.items()}
-    values: dict[str, Tensor] = {}
-    for name, value in param_values(spec, plain, sizes).items():
-        chosen = params.get(name)
-        values[name] = chosen if isinstance(chosen, Tensor) else torch.tensor(value, dtype=torch.float64)
-        values[name] = values[name].to(q.device)
+    values = {name: x.to(q.device) for name, x in params.items() if isinstance(x, Tensor)}
+    if len(values) < len(spec.params):  # asked for here alone: what torch.vmap maps has no number
+        plain = {name: x.item() if isinstance(x, Tensor) else x for name, x in params.items()}
+        for name, value in param_values(spec, plain, sizes).items():
+            values.setdefault(name, torch.tensor(value, dtype=torch.float64, device=q.device))
     return Evaluator(symbols, values, tensors, dtype, Guard()), (b, h, i, j)
 
 
