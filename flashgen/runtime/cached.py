@@ -231,6 +231,14 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
     return saturated(x).contiguous()
 
 
+def splits_argument(given: object) -> Any:
+    """The number of parts that keys are split into. Raises ``ValueError``."""
+    splits = as_number(given, whole=True)
+    if splits is None or splits < 0:
+        raise ValueError(f"'num_splits' is {given!r}; 0 or the number of parts that keys are split into is expected")
+    return splits
+
+
 def _in_32_bits(number: Any) -> Any:
     """An int, or the nearest of 32 bits, which is as far outside of any cache."""
     return max(min(number, 2**31 - 1), -(2**31)) if type(number) is int else number

@@ -15,10 +15,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.explanation import Explanation
 from flashgen.runtime.appending import append
 from flashgen.runtime.asked import ask_of_cache, placed
-from flashgen.runtime.cached import cache_of
-from flashgen.runtime.conversion import (
-    as_number,
-)
+from flashgen.runtime.cached import cache_of, splits_argument
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
@@ -190,11 +187,7 @@ class AttentionOp(BaseOp):
         unless ``FLASHGEN_CHECK_LENGTHS`` is set.
         """
         self._check_names("decode", CACHED)
-        splits = as_number(num_splits, whole=True)
-        if splits is None or splits < 0:
-            raise ValueError(
-                f"'num_splits' is {num_splits!r}; 0 or the number of parts that keys are split into is expected"
-            )
+        splits = splits_argument(num_splits)
         if (k is None) != (v is None):
             raise ValueError("k and v are written to the cache together: pass both, or neither")
         cache = cache_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -129,8 +129,15 @@ class OpCalls:
         return self._engine_of(SlicesEngine)
 
     def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
-        """What ``load`` makes of another spec for the same backend, and on the emulator the same target."""
-        return load(spec, self._parts.backend, self._parts.label or None)
+        """What ``load`` makes of another spec for the same backend, and on the emulator the same target.
+
+        Without kernels it has none either: what kernels keep of rows for a backward pass the dense formula does not.
+        """
+        parts = self._parts
+        if parts.backend is None and not any(parts.kernels.values()):
+            made: Any = type(self)(replace(parts, spec=spec, sources=(), reopen=None))
+            return made  # type: ignore[no-any-return]
+        return load(spec, parts.backend, parts.label or None)
 
     def operator_tensors(
         self,

@@ -17,7 +17,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import dense
 from flashgen.reference.shard import Shard
 from flashgen.runtime.appending import append
-from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences
+from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences, splits_argument
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
 from flashgen.runtime.conversion import check_switch, offset_arguments, probability_argument, seed_argument
 from flashgen.runtime.eight_bits import F8, from_8_bits
@@ -152,6 +152,7 @@ class Reference:
         block_table: Tensor | None = None,
         cache_batch_idx: Tensor | None = None,
         leftpad: Tensor | None = None,
+        num_splits: Any = 0,
         k_descale: Tensor | float | None = None,
         v_descale: Tensor | float | None = None,
         dtype: torch.dtype | None = torch.float64,
@@ -164,8 +165,9 @@ class Reference:
     ) -> Any:
         """What ``op.decode`` computes of these arguments: the dense formula of each sequence. Raises what it raises.
 
-        Nothing is written to the cache: k and v stand behind its rows in copies.
+        Nothing is written to the cache: k and v stand behind its rows in copies. ``num_splits`` changes nothing.
         """
+        splits_argument(num_splits)
         cache = cache_of(
             q, k_cache, v_cache, cache_seqlens, block_table=block_table, cache_batch_idx=cache_batch_idx,
             leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,

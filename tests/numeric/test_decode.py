@@ -303,9 +303,10 @@ def test_what_is_wrong_is_named(said: str, backend: str) -> None:
     assert torch.equal(k, inputs()[1]), "nothing is written"
 
 
-def test_a_length_of_numpy() -> None:
+def test_a_length_of_numpy_and_the_reference_in_parts() -> None:
     op, (q, k, v) = loaded(CAUSAL, "reference"), inputs()
     length: Any = np.int64(4)
+    assert torch.equal(op.reference.decode(q, k, v, 4, num_splits=3), op.reference.decode(q, k, v, 4))
     assert torch.equal(op.decode(q, k, v, length), op.decode(q, k, v, 4))
 
 
@@ -316,8 +317,9 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         op.decode(q, k.half(), v, 4)
     with pytest.raises(ValueError, match="'k_descale' goes with a cache of 8 bits"):
         op.decode(q, k, v, 4, k_descale=torch.ones(3, 2))
-    with pytest.raises(ValueError, match="'num_splits' is -1"):
-        op.decode(q, k, v, 4, num_splits=-1)
+    for function in (op.decode, op.reference.decode):
+        with pytest.raises(ValueError, match="'num_splits' is -1"):
+            function(q, k, v, 4, num_splits=-1)
     with pytest.raises(ValueError, match="k and v are written to the cache together"):
         op.decode(q, k, v, 4, k=k[:, :, :1])
     with pytest.raises(RuntimeError, match="decode has no gradients"):
