@@ -11,7 +11,7 @@ import pytest
 from tests.cli.helpers import flashgen_process
 
 # What a core judges in about 15 seconds, or in 30 where a compiler builds it first.
-SPECS = {"cpu": 2, "tiled": 6, "emulator sm_75": 1, "emulator sm_80": 1, "emulator sm_90a": 1}
+SPECS = {"cpu": 1, "tiled": 6, "emulator sm_75": 1, "emulator sm_80": 1, "emulator sm_90a": 1}
 
 
 @pytest.mark.parametrize("machine", SPECS)
