@@ -78,7 +78,6 @@ class Preparation:
         link: float,
     ) -> None:
         self._op, self._method, self._partition, self._topology = op, method, partition, topology
-        self._rank, self._world = topology.rank, topology.world
         self._checker, self._check, self._link = checker, check, link
         self._backend = dist.get_backend(topology.whole)
         self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
@@ -155,10 +154,9 @@ class Preparation:
         def take() -> tuple[Call, HeadDim, tuple[Any, ...]]:
             (q, k, v), options = call()
             head_dim = checked(spec, q, k, v, self._backend)
-            if held is not None and q.shape[2] != length(held[self._rank]):
-                raise ValueError(
-                    f"'q' has {q.shape[2]} rows; the partition says {length(held[self._rank])} ({self._partition})"
-                )
+            rows = q.shape[2] if held is None else length(held[self._topology.rank])
+            if q.shape[2] != rows:
+                raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({self._partition})")
             tensors = self._tensors(q, k, v, options, seed, captured)
             drawn.append(tensors)
             return ((q, k, v), options), head_dim, tensors
@@ -225,7 +223,8 @@ class Preparation:
         values = zip(signature.names, tensors[3 : signature.inputs], strict=True)
         nanoseconds = 0
         if self._method == "auto":
-            shape = Shape(q.shape[0], q.shape[1], k.shape[1], self._world * q.shape[2], self._world * q.shape[2])
+            rows_of_all = self._topology.world * q.shape[2]
+            shape = Shape(q.shape[0], q.shape[1], k.shape[1], rows_of_all, rows_of_all)
             nanoseconds = int(1e9 * predicted(spec, head_dim, shape, q.device))
         return Given(
             op=self._op.name,

@@ -23,7 +23,7 @@ from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim, Schedule
 from flashgen.ir.spec_text import spec_text
 from flashgen.language.statements import MAX_HEAD_DIM
-from flashgen.runtime.conversion import as_number
+from flashgen.runtime.conversion import as_number, head_dim_argument
 from flashgen.runtime.op import AttentionOp
 
 Mask = BlockMask | torch_flex.BlockMask
@@ -236,11 +236,10 @@ def to_spec(
 
 
 def _checked_head_dim(given: object) -> HeadDim:
-    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
-    found = [as_number(each, whole=True) for each in both]
-    if len(found) != 2 or not all(each is not None and 1 <= each <= MAX_HEAD_DIM for each in found):
+    found = head_dim_argument(given)
+    if found is None or not all(1 <= each <= MAX_HEAD_DIM for each in (found.qk, found.v)):
         raise ValueError(f"'head_dim' is {given!r}; an int from 1 to {MAX_HEAD_DIM}, or two, (D, Dv), is expected")
-    return HeadDim(*found)
+    return found
 
 
 def _described(

@@ -98,7 +98,7 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
             refuse("E603", f"index {key} is outside dimension {axis} of {name}, which has {length} entries")
     value = session.value(key)
     if value.dtype is torch.bool or scalar_of(value.dtype) is not INT:
-        refuse("E603", f"an index of '{name}' is {value.dtype}", hints=("convert it: index.int()",))
+        refuse("E603", f"an index of {name} is {value.dtype}", hints=("convert it: index.int()",))
     expr = value.expr
     if isinstance(expr, Literal):
         return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn.learned import Initial, learned_values
 from flashgen.pipeline import Constant, load
-from flashgen.runtime.conversion import as_number
+from flashgen.runtime.conversion import head_dim_argument, int_argument
 from flashgen.runtime.op import BaseOp
 
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         self.op = as_op(spec, name, const, backend)
         own = self.op.spec
         kv_heads = heads if kv_heads is None else kv_heads
-        heads, kv_heads = whole("heads", heads), whole("kv_heads", kv_heads)
+        heads, kv_heads = int_argument("heads", heads), int_argument("kv_heads", kv_heads)
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; heads must be a multiple of kv_heads")
         dims = _head_dim(own, head_dim)
@@ -116,11 +116,9 @@ def as_op(
 def _head_dim(spec: AttentionSpec, given: int | tuple[int, int] | None) -> HeadDim:
     if given is None:
         return spec.head_dims[0]
-    both = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
-    found = [as_number(each, whole=True) for each in both]
-    if len(found) != 2 or None in found:
+    dims = head_dim_argument(given)
+    if dims is None:
         raise TypeError(f"'head_dim' is {given!r}; an int, or two, (D, Dv), is expected")
-    dims = HeadDim(*found)
     if dims not in spec.head_dims:
         known = ", ".join(str(each) for each in spec.head_dims)
         raise ValueError(f"the head dimension is {dims}; '{spec.name}' is built for {known}")
@@ -131,14 +129,6 @@ def _checked(sizes: Mapping[str, int]) -> Mapping[str, int]:
     for name, value in sizes.items():
         if name not in ("B", "Nq", "Nk"):
             raise ValueError(f"sizes: '{name}' is not among 'B', 'Nq' and 'Nk'; heads and head_dim say the others")
-        if whole(name, value) < 0:
+        if int_argument(name, value) < 0:
             raise ValueError(f"sizes: '{name}' is {value}; it must not be negative")
     return sizes
-
-
-def whole(name: str, value: object) -> int:
-    """An int, NumPy's too. Raises ``TypeError`` by name."""
-    found = as_number(value, whole=True)
-    if found is None:
-        raise TypeError(f"'{name}' must be an int, not {type(value).__name__}")
-    return int(found)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flashgen.ir.spec import HeadDim
-from flashgen.nn.attention import Attention, as_op, whole
+from flashgen.nn.attention import Attention, as_op
 from flashgen.nn.learned import Initial
 from flashgen.nn.masks import PADDING, PAIRS, Change, Form
 from flashgen.pipeline import Constant, load_spec
+from flashgen.runtime.conversion import int_argument
 from flashgen.runtime.op import BaseOp
 
 
@@ -65,8 +66,8 @@ class MultiheadAttention(nn.Module):
             if asked:
                 raise ValueError(f"{argument} is not supported: no position of the spec means the key that it adds")
         kv_heads = num_heads if kv_heads is None else kv_heads
-        embed_dim, num_heads = whole("embed_dim", embed_dim), whole("num_heads", num_heads)
-        kv_heads = whole("kv_heads", kv_heads)
+        embed_dim, num_heads = int_argument("embed_dim", embed_dim), int_argument("num_heads", num_heads)
+        kv_heads = int_argument("kv_heads", kv_heads)
         if min(embed_dim, num_heads, kv_heads) < 1 or embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"embed_dim is {embed_dim}, num_heads {num_heads}, kv_heads {kv_heads}; "

@@ -24,7 +24,7 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
 from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
-from flashgen.runtime.conversion import as_number, is_integral, saturated
+from flashgen.runtime.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import LibraryKernel
@@ -216,7 +216,7 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
     takes_number = len(shape) == 1
     number = as_number(x, whole=True) if takes_number else None
     if number is not None:
-        return torch.full((shape[0] or 0,), _in_32_bits(number), dtype=torch.int32, device=q.device)
+        return torch.full((shape[0] or 0,), saturated_number(number), dtype=torch.int32, device=q.device)
     if not isinstance(x, Tensor):
         what = f"a tensor ({form}) or an int" if takes_number else f"a tensor ({form})"
         raise TypeError(f"'{name}' must be {what}, not {type(x).__name__}")
@@ -229,19 +229,6 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
     if x.device != q.device:
         raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
     return saturated(x).contiguous()
-
-
-def splits_argument(given: object) -> Any:
-    """The number of parts that keys are split into. Raises ``ValueError``."""
-    splits = as_number(given, whole=True)
-    if splits is None or splits < 0:
-        raise ValueError(f"'num_splits' is {given!r}; 0 or the number of parts that keys are split into is expected")
-    return splits
-
-
-def _in_32_bits(number: Any) -> Any:
-    """An int, or the nearest of 32 bits, which is as far outside of any cache."""
-    return max(min(number, 2**31 - 1), -(2**31)) if type(number) is int else number
 
 
 class CachedEngine(Engine):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-from flashgen.ir.spec import CapturedTensor, Param
+from flashgen.ir.spec import CapturedTensor, HeadDim, Param
 from flashgen.ir.types import ScalarType
 from flashgen.runtime.signature import DENSE, TORCH_DTYPES, Form, describe_tensor, dtype_of, kind
 
@@ -128,11 +128,31 @@ def offset_arguments(offsets: tuple[object, ...], form: Form = DENSE) -> Any:
 
 
 def _offset(name: str, value: object, may_be_none: bool) -> Any:
-    number = None if value is None else as_number(value, whole=True)
-    if number is None and not (value is None and may_be_none):
+    return None if value is None and may_be_none else int_argument(name, value)
+
+
+def int_argument(name: str, value: object) -> Any:
+    """An int, NumPy's and symbolic ones too. Raises ``TypeError`` by name."""
+    number = as_number(value, whole=True)
+    if number is None:
         hint = "; pass int(…) of it" if isinstance(value, Tensor) else ""
         raise TypeError(f"'{name}' must be an int, not {type(value).__name__}{hint}")
     return number
+
+
+def head_dim_argument(given: object) -> HeadDim | None:
+    """A head dimension, given as an int or as two, (D, Dv); None for what is neither."""
+    both = given if isinstance(given, (tuple, list)) else (given, given)
+    found = [as_number(each, whole=True) for each in both]
+    return None if len(found) != 2 or None in found else HeadDim(*found)
+
+
+def splits_argument(given: object) -> Any:
+    """The number of parts that keys are split into. Raises ``ValueError``."""
+    splits = as_number(given, whole=True)
+    if splits is None or splits < 0:
+        raise ValueError(f"'num_splits' is {given!r}; 0 or the number of parts that keys are split into is expected")
+    return splits
 
 
 def check_switch(name: str, value: object) -> None:
@@ -222,6 +242,11 @@ def saturated(x: Tensor) -> Tensor:
     if x.dtype in (torch.int64, torch.uint64, torch.uint32):  # of uint64 those from 2**63 on are negative
         x = x.to(torch.int64).clamp(_I32.min, _I32.max)
     return x if x.dtype is torch.int32 else x.to(torch.int32)
+
+
+def saturated_number(number: Any) -> Any:
+    """The same of one number; symbolic ones stay as they are."""
+    return max(min(number, _I32.max), _I32.min) if type(number) is int else number
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:

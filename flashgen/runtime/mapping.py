@@ -88,7 +88,11 @@ def mapped(
 
 def has_samples(values: Sequence[Any]) -> bool:
     """Whether some are samples of PyTorch's first vmap: ``is_grads_batched`` and ``vectorize=True`` still use it."""
-    return any(isinstance(x, Tensor) and is_legacy_batchedtensor(x) for x in values)
+    return any(map(_is_sample, values))
+
+
+def _is_sample(x: object) -> bool:
+    return isinstance(x, Tensor) and is_legacy_batchedtensor(x)
 
 
 def by_samples(call: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -102,7 +106,7 @@ def by_samples(call: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> 
         raise NotImplementedError(
             "is_grads_batched or vectorize=True within another such call: use torch.func.vmap, which takes any number"
         )
-    dims = tuple(0 if has_samples([x]) else None for x in values)
+    dims = tuple(0 if _is_sample(x) else None for x in values)
     own = [x if dim is None else torch._remove_batch_dim(x, level, 1, 0) for x, dim in zip(values, dims, strict=True)]
     found = torch.vmap(lambda *each: tuple(call(*each)), dims)(*own)
     return tuple(torch._add_batch_dim(x, 0, level) for x in found)

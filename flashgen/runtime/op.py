@@ -15,7 +15,8 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.explanation import Explanation
 from flashgen.runtime.appending import append
 from flashgen.runtime.asked import ask_of_cache, placed
-from flashgen.runtime.cached import cache_of, splits_argument
+from flashgen.runtime.cached import cache_of
+from flashgen.runtime.conversion import splits_argument
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.op_calls import BACKENDS, OpParts, check_backend, is_repeatable

@@ -30,7 +30,7 @@ from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import check_starts
 from flashgen.runtime.parts import PartsEngine
 from flashgen.runtime.ragged import RaggedEngine
-from flashgen.runtime.reference import Reference, refuse_dropout, refuse_lse
+from flashgen.runtime.reference import Reference, check_return_lse, refuse_dropout
 from flashgen.runtime.registration import Registered, call, register
 from flashgen.runtime.selecting import engine_of
 from flashgen.runtime.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
@@ -205,10 +205,7 @@ class OpCalls:
                 )
         if dropout_p is not None and not signature.has_dropout:
             refuse_dropout(self.spec, dropout_p)
-        if return_lse:
-            check_switch("return_lse", return_lse)
-            if not signature.has_lse:
-                refuse_lse(self.spec)
+        check_return_lse(self.spec, signature, return_lse)
         return tensors
 
     def _check_names(self, method: str, form: Form) -> None:

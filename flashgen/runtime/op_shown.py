@@ -19,12 +19,12 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.plans import Plans
 from flashgen.runtime import cuda
 from flashgen.runtime.asked import Asked, ask, placed
-from flashgen.runtime.conversion import check_switch, offset_arguments
+from flashgen.runtime.conversion import offset_arguments
 from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.f8 import wide_type
 from flashgen.runtime.fingerprint import KernelText
 from flashgen.runtime.op_calls import HOST_BACKENDS, OpCalls
-from flashgen.runtime.reference import refuse_dropout, refuse_lse
+from flashgen.runtime.reference import check_return_lse, refuse_dropout
 from flashgen.runtime.registration import NAMESPACE
 
 
@@ -99,10 +99,7 @@ class BaseOp(OpCalls):
         tensors = self._positional(
             (placed(q, device), placed(k, device), placed(v, device)), self._signature.bind(captured)
         )
-        if return_lse:
-            check_switch("return_lse", return_lse)
-            if not self._signature.has_lse:
-                refuse_lse(self.spec)
+        check_return_lse(self.spec, self._signature, return_lse)
         if dropout_p is not None and not self._signature.has_dropout:
             refuse_dropout(self.spec, dropout_p)
         offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))

@@ -17,9 +17,15 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import dense
 from flashgen.reference.shard import Shard
 from flashgen.runtime.appending import append
-from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences, splits_argument
+from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
-from flashgen.runtime.conversion import check_switch, offset_arguments, probability_argument, seed_argument
+from flashgen.runtime.conversion import (
+    check_switch,
+    offset_arguments,
+    probability_argument,
+    seed_argument,
+    splits_argument,
+)
 from flashgen.runtime.eight_bits import F8, from_8_bits
 from flashgen.runtime.engine import Tensors
 from flashgen.runtime.f8 import factors_of_call
@@ -212,10 +218,7 @@ class Reference:
         _check_floating(q, k, v, dtype)
         if deterministic is not None:
             check_switch("deterministic", deterministic)
-        if return_lse:
-            check_switch("return_lse", return_lse)
-            if not self.signature.has_lse:
-                refuse_lse(self.spec)
+        check_return_lse(self.spec, self.signature, return_lse)
         tensors, params = bound[3 : 3 + len(self.spec.tensors)], bound[3 + len(self.spec.tensors) :]
         return tensors, {param.name: x for param, x in zip(self.spec.params, params, strict=True) if x is not None}
 
@@ -277,9 +280,13 @@ def _nothing_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return zero
 
 
-def refuse_lse(spec: AttentionSpec) -> None:
-    """Raise ``ValueError``: there is no lse to return."""
-    raise ValueError(f"return_lse: '{spec.name}' has pointwise weights, which have no denominator and so no lse")
+def check_return_lse(spec: AttentionSpec, signature: Signature, return_lse: object) -> None:
+    """Raise ``TypeError`` for what is no bool, and ``ValueError`` where there is no lse to return."""
+    if not return_lse:
+        return
+    check_switch("return_lse", return_lse)
+    if not signature.has_lse:
+        raise ValueError(f"return_lse: '{spec.name}' has pointwise weights, which have no denominator and so no lse")
 
 
 def refuse_dropout(spec: AttentionSpec, probability: float | Tensor) -> None:

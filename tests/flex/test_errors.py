@@ -128,6 +128,8 @@ def test_a_tensor_without_a_name() -> None:
     words = "index 5 is outside dimension 0 of a tensor that the mod makes, which has 3 entries"
     with pytest.raises(SpecError, match=words):
         to_spec(score_mod=lambda s, b, h, i, j: s + torch.zeros(3)[5])
+    with pytest.raises(SpecError, match=r"an index of a tensor that the mod makes is torch\.float32"):
+        to_spec(score_mod=lambda s, b, h, i, j: s + torch.zeros(3)[s])
 
 
 @pytest.mark.parametrize("head_dim", [0, 577, "x", 16.5, (8, 8, 8)])
