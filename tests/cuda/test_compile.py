@@ -83,9 +83,11 @@ def branches(binary: CudaBinary) -> dict[str, int]:
     return found
 
 
-def test_weights_of_pairs_do_not_wait_for_one_another() -> None:
+@pytest.mark.parametrize("weights", ["sigmoid(s)", "silu(s) / Nk"])
+def test_weights_of_pairs_do_not_wait_for_one_another(weights: str) -> None:
     """A branch a pair would: each has a reciprocal, which takes as long as many of them that follow one another."""
-    binary = compiled("attention pointwise { head_dim 64 dtype bf16 mask causal weights sigmoid(s) }", "sm_90a")
+    text = f"attention pointwise {{ head_dim 64 dtype bf16 mask causal weights {weights} }}"
+    binary = compiled(text, "sm_90a")
     found = branches(binary)
     assert {each.name for each in binary.kernels} == set(found)
     assert max(found.values()) < 32, found  # of 64 pairs a lane and step
