@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from flashgen.ir.build import fold
-from flashgen.ir.expr import Apply, Expr, Literal, literal
+from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
@@ -180,9 +180,17 @@ def _div(x: Expr, y: Expr) -> Expr | None:
 
 
 def reciprocal(x: Expr, y: Expr) -> Expr | None:
-    """x / c = (1/c) x, one rounding more."""
+    """x / c = (1/c) x, one rounding more, for numbers and sizes.
+
+    Of scores alone: ints that are made of positions would be others.
+    """
+    if not any(isinstance(node, Symbol) and node.kind is SymbolKind.SCORE for node in walk(x)):
+        return None
     if isinstance(y, Literal) and _movable(float(y.value)):
         return make("mul", literal(1 / float(y.value)), x)
+    of = _args(y, "to_float")
+    if of is not None and isinstance(of[0], Symbol) and of[0].kind is SymbolKind.SIZE:
+        return make("mul", make("div", literal(1.0), y), x)
     return None
 
 

@@ -19,7 +19,7 @@ _MINUS_INFINITY = literal(-math.inf)
 
 
 def simplify(expr: Expr, *, reciprocals: bool = False, done: dict[Expr, Expr] | None = None) -> Expr:
-    """An equal expression with fewer operations; ``reciprocals`` turns x / c into (1/c) x.
+    """An equal expression with fewer operations; ``reciprocals`` turns x / c into (1/c) x where x is of pairs.
 
     ``done`` as of ``rewrite``: expressions that share are simplified once where they do.
     """
@@ -27,10 +27,9 @@ def simplify(expr: Expr, *, reciprocals: bool = False, done: dict[Expr, Expr] | 
     def rule(node: Expr) -> Expr:
         if not isinstance(node, Apply):
             return node
-        better = improve(node)
-        if reciprocals and isinstance(better, Apply) and better.op == "div":
-            return reciprocal(*better.args) or better
-        return better
+        if reciprocals and node.op == "div" and (product := reciprocal(*node.args)) is not None:
+            return product
+        return improve(node)
 
     return rewrite(expr, rule, done)
 

@@ -17,6 +17,7 @@ as in Algorithm 4 of the FlashAttention paper, there for softmax alone; ``ir/wei
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -253,7 +254,7 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     score = substitute(specialise(spec.score), {S: apply("mul", apply("to_float", specialise(spec.scale)), DOT)})
     score, score_keep = split_masked_score(simplify(apply("to_float", score)))
     weights, score = canonical_weights(map_weights(spec.weights, specialise), score)
-    weights = map_weights(weights, simplify)
+    weights = map_weights(weights, functools.partial(simplify, reciprocals=True))  # a division a pair is slow
     score = simplify(score)
     keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
 

@@ -85,6 +85,17 @@ class Call:
     nodes: list[Node | None] = field(default_factory=list)
 
 
+def backward_key(
+    drops: bool, strides: Sequence[int], needs: Sequence[bool] = (), row_stride: int | None = None
+) -> tuple[object, ...]:
+    """By what ``Call.backward`` remembers a pass.
+
+    ``strides`` are those of d_o, ``needs`` says which captured tensors' gradients are wanted, and ``row_stride`` how
+    far apart heads are in a larger dq, where it is part of one.
+    """
+    return (drops, strides, row_stride, *needs)
+
+
 class CallChecker:
     """Turns calls of one op into ``Call``s; remembers those of recent shapes.
 

@@ -20,7 +20,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place, Program
 from flashgen.runtime.by_kernels import KernelsOfTangents
-from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, is_readable
+from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, backward_key, is_readable
 from flashgen.runtime.captured import Captured, CapturedValues
 from flashgen.runtime.forward_mode import ForwardMode, Moved
 from flashgen.runtime.kernel import (
@@ -220,7 +220,7 @@ class Engine:
             sums = self._values.sums(call, captured, needs[3:], stores=stores)
             drops = self._values.add(values, call, captured, self._values.addresses(sums, stores=stores))
         strides = d_o.stride()
-        key = (drops, strides, None if into is None else dq.stride(1), *needs[3:])
+        key = backward_key(drops, strides, needs[3:], None if into is None else dq.stride(1))
         prepared = call.backward.get(key)
         if prepared is None:
             settled = with_strides(kernel, call.settled, strides)

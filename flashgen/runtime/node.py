@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from flashgen.cache import Cache, key_of
-from flashgen.runtime.call import FORKS, Call, is_readable
+from flashgen.runtime.call import FORKS, Call, backward_key, is_readable
 from flashgen.runtime.compiler import CompileFailed, CompilerMissing, compile_with, find_compiler
 from flashgen.runtime.kernel import Native, Node, Prepared
 from flashgen.shipped import shipped
@@ -228,7 +228,7 @@ def _made(
             kept = (o, together[lse_at:].view(call.lse[0]), together[: 2 * rows].view(parts))
         found = gradients(d_o, kept, own, needs)
         strides = d_o.stride()
-        known = call.backward.get((False, strides))
+        known = call.backward.get(backward_key(False, strides))
         if known is not None and known.native is not None and strides not in seen and is_readable(kernel, d_o):
             seen.add(strides)
             backward = known.native()

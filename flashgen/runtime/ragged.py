@@ -24,7 +24,7 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
-from flashgen.runtime.call import Call, CallChecker, Rest, is_readable
+from flashgen.runtime.call import Call, CallChecker, Rest, backward_key, is_readable
 from flashgen.runtime.captured import Captured
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, View, for_derivatives
 from flashgen.runtime.kernel import Kernel, LibraryKernel, PassName, Prepared
@@ -111,7 +111,7 @@ class RaggedEngine(Engine):
             prepared = self._prepare(kernel, "backward", (*values, *settled), found, each)
         else:
             drops, _kept = self._add_sequences(values, call, starts, each)
-            key = (drops, strides, *needs[3:])
+            key = backward_key(drops, strides, needs[3:])
             known = call.backward.get(key)
             if known is None:
                 settled = with_strides(kernel, call.settled, strides)

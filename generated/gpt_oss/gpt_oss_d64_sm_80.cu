@@ -205,6 +205,12 @@ FG_DEVICE int block_index() {
 }
 FG_DEVICE int grid_size() { return int(gridDim.x); }
 FG_DEVICE int lane_index() { return int(threadIdx.x % 32); }
+// All 64 bits of a product, by one instruction: of 64-bit numbers the compiler adds up three.
+FG_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
+  uint64_t r;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
+  return r;
+}
 // x, but the compiler does not know it: what follows from it is computed again each time, instead of kept in registers.
 FG_DEVICE int again(int x) {
   asm volatile("" : "+r"(x));
@@ -576,10 +582,15 @@ FG_DEVICE float polynomial(float x, float c, Rest... rest) { return polynomial(x
 
 // ---- sigmoids ----------------------------------------------------------------------------------------------------
 
-// 1 / (1 + e^-x), by e^-|x| so that nothing overflows.
+// 1 / (1 + e^-x), by e^-|x| so that nothing overflows. Kernels of 16 bits alone let it: the reciprocal of infinity is
+// 0, and what rounding x log2(e) costs, |x| 2^-23 of the result, is less than they round.
 FG_DEVICE float sigmoid(float x) {
-  const float e = expf(-fabsf(x));
-  return (x < 0 ? e : 1.0f) * reciprocal_approximate(1.0f + e);
+  if constexpr (FLASHGEN_F32) {
+    const float e = expf(-fabsf(x));
+    return (x < 0 ? e : 1.0f) * reciprocal_approximate(1.0f + e);
+  } else {
+    return reciprocal_approximate(1.0f + exp2_approximate(x * -LOG2_E));
+  }
 }
 FG_DEVICE float silu(float x) { return x * sigmoid(x); }
 

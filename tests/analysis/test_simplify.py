@@ -109,6 +109,20 @@ def test_rewrites(before: str, after: str) -> None:
     assert text(simplify(expr(before, cap=50.0, p=P))) == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("silu(s) / Nk", "1.0 / Nk * silu(s)"),
+        ("3 * s / Nk + s / 3", "3.0 * (1.0 / Nk * s) + 0.3333333333333333 * s"),
+        ("s / p", "s / p"),
+        ("s / (i + 1)", "s / (i + 1)"),
+        ("int(i / Nk * 8) + s", "int(8.0 * (i / Nk)) + s"),  # another rounding, another int
+    ],
+)
+def test_divisions_of_pairs_by_what_is_settled(before: str, after: str) -> None:
+    assert text(simplify(expr(before, p=P), reciprocals=True)) == after
+
+
 def test_a_chain_as_deep_as_the_language_allows() -> None:
     e: Expr = S
     for _ in range(40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 
 import pytest
 
@@ -65,6 +66,36 @@ def test_rows_that_warps_share_stay_in_registers() -> None:
     for target, left_out in (("sm_80", ()), ("sm_90a", ("BACKWARD",))):
         binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
         assert all(each.spill_bytes == 0 for each in binary.kernels), target
+
+
+def branches(binary: CudaBinary) -> dict[str, int]:
+    """By kernel, the places where lanes may part ways (BSSY). Of an instruction's 16 bytes 12 bits say what it does."""
+    image = binary.path.read_bytes()
+    at, size, count, names = struct.unpack_from("<Q", image, 40)[0], *struct.unpack_from("<3H", image, 58)
+    sections = [struct.unpack_from("<IIQQQQ", image, at + size * n) for n in range(count)]
+    found = {}
+    for name, _, _, _, offset, length in sections:
+        begin = sections[names][4] + name
+        text = image[begin : image.index(b"\0", begin)].decode()
+        if text.startswith(".text."):
+            code = [each & 0xFFF for each, _ in struct.iter_unpack("<QQ", image[offset : offset + length])]
+            found[text.removeprefix(".text.")] = code.count(0x945)
+    return found
+
+
+@pytest.mark.parametrize("weights", ["sigmoid(s)", "silu(s) / Nk"])
+def test_weights_of_pairs_do_not_wait_for_one_another(weights: str) -> None:
+    """A branch a pair would: each has a reciprocal, which takes as long as many of them that follow one another."""
+    text = f"attention pointwise {{ head_dim 64 dtype bf16 mask causal weights {weights} }}"
+    binary = compiled(text, "sm_90a")
+    found = branches(binary)
+    assert {each.name for each in binary.kernels} == set(found)
+    assert max(found.values()) < 32, found  # of 64 pairs a lane and step
+
+
+def test_dropout_stays_in_registers() -> None:
+    binary = compiled("attention drops { head_dim 64 dtype bf16 mask causal dropout 0.1 }", "sm_90a", "BACKWARD")
+    assert {each.name: each.spill_bytes for each in binary.kernels if each.spill_bytes} == {}
 
 
 def test_types_whose_warps_share_rows_beside_others() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.runtime import node
+from flashgen.runtime.engine import Engine
 from flashgen.runtime.op import AttentionOp
 
 cuda: Any = torch.cuda
@@ -33,6 +34,10 @@ def inputs(op: AttentionOp, n: int = 77, dtype: torch.dtype = torch.bfloat16) ->
     return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4)]
 
 
+def unexpected(*_: Any) -> None:
+    raise AssertionError("Python computed gradients")
+
+
 def both(op: AttentionOp, x: list[Tensor]) -> tuple[str, list[Tensor]]:
     """Whose node it was, and what it gave."""
     leaves = [each.clone().requires_grad_() for each in x[:3]]
@@ -42,7 +47,7 @@ def both(op: AttentionOp, x: list[Tensor]) -> tuple[str, list[Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("text", SPECS)
-def test_the_same_bits(text: str, dtype: torch.dtype) -> None:
+def test_the_same_bits(text: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     op = operator(text)
     for n in (77, 640):
         x = inputs(op, n, dtype)
@@ -55,6 +60,10 @@ def test_the_same_bits(text: str, dtype: torch.dtype) -> None:
         turned = [*x[:3], x[3].transpose(1, 2).contiguous().transpose(1, 2)]
         for _ in range(3):
             assert all(map(torch.equal, expected, both(op, turned)[1]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "gradients", unexpected)
+            for each in (x, turned):
+                assert all(map(torch.equal, expected, both(op, each)[1]))
 
 
 def test_on_another_stream_and_in_a_graph() -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import host_time
 from flashgen.cache import Cache
 from flashgen.runtime import node
+from flashgen.runtime.engine import Engine
 from flashgen.runtime.op import AttentionOp
 from tests.runtime.helpers import CAUSAL, SIGMOID, op, qkv, random
 
@@ -94,6 +95,23 @@ def test_the_same_bits(name: str, dtype: torch.dtype, in_python: Callable[..., A
         with torch.no_grad():
             assert same([own(*given)], [in_python(functools.partial(own, *given))])
         assert not own(*(y.detach() for y in given)).requires_grad
+
+
+@pytest.mark.parametrize("text", [CAUSAL, SIGMOID])
+def test_gradients_are_computed_without_python(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once Python has computed those of each way that the gradient of o lies."""
+    own, x = op(text, "cpu"), qkv()
+    d_o = random(*own(*x).shape, seed=9)
+    every = (d_o, d_o.transpose(1, 2).contiguous().transpose(1, 2))
+    warmed(own, x, *every)
+    expected = [torch.autograd.grad(own(*x), x, each) for each in every]
+    monkeypatch.setattr(Engine, "gradients", unexpected)
+    for each, gradients in zip(every, expected, strict=True):
+        assert same(torch.autograd.grad(own(*x), x, each), gradients)
+
+
+def unexpected(*_: Any) -> None:
+    raise AssertionError("Python computed gradients")
 
 
 def test_more_than_eight_ways_that_gradients_lie(in_python: Callable[..., Any]) -> None:

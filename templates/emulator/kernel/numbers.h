@@ -25,6 +25,7 @@ namespace emulator {
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 }  // namespace emulator
 
+FG_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
 FG_DEVICE float exp2_approximate(float x) { return emulator::flush(exp2f(emulator::flush(x))); }
 FG_DEVICE float reciprocal_approximate(float x) { return emulator::flush(1.0f / emulator::flush(x)); }
 
