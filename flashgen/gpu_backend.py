@@ -22,6 +22,7 @@ from flashgen.gpu_calls import (
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
     RowsOf,
+    cache_of_call,
     call_of,
     check_element,
     is_f8,
@@ -103,6 +104,7 @@ class CudaProvider:
         self.choices = functools.cache(self._choices)
         self.brought = functools.cache(self._brought)
         self.ready = functools.cache(self._ready)
+        self.of_8_bits = functools.cache(lambda: self._other(RowsOf.F8_CACHED))
 
     takes_tangents: ClassVar[str] = GPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
@@ -121,7 +123,7 @@ class CudaProvider:
     ) -> tuple[Ready, tuple[str, ...]]:
         """What a pass of a call runs, and why it has these tiles."""
         element, shape = call_of(values)
-        if self.rows is RowsOf.CACHED:
+        if self.rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
             pins = pins_of_call(compiled(self._variant(head_dim), self.board(index).target), element, values)
         else:
             pins = self.choices(head_dim, index).of_call(element, shape)
@@ -159,9 +161,10 @@ class CudaProvider:
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
         """One call over a cache."""
-        cached, head_dim, index = self._other(RowsOf.CACHED), asked.call.head_dim, asked.call.device.index or 0
+        cached, head_dim = self._other(cache_of_call(asked.values)), asked.call.head_dim
+        index = asked.call.device.index or 0
         ready, _ = cached.of_call(head_dim, index, "forward", asked.values)
-        board, variant = self.board(index), kernel_variant(self.spec, head_dim, RowsOf.CACHED)
+        board, variant = self.board(index), cached._variant(head_dim)
         resources = {said.name: said for said in ready.resources}
         own = (variant, ready.plan, ready.source.symbol)
         forward, splits = over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
@@ -217,8 +220,10 @@ class CudaProvider:
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
             element, _ = call_of(values)
-            ready, _ = self.of_call(head_dim, index, name, values)
-            return Compiled(ready.path, launches_of(variant, ready.plan, ready.source.symbol, element))
+            is_narrow = self.rows is RowsOf.CACHED and cache_of_call(values) is RowsOf.F8_CACHED
+            own = self.of_8_bits() if is_narrow else self
+            ready, _ = own.of_call(head_dim, index, name, values)
+            return Compiled(ready.path, launches_of(own._variant(head_dim), ready.plan, ready.source.symbol, element))
 
         def other(rows: RowsOf) -> Callable[[], cuda.CudaKernel] | None:
             return functools.partial(self._other(rows), head_dim, index) if self.rows is RowsOf.DENSE else None

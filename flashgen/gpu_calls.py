@@ -58,6 +58,7 @@ class RowsOf(Enum):
     DENSE = "dense"
     RAGGED = "ragged"
     CACHED = "cached"
+    F8_CACHED = "cached, of 8 bits"
     PARTS = "parts"
     SLICES = "slices"
     F8 = "of 8 bits"
@@ -76,8 +77,10 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
         return with_tangent(variant)
     if rows is RowsOf.MOVING_BACK:
         return with_slopes(variant, moves=False)
-    if rows in (RowsOf.CACHED, RowsOf.F8):
-        return replace(variant, cached=rows is RowsOf.CACHED, f8=rows is RowsOf.F8, gradients=())
+    if rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
+        return replace(variant, cached=True, f8_cached=rows is RowsOf.F8_CACHED, gradients=())
+    if rows is RowsOf.F8:
+        return replace(variant, f8=True, gradients=())
     ragged, parts, slices = (rows is each for each in (RowsOf.RAGGED, RowsOf.PARTS, RowsOf.SLICES))
     return replace(variant, ragged=ragged, parts=parts, slices=slices)
 
@@ -96,7 +99,7 @@ def launches_of(
             symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
         )
     if variant.cached:
-        return lambda _name, values: cached_launches(symbol, variant, plan, element, f8=has_f8_cache(values))
+        return lambda _name, _values: cached_launches(symbol, variant, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
 
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
@@ -121,7 +124,7 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     repeats = name == "backward" and bool(values["deterministic"])
     moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
     is_forward_mode = name == "forward" and "t_q" in values
-    return CallKind(values["dropout_threshold"] > 0, repeats, has_f8_cache(values), moving if is_forward_mode else None)
+    return CallKind(values["dropout_threshold"] > 0, repeats, moving if is_forward_mode else None)
 
 
 def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
@@ -155,7 +158,7 @@ def over_cache(
     resources: Mapping[str, Resources],
 ) -> tuple[GpuPass, int]:
     """The launches of a call over a cache, and in how many parts keys are."""
-    launches = cached_launches(symbol, variant, plan, asked.element, f8=has_f8_cache(asked.values))
+    launches = cached_launches(symbol, variant, plan, asked.element)
     assert launches.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in asked.values.items()}
     splits = launches.splits.values(known, size.multiprocessors)["splits"]
@@ -189,7 +192,7 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     rows = int(values["group_rows"])
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
-    return pins_of_rows(kernel.variant, kernel.plan, element, rows, f8=has_f8_cache(values))
+    return pins_of_rows(kernel.variant, kernel.plan, element, rows)
 
 
 def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -201,9 +204,9 @@ def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target:
         )
 
 
-def has_f8_cache(values: Mapping[str, float]) -> bool:
-    """Whether a call is one over a cache of 8 bits."""
-    return values.get("key_element") == F8_CODE
+def cache_of_call(values: Mapping[str, float]) -> RowsOf:
+    """What a call over a cache takes the rows of."""
+    return RowsOf.F8_CACHED if values["key_element"] == F8_CODE else RowsOf.CACHED
 
 
 def is_f8(values: Mapping[str, float]) -> bool:

@@ -63,28 +63,27 @@ class Spill:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, whether over a
-    cache of 8 bits, and of forward mode which of q, k and v have tangents, as ``qkv``. None: either.
+    """What decides which kernels of a pass a call starts: with dropout or without, repeatable or not, and of forward
+    mode which of q, k and v have tangents, as ``qkv``. None: either.
     """
 
     dropped: bool | None = False
     repeatable: bool | None = False
-    f8_cache: bool | None = False
     moving: str | None = None
 
     @property
     def words(self) -> str:
         """``dropout, deterministic``; empty for the usual calls."""
-        said = {"dropout": self.dropped, "deterministic": self.repeatable, "caches of 8 bits": self.f8_cache}
+        said = {"dropout": self.dropped, "deterministic": self.repeatable}
         if self.moving is not None:
             said[f"tangents of {' and '.join(self.moving) or 'captured values'}"] = True
         return ", ".join(word for word, holds in said.items() if holds)
 
 
-ANY_CALLS = CallKind(dropped=None, repeatable=None, f8_cache=None)
+ANY_CALLS = CallKind(dropped=None, repeatable=None)
 # Of those that need not repeat bit by bit a package has the kernels, of those that have to where it is asked to.
-USUAL_CALLS = CallKind(dropped=None, f8_cache=None)
-DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True, f8_cache=None)
+USUAL_CALLS = CallKind(dropped=None)
+DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True)
 
 
 @dataclass(frozen=True)

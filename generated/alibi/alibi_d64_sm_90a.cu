@@ -96,18 +96,14 @@ struct bfloat_t {
 
 // ---- global memory -------------------------------------------------------------------------------------------------
 
-namespace bits {  // loads through the read-only path, by size
-FG_DEVICE void load(uint8_t& r, const void* p) {
-  uint32_t word;
-  asm("ld.global.nc.u8 %0, [%1];" : "=r"(word) : "l"(p));
-  r = uint8_t(word);
-}
-FG_DEVICE void load(uint16_t& r, const void* p) { asm("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p)); }
-FG_DEVICE void load(uint32_t& r, const void* p) { asm("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p)); }
-FG_DEVICE void load(uint64_t& r, const void* p) { asm("ld.global.nc.u64 %0, [%1];" : "=l"(r) : "l"(p)); }
-FG_DEVICE void load(uint4& r, const void* p) {
-  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
-}
+// Loads through the read-only path, by size. No asm: compilers move that out of loops, away from the condition under
+// which an address is one.
+namespace bits {
+FG_DEVICE void load(uint8_t& r, const void* p) { r = __ldg(static_cast<const unsigned char*>(p)); }
+FG_DEVICE void load(uint16_t& r, const void* p) { r = __ldg(static_cast<const unsigned short*>(p)); }
+FG_DEVICE void load(uint32_t& r, const void* p) { r = __ldg(static_cast<const unsigned int*>(p)); }
+FG_DEVICE void load(uint64_t& r, const void* p) { r = __ldg(static_cast<const unsigned long long*>(p)); }
+FG_DEVICE void load(uint4& r, const void* p) { r = __ldg(static_cast<const uint4*>(p)); }
 template <int bytes> struct Word;
 template <> struct Word<1> { using type = uint8_t; };
 template <> struct Word<2> { using type = uint16_t; };
@@ -780,6 +776,35 @@ FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count, int thr
 template <int threads, int width, class Tile, class From>
 FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count) {
   copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
+}
+
+// How many rows a tile is copied at a time.
+template <int threads, class Tile> FG_CONSTEXPR int rows_at_a_time() {
+  return threads / power_of_two_above(Tile::columns / Tile::chunk, threads);
+}
+
+// The same where all rows are there and as wide as the tile, by all threads of a block: nothing is asked of a row but
+// where it lies. `from(row0, column)` says so of a thread's first one, `next(place, row0, column, row)` of the one that
+// is `row` further, from where that before it lies.
+template <int threads, class Tile, class From, class Next>
+FG_DEVICE void copy_all_rows_async(Tile to, const From& from, const Next& next) {
+  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, step = rows_at_a_time<threads, Tile>();
+  constexpr int lanes = threads / step;
+  const int thread = again(int(threadIdx.x)), row0 = unsigned(thread) / lanes,
+      column0 = unsigned(thread) % lanes * chunk;
+#pragma unroll
+  for (int part = 0; part < chunks; part += lanes) {
+    const int column = column0 + part * chunk;
+    if (chunks % lanes != 0 && column >= Tile::columns) continue;
+    auto place = from(row0, column);
+#pragma unroll
+    for (int row = 0; row < Tile::rows; row += step) {
+      if (Tile::rows % step != 0 && row0 + row >= Tile::rows) continue;
+      if (row > 0) place = next(place, row0, column, row);
+      // the permutation repeats every 8 rows
+      copy_async_16(to.at(row0 + row % 8, column) + row / 8 * 8 * Tile::width, place, true);
+    }
+  }
 }
 
 // Stores rows 0 … count - 1 of `width` elements where `row_of` says.

@@ -46,10 +46,10 @@ enum class Together : int {
 struct Call {
   Together what;
   int line;
-  void* out;          // shuffle: the value; ballot: the bits; load_matrix: 4 registers; products: d, read and written
+  void* out;          // shuffle: the value; ballot: the bits; load_matrix: its registers; products: d, read and written
   const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product;
                       // mbarrier: where it lies
-  int number;         // shuffle: the lane that is read; ballot: the condition; warpgroup_wait: the groups left;
+  int number;         // shuffle: the lane that is read; load_matrix: how many; ballot: the condition; warpgroup_wait: the groups left;
                       // barrier: its number; mbarrier_wait: the parity
   int bytes;          // shuffle: the size of the value; barrier: the threads that it is for
 };

@@ -9,6 +9,7 @@ import pytest
 
 from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
 from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, launched, planned, variant_of
@@ -138,3 +139,28 @@ def test_ragged_batches_of_everything_at_once(target: str) -> None:
     variant = dataclasses.replace(variant_of(RICH.replace("bf16", "f16")), ragged=True)
     binary = compile_cuda(emit_cuda(variant, GPUS[target].plan(variant)), target)
     assert any("keys" in each.name for each in binary.kernels)
+
+
+LOOP = """
+struct Rows {
+  const int* entries;
+  FG_DEVICE int entry() const { return entries ? fg::global_load(entries) : 0; }
+};
+extern "C" __global__ void loop(Rows rows, const float* from, float* to, int count) {
+  for (int n = 0; n < count; ++n) {
+    __syncthreads();
+    to[n] = n % 3 ? from[rows.entry() + n] : 1.0f;
+  }
+}
+"""
+
+
+def test_a_load_stays_behind_its_condition() -> None:
+    """It is the same in each round of the loop: a compiler that moves it in front asks for what is at address 0."""
+    nvrtc, _ = find_nvrtc()
+    (source, *_) = primitives(dropout=False)
+    program = nvrtc.createProgram(source + LOOP, "loop.cu", (), ())
+    nvrtc.compileProgram(program, ("-std=c++17", "-arch=compute_90"))
+    lines = nvrtc.getPTX(program).decode().split(".entry loop", 1)[1].splitlines()
+    load = next(n for n, line in enumerate(lines) if "ld.global.nc.u32" in line)
+    assert any(" bra " in line for line in lines[load - 6 : load]), lines[load - 6 : load]

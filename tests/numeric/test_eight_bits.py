@@ -198,7 +198,7 @@ def test_kernels_for_gpus_read_bytes(form: str, dtype: torch.dtype, target: str)
             (k_pages, table), (v_pages, _) = (on_gpus.in_pages(x.float(), page) for x in (k, v))
             pages = (k_pages.to(F8), v_pages.to(F8))  # NaN where nobody has rows
             on_gpus.check(op, q, *pages, on_gpus.LENGTHS, block_table=table, **given)
-    assert all(each.launches.launches[0].kernel.endswith("_f8") for each in counted)
+    assert all("_f8_cached_" in each.launches.launches[0].kernel for each in counted)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -213,11 +213,10 @@ def test_bytes_are_those_of_numbers_of_8_bits(splits: int) -> None:
     assert moved.predicted == moved.counted
     traffic = counted[0].report.traffic
     assert traffic["k"].total == traffic["v"].total == on_gpus.HKV * int(on_gpus.LENGTHS.sum()) * 64
-    shown = op.explain_decode(q, k, v, num_splits=splits)
-    assert shown.forward.kernels[0].name.endswith("_f8")
-    wide = op.explain_decode(q, k.bfloat16(), v.bfloat16(), num_splits=splits)
+    assert "_f8_cached_" in op.explain_decode(q, k, v, num_splits=splits).forward.kernels[0].name
+    shown = [op.explain_decode(q, *cache, num_splits=1) for cache in ((k.bfloat16(), v.bfloat16()), (k, v))]
     rows = on_gpus.B * on_gpus.HKV * on_gpus.CAPACITY
-    moved_by = [each.forward.hbm_bytes for each in (wide, shown)]
+    moved_by = [each.forward.hbm_bytes for each in shown]
     assert moved_by[0] is not None
     assert moved_by[1] is not None
     assert moved_by[0] - moved_by[1] == rows * (64 + 64)
@@ -231,12 +230,56 @@ def test_rows_that_lie_at_no_multiple_of_16_bytes_are_copied() -> None:
     assert torch.equal(op.decode(q, k, v, on_gpus.LENGTHS), wanted)
 
 
-def test_a_spec_that_names_no_8_bits_has_no_kernels_for_them() -> None:
-    head_dim, rows = HeadDim(64, 64), RowsOf.CACHED
-    named, other = (
-        compiled(kernel_variant(flashgen.loads(text, backend="reference").spec, head_dim, rows), GPUS["sm_80"])
-        for text in ("attention a { head_dim 64 dtype bf16, f8e4m3 }", "attention a { head_dim 64 dtype bf16 }")
+def test_kernels_of_wider_caches_have_nothing_of_8_bits() -> None:
+    spec = flashgen.loads("attention a { head_dim 64 dtype bf16, f8e4m3 }", backend="reference").spec
+    narrow, wide = (
+        compiled(kernel_variant(spec, HeadDim(64, 64), rows), GPUS["sm_80"]).source.text.split("namespace fg", 1)[1]
+        for rows in (RowsOf.F8_CACHED, RowsOf.CACHED)
     )
-    for word in ("f8e4m3", "F8_CACHES", "widen_rows", "k_factor ="):
-        assert word in named.source.text
-        assert word not in other.source.text
+    for word in ("f8e4m3", "NarrowTile", "order_columns", "k_factor ="):
+        assert word in narrow
+        assert word not in wide
+
+
+@pytest.mark.parametrize("power", [-110, -40, 0, 60, 110])
+def test_queries_of_any_size_beside_8_bits(power: int) -> None:
+    """In kernels they are float16, each row times a power of two."""
+    op = on_gpus.emulated("attention sized { head_dim 64  dtype bf16, f8e4m3 }")
+    (k, factor), (v, _) = cache_of(70, 64, seed=1), cache_of(70, 64, seed=2)
+    k, v, factor = k[:1], v[:1], factor[:1] * 2.0**-power
+    q = random(1, H, 2, 64, dtype=torch.bfloat16) * 2.0**power
+    q[0, 1] *= 2.0 ** torch.arange(0, -16, -0.25)  # and within a row
+    q[0, 2] = 0.0
+    found = op.decode(q, k, v, 70, k_descale=factor)
+    truth = op.reference.decode(q.double(), wide(k, factor), v.double(), 70)
+    for h in range(H):
+        assert relative_error(found[:, h], truth[:, h]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_no_number_in_a_query_stays_in_its_row(bad: float) -> None:
+    op = on_gpus.emulated("attention bad { head_dim 64  dtype bf16, f8e4m3 }")
+    (k, _), (v, _) = cache_of(70, 64, seed=1), cache_of(70, 64, seed=2)
+    q = random(1, H, 2, 64, dtype=torch.bfloat16)
+    clean = op.decode(q, k[:1], v[:1], 70)
+    q[0, 1, 0, 5] = bad
+    found = op.decode(q, k[:1], v[:1], 70)
+    truth = op.reference.decode(q.double(), k[:1].double(), v[:1].double(), 70)
+    assert found[0, 1, 0].isnan().all()
+    assert truth[0, 1, 0].isnan().all()
+    found[0, 1, 0] = clean[0, 1, 0]
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_float16_does_not_hold_beside_8_bits(dtype: torch.dtype) -> None:
+    """Of no softmax: a row's are multiplied by a power of two, in parts of the keys by one each."""
+    op = on_gpus.emulated("attention large { head_dim 64  dtype bf16, f16, f8e4m3  weights (s * s) * (s * s) * 10 }")
+    (k, factor), (v, _) = cache_of(300, 64, seed=1), cache_of(300, 64, seed=2)
+    k, factor = k[:1], factor[:1]
+    k[:, :, :150] = (k[:, :, :150].float() * 0.1).to(F8)  # small ones first, so that the scale changes
+    q = random(1, H, 2, 64, dtype=dtype) * 40
+    truth = op.reference.decode(q.double(), wide(k, factor), v[:1].double() * 2.0**-22, 300)
+    for splits in (1, 3):
+        found = op.decode(q, k, v[:1], 300, k_descale=factor, v_descale=2.0**-22, num_splits=splits)
+        assert relative_error(found, truth) < TOLERANCE[dtype]

@@ -339,7 +339,6 @@ def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path)
         "FLASHGEN_FORWARD": "0",
         "FLASHGEN_WITH_DROPOUT": "0",
         "FLASHGEN_REPEATABLE": "0",
-        "FLASHGEN_F8_CACHES": "0",
     }
     provider = CudaProvider(spec, (folder, Manifest.read(folder)))
     ready, _ = provider.of_call(head_dim, 0, "forward", values(512))

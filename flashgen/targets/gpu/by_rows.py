@@ -12,15 +12,12 @@ from flashgen.targets.gpu.recipes import of_rows
 from flashgen.targets.gpu.tiles import GpuPlan
 
 
-def pins_of_rows(variant: Variant, plan: GpuPlan, element: ElementType, rows: int, *, f8: bool = False) -> Pins:
-    """The pins of a call whose key/value heads have so many rows; none where it takes the planner's own tiles.
-
-    ``f8``: over a cache of 8 bits.
-    """
+def pins_of_rows(variant: Variant, plan: GpuPlan, element: ElementType, rows: int) -> Pins:
+    """The pins of a call whose key/value heads have so many rows; none where it takes the planner's own tiles."""
     own = plan.by_element.get(element)
     if own is None:
         return PLANNERS_OWN
-    tiles = of_rows(variant, element, own.forward, plan.sram_bytes, rows, f8=f8)
+    tiles = of_rows(variant, element, own.forward, plan.sram_bytes, rows)
     if tiles == own.forward:
         return PLANNERS_OWN
     reason = f"forward, {element}: B_r = {tiles.Br}: {rows} rows of queries for a key/value head"

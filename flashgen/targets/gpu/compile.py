@@ -66,7 +66,6 @@ def part_of(source: KernelSource, plan: GpuPlan, part: Part) -> KernelSource:
     for holds, if_so, if_not in (
         (part.calls.dropped, "without_dropout", "with_dropout"),
         (part.calls.repeatable, "additions", "repeatable"),
-        (part.calls.f8_cache, "wide_caches", "f8_caches"),
     ):
         if holds is not None:
             left_out.append(if_so if holds else if_not)

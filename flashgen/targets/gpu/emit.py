@@ -54,9 +54,9 @@ def cuda_symbol(variant: Variant) -> str:
 
 
 def _form(variant: Variant) -> str:
-    kinds = {"_cached": variant.cached, "_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
-    kinds["_slices"] = variant.slices
-    kinds["_jvp"] = variant.tangent is not None
+    kinds = {"_f8_cached": variant.f8_cached, "_cached": variant.cached}
+    kinds |= {"_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
+    kinds |= {"_slices": variant.slices, "_jvp": variant.tangent is not None}
     return next((kind for kind, holds in kinds.items() if holds), "")
 
 

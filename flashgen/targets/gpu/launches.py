@@ -176,10 +176,8 @@ def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
     )
 
 
-def cached_launches(
-    symbol: str, variant: Variant, plan: GpuPlan, element: ElementType, *, f8: bool = False
-) -> PassLaunches:
-    """The forward pass over a cache: a kernel for the parts of keys, and one that merges them. ``f8``: of 8 bits."""
+def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
+    """The forward pass over a cache: a kernel for the parts of keys, and one that merges them."""
     tiles = plan.by_element[element].forward
     blocks = work_tiles(tiles)
     threads = 32 * tiles.warps
@@ -187,7 +185,7 @@ def cached_launches(
     merges = Count((*blocks.factors, Factor("merges")), merging_shares(variant, tiles))
     merging = 32 * merging_warps(variant, tiles) * mergers(variant, tiles)
     launches = (
-        Launch(f"{symbol}_forward_{element}{'_f8' if f8 else ''}", parts, threads, tiles.sram_bytes),
+        Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merges, merging, tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))

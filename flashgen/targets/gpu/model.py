@@ -112,6 +112,11 @@ def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
     return -(-columns // width) * width * element.bytes * rows
 
 
+def element_of_keys(variant: Variant, element: ElementType) -> ElementType:
+    """In which K and V lie in shared memory, where q is of ``element``."""
+    return ElementType.F8E4M3 if variant.f8_cached else element
+
+
 def spans_of_half(columns: int, element: ElementType) -> tuple[int, ...]:
     """The columns of products of a warpgroup that has half of a tile's: of whole panels, of what is left of each."""
     width = panel_width(columns, element)
@@ -151,7 +156,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
     """
     Br, Bc, stages, seen = tiles.Br, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
-    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next, variant.uses_sqdist
     moves = variant.ragged and copies and not has_producers
@@ -160,8 +165,9 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     tangents = variant.tangent is not None
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
-        Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
-        Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
+        Part("V", "V", stages * tile_bytes(Bc, Dv, of_keys), "stages * VTile::bytes"),
+        Part("UNITS", "units of Q", variant.f8_cached * FLOAT * Br, "4 * BR"),
         Part(
             "TRANSPOSED",
             "V, transposed",
@@ -211,7 +217,7 @@ def mergers(variant: Variant, tiles: ForwardTiles) -> int:
 def finds_selected(variant: Variant, element: ElementType, tiles: ForwardTiles) -> bool:
     """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
     widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
-    room = tiles.stages * sum(tile_bytes(tiles.Bc, width, element) for width in widths)
+    room = tiles.stages * sum(tile_bytes(tiles.Bc, width, element_of_keys(variant, element)) for width in widths)
     return selected(variant.keep, variant.spec.tensors) is not None and room >= 2 * WINDOW
 
 
@@ -219,7 +225,10 @@ def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
     """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
     width = variant.head_dim.v
     if tiles.split > 1:
-        return tiles.split if width == padded(width) else 1
+        if width != padded(width):
+            return 1
+        counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
+        return next((count for count in counts if width % (16 * count) == 0), tiles.split)
     return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
 
 

@@ -35,7 +35,7 @@ class WarpgroupProducts:
 def primitives(
     *,
     dropout: bool,
-    f8_caches: bool = False,
+    f8_cached: bool = False,
     f8: bool = False,
     parts: bool = False,
     warpgroups: WarpgroupProducts | None = None,
@@ -45,7 +45,8 @@ def primitives(
     pairs: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
-    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_caches or f8, "parts.cuh": parts}
+    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts}
+    more |= dict.fromkeys(("narrow_instructions.cuh", "narrow_tile.cuh"), f8_cached)
     more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
     names = (*_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
     folder = templates_folder() / "cuda" / "primitives"

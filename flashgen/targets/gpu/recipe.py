@@ -137,7 +137,7 @@ def recipe_of(variant: Variant) -> Recipe:
         folded=folded,
         bounded=_is_bounded(computed),
         lag=_lag(variant).limit,
-        headroom=rules.HEADROOM_OF_8_BITS if variant.f8 and variant.weights.form.exponential else 0,
+        headroom=_headroom(variant),
         moves_apart=_moves_apart(computed),
         ahead=read_ahead(computed),
         near=near_tanh(computed),
@@ -154,6 +154,12 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
         return Lists.KEPT
     selects = reads_tiles(variant.keep, variant.spec.tensors) and mask_axes(variant.keep) in _ORDERED
     return Lists.OF_A_CALL if observed or selects else Lists.NONE
+
+
+def _headroom(variant: Variant) -> int:
+    if not variant.weights.form.exponential:
+        return 0
+    return rules.HEADROOM_OF_8_BITS if variant.f8 else rules.HEADROOM_BESIDE_8_BITS if variant.f8_cached else 0
 
 
 def _lag(variant: Variant) -> Rule:

@@ -16,7 +16,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.model import forward_layout, padded
+from flashgen.targets.gpu.model import element_of_keys, forward_layout, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import ForwardTiles
@@ -151,13 +151,16 @@ def complete(
     return Candidate(row, decisions)
 
 
-def of_rows(
-    variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int, *, f8: bool = False
-) -> ForwardTiles:
+def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
     """Over caches: the tiles of a call whose key/value heads have so many rows, no larger than the planner's own.
 
-    At most four are beside these, because each is another compilation. ``f8``: the cache is of 8 bits.
+    At most four are beside these, because each is another compilation.
     """
+
+    def blocks(tiles: ForwardTiles) -> int:
+        """How many share a multiprocessor's memory."""
+        return sram_bytes // forward_layout(variant, element, tiles).bytes
+
     Br = next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
     if Br == own.Br:
         return own
@@ -165,19 +168,22 @@ def of_rows(
     parts = (padded(variant.head_dim.v), own.Bc)
     is_narrow = element.bytes == 2 and variant.head_dim.qk <= rules.FEW_ROWS_SHARED.limit and own.split == 1
     if is_narrow and not any(count % (16 * sharers) for count in parts):
-        weighed = _weighed(own.Bc, sharers, element)
-        tiles = replace(own, Br=Br, split=sharers, weighed=weighed, q_in_registers=False)
+        tiles = _weighing(replace(own, Br=Br, split=sharers, q_in_registers=False), element)
         deeper = replace(tiles, stages=own.stages + 1)
-        fits = 2 * forward_layout(variant, element, deeper).bytes <= sram_bytes
-        return deeper if fits and not f8 else tiles
+        more = _weighing(replace(tiles, Bc=2 * own.Bc), element) if variant.f8_cached else deeper
+        return more if blocks(more) >= 2 else tiles
     tiles = replace(own, Br=Br, warps=Br // 16 * own.split)
-    while tiles.Bc > 16:
-        blocks = sram_bytes // forward_layout(variant, element, tiles).bytes
-        if blocks * tiles.warps >= rules.WARPS_OF_A_MULTIPROCESSOR.limit:
-            break
-        Bc = tiles.Bc // 2
-        tiles = replace(tiles, Bc=Bc, weighed=_weighed(Bc, tiles.split, element) if tiles.split > 1 else 0)
+    alone = _weighing(replace(tiles, Bc=2 * own.Bc, stages=1), element)
+    if own.split > 1 and own.stages == rules.WIDE_ROWS.limit and blocks(alone):
+        return alone
+    while tiles.Bc > 16 and blocks(tiles) * tiles.warps < rules.WARPS_OF_A_MULTIPROCESSOR.limit:
+        tiles = _weighing(replace(tiles, Bc=tiles.Bc // 2), element)
     return tiles
+
+
+def _weighing(tiles: ForwardTiles, element: ElementType) -> ForwardTiles:
+    """With what each of the warps that share rows weighs of a tile."""
+    return replace(tiles, weighed=_weighed(tiles.Bc, tiles.split, element)) if tiles.split > 1 else tiles
 
 
 def _why_one_warp(variant: Variant) -> str:
@@ -225,6 +231,7 @@ def _copies_rows(variant: Variant, element: ElementType, row: AnyChoice) -> bool
     threads = 32 * row.warps
     if row.warpgroups:
         return True
+    element = element_of_keys(variant, element)
     chunks = (padded(width) * element.bytes // 16 for width in (variant.head_dim.qk, variant.head_dim.v))
     return all(threads % _power_of_two_above(min(count, threads)) == 0 for count in chunks)
 

@@ -17,10 +17,20 @@ FEW_ROWS = Rule(
 
 FEW_ROWS_SHARED = Rule(
     "few rows shared",
-    "four warps share 16 rows, or two 32: what one warp does of a tile holds up the next copies, and to widen 8 bits "
-    "takes it longer than to read them; two blocks with three tiles on the way, of 8 bits three with two",
-    "an H100, 32/8 heads: 1 sequence of 8k rows 15.5 → 12.9 µs, 64 of 8k 737 → 714; 8 bits, 8 of 32k: 590 → 386",
+    "four warps share 16 rows, or two 32: what one warp does of a tile holds up the next copies; two blocks with three "
+    "tiles on the way, of 8 bits with two of twice as many keys, which share what a tile costs beside its keys",
+    "an H100, 32/8 heads: 1 sequence of 8k rows 15.5 → 12.9 µs, 64 of 8k 737 → 714; 8 bits on an H200, 64 of 8k, "
+    "beside bfloat16: tiles of 64 keys × 1.54, of 128 × 1.96",
     128,
+)
+
+WIDE_ROWS = Rule(
+    "wide rows",
+    "above D 256 two stages fill a multiprocessor's memory: one of twice as many keys has half of the steps, each of "
+    "which waits once",
+    "an H200, 576/512, 64 sequences of 8k rows 343 → 300 µs, 8 of 32k 169 → 149; two blocks of one stage 284 and 150, "
+    "but 1 of 32k 59 where one has 43, as there are twice as many parts to merge",
+    2,
 )
 
 WARPS_OF_A_MULTIPROCESSOR = Rule(
@@ -104,6 +114,7 @@ LAG_OF_8_BITS = Rule(
     limit=2,
 )
 HEADROOM_OF_8_BITS = 6  # by which exponents begin above a maximum: with the lag at most 2^8
+HEADROOM_BESIDE_8_BITS = 7  # where weights are float16: with the lag at most 2^15
 
 # -- tiles where one warp multiplies -----------------------------------------------------------------------------------
 

@@ -45,18 +45,14 @@ struct bfloat_t {
 
 // ---- global memory -------------------------------------------------------------------------------------------------
 
-namespace bits {  // loads through the read-only path, by size
-FG_DEVICE void load(uint8_t& r, const void* p) {
-  uint32_t word;
-  asm("ld.global.nc.u8 %0, [%1];" : "=r"(word) : "l"(p));
-  r = uint8_t(word);
-}
-FG_DEVICE void load(uint16_t& r, const void* p) { asm("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p)); }
-FG_DEVICE void load(uint32_t& r, const void* p) { asm("ld.global.nc.u32 %0, [%1];" : "=r"(r) : "l"(p)); }
-FG_DEVICE void load(uint64_t& r, const void* p) { asm("ld.global.nc.u64 %0, [%1];" : "=l"(r) : "l"(p)); }
-FG_DEVICE void load(uint4& r, const void* p) {
-  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
-}
+// Loads through the read-only path, by size. No asm: compilers move that out of loops, away from the condition under which an
+// address is one.
+namespace bits {
+FG_DEVICE void load(uint8_t& r, const void* p) { r = __ldg(static_cast<const unsigned char*>(p)); }
+FG_DEVICE void load(uint16_t& r, const void* p) { r = __ldg(static_cast<const unsigned short*>(p)); }
+FG_DEVICE void load(uint32_t& r, const void* p) { r = __ldg(static_cast<const unsigned int*>(p)); }
+FG_DEVICE void load(uint64_t& r, const void* p) { r = __ldg(static_cast<const unsigned long long*>(p)); }
+FG_DEVICE void load(uint4& r, const void* p) { r = __ldg(static_cast<const uint4*>(p)); }
 template <int bytes> struct Word;
 template <> struct Word<1> { using type = uint8_t; };
 template <> struct Word<2> { using type = uint16_t; };

@@ -7,8 +7,8 @@
 namespace fg {
 
 namespace emulator {
-FG_PRIMITIVE void load_matrix(Together what, uint32_t (&r)[4], const void* row, int line) {
-  registers.machine->together({what, line, r, {row, nullptr}, 0, 0});
+template <int count> FG_PRIMITIVE void load_matrix(Together what, uint32_t (&r)[count], const void* row, int line) {
+  registers.machine->together({what, line, r, {row, nullptr}, count, 0});
 }
 FG_PRIMITIVE void mma(Together what, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line) {
   registers.machine->together({what, line, d, {a, b}, 0, 0});
@@ -19,6 +19,12 @@ FG_PRIMITIVE void load_matrix_x4(uint32_t (&r)[4], const void* row, int line = _
   emulator::load_matrix(emulator::Together::load_matrix, r, row, line);
 }
 FG_PRIMITIVE void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row, int line = __builtin_LINE()) {
+  emulator::load_matrix(emulator::Together::load_matrix_transposed, r, row, line);
+}
+FG_PRIMITIVE void load_matrix_x2(uint32_t (&r)[2], const void* row, int line = __builtin_LINE()) {
+  emulator::load_matrix(emulator::Together::load_matrix, r, row, line);
+}
+FG_PRIMITIVE void load_matrix_x2_transposed(uint32_t (&r)[2], const void* row, int line = __builtin_LINE()) {
   emulator::load_matrix(emulator::Together::load_matrix_transposed, r, row, line);
 }
 FG_PRIMITIVE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], int line = __builtin_LINE()) {

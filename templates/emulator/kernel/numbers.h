@@ -21,6 +21,11 @@ FG_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
          emulator::e4m3_of_float(d) << 24;
 }
 
+FG_DEVICE uint32_t widen_e4m3(uint16_t pair) {
+  return pack_f16(emulator::float_of_e4m3(pair & 0xff), emulator::float_of_e4m3(pair >> 8));
+}
+FG_DEVICE uint32_t even_bytes_first(uint32_t word) { return __byte_perm(word, 0, 0x3120); }
+
 namespace emulator {
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 }  // namespace emulator

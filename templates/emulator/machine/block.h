@@ -346,7 +346,7 @@ class Block final : public Machine {
   }
 
   void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
-    for (int lane = 0; lane < warp_lanes; ++lane) {
+    for (int lane = 0; lane < 8 * calls[0].number; ++lane) {
       const Call& call = calls[lane];
       thread_.lane = lane;
       const size_t offset = shared_.place("reads", call.in[0], 16, call.line);
@@ -422,8 +422,8 @@ class Block final : public Machine {
       case Together::mbarrier_wait: return "mbarrier_wait";
       case Together::shuffle: return "shuffle";
       case Together::ballot: return "ballot";
-      case Together::load_matrix: return "load_matrix_x4";
-      case Together::load_matrix_transposed: return "load_matrix_x4_transposed";
+      case Together::load_matrix: return "load_matrix";
+      case Together::load_matrix_transposed: return "load_matrix_transposed";
       case Together::mma_f16: return "mma_f16";
       case Together::mma_bf16: return "mma_bf16";
       case Together::mma_tf32: return "mma_tf32";

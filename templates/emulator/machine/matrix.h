@@ -70,12 +70,13 @@ inline void mma_tf32(const Call (&calls)[warp_lanes]) {
 // ldmatrix: lane 8 m + r supplies row r of matrix m; every lane receives two neighbours of row lane / 4, or,
 // transposed, of column lane / 4, of each matrix. The rows have been checked.
 inline void load(const Call (&calls)[warp_lanes], bool transposed) {
+  const int count = calls[0].number;  // of matrices, each with the addresses of eight lanes
   uint16_t matrix[4][8][8];
-  for (int lane = 0; lane < warp_lanes; ++lane) memcpy(matrix[lane / 8][lane % 8], calls[lane].in[0], 16);
+  for (int lane = 0; lane < 8 * count; ++lane) memcpy(matrix[lane / 8][lane % 8], calls[lane].in[0], 16);
   for (int lane = 0; lane < warp_lanes; ++lane) {
     uint32_t* r = static_cast<uint32_t*>(calls[lane].out);
     const int g = lane / 4, t = 2 * (lane % 4);
-    for (int m = 0; m < 4; ++m) {
+    for (int m = 0; m < count; ++m) {
       const uint32_t low = transposed ? matrix[m][t][g] : matrix[m][g][t];
       const uint32_t high = transposed ? matrix[m][t + 1][g] : matrix[m][g][t + 1];
       r[m] = low | high << 16;

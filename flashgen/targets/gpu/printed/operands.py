@@ -32,7 +32,7 @@ class Param:
 class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
-    Batches are ``ragged``, or k and v are ``cached`` (``f8_caches``: perhaps of 8 bits), or q, k and v are of 8 bits
+    Batches are ``ragged``, or k and v are ``cached`` (``f8_cached``: of 8 bits), or q, k and v are of 8 bits
     (``f8``). ``slices``: rows of queries are some of those of tensors. ``written`` and ``written_of_keys``: the type of
     elements of o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of
     their tables.
@@ -40,7 +40,7 @@ class OperandCode:
 
     ragged: bool
     cached: bool
-    f8_caches: bool
+    f8_cached: bool
     f8: bool
     slices: bool
     written: str
@@ -60,7 +60,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
     return OperandCode(
         ragged=variant.ragged,
         cached=variant.cached,
-        f8_caches=has_f8_caches(variant),
+        f8_cached=variant.f8_cached,
         f8=variant.f8,
         slices=variant.slices,
         written=_written(variant, "o", "dq"),
@@ -80,11 +80,6 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         captured={name: count_code(count) for name, count in captured_elements(variant).items()},
         workspace=workspace_code(variant, plan),
     )
-
-
-def has_f8_caches(variant: Variant) -> bool:
-    """Whether caches may be of 8 bits."""
-    return variant.cached and variant.spec.takes_f8
 
 
 def _written(variant: Variant, *names: str) -> str:

@@ -13,7 +13,6 @@ from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.primitives import C_TYPES, primitives
-from flashgen.targets.gpu.printed.operands import has_f8_caches
 from flashgen.targets.gpu.printed.passes import warpgroup_products
 from flashgen.targets.gpu.printed.spec import has_dropout
 from flashgen.targets.gpu.recipe import Recipe
@@ -24,7 +23,6 @@ from flashgen.version import __version__
 # calls whose gradients are added up in any order.
 _PARTS = ("FORWARD", "BACKWARD", "ADDITIONS", "REPEATABLE")
 _DROPOUT = ("WITHOUT_DROPOUT", "WITH_DROPOUT")
-_CACHES = ("WIDE_CACHES", "F8_CACHES")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class SourceCode:
 
 def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) -> SourceCode:
     """What the source of a variant says of itself."""
-    spec, warpgroups, f8_caches = variant.spec, warpgroup_products(variant, plan), has_f8_caches(variant)
+    spec, warpgroups = variant.spec, warpgroup_products(variant, plan)
     elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     return SourceCode(
         name=spec.name,
@@ -72,12 +70,11 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
         parts=(
             *_PARTS,
             *(_DROPOUT if has_dropout(variant) else ()),
-            *(_CACHES if f8_caches else ()),
             *(each.name.upper() for each in elements),
         ),
         primitives=primitives(
             dropout=has_dropout(variant),
-            f8_caches=f8_caches,
+            f8_cached=variant.f8_cached,
             f8=variant.f8,
             parts=variant.parts or variant.slices,
             warpgroups=warpgroups,

@@ -170,7 +170,7 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         function_inputs=places.inputs,
         row_functions=tuple(places.row_functions),
         weights=WeightCode(form),
-        scaled_weights=form.divided or (variant.f8 and not form.exponential),
+        scaled_weights=form.divided or ((variant.f8 or variant.f8_cached) and not form.exponential),
         sink=sinks.sink,
         split_score=any(each.name == "row_score" for each in places.row_functions),
         sqdist=variant.uses_sqdist,
