@@ -103,3 +103,12 @@ class Shard:
                     f"'{name}_total' is {total}; it must be less than {MOST_POSITIONS} (2**30) "
                     f"({name}_start = {start}, local length {length})"
                 )
+
+    def check_groups(self) -> None:
+        """Raise ``ValueError`` where heads that share a key/value head in this call do not in the whole."""
+        for name, number in (("h_start", self.h_start), ("h_total", self.totals()[1])):
+            if number % self.group:
+                raise ValueError(
+                    f"'{name}' is {number}, but the spec reads hkv or Hkv: it must be a multiple of {self.group}, the "
+                    f"query heads that share a key/value head of this call (q has {self.heads}, k {self.kv_heads})"
+                )

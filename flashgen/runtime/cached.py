@@ -23,7 +23,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
-from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, match
+from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, check_captured, check_shard, match
 from flashgen.runtime.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
@@ -424,7 +424,7 @@ class CachedChecker(RaggedChecker):
             b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
             q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
         )  # fmt: skip
-        shard.check()
+        check_shard(self.spec, shard)
         sizes = shard.sizes(q.shape[3], v.shape[3])
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             check_captured(declared, tensor, sizes, q.device)

@@ -7,6 +7,7 @@ expected and what came.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, get_num_threads
 
 from flashgen.analysis.bounds import IndexProof, IndexStatus, prove_indices
 from flashgen.analysis.index_checks import check_index
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
@@ -360,11 +361,26 @@ def check_shapes(
         q_start=offsets[0], kv_start=offsets[1], b_start=offsets[2], h_start=offsets[3],
         q_total=offsets[4], kv_total=offsets[5], b_total=offsets[6], h_total=offsets[7],
     )  # fmt: skip
-    shard.check()
+    check_shard(spec, shard)
     sizes = shard.sizes(qk, v.shape[3])
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
         check_captured(declared, tensor, sizes, q.device)
     return shard, sizes
+
+
+def check_shard(spec: AttentionSpec, shard: Shard) -> None:
+    """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
+    shard.check()
+    if _reads_key_heads(spec):
+        shard.check_groups()
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_key_heads(spec: AttentionSpec) -> bool:
+    read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
+    read += [] if spec.dropout is None else [spec.dropout]
+    read += [] if spec.select is None else spec.select.indices
+    return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
 
 
 def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:

@@ -203,8 +203,11 @@ class OpCalls:
                     None if silent else seed_argument(seed, q.device),
                     probability_argument(dropout_p, q.device),
                 )
-        if dropout_p is not None and not signature.has_dropout:
-            refuse_dropout(self.spec, dropout_p)
+        if not signature.has_dropout:
+            if dropout_p is not None:
+                refuse_dropout(self.spec, dropout_p)
+            if seed is not None:
+                seed_argument(seed, q.device)  # of no use, but no less wrong
         check_return_lse(self.spec, signature, return_lse)
         return tensors
 

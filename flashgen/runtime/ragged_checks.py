@@ -17,7 +17,7 @@ from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, 
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
-from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, match
+from flashgen.runtime.call import Call, CallChecker, Rest, check_captured, check_shard, match
 from flashgen.runtime.per_sequence import drops_by_length, params_by_length, reads
 
 # Operators that grow with both of their arguments, where these are sizes and such: what is inside a tensor at the
@@ -110,7 +110,7 @@ class RaggedChecker(CallChecker):
             batch=count, heads=heads, kv_heads=kv_heads, q_len=max_q, kv_len=max_k,
             b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
         )  # fmt: skip
-        shard.check()
+        check_shard(self.spec, shard)
         sizes = shard.sizes(q.shape[2], v.shape[2])
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             check_captured(declared, tensor, sizes, q.device)

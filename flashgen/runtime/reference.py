@@ -229,7 +229,8 @@ class Reference:
         if not self.signature.has_dropout:
             if dropout_p is not None:
                 refuse_dropout(self.spec, dropout_p)
-            return None, lambda: seed_argument(seed, q.device)
+            drawn = None if seed is None else seed_argument(seed, q.device)
+            return None, lambda: seed_argument(None, q.device) if drawn is None else drawn
         chosen = probability_argument(dropout_p, q.device)
         # Also where nothing is dropped: what is wrong with it is no matter of the probability.
         known = [] if seed is None else [seed_argument(seed, q.device)]

@@ -113,5 +113,25 @@ def test_a_total_that_is_too_small_is_refused(op: AttentionOp, tensors: dict[str
         op(q, k, v, slope=slope, bias=bias, **wrong(name, 1))
 
 
+@pytest.mark.parametrize(("starts", "name"), [({"h_start": 1}, "h_start"), ({"h_start": 2, "h_total": 5}, "h_total")])
+def test_heads_that_share_keys_do_so_in_the_whole(starts: dict[str, Any], name: str) -> None:
+    """Where the spec reads hkv, it would be another head's; other specs do not care."""
+    q, (k, v) = torch.randn(1, 2, 4, 16), torch.randn(2, 1, 1, 4, 16)
+    reads = flashgen.loads("attention reads_hkv { head_dim 16  tensor t: f32[Hkv]  score s + t[hkv] }", backend="cpu")
+    number = starts[name]
+    for call in (reads, reads.reference):
+        with pytest.raises(ValueError, match=f"'{name}' is {number}, but the spec reads hkv or Hkv: it must be a mul"):
+            call(q, k, v, t=torch.randn(2), **starts)
+    (flat_q, flat_k, flat_v), lengths = (
+        (x[0].transpose(0, 1) for x in (q, k, v)),
+        torch.tensor([0, 4], dtype=torch.int32),
+    )
+    with pytest.raises(ValueError, match=f"'{name}' is {number}"):
+        reads.varlen(flat_q, flat_k, flat_v, lengths, lengths, t=torch.randn(2), **starts)
+    with pytest.raises(ValueError, match=f"'{name}' is {number}"):
+        reads.decode(q, k, v, torch.tensor([4], dtype=torch.int32), t=torch.randn(2), **starts)
+    flashgen.loads("attention reads_h { head_dim 16  score s + h }", backend="cpu")(q, k, v, **starts)
+
+
 def wrong(name: str, value: int) -> Any:
     return {name: value}

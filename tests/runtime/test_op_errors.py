@@ -290,3 +290,17 @@ def test_unknown_backend() -> None:
 def test_backends_that_are_there() -> None:
     for backend in (None, *BACKENDS):
         check_backend(backend)
+
+
+@pytest.mark.parametrize(
+    "text", ["attention seedless { head_dim 8 }", "attention tabled { head_dim 8  tensor t: f32[H]  score s + t[h] }"]
+)
+def test_a_wrong_seed_is_named_where_nothing_is_dropped(text: str) -> None:
+    op = flashgen.loads(text, backend="cpu")
+    q = torch.randn(1, 1, 2, 8)
+    given: dict[str, Any] = {"t": torch.ones(1)} if op.spec.tensors else {}
+    wrong: Any = 0.5
+    for call in (op, op.reference):
+        with pytest.raises(TypeError, match="'seed' must be an int or a 0-dim tensor of integers, not float"):
+            call(q, q, q, seed=wrong, **given)
+        call(q, q, q, seed=3, **given)
