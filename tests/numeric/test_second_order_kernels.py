@@ -14,7 +14,7 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Forward, Of, Place, Program, Reverse
 from flashgen.runtime.forward_mode import ForwardMode
 from flashgen.runtime.op import AttentionOp
-from flashgen.verification.second_order import second_order
+from flashgen.verification.second_order import second_order, through_tangents
 
 from ..runtime.helpers import error, op, random
 from .test_forward_mode import SPECS as MOVED
@@ -88,25 +88,6 @@ def arriving(attend: AttentionOp, inputs: Values) -> tuple[Tensor, Tensor | None
     q, v = inputs["q"], inputs["v"]
     d_o = random(*q.shape[:-1], v.shape[-1], seed=90, dtype=q.dtype)
     return d_o, random(*q.shape[:-1], seed=91) if attend.spec.weights.form.normalised else None
-
-
-def through_tangents(function: Attend, learned: Values, moves: Values, d_o: Tensor, d_lse: Tensor | None) -> Values:
-    """Gradients of Σ d_o · t_o + Σ d_lse · t_lse by inputs and by their tangents."""
-    leaves = {name: x.clone().requires_grad_() for name, x in learned.items()}
-    tangents = {f"t_{name}": moves[name].clone().requires_grad_() for name in learned}
-
-    def moved(primals: Values, tangent: Values) -> tuple[Tensor, ...]:
-        def outputs(x: Values) -> tuple[Tensor, ...]:
-            return tuple(each for each in function(x) if each is not None)
-
-        found: tuple[Tensor, ...] = torch.func.jvp(outputs, (primals,), (tangent,))[1]
-        return found
-
-    found = moved(leaves, {name: tangents[f"t_{name}"] for name in learned})
-    by = {**leaves, **tangents}
-    weights = [d_o] if d_lse is None else [d_o, d_lse]
-    loss = torch.stack([(x * w.to(x.dtype)).sum().double() for x, w in zip(found, weights, strict=True)]).sum()
-    return dict(zip(by, torch.autograd.grad(loss, list(by.values()), materialize_grads=True), strict=True))
 
 
 def over_reverse(function: Attend, learned: Values, moves: Values) -> Values:
