@@ -93,7 +93,7 @@ def _over_gradients(
         return (o,) if lse is None or d_lse is None else (o, lse)
 
     def gradients(own: Mapping[str, Tensor], *arriving: Tensor) -> Mapping[str, Tensor]:
-        found, pull = torch.func.vjp(outputs, {**learned, **own})
+        found, pull = torch.func.vjp(outputs, {**learned, **own})[:2]
         of_leaves: Mapping[str, Tensor]
         (of_leaves,) = pull(tuple(w.to(x.dtype) for x, w in zip(found, arriving, strict=False)))
         return of_leaves
