@@ -77,7 +77,7 @@ SECOND = "attention drawn { head_dim 16  tensor z: f32[H] grad  mask causal  wei
 def test_derivatives_of_the_second_order_are_judged(
     mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values a thousandth too large where kernels of tangents read them show here, and in nothing of the first order."""
+    """Values that are too large where kernels of tangents read them show here, and in nothing of the first order."""
     call = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3, order=2, mixed=mixed)
     case = Case(SECOND, (call,), Machine("cpu"))
     second = {"t_o", "t_lse", *(f"dd{name}" for name in ("q", "k", "v", "z", "_o", "_lse"))}
