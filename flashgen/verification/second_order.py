@@ -8,7 +8,7 @@ gradients of its gradients, taken in another; both the same for the same seed.
 
 Or, as ``mixed_order``, of either mode over the other:
 
-    dt_q, dt_k, …, dt_t_q, …    gradients of Σ d_o · t_o + Σ d_lse · t_lse by q, k, …, and by their tangents
+    dt_q, dt_k, …, dt_t(q), …   gradients of Σ d_o · t_o + Σ d_lse · t_lse by q, k, …, and by their tangents
     td_q, td_k, …               tangents of dq, dk, …, as inputs and what arrives at o and lse move
 """
 
@@ -60,7 +60,7 @@ def through_tangents(
     d_o: Tensor,
     d_lse: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Gradients of Σ d_o · t_o + Σ d_lse · t_lse by inputs and, as ``t_q``, by tangents: those of ``moves`` that are of
+    """Gradients of Σ d_o · t_o + Σ d_lse · t_lse by inputs and, as ``t(q)``, by tangents, those of ``moves`` of
     what is ``learned``.
     """
     leaves = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
@@ -74,7 +74,7 @@ def through_tangents(
     found = torch.func.jvp(moved, (own,), (tangents,))[1]
     weights = [d_o] if len(found) == 1 or d_lse is None else [d_o, d_lse]
     terms = [(x * w.to(x.dtype)).sum().double() for x, w in zip(found, weights, strict=True)]
-    by = {**leaves, **{f"t_{name}": x for name, x in tangents.items()}}
+    by = {**leaves, **{f"t({name})": x for name, x in tangents.items()}}
     total = sum(terms[1:], terms[0])
     if not total.requires_grad:
         return {name: torch.zeros_like(x) for name, x in by.items()}

@@ -83,7 +83,7 @@ def test_derivatives_of_the_second_order_are_judged(
     second = {"t_o", "t_lse", *(f"dd{name}" for name in ("q", "k", "v", "z", "_o", "_lse"))}
     if mixed:
         names = ("q", "k", "v", "z")
-        second = {f"{kind}{name}" for kind in ("dt_", "dt_t_", "td_") for name in names}
+        second = {kind.format(name) for kind in ("dt_{}", "dt_t({})", "td_{}") for name in names}
     verdict = judge(case, tmp_path)
     assert (verdict.findings, verdict.refused, verdict.results) == ((), "", 6 + len(second))
     run_kernel = ForwardMode._run
