@@ -99,7 +99,8 @@ def _over_gradients(
         return of_leaves
 
     own = {name: learned[name] for name in moves}
-    arriving = (d_o,) if d_lse is None else (d_o, d_lse)
+    # PyTorch gives no tangent to what lies over itself.
+    arriving = tuple(x.contiguous() for x in ((d_o,) if d_lse is None else (d_o, d_lse)))
     directions = tuple(_like(x, _DIRECTIONS + n) for n, x in enumerate(arriving))
     found = torch.func.jvp(gradients, (own, *arriving), (dict(moves), *directions))[1]
     return {f"td_{name}": x for name, x in found.items()}
