@@ -153,8 +153,8 @@ ONE_KEY = [
 def test_rows_that_keep_one_key(backend: str, weights: str, size: float) -> None:
     """P is 1 or -1 there, however a weight w near 0 moves: rounding may leave nothing, times (w'/w)².
 
-    So it is in the first row of each document, and where all but one of a row's weights are 0, as they are by relu.
-    Other rows keep keys whose weights are not small.
+    So it is in the first row of each document, in first gradients, too, and where all but one of a row's weights are 0,
+    as they are by relu. Other rows keep keys whose weights are not small.
     """
     captured = "tensor doc: i32[Nq]" + ("  tensor y: f32[H, Nk] grad" if "y[" in weights else "")
     text = f"attention one {{ head_dim 16  {captured}  mask causal and doc[i] == doc[j]  weights {weights} }}"
@@ -168,6 +168,10 @@ def test_rows_that_keep_one_key(backend: str, weights: str, size: float) -> None
         first.append(10)
     learned, (d_o, d_lse) = learned_of(attend, inputs), arriving(attend, inputs)
     own, truth = functions(attend, inputs, {"doc": documents})
+
+    q = learned["q"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(own({**learned, "q": q})[0], q, d_o)
+    assert not gradient[:, :, [0, 9, 11]].any()
 
     def of_o(function: Attend) -> Attend:
         return lambda x: (function(x)[0], None)
