@@ -177,6 +177,8 @@ def bytes_of_caches(
     found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
         found["lse"] = rows * FLOAT
+    if variant.weights.form.divided and values["lse_parts"]:
+        found[_PARTS.name] = 2 * rows * FLOAT
     o, of_rows = part_buffers(variant, tiles.forward)
     share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
     found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
