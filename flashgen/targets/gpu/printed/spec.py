@@ -213,7 +213,7 @@ def has_dropout(variant: Variant) -> bool:
 
 
 def _dot_factor(variant: Variant) -> str | None:
-    """What all gradients of dot products are multiplied by at the end, if it is a constant; not 0, as NaN times 0 is NaN."""
+    """What all gradients of dot products are multiplied by at the end: a constant, but not 0, as NaN times 0 is NaN."""
     tangent, slope = variant.tangent, variant.score_by_dot
     if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
         return None
