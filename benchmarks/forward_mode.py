@@ -1,11 +1,13 @@
 """Derivatives beside first passes: tangents, and gradients of gradients.
 
-    python -m benchmarks.forward_mode [--device cpu|cuda] [--seconds 60] [--only tangents|second] [--memory]
+    python -m benchmarks.forward_mode [--device cpu|cuda] [--seconds 60] [--only tangents|second|memory]
+                                      [--memory]
 
 Causal attention. Tangents: o, lse and what they change by as all of q, k and v move, beside the forward pass, the tiled
 path and SDPA's MATH path. Second: the backward pass of a backward pass, by all of q, k, v and d_o, beside the forward
 with the backward pass, the tiled path and MATH's. Ratios are taken within a round. Other paths of SDPA have neither.
-``--memory``: the bytes that PyTorch allocates for either at 65,536 positions.
+``--memory``: the bytes that PyTorch allocates for either at 65,536 positions of a GPU; on CPUs what calls over a window
+of 1,024 keys add to the resident set, float32, one head of 16.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from benchmarks.report import publish
+from flashgen.benchmark.memory import peak_bytes
 from flashgen.benchmark.timing import paired_times
 from flashgen.runtime.op import AttentionOp, OpParts
 
@@ -169,7 +172,32 @@ TABLES = {
 }
 
 
-def memory() -> Iterator[tuple[str, ...]]:
+def memory_of_cpu() -> Iterator[tuple[str, ...]]:
+    """What a call adds to the resident set at its peak, its results included, in MiB, by the number of positions."""
+    windowed = flashgen.loads("attention windowed { head_dim 16  mask causal and i - j < 1024 }", backend="cpu")
+    for length in (1 << 13, 1 << 14, 1 << 15, 1 << 16):
+        case = Case(torch.float32, 16, 1, length)
+        q, k, v, d_o, *moves = (x.requires_grad_() for x in numbers(case, "cpu", 7))
+
+        def gradients(q: Tensor = q, k: Tensor = k, v: Tensor = v, d_o: Tensor = d_o) -> object:
+            return torch.autograd.grad(windowed(q, k, v), (q, k, v), d_o)
+
+        def tangent(inputs: tuple[Tensor, ...] = (q, k, v), moves: tuple[Tensor, ...] = tuple(moves)) -> object:
+            own, tangents = (tuple(x.detach() for x in each) for each in (inputs, moves))
+            return torch.func.jvp(windowed, own, tangents)
+
+        def twice(inputs: tuple[Tensor, ...] = (q, k, v), d_o: Tensor = d_o, moves: list[Tensor] = moves) -> object:
+            first = torch.autograd.grad(windowed(*inputs), inputs, d_o, create_graph=True)
+            return torch.autograd.grad(first, (*inputs, d_o), moves)
+
+        peaks = []
+        for run in (gradients, tangent, twice):
+            run()
+            peaks.append(peak_bytes(run, torch.device("cpu")))
+        yield f"{length:,}", *("" if each is None else f"{each / (1 << 20):.1f}" for each in peaks)
+
+
+def memory_of_gpu() -> Iterator[tuple[str, ...]]:
     """Bytes beyond the inputs that CUDA tensors take at most, in MiB, at 65,536 positions of one head."""
     for head_dim in (64, 128):
         case = Case(torch.bfloat16, head_dim, 1, 1 << 16)
@@ -190,21 +218,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--only", choices=tuple(TABLES))
+    parser.add_argument("--only", choices=(*TABLES, "memory"))
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     chosen = [each for name, each in TABLES.items() if arguments.only in (None, name)]
     for table in chosen:
         if arguments.device == "cpu":
-            found = list(table.rows("cpu", arguments.seconds / len(chosen)))
-            publish(table.section, "python -m benchmarks.forward_mode", table.columns, found, table.goals)
+            rows = list(table.rows("cpu", arguments.seconds / len(chosen)))
+            publish(table.section, "python -m benchmarks.forward_mode", table.columns, rows, table.goals)
             continue
         for cells in itertools.chain(
             (table.columns,), table.rows("cuda", arguments.seconds / len(chosen)), ((table.goals,),)
         ):
             print(" | ".join(cells), flush=True)
-    if arguments.memory and arguments.device == "cuda":
-        for cells in (("", "forward and backward, MiB", "second backward, MiB", "second / first"), *memory()):
+    if arguments.memory or arguments.only == "memory":
+        of_gpu = ("", "forward and backward, MiB", "second backward, MiB", "second / first")
+        of_cpu = ("positions", "gradients, MiB", "o and its tangent, MiB", "gradients of gradients, MiB")
+        columns, found = (of_gpu, memory_of_gpu()) if arguments.device == "cuda" else (of_cpu, memory_of_cpu())
+        for cells in itertools.chain((columns,), found):
             print(" | ".join(cells), flush=True)
 
 

@@ -172,6 +172,8 @@ class Partial:
             rest = lse * LOG2_E - top * self._factor(tensors)
             parts[..., 0] = torch.where(is_far, top, 0.0)
             parts[..., 1] = torch.where(is_far, rest, 0.0)
+        else:
+            parts[..., 0] = torch.where(lse == -math.inf, 0.0, (-lse).exp())  # 1 / Z
         o = rows.o if factor is None else rows.o * factor[..., None]
         return o.to(q.dtype), lse.to(wide), parts
 

@@ -86,7 +86,8 @@ class CallDraw:
     that there is room for, in entries or in pages of ``page`` rows. The call itself writes ``new`` rows, and asks for
     ``splits`` parts of the keys. Of entries or pages ``spare`` belong to nobody. With ``eight_bits`` it holds numbers
     of 8 bits and their factors; of a dense call q, k and v all three are such numbers. With ``order`` 2 derivatives of
-    the second order are judged, too; ``still`` are those of q, k, v and ``captured`` that have no tangent then.
+    the second order are judged, too; ``still`` are those of q, k, v and ``captured`` that have no tangent then. They
+    are those of either mode over the other if ``mixed``, else tangents and gradients of gradients.
     ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these
     are written in float32, whatever q, k and v hold. ``ranks``: it is spread over processes.
     """
@@ -118,6 +119,7 @@ class CallDraw:
     eight_bits: bool = False
     order: int = 1
     still: tuple[str, ...] = ()
+    mixed: bool = False
     ranks: Ranks | None = None
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
@@ -322,7 +324,7 @@ def _call(
         # By a number that is drawn anyhow: all other draws stay.
         own = random.Random(drawn.seed)
         still = tuple(name for name in ("q", "k", "v", "captured") if own.random() < 0.25)
-        drawn = dataclasses.replace(drawn, order=2, still=still)
+        drawn = dataclasses.replace(drawn, order=2, still=still, mixed=own.random() < 0.5)
     if chance.random() < 0.3:
         return drawn.of_sequences(_lengths(chance, shape))
     if shape[4] and chance.random() < 0.35:

@@ -23,7 +23,7 @@ from flashgen.reference.shard import Shard
 from flashgen.runtime.eight_bits import rounded_weights
 from flashgen.runtime.op import AttentionOp
 from flashgen.verification.inputs import Inputs
-from flashgen.verification.second_order import second_order
+from flashgen.verification.second_order import mixed_order, second_order
 
 Results = dict[str, Tensor]
 Function = Callable[[Inputs], "tuple[Tensor, Tensor | None]"]
@@ -155,7 +155,8 @@ def second(
         return function(_with(spec, given, leaves))
 
     d_lse = given.d_lse if call.wants == "all" else None
-    return second_order(of_leaves, learned, given.d_o, d_lse, still)
+    judged = mixed_order if call.mixed else second_order
+    return judged(of_leaves, learned, given.d_o, d_lse, still)
 
 
 def _with(spec: AttentionSpec, given: Inputs, leaves: Mapping[str, Tensor]) -> Inputs:

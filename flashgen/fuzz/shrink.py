@@ -121,6 +121,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "converted",
         "order",
         "still",
+        "mixed",
     ):
         yield replace(call, **{name: getattr(_PLAIN_CALL, name)})
     if not any(call.starts) and not any(call.more):

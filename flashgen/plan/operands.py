@@ -183,7 +183,7 @@ def span(counts: tuple[int, ...], strides: tuple[int, ...], width: int) -> int:
 
 QUERIES, KEYS = True, False
 _F32 = Elements.FLOAT32
-_PARTS = "what lse cannot hold of extreme rows; null or as lse"
+_PARTS = "what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse"
 # In the order of the fields.
 _OPERANDS = (
     Operand("q", QUERIES, Width.QK, Rows.STRIDED),

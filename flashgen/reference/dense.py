@@ -50,13 +50,15 @@ def attention(
     dropout: Dropout | None = None,
     dtype: torch.dtype | None = None,
     rounded: Callable[[Tensor], Tensor] | None = None,
+    settles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of ``spec``, densely.
 
     ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv], converted to ``dtype`` (default:
     that of q). ``tensors`` and ``params`` by name; params left out take their defaults. ``shard`` places
     the call in a larger problem. ``dropout`` None: no dropout, whatever the spec says (see
-    ``drop_probability``). ``rounded``: what becomes of weights [B, H, Nq, Nk] before they meet values.
+    ``drop_probability``). ``rounded``: what becomes of weights [B, H, Nq, Nk] before they meet values. ``settles``: a
+    row that keeps one key has a P that nothing moves, 1 or -1; the formula's derivatives cancel there but for rounding.
 
     Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse``, the logarithm of the denominator,
     is None where the weights have none. Raises ``KeyError`` for a tensor or required param that is missing.
@@ -78,6 +80,8 @@ def attention(
     # Masked pairs have a score of 0 from here on: no weight function sees -inf, or what a mask hides.
     score = torch.where(keep, score, 0.0)
     weight, lse = _weights(spec, evaluate, score)
+    if settles and spec.weights.form.divided:
+        weight = torch.where(keep.sum(-1, keepdim=True) == 1, weight.detach(), weight)
     if dropout is not None and dropout.probability > 0:
         threshold = drop_threshold(dropout.probability)
         survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))

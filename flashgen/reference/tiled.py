@@ -223,4 +223,5 @@ def _attend(problem: Problem, part: _Slice, inputs: Sequence[Tensor | float]) ->
         shard=part.shard,
         dropout=problem.dropout,
         dtype=problem.compute,
+        settles=True,
     )

@@ -212,10 +212,10 @@ class ForwardMode:
             known = self._settled(problem, read) | {"threads": threads, "deterministic": deterministic}
             ready = self._remembered[key] = _ready(own, known, read, results, numbers)
         values: list[float] = [0] * own.layout.varying
-        for slot, x in zip(ready.tensors, (*read.values(), *results.values()), strict=True):
+        for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
             if x is not None:
                 values[slot] = x.data_ptr()
-                if not values[slot]:  # no elements: kernels read one zero, whatever the index
+                if not values[slot] and n < len(read):  # no elements: kernels read one zero, whatever the index
                     held.append(x.new_zeros(1))
                     values[slot] = held[-1].data_ptr()
         for slot, number in zip(ready.numbers, numbers.values(), strict=True):

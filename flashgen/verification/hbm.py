@@ -1,8 +1,8 @@
 """Bytes between the kernels and a GPU's memory: what the emulator counted, beside what the plan predicts.
 
 In: an op on the emulator, the arguments of a call, what was counted. Out: ``HbmBytes`` by pass. Both leave out what is
-read of captured tensors, element by element and mostly from caches, and ``lse_parts``: what is read of them depends on
-the scores.
+read of captured tensors, element by element and mostly from caches, and of exponential weights ``lse_parts``: what is
+read of them depends on the scores.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashgen.analysis.variant import Variant
 from flashgen.backends import (
     ELEMENTS,
     RowsOf,
@@ -27,7 +28,8 @@ from flashgen.plan.operands import PARTS, SLICES
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.selected import lowered_tensors
-from flashgen.targets.gpu.bytes import COUNTED, bytes_of_caches, bytes_of_call, bytes_of_sequences
+from flashgen.targets.gpu.bytes import bytes_of_caches, bytes_of_call, bytes_of_sequences
+from flashgen.targets.gpu.bytes import counted as counted_of
 from flashgen.verification.inputs import Inputs
 
 
@@ -56,7 +58,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
                 kernel = cached_kernel(op.spec, head_dim, plan.target, each.values)
                 own = kernel.plan.by_element[element]
                 predicted = bytes_of_caches(each.sequences, kernel.variant, own, each.values, captured)
-                found[each.name] = HbmBytes(sum(predicted.values()), _counted(each))
+                found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
                 continue
             if is_f8(each.values):
                 kernel = f8_kernel(op.spec, head_dim, plan.target)
@@ -70,12 +72,12 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
-            found[each.name] = HbmBytes(sum(predicted.values()), _counted(each))
+            found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
     return found
 
 
-def _counted(each: Counted) -> int:
-    return sum(each.report.traffic[name].total for name in COUNTED if name in each.report.traffic)
+def _counted(each: Counted, variant: Variant) -> int:
+    return sum(each.report.traffic[name].total for name in counted_of(variant) if name in each.report.traffic)
 
 
 def _sizes(values: Mapping[str, float]) -> dict[str, int]:

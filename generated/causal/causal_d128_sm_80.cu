@@ -1774,7 +1774,8 @@ struct Arguments {
   const void* v;  // [B, Hkv, Nk, Dv]
   void* o;  // [B, H, Nq, Dv], contiguous
   float* lse;  // [B, H, Nq], contiguous; null for pointwise weights
-  float* lse_parts;  // [B, H, Nq, 2], contiguous: what lse cannot hold of extreme rows; null or as lse
+  // [B, H, Nq, 2], contiguous: what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse
+  float* lse_parts;
   const void* d_o;  // [B, H, Nq, Dv]
   const float* d_lse;  // [B, H, Nq], contiguous; null where lse was not used
   void* dq;  // [B, H, Nq, D], contiguous

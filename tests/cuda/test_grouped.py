@@ -23,14 +23,15 @@ attention grouped_{name} {{
     select 32: idx[b, {head}, i, :]
     score s - slope[h] * abs(i - j) / 100
     mask causal
+    weights {weights}
 }}
 """
 N = 1030
 
 
 @functools.cache
-def emulated(head: str = "hkv") -> AttentionOp:
-    text = TEXT.format(name=head, head=head, heads=head.capitalize() if head == "hkv" else "H")
+def emulated(head: str = "hkv", weights: str = "softmax") -> AttentionOp:
+    text = TEXT.format(name=head, head=head, heads=head.capitalize() if head == "hkv" else "H", weights=weights)
     return flashgen.loads(text, backend="emulator", target="sm_90a")
 
 
@@ -57,9 +58,11 @@ def runs_grouped(op: AttentionOp, given: dict[str, Any]) -> bool:
     return any("_cached_" in launch.kernel for each in counted for launch in each.launches.launches)
 
 
+@pytest.mark.parametrize("weights", ["softmax", "normalize(softplus(s))"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_results_and_gradients(dtype: torch.dtype) -> None:
-    op, given = emulated(), arguments(dtype)
+def test_results_and_gradients(dtype: torch.dtype, weights: str) -> None:
+    """What the forward pass leaves of rows, over caches, is what the backward pass of other kernels reads."""
+    op, given = emulated(weights=weights), arguments(dtype)
     assert runs_grouped(op, given)
     leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "slope")]
     o, lse = op(**given, return_lse=True)

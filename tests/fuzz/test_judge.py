@@ -6,6 +6,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from flashgen.fuzz.inputs import arguments, plain, shown
 from flashgen.fuzz.judge import judge
 from flashgen.fuzz.running import reference, run
 from flashgen.fuzz.workers import Workers
+from flashgen.runtime.forward_mode import ForwardMode
 from flashgen.runtime.op import AttentionOp
 
 CALL = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3)
@@ -66,6 +68,33 @@ def test_a_planted_error_is_found(wrong: str, names: set[str], tmp_path: Path, m
     for call, seen in ((CALL, names), (CACHED, names & {"o", "lse"})):
         verdict = judge(Case(PLAIN, (call,), TILED), tmp_path)
         assert {each.kind.removeprefix("wrong ") for each in verdict.findings} == seen
+
+
+SECOND = "attention drawn { head_dim 16  tensor z: f32[H] grad  mask causal  weights softmax(sink = z[h]) }"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_derivatives_of_the_second_order_are_judged(
+    mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are too large where kernels of tangents read them show here, and in nothing of the first order."""
+    call = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3, order=2, mixed=mixed)
+    case = Case(SECOND, (call,), Machine("cpu"))
+    second = {"t_o", "t_lse", *(f"dd{name}" for name in ("q", "k", "v", "z", "_o", "_lse"))}
+    if mixed:
+        names = ("q", "k", "v", "z")
+        second = {kind.format(name) for kind in ("dt_{}", "dt_t({})", "td_{}") for name in names}
+    verdict = judge(case, tmp_path)
+    assert (verdict.findings, verdict.refused, verdict.results) == ((), "", 6 + len(second))
+    run_kernel = ForwardMode._run
+
+    def spoilt(self: ForwardMode, own: Any, problem: Any, read: Any, *others: Any) -> None:
+        run_kernel(self, own, problem, {**read, "v": read["v"] * 1.001}, *others)
+
+    monkeypatch.setattr(ForwardMode, "_run", spoilt)
+    found = {each.kind.removeprefix("wrong ") for each in judge(case, tmp_path).findings}
+    assert found
+    assert found <= second
 
 
 def test_a_step_within_rounding_is_borderline_and_a_wrong_step_is_not() -> None:

@@ -111,6 +111,21 @@ def test_an_infinite_score_is_masked() -> None:
     assert not gradients[3][11:].any()
 
 
+@pytest.mark.parametrize(("backend", "target"), [("cpu", None), ("emulator", "sm_80"), ("emulator", "sm_90a")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_score_that_no_product_moves_gives_it_no_gradient(
+    backend: str, target: str | None, dtype: torch.dtype
+) -> None:
+    """Nor does one of +inf, whose row has no numbers: none of it reaches q and k, as in the reference."""
+    text = "attention still { head_dim 32  score where(D > 0, inf, s)  weights normalize2(exp(s)) }"
+    op = flashgen.loads(text, backend=backend, target=target)
+    q, k, v = (normal(1, 2, 30, 32, seed=seed).to(dtype).requires_grad_() for seed in range(3))
+    o, lse = op(q, k, v, return_lse=True)
+    assert lse.eq(torch.inf).all()
+    for gradient in torch.autograd.grad(o.float().sum(), (q, k)):
+        assert not gradient.any()
+
+
 def test_one_key_leaves_no_gradient_however_large_scores_are() -> None:
     """A weight is 1 whatever the score: the backward pass finds the forward pass's scores again to the bit."""
     op = flashgen.loads("attention one_key { head_dim 16 }", backend="cpu")

@@ -53,6 +53,14 @@ def test_on_the_emulator(name: str, target: str) -> None:
     check(op, (ElementType.F32, ElementType.BF16) if name == "score" else (ElementType.F16,))
 
 
+@pytest.mark.parametrize("name", ["score", "by_row", "sink", "weights"])
+def test_the_second_order(name: str) -> None:
+    """Of a gradient without elements nothing may be added up, either: there was no room for that."""
+    op = flashgen.loads(f"attention nothing_{name} {{ head_dim 16  {SPECS[name]} }}", backend="cpu")
+    case = verify_case(op, op.spec.head_dims[0], ElementType.F32, SHAPE, order=2)
+    assert case.ok, failures(case)
+
+
 def test_the_gradient_has_no_elements_either() -> None:
     op = flashgen.loads(f"attention nothing_score {{ head_dim 16  {SPECS['score']} }}", backend="cpu")
     q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=True) for _ in range(3))

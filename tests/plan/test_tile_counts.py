@@ -19,7 +19,7 @@ from flashgen.language import parse_file
 from flashgen.plan import tile_counts as module
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
-from flashgen.targets.gpu.bytes import COUNTED, bytes_of_call, bytes_of_shape
+from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_shape, counted
 from flashgen.targets.gpu.launches import backward_launches, forward_launches
 from flashgen.targets.registry import GPUS
 from tests.analysis.pieces import class_in_pieces
@@ -142,7 +142,7 @@ def test_bytes_of_a_shape_are_those_of_a_call(name: str, target: str) -> None:
     tiles = plan.elements[0]
     values: dict[str, float] = {field.name: 0 for field in argument_fields(each.spec)}
     values |= {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 150, "kv_len": 205}
-    values |= {"b_total": 2, "h_total": 2, "q_total": 150, "kv_total": 205}
+    values |= {"lse_parts": 1, "b_total": 2, "h_total": 2, "q_total": 150, "kv_total": 205}
     values |= {f"param_{key}": value for key, value in module.known_params(each.spec.params, shape).items()}
     forward = forward_launches("s", each, plan, tiles.element, dropped=False)
     backward = backward_launches("s", each, plan, tiles.element, dropped=False, deterministic=False)
@@ -151,7 +151,7 @@ def test_bytes_of_a_shape_are_those_of_a_call(name: str, target: str) -> None:
         for by_buffer in bytes_of_shape(each, tiles, shape, pass_name).values():
             total.update(by_buffer)
         assert total == bytes_of_call(each, tiles, "s", launches, values, {})
-        assert set(total) <= set(COUNTED)
+        assert set(total) <= set(counted(each))
 
 
 def test_what_only_a_call_knows_is_named() -> None:

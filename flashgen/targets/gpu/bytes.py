@@ -55,10 +55,18 @@ COUNTED = (
     *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
     *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}"),
 )
+# Of divided weights: 1 / Z of each row, which is all that backward passes read of it.
+_PARTS = OPERANDS["lse_parts"]
+_INVERSE = replace(_PARTS, width=Width.ONE)
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64]]
 _THREADS = 128  # of the kernel of delta
 _WARP = 32
 _LANES = 4  # that share a row, and read what it carries one by one
+
+
+def counted(variant: Variant) -> tuple[str, ...]:
+    """The buffers whose bytes are known."""
+    return (*COUNTED, *((_PARTS.name,) if variant.weights.form.divided else ()))
 
 
 def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
@@ -119,6 +127,8 @@ def bytes_of_call(
             found.update(account.of(kernel, clears_dq=launch.kernel.endswith(CLEARS)))
     if variant.f8 and not values["lse"]:  # which no backward pass will want
         del found["lse"]
+    if not values["lse_parts"]:
+        found.pop(_PARTS.name, None)
     return found
 
 
@@ -167,6 +177,8 @@ def bytes_of_caches(
     found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
         found["lse"] = rows * FLOAT
+    if variant.weights.form.divided and values["lse_parts"]:
+        found[_PARTS.name] = 2 * rows * FLOAT
     o, of_rows = part_buffers(variant, tiles.forward)
     share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
     found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
@@ -273,19 +285,22 @@ def _as_passed(value: Any) -> float:
 _KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
 
 
-def _accesses(kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int) -> tuple[Access, ...]:
+def _accesses(
+    kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int, *, divided: bool
+) -> tuple[Access, ...]:
     """What a kernel does with whole rows of operands; ``sharers``: warps that share the rows of dQ."""
-    state = recipe.row_state
+    state, of_row = recipe.row_state, _INVERSE if divided else OPERANDS["lse"]
     match kernel:
         case "forward":
-            return (*once("q", "o", *(["lse"] if state else []), of=operands), *by_tile("k", "v"))
+            written = (*(["lse"] if state else []), *([_PARTS.name] if divided else []))
+            return (*once("q", "o", *written, of=operands), *by_tile("k", "v"))
         case "rows":
             return (Access(DELTA),)
         case "backward" | "keys":
-            carried = (*by_tile("lse"), Access(DELTA, by_tile=True)) if state else ()
+            carried = tuple(Access(each, by_tile=True) for each in (of_row, DELTA)) if state else ()
             return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
         case "queries":
-            carried = tuple(Access(each, times=_LANES * sharers) for each in (OPERANDS["lse"], DELTA)) if state else ()
+            carried = tuple(Access(each, times=_LANES * sharers) for each in (of_row, DELTA)) if state else ()
             return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
         case "convert":
             return once("dq")
@@ -312,8 +327,12 @@ class _Account:
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
         operands, sharers = operands_of(self.variant), self.tiles.queries.split
-        accesses = _accesses(kernel, recipe_of(self.variant), operands, sharers)
-        own = (replace(each, operand=operands.get(each.operand.name, each.operand)) for each in accesses)
+        divided = self.variant.weights.form.divided
+        accesses = _accesses(kernel, recipe_of(self.variant), operands, sharers, divided=divided)
+        own = (
+            replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
+            for each in accesses
+        )
         found = moved(own, head_dim, element, self.sizes, counts)
         if kernel == "rows":
             found.update(self._rows())
@@ -336,6 +355,8 @@ class _Account:
             found["d_lse"] = by_thread
         if recipe_of(self.variant).sink_gradients:
             found["lse"] = by_thread
+        if self.variant.weights.form.divided:
+            found[_PARTS.name] = by_thread
         return found
 
     # -- lists of visits ---------------------------------------------------------------------------------------

@@ -28,8 +28,11 @@ class Near:
 
 
 def near_tanh(variant: Variant) -> Near | None:
-    """None where there is none, or several, or where gradients of captured values want the same P of all kernels."""
-    if variant.cached or variant.f8 or variant.tangent is not None or variant.gradients:
+    """None where there is none, or several, or where gradients of captured values want the same P of all kernels.
+
+    Nor for squared distances, which no warpgroup multiplies.
+    """
+    if variant.cached or variant.f8 or variant.tangent is not None or variant.gradients or variant.uses_sqdist:
         return None
     found = {each for each in walk(variant.score) if isinstance(each, Apply) and each.op == "tanh"}
     if not variant.weights.form.exponential or len(found) != 1:
