@@ -67,8 +67,9 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     moved = list(dict.fromkeys(head_dim_of(spec, call) for call in case.calls if call.order > 1))
     of_tangents = [each(analyse(spec, head_dim)) for head_dim in moved for each in (with_tangent, with_slopes)]
     sources += [target.emit_jvp(variant) for variant in of_tangents]
-    if case.build.matrices:
-        sources = [replace(each, defines=(*each.defines, ("FLASHGEN_MATRIX_PRODUCTS", "2"))) for each in sources]
+    imitated = {"FLASHGEN_MATRIX_PRODUCTS": case.build.matrices, "FLASHGEN_PAIR_PRODUCTS": case.build.pairs}
+    defines = tuple((macro, "2") for macro, wanted in imitated.items() if wanted)
+    sources = [replace(each, defines=(*each.defines, *defines)) for each in sources]
     compiler = replace(find_compiler(), flags=case.build.flags)
     binaries = compile_sources(sources, cache=Cache(scratch), compiler=compiler)
     fields = argument_fields(spec)

@@ -147,10 +147,11 @@ class CallDraw:
 
 @dataclass(frozen=True)
 class Build:
-    """How a CPU's library is compiled: more flags, and whether matrix registers are imitated by arrays."""
+    """How a CPU's library is compiled: more flags, and whether matrix registers, or products of pairs, are imitated."""
 
     flags: tuple[str, ...] = ()
     matrices: bool = False
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ def draw(seed: int, machine: Machine) -> Draw:
     build = Build()
     if machine.backend == "cpu":
         flags = chance.choice(_BUILDS)
-        build = Build(flags, chance.random() < 0.1)
+        imitated = chance.random()
+        build = Build(flags, imitated < 0.1, 0.1 <= imitated < 0.2)
     return Draw(spec, draw_calls(chance, machine, spec.text, elements, known), machine, build)
 
 

@@ -48,12 +48,13 @@ _CPU_FIGURES = {
     "clock_mhz": _REQUIRED,
     "memory_gb_per_s": _REQUIRED,
     "fma_per_clock": _OPTIONAL,
+    "pairs_per_clock": _OPTIONAL,
     "matrix_per_clock": _OPTIONAL,
 }
 _WHOLE = frozenset(
     {
         *("multiprocessors", "shared_kib_per_block"),
-        *("cores", "lanes", "fma_per_clock", "matrix_per_clock", "l1_kib", "l2_kib"),
+        *("cores", "lanes", "fma_per_clock", "pairs_per_clock", "matrix_per_clock", "l1_kib", "l2_kib"),
     }
 )
 _MOST = 1e9
@@ -186,6 +187,7 @@ def _cpu(name: str, entry: Mapping[str, Any]) -> Cpu:
         clock_hz=figures["clock_mhz"] * 1e6,
         fma_per_clock=int(figures.get("fma_per_clock", 2)),
         bandwidth=figures["memory_gb_per_s"] * 1e9,
+        pairs_per_clock=int(figures.get("pairs_per_clock", 0)),
         matrix_per_clock=int(figures.get("matrix_per_clock", 0)),
     )
 

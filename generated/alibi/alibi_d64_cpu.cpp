@@ -13,6 +13,10 @@
 //       tile may use 75% of it
 //   forward: B_r × B_c = 128 × 64 (137 KiB): 10.6% of work beside the products, the least of 30 that fit
 //   backward: B_r × B_c = 128 × 64 (301 KiB): 12.1% of work beside the products, the least of 29 that fit
+//   forward, bfloat16 in pairs: B_r × B_c = 256 × 128 (292 KiB): 6.7% of work beside the products, the least of 40 that
+//       fit
+//   backward, bfloat16 in pairs: B_r × B_c = 192 × 64 (364 KiB): 10.0% of work beside the products, the least of 32
+//       that fit
 //   forward, bfloat16 in matrix registers: B_r × B_c = 512 × 64 (251 KiB): 14.8% of work beside the products, the least
 //       of 32 that fit
 //   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (367 KiB): 30.9% of work beside the products, the
@@ -52,6 +56,18 @@
 #endif
 #ifndef FLASHGEN_BACKWARD_BC
 #define FLASHGEN_BACKWARD_BC 64
+#endif
+#ifndef FLASHGEN_PAIR_BR
+#define FLASHGEN_PAIR_BR 256
+#endif
+#ifndef FLASHGEN_PAIR_BC
+#define FLASHGEN_PAIR_BC 128
+#endif
+#ifndef FLASHGEN_PAIR_BACKWARD_BR
+#define FLASHGEN_PAIR_BACKWARD_BR 192
+#endif
+#ifndef FLASHGEN_PAIR_BACKWARD_BC
+#define FLASHGEN_PAIR_BACKWARD_BC 64
 #endif
 #ifndef FLASHGEN_MATRIX_BR
 #define FLASHGEN_MATRIX_BR 512
@@ -144,9 +160,9 @@ class FlushSubnormals {
 
 namespace fg {
 
-// Registers of arrays (matrix_product.h) want vectors of 16 lanes: where there are none, compilers make them of
-// narrower ones.
-#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2
+// What stands for instructions that a machine lacks (images.h) wants vectors of 16 lanes: where there are none,
+// compilers make them of narrower ones.
+#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2 || FLASHGEN_PAIR_PRODUCTS == 2
 #define FG_LANES 16
 #elif defined(__AVX__)
 #define FG_LANES 8
@@ -1630,8 +1646,9 @@ class DiagonalSums {
 // Layer 3 of the CPU primitives: the one matrix product of the backend, and the transposing copy that packs for it.
 //
 // Contract: C[m][n] (+)= sum_k A(m, k) B[k][n] in float32, with A(m, k) = a[m * a_row + k * a_col] read as broadcast
-// scalars, so that A may be transposed for nothing. Rows of B and C are whole vectors; M is a multiple of row_multiple.
-// Tiles are small (32..256 each way), in L1 or L2; there is no packing and no blocking for memory here.
+// scalars, so that A may be transposed for nothing; of pairs of terms likewise (Terms). Rows of B and C are whole
+// vectors; M is a multiple of row_multiple. Tiles are small (32..256 each way), in L1 or L2; there is no packing and no
+// blocking for memory here.
 // The accumulators of a block of 6 rows by block_vectors vectors stay in registers over all of k: with the vectors of
 // B's row and one broadcast of A they just fit.
 
@@ -1651,6 +1668,13 @@ constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
 constexpr int line_bytes = 64;
+
+// What 32 bits of an operand hold: a number. (Or two neighbouring terms of a sum in bfloat16: Pairs of images.h.)
+struct Numbers {
+  static constexpr int terms = 1;
+  static FG_INLINE VecF all(const float* at) { return broadcast(*at); }
+  static FG_INLINE VecF multiply_add(VecF sum, VecF a, VecF b) { return sum + a * b; }
+};
 
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then
 // the lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would
@@ -1677,7 +1701,7 @@ struct Ahead {
 };
 constexpr int ahead_interval = 4;
 
-// The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
+// The operands at one block, strides in 32 bits; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
   int K;
   const float* a;
@@ -1692,7 +1716,7 @@ struct ProductOperands {
 };
 
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
-template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
+template <class Terms, int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
   static_assert(R * V + V + 1 <= 32, "the accumulators must fit the registers");
   VecF sum[R][V] = {};
   const float *a = p.a, *b = p.b;
@@ -1703,8 +1727,8 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
     FG_UNROLL for (int m = 0; m < R; ++m) {
-      const VecF factor = broadcast(a[m * a_row]);
-      FG_UNROLL for (int v = 0; v < V; ++v) sum[m][v] += factor * row[v];
+      const VecF factor = Terms::all(a + m * a_row);
+      FG_UNROLL for (int v = 0; v < V; ++v) sum[m][v] = Terms::multiply_add(sum[m][v], factor, row[v]);
     }
     a += a_col;
     b += ldb;
@@ -1725,16 +1749,16 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
+template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
     if (rows == 6)
-      product_block<6, V>(p);
+      product_block<Terms, 6, V>(p);
     else
-      product_block<4, V>(p);
+      product_block<Terms, 4, V>(p);
     p.a += rows * p.a_row;
     p.c += rows * p.ldc;
     left -= rows;
@@ -1744,19 +1768,20 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
 // large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is
 // asked for as there is time for.
+template <class Terms>
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   for (int v = 0; v < vectors;) {
     const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
-      product_panel<block_vectors>(M, p, ahead);
+      product_panel<Terms, block_vectors>(M, p, ahead);
       v += 4;
     } else if (left >= 2) {
-      product_panel<2>(M, p, ahead);
+      product_panel<Terms, 2>(M, p, ahead);
       v += 2;
     } else {
-      product_panel<1>(M, p, ahead);
+      product_panel<Terms, 1>(M, p, ahead);
       v += 1;
     }
   }
@@ -1982,14 +2007,17 @@ template <class Perform> FG_INLINE void rows_together(int rows, const Perform& p
 
 }  // namespace fg
 
-// Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
+// Layer 3 of the CPU primitives: bfloat16 operands of matrix products, and the instruction that multiplies pairs of
+// them.
 //
-// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16
-// `parts`: part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves
-// out is about 2^(-8 parts) of a term: three parts are as good as float32.
-// FLASHGEN_MATRIX_PRODUCTS says how: 1 in the registers, the default where the compiler finds them; 0 not at all; 2 in
-// vectors, slowly, so that all that is built on this can be tested on any machine.
-// There is no vector extension for matrix registers: their instructions stand here, once each, by name.
+// Contract: two neighbouring terms of a sum lie side by side, 32 bits, the first in the lower half. Who multiplies
+// them:
+//   FLASHGEN_MATRIX_PRODUCTS  1: matrix registers (matrix_product.h), the default where the compiler finds them; 0:
+//       none;
+//                             2: registers of arrays, slowly, so that all that is built on them can be tested anywhere.
+//   FLASHGEN_PAIR_PRODUCTS    1: vectors, by one instruction a vector of pairs, the default where the compiler finds it
+//                             and no matrix registers; 0: nobody; 2: the same in float32, slowly, for tests.
+// Vector extensions have no such instruction: it stands here, once, by name.
 
 #ifndef FLASHGEN_MATRIX_PRODUCTS
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
@@ -1998,8 +2026,15 @@ template <class Perform> FG_INLINE void rows_together(int rows, const Perform& p
 #define FLASHGEN_MATRIX_PRODUCTS 0
 #endif
 #endif
+#ifndef FLASHGEN_PAIR_PRODUCTS
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && !FLASHGEN_MATRIX_PRODUCTS
+#define FLASHGEN_PAIR_PRODUCTS 1
+#else
+#define FLASHGEN_PAIR_PRODUCTS 0
+#endif
+#endif
 
-#if FLASHGEN_MATRIX_PRODUCTS
+#if FLASHGEN_MATRIX_PRODUCTS || FLASHGEN_PAIR_PRODUCTS
 
 namespace fg {
 
@@ -2097,8 +2132,7 @@ template <int parts>
 inline __attribute__((noinline)) void turn_images(const NewImages& to, const Images& from, int rows, int cols) {
   for (int r = 0; r < rows; r += matrix_depth)
     for (int c = 0; c < cols; c += matrix_depth)
-      for (int part = 0; part < parts; ++part)
-        FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
+      for (int part = 0; part < parts; ++part) FG_UNROLL for (int odd = 0; odd < 2; ++odd) {
           VecF x[W];
           FG_UNROLL for (int i = 0; i < W; ++i) {
             VecU low, high;
@@ -2137,6 +2171,81 @@ inline __attribute__((noinline)) void pair_rows(const NewImages& to, const Image
         std::memcpy(to.right(c, r, part), &pairs, sizeof(pairs));
       }
 }
+
+// ---- products in vectors -----------------------------------------------------------------------------------------
+
+// Of 32 bits of either operand: two terms, which are added to a float32.
+struct Pairs {
+  static constexpr int terms = 2;
+  static FG_INLINE VecF all(const float* at) {
+    int32_t pair;  // of integers: a float may lose bits on its way
+    std::memcpy(&pair, at, sizeof(pair));
+    return from_bits(broadcast(pair));
+  }
+  static FG_INLINE VecF multiply_add(VecF sum, VecF a, VecF b) {
+#if FLASHGEN_PAIR_PRODUCTS == 1
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+#else
+    const VecI x = bits(a), y = bits(b);
+    return sum + (from_bits(x & ~0xffff) * from_bits(y & ~0xffff) + from_bits(x << 16) * from_bits(y << 16));
+#endif
+  }
+};
+
+// Two vectors as bfloat16, to nearest even, the first below the second; and interleaved, which makes pairs.
+typedef uint16_t TwiceWords __attribute__((vector_size(4 * W)));
+FG_INLINE TwiceWords bfloat16_of(VecF low, VecF high) {
+#if FLASHGEN_PAIR_PRODUCTS == 1
+  TwiceWords both;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(low), "v"(high));
+  return both;
+#else
+  const Words halves[2] = {__builtin_convertvector(lanes_of(low, bf16()), Words),
+                           __builtin_convertvector(lanes_of(high, bf16()), Words)};
+  TwiceWords both;
+  std::memcpy(&both, halves, sizeof(both));
+  return both;
+#endif
+}
+#if defined(__clang__) || __GNUC__ >= 12
+FG_INLINE TwiceWords interleaved(TwiceWords x) {
+  return __builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11,
+                                 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+FG_INLINE Words lower_words(TwiceWords x) {
+  return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+FG_INLINE Words upper_words(TwiceWords x) {
+  return __builtin_shufflevector(x, x, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+#else
+FG_INLINE TwiceWords interleaved(TwiceWords x) {
+  return __builtin_shuffle(x, TwiceWords{0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+}
+FG_INLINE Words half_of(TwiceWords x, int n) {
+  Words halves[2];
+  std::memcpy(halves, &x, sizeof(x));
+  return halves[n];
+}
+FG_INLINE Words lower_words(TwiceWords x) { return half_of(x, 0); }
+FG_INLINE Words upper_words(TwiceWords x) { return half_of(x, 1); }
+#endif
+
+}  // namespace fg
+#endif
+
+// Layer 3 of the CPU primitives: matrix products on CPUs that have matrix registers (Intel's AMX).
+//
+// Contract: C[m][n] (+)= sum_k A[m][k] B[k][n], sums in float32; of bfloat16, or of finer numbers as sums of bfloat16
+// `parts`: part i of A is multiplied with those parts of B that follow fewer than `parts` - i others. What that leaves
+// out is about 2^(-8 parts) of a term: three parts are as good as float32.
+// There is no vector extension for matrix registers: their instructions stand here, once each, by name.
+
+#if FLASHGEN_MATRIX_PRODUCTS
+
+namespace fg {
 
 // ---- the registers -----------------------------------------------------------------------------------------------
 
@@ -3043,10 +3152,12 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 }
 
 // ---- What is multiplied, and how it lies ---------------------------------------------------------------------------
-// Both passes are written once, over either kind of products:
+// Both passes are written once, over any kind of products:
 //   VectorProducts          of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that
 //       it may lie
 //                           either way.
+//   PairProducts            in vectors, too, of bfloat16 tensors, with float32 sums: where a number would be, two
+//       neighbouring terms are.
 //   MatrixProducts<parts>   in matrix registers, of bfloat16 with float32 sums: of bfloat16 tensors as they are; of
 //       others as
 //                           sums of three, six products in the place of one.
@@ -3058,20 +3169,23 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 // What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
 enum class PastEnd { last_row, zeros };
 
-struct VectorProducts {
+// What both kinds in vectors have in common: Terms says what 32 bits of an operand hold.
+template <class Terms> struct ProductsOfVectors {
   struct Thread {};  // what a thread holds while it multiplies
   // Which of the plan's sizes it works in.
-  static constexpr int tile(int of_vectors, int /*of_bfloat16*/, int /*of_parts*/) { return of_vectors; }
+  static constexpr int tile(int of_numbers, int of_pairs, int /*of_bfloat16*/, int /*of_parts*/) {
+    return Terms::terms > 1 ? of_pairs : of_numbers;
+  }
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
-  static constexpr bool have_few_rows = true;  // there is another way for these
   static constexpr int trimmed_strip = 2;  // vectors of rows on the border of a mask, which meet some of a tile's keys
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
   static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
-  static constexpr int depth(int n) { return n; }  // how many terms a sum of n takes
+  static constexpr int depth(int n) { return int(round_up(n, Terms::terms)); }  // how many terms a sum of n takes
 
+  // Strides are of 32 bits.
   struct Left {
     const float* at;
-    int64_t row, column;  // strides
+    int64_t row, column;
   };
   struct Right {
     const float* at;
@@ -3079,7 +3193,7 @@ struct VectorProducts {
   };
   static void product(
       int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
-    fg::tile_product(M, vectors, K, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
+    fg::tile_product<Terms>(M, vectors, K / Terms::terms, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
   }
   static int key_rows(int count) { return int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
@@ -3097,6 +3211,10 @@ struct VectorProducts {
     fg::Begin begin;
     fg::Ahead& ahead;
   };
+};
+
+struct VectorProducts : ProductsOfVectors<fg::Numbers> {
+  static constexpr bool have_few_rows = true;  // there is another way for these
 
   // Up to `most` rows of K or V: where they lie, if they are float32 and need no padding, else a copy.
   template <int most, int width, bool features_first> struct alignas(64) Keys {
@@ -3148,10 +3266,120 @@ struct VectorProducts {
   };
 };
 
+#if FLASHGEN_MATRIX_PRODUCTS || FLASHGEN_PAIR_PRODUCTS
+// Rows of a head as left operand, their features being the terms. Returns whether no number is infinite.
+template <int parts, int width>
+FG_INLINE bool put_rows(
+    const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
+  constexpr int width_of_image = int(round_up(width, fg::matrix_depth));
+  fg::VecF largest{};
+  for (int row = 0; row < padded; ++row) {
+    const int64_t source = first + std::min(row, count - 1);
+    if (row >= count && past == PastEnd::zeros) {
+      fg::clear_row<parts>(to, row, width_of_image);
+    } else if (parts == 1 && from.element == BF16) {
+      fg::put_row(to, row, static_cast<const fg::bf16*>(from.at) + from.offset(source), width);
+    } else if (from.element == F32 && width % fg::matrix_depth == 0) {
+      fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + from.offset(source), width, largest);
+    } else {
+      alignas(64) float features[width_of_image];
+      load_rows(features, width_of_image, width, from, source, 1, 1);
+      fg::put_row<parts>(to, row, features, width_of_image, largest);
+    }
+  }
+  return !fg::any(fg::eq(largest, fg::infinity));
+}
+#endif
+
+#if FLASHGEN_PAIR_PRODUCTS
+// Images without gaps are rows, or rows of pairs.
+struct PairProducts : ProductsOfVectors<fg::Pairs> {
+  static constexpr bool have_few_rows = false;
+
+  static constexpr int padded(int n) { return int(round_up(n, fg::matrix_depth)); }
+  // Rows of `ld` bfloat16; and of pairs, `ld` pairs apart.
+  static fg::NewImages rows_at(fg::bf16* at, int64_t ld) { return {at, W * ld, fg::matrix_depth, 0, ld, true}; }
+  static fg::NewImages pairs_at(float* at, int64_t ld) {
+    return {reinterpret_cast<fg::bf16*>(at), 2 * W, fg::matrix_depth * ld, 0, 2 * ld, true};
+  }
+  static const float* as_pairs(const fg::bf16* at) { return reinterpret_cast<const float*>(at); }
+
+  // Up to `most` rows of K or V; bfloat16 is multiplied where it lies, if pairs do.
+  template <int most, int width, bool features_first> struct alignas(64) Keys {
+    static constexpr int copy_ld = padded(width) + 2 * W, ld = int(round_up(round_up(width, W), MR));
+
+    void load(const HeadRows& from, KeyRows keys) {
+      const int count = key_rows(keys.count);
+      const fg::bf16* const at = static_cast<const fg::bf16*>(from.at) + from.offset(keys.first);
+      const bool is_whole = width % (features_first ? W : 2) == 0 && keys.count == count &&
+          from.is_run(keys.first, count);
+      if (from.element == BF16 && is_whole && reinterpret_cast<uintptr_t>(at) % 4 == 0 && from.stride % 2 == 0) {
+        rows = {at, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+      } else {
+        rows = rows_at(copy, copy_ld);
+        put_rows<1, width>(rows_at(copy, copy_ld), from, keys.first, keys.count, count, PastEnd::zeros);
+      }
+      if (features_first) fg::pair_rows<1>(pairs_at(features, ld), rows, count, int(round_up(width, W)));
+    }
+    // From a key on.
+    Left by_key(int key = 0) const { return {as_pairs(rows.at + key * rows.row), rows.row / 2, 1}; }
+    Left by_feature(int key = 0) const { return {features + key / 2 * ld, 1, ld}; }
+
+    fg::Images rows;
+    alignas(64) fg::bf16 copy[round_up(most, MR) * copy_ld];
+    alignas(64) float features[features_first ? round_up(most, MR) / 2 * ld : 1];
+  };
+
+  // Up to `most` rows of Q or dO.
+  template <int most, int width, bool rows_first> struct alignas(64) Queries {
+    static constexpr int copy_ld = padded(width) + 2 * W, ld = int(round_up(round_up(width, W), MR)),
+        turned_ld = most + W;
+
+    void load(const HeadRows& from, int64_t first, int count, int rows_of_tile, PastEnd past) {
+      put_rows<1, width>(rows_at(copy, copy_ld), from, first, count, rows_of_tile, past);
+      fg::pair_columns<1>(pairs_at(turned, turned_ld), rows_at(copy, copy_ld), rows_of_tile, padded(width));
+      if (rows_first)
+        fg::pair_rows<1>(pairs_at(rows, ld), rows_at(copy, copy_ld), rows_of_tile, int(round_up(width, W)));
+    }
+    Right by_feature(int vector) const { return {turned + vector * W, turned_ld}; }
+    Right by_row(int vector) const { return {rows + vector * W / 2 * ld, ld}; }
+
+    alignas(64) fg::bf16 copy[most * copy_ld];
+    alignas(64) float turned[padded(width) / 2 * turned_ld];
+    alignas(64) float rows[rows_first ? most / 2 * ld : 1];
+  };
+
+  // Scores of up to `keys` by `rows`; then what they weigh: as right operand pairs in place of a score each, as left
+  // one rows of their own.
+  template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
+    static constexpr int strip = rows / W;
+    static constexpr int ld = rows + W, weights_ld = rows + 2 * W;
+
+    float* of(int vector, int key = 0) { return scores + key * ld + vector * W; }
+    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+      const fg::TwiceWords both = fg::bfloat16_of(x, y), pairs = fg::interleaved(both);
+      if (right) std::memcpy(of(vector) + key * ld, &pairs, sizeof(pairs));
+      if (!left) return;
+      const fg::Words low = fg::lower_words(both), high = fg::upper_words(both);
+      std::memcpy(weights + key * weights_ld + vector * W, &low, sizeof(low));
+      std::memcpy(weights + (key + 1) * weights_ld + vector * W, &high, sizeof(high));
+    }
+    void clear(int first, int end) {
+      if (left && first < end) std::fill_n(weights + first * weights_ld, (end - first) * weights_ld, fg::bf16{0});
+    }
+    Left by_key(int vector) const { return {as_pairs(weights + vector * W), weights_ld / 2, 1}; }
+    Right of_keys(int vector, int key = 0) const { return {scores + key * ld + vector * W, 2 * ld}; }
+
+    float scores[round_up(keys, MR) * ld];
+    alignas(64) fg::bf16 weights[left ? round_up(keys, MR) * weights_ld : 1];
+  };
+};
+#endif
+
 #if FLASHGEN_MATRIX_PRODUCTS
 template <int parts> struct MatrixProducts {
   using Thread = fg::MatrixRegisters;
-  static constexpr int tile(int /*of_vectors*/, int of_bfloat16, int of_parts) {
+  static constexpr int tile(int /*of_numbers*/, int /*of_pairs*/, int of_bfloat16, int of_parts) {
     return parts == 1 ? of_bfloat16 : of_parts;
   }
   static constexpr int key_multiple = fg::matrix_depth;
@@ -3191,28 +3419,6 @@ template <int parts> struct MatrixProducts {
     return {at, parts * W * depth(terms), parts * fg::image, fg::image, fg::image_row, finite};
   }
 
-  // Rows of a head as left operand, their features being the terms. Returns whether no number is infinite.
-  template <int width>
-  static FG_INLINE bool put_rows(
-      const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
-    fg::VecF largest{};
-    for (int row = 0; row < padded; ++row) {
-      const int64_t source = first + std::min(row, count - 1);
-      if (row >= count && past == PastEnd::zeros) {
-        fg::clear_row<parts>(to, row, depth(width));
-      } else if (parts == 1 && from.element == BF16) {
-        fg::put_row(to, row, static_cast<const fg::bf16*>(from.at) + from.offset(source), width);
-      } else if (from.element == F32 && width % fg::matrix_depth == 0) {
-        fg::put_row<parts>(to, row, static_cast<const float*>(from.at) + from.offset(source), width, largest);
-      } else {
-        alignas(64) float features[depth(width)];
-        load_rows(features, depth(width), width, from, source, 1, 1);
-        fg::put_row<parts>(to, row, features, depth(width), largest);
-      }
-    }
-    return !fg::any(fg::eq(largest, fg::infinity));
-  }
-
   // Up to `most` rows of K or V; bfloat16 that needs no padding is multiplied where it lies.
   template <int most, int width, bool features_first> struct alignas(64) Keys {
     static constexpr int size = depth(most) * depth(width);
@@ -3225,7 +3431,7 @@ template <int parts> struct MatrixProducts {
                 from.stride, true};
       } else {
         fg::NewImages own = in_order(copy, width);
-        own.finite = put_rows<width>(own, from, rows.first, rows.count, padded, PastEnd::zeros);
+        own.finite = put_rows<parts, width>(own, from, rows.first, rows.count, padded, PastEnd::zeros);
         keys = own;
       }
       if (features_first) fg::turn_images<parts>(in_order(features, most), keys, padded, depth(width));
@@ -3244,7 +3450,7 @@ template <int parts> struct MatrixProducts {
 
     void load(const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
       const fg::NewImages left = in_order(copy, width);
-      finite = put_rows<width>(left, from, first, count, padded, past);
+      finite = put_rows<parts, width>(left, from, first, count, padded, past);
       fg::pair_columns<parts>(in_order(features, width), left, padded, depth(width));
       if (rows_first) fg::pair_rows<parts>(in_order(rows, most), left, padded, depth(width));
     }
@@ -3371,6 +3577,9 @@ inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] 
       5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
   if (fg::has_matrix_registers() && is_repaid) return pass(MatrixProducts<3>());
 #endif
+#if FLASHGEN_PAIR_PRODUCTS
+  if (a.element == BF16 && !are_few(a, a.q_len)) return pass(PairProducts());
+#endif
   return pass(VectorProducts());
 }
 
@@ -3382,8 +3591,10 @@ inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] 
 
 namespace forward {
 
-template <class Products> constexpr int BR = Products::tile(FLASHGEN_BR, FLASHGEN_MATRIX_BR, FLASHGEN_SPLIT_BR);
-template <class Products> constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_MATRIX_BC, FLASHGEN_SPLIT_BC);
+template <class Products>
+constexpr int BR = Products::tile(FLASHGEN_BR, FLASHGEN_PAIR_BR, FLASHGEN_MATRIX_BR, FLASHGEN_SPLIT_BR);
+template <class Products>
+constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_PAIR_BC, FLASHGEN_MATRIX_BC, FLASHGEN_SPLIT_BC);
 
 template <class Products> struct alignas(64) Scratch {
   static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
@@ -3926,9 +4137,11 @@ extern "C" void alibi_d64_forward(const Arguments* a) {
 namespace backward {
 
 template <class Products>
-constexpr int BR = Products::tile(FLASHGEN_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR, FLASHGEN_SPLIT_BACKWARD_BR);
+constexpr int BR = Products::tile(
+    FLASHGEN_BACKWARD_BR, FLASHGEN_PAIR_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR, FLASHGEN_SPLIT_BACKWARD_BR);
 template <class Products>
-constexpr int BC = Products::tile(FLASHGEN_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC, FLASHGEN_SPLIT_BACKWARD_BC);
+constexpr int BC = Products::tile(
+    FLASHGEN_BACKWARD_BC, FLASHGEN_PAIR_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC, FLASHGEN_SPLIT_BACKWARD_BC);
 
 template <class Products> struct alignas(64) Scratch {
   static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
@@ -4499,6 +4712,9 @@ inline void for_each_kind(const Arguments& all, const Ragged& r, int tile_rows, 
   const auto is_short = [&]([[maybe_unused]] int64_t queries) {
 #if FLASHGEN_MATRIX_PRODUCTS
     if (fg::has_matrix_registers()) return all.element == BF16 ? are_few(all, queries) : queries < FLASHGEN_FEWEST_ROWS;
+#endif
+#if FLASHGEN_PAIR_PRODUCTS
+    if (all.element == BF16) return are_few(all, queries);
 #endif
     return false;
   };

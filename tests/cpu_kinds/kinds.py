@@ -14,7 +14,7 @@ from pathlib import Path
 
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 COMPILERS = ("g++", "clang++")
-ARRAYS = "-DFLASHGEN_MATRIX_PRODUCTS=2"
+ARRAYS, PAIRS = "-DFLASHGEN_MATRIX_PRODUCTS=2", "-DFLASHGEN_PAIR_PRODUCTS=2"  # what stands for instructions
 # What cross compilers of Debian are called, and what runs their programs: g++-aarch64-linux-gnu, qemu-user.
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 
@@ -54,6 +54,7 @@ _X86 = (
     Kind("avx", ("-march=sandybridge",), frozenset({"avx"})),
     Kind("avx2", ("-march=haswell",), _AVX2),
     Kind("avx512", ("-march=skylake-avx512", _WIDE), _AVX512),
+    Kind("avx512_bf16", ("-march=skylake-avx512", "-mavx512bf16", _WIDE), _AVX512 | {"avx512_bf16"}),
     Kind("amx", ("-march=skylake-avx512", "-mamx-tile", "-mamx-bf16", _WIDE), _AMX),
 )
 # All that are imitated here, without registers of arrays, which each may have.

@@ -31,7 +31,7 @@ if X86:
     SETS["avx2"] = ["-mavx2", "-mfma", "-mno-avx512f"]
     SETS["sse"] = ["-msse4.2"]
     SETS["arm64"] = ["-march=armv8-a"]
-ARRAYS = "-DFLASHGEN_MATRIX_PRODUCTS=2"
+ARRAYS, IMITATED_PAIRS = "-DFLASHGEN_MATRIX_PRODUCTS=2", "-DFLASHGEN_PAIR_PRODUCTS=2"
 
 
 def cpu_flags() -> str:
@@ -45,6 +45,8 @@ def skip_what_cannot_run(name: str) -> None:
         pytest.skip("this machine has no AVX2")
     if name == "registers" and "amx_bf16" not in cpu_flags():
         pytest.skip("this machine has no matrix registers")
+    if name == "avx512_bf16" and "avx512_bf16" not in cpu_flags():
+        pytest.skip("this machine multiplies no pairs")
     if name == "arm64" and cross_tools_missing():
         pytest.skip(cross_tools_missing())
 
@@ -80,3 +82,12 @@ def matrices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if not library.matrices():
         pytest.skip("the system does not grant matrix registers")
     return library
+
+
+@pytest.fixture(scope="session", params=["avx512_bf16", *SETS])
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Products of pairs by the machine's instruction, and by what stands for it in each set."""
+    name = request.param
+    skip_what_cannot_run(name)
+    flags = [*NATIVE, "-DFLASHGEN_PAIR_PRODUCTS=1"] if name == "avx512_bf16" else [*SETS[name], IMITATED_PAIRS]
+    return compiled("pairs_under_test.cpp", name, flags, tmp_path_factory.mktemp("pairs"))

@@ -28,6 +28,7 @@ from tests.cpu_kinds.kinds import (
     CROSS_COMPILER,
     EMULATOR,
     KINDS,
+    PAIRS,
     Kind,
     cross_tools_missing,
     has_compiler,
@@ -73,11 +74,15 @@ def test_each_kind(imitated: Kind, compiler: str, name: str, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("instructions", ["arrays", "pairs"])
 @pytest.mark.parametrize(("imitated", "compiler"), [slow(each, is_quick=True) for each in EVERYWHERE])
-def test_registers_of_arrays(imitated: Kind, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_for_instructions(
+    imitated: Kind, compiler: str, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs(imitated, compiler)
-    monkeypatch.setenv("CXX", " ".join((compiler, *imitated.flags, ARRAYS, ALL_CALLS, "-Wno-psabi")))
-    judge(flashgen.loads(f"attention arrays_on_{imitated.name} {{ {SPECS['captured']} }}"))
+    flags = (ARRAYS, ALL_CALLS) if instructions == "arrays" else (PAIRS,)
+    monkeypatch.setenv("CXX", " ".join((compiler, *imitated.flags, *flags, "-Wno-psabi")))
+    judge(flashgen.loads(f"attention {instructions}_on_{imitated.name} {{ {SPECS['captured']} }}"))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         *(pytest.param(name, "", marks=() if name in SLICE else pytest.mark.slow) for name in SPECS),
         pytest.param("captured", f"{ARRAYS} {ALL_CALLS} -Wno-psabi", marks=pytest.mark.slow, id="arrays"),
+        pytest.param("captured", f"{PAIRS} -Wno-psabi", marks=pytest.mark.slow, id="pairs"),
     ],
 )
 def test_arm64(name: str, flags: str, caller: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Each kind of products, whatever this machine would choose for a call: in vectors, and in matrix registers."""
+"""Each kind of products, whatever this machine would choose for a call: in vectors, of pairs, in matrix registers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ SPECS = {
 }
 IN_SLICE = ("odd", "captured", "distances")  # of `make test`
 SHAPES = (Shape(1, 2, 2, 1, 1), Shape(2, 4, 2, 45, 77), Shape(1, 2, 1, 203, 203), Shape(1, 1, 1, 300, 270))
-HAS_REGISTERS = "amx_bf16" in cpu_identity()
-# As compilers are told: with matrix registers, or what stands for them in vectors, for calls of any size; and without
-# them, which is what all other tests are about where there are none.
-KINDS = {"registers": f"-DFLASHGEN_MATRIX_PRODUCTS={1 if HAS_REGISTERS else 2} -DFLASHGEN_FEWEST_ROWS=1"}
-if HAS_REGISTERS:
-    KINDS["vectors"] = "-DFLASHGEN_MATRIX_PRODUCTS=0"
+HAS_REGISTERS, HAS_PAIRS = ("amx_bf16" in cpu_identity(), "avx512_bf16" in cpu_identity())
+# As compilers are told: with matrix registers, or what stands for them in vectors, for calls of any size; with vectors
+# of pairs, or what stands for these; and without either, which is what all other tests are about where there are none.
+KINDS = {
+    "registers": f"-DFLASHGEN_MATRIX_PRODUCTS={1 if HAS_REGISTERS else 2} -DFLASHGEN_FEWEST_ROWS=1",
+    "pairs": f"-DFLASHGEN_MATRIX_PRODUCTS=0 -DFLASHGEN_PAIR_PRODUCTS={1 if HAS_PAIRS else 2}",
+}
+if HAS_REGISTERS or HAS_PAIRS:
+    KINDS["vectors"] = "-DFLASHGEN_MATRIX_PRODUCTS=0 -DFLASHGEN_PAIR_PRODUCTS=0"
 
 
 @pytest.fixture(params=KINDS)

@@ -32,7 +32,7 @@ def variant(body: str) -> Variant:
 
 
 def kinds_of(chosen: CpuPlan) -> list[Mapping[str, Tiles]]:
-    """The passes in vectors, then those in matrix registers."""
+    """The passes of each kind of products."""
     return [chosen.tiles(products) for products in Products]
 
 
@@ -74,7 +74,7 @@ def test_narrow_windows_take_fewer_keys_at_a_time() -> None:
         for name in ("forward", "backward"):
             columns = [passes[name].Bc for passes in of_each]
             assert columns == sorted(columns)
-            is_trimmed = products is Products.VECTORS and name == "forward"
+            is_trimmed = products.in_vectors and name == "forward"
             assert (columns[0] < columns[-1]) is not is_trimmed
 
 
@@ -126,6 +126,11 @@ def test_matrix_registers_are_read_as_linux_reports_them(tmp_path: Path) -> None
         cpuinfo.write_text(f"processor : 0\nflags : fpu {flags} sse\n")
         assert devices._has_amx(devices.read_cpuinfo(cpuinfo)) is found
     assert not devices._has_amx(devices.read_cpuinfo(tmp_path / "none"))
+
+
+def test_pairs_are_read_as_linux_reports_them() -> None:
+    for flags, found in [("avx512f avx512_bf16", True), ("avx512f", False), ("avx512_bf16", False)]:
+        assert devices._has_pairs(f"processor : 0\nflags : fpu {flags} sse\n") is found
 
 
 def test_cache_sizes_are_read_as_linux_reports_them(tmp_path: Path) -> None:

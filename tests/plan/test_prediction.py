@@ -158,7 +158,7 @@ def test_matrix_registers_are_faster_than_vectors_and_slower_than_their_peak() -
     shape = Shape(8, 8, 8, 4096, 4096)
     for name in ("forward", "backward"):
         times, windows = [], []
-        for products in Products:
+        for products in (Products.VECTORS, Products.BFLOAT16, Products.SPLIT):
             found = [variant("head_dim 64"), variant("head_dim 64 mask causal and window_left(256)")]
             tiles = [plan_cpu(each, xeon).tiles(products)[name] for each in found]
             whole, window = (
@@ -172,6 +172,18 @@ def test_matrix_registers_are_faster_than_vectors_and_slower_than_their_peak() -
                 assert whole.flops_per_second < peak
         assert times[1] < times[2] < times[0]
         assert all(1 / 16 < share < 1 / 6 for share in windows)
+
+
+def test_pairs_are_faster_than_numbers_and_slower_than_their_peak() -> None:
+    zen4, shape = known_devices().cpus["zen4"], Shape(8, 8, 8, 4096, 4096)
+    for name in ("forward", "backward"):
+        whole = variant("head_dim 64")
+        numbers, pairs = (
+            cpu_cost.pass_time(whole, products, name, plan_cpu(whole, zen4).tiles(products)[name], zen4, shape)
+            for products in (Products.VECTORS, Products.PAIRS)
+        )
+        assert numbers.seconds / 2 < pairs.seconds < numbers.seconds
+        assert pairs.flops_per_second < 4 * zen4.cores * zen4.lanes * zen4.pairs_per_clock * zen4.clock_hz
 
 
 def test_rank_correlation_is_scipys() -> None:

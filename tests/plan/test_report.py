@@ -104,6 +104,18 @@ def test_a_cpu_with_matrix_registers_is_reported_by_what_calls_take() -> None:
         assert found["forward bf16"].time.seconds < found["forward f32"].time.seconds
 
 
+def test_a_cpu_that_multiplies_pairs_is_reported_by_what_calls_take() -> None:
+    zen4 = KNOWN.cpus["zen4"]
+    chosen, found = plan_cpu(variant("head_dim 64"), zen4), passes("head_dim 64", "zen4")
+    assert list(found) == ["forward f32", "backward f32", "forward bf16", "backward bf16"]
+    for name, products in (("f32", Products.VECTORS), ("bf16", Products.PAIRS)):
+        for pass_name, tile in chosen.tiles(products).items():
+            each = found[f"{pass_name} {name}"]
+            assert each.tiles == (tile,)
+            assert sum(each.buffers[pass_name].values()) == tile.sram_bytes
+    assert found["forward bf16"].time.seconds < found["forward f32"].time.seconds
+
+
 def test_pins_hold_for_runners_up() -> None:
     found = passes("head_dim 64 dtype f16 schedule { Br = 64 Bc = 32 }")["forward f16"]
     assert {(other.Br, other.Bc) for other in found.runners_up} <= {(64, 32)}

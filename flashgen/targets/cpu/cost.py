@@ -1,8 +1,8 @@
 """Predicted time of a pass on a CPU: a roofline for each tile, tiles to tasks, tasks to cores.
 
 In: a ``Variant``, a tile, a ``Cpu``, a shape, how numbers are multiplied. Out: ``PassTime``. In vectors everything
-inside is float32, so that element types do not matter. Constants are instructions of the templates' inner loops, and
-rough; ``benchmarks/model.py`` says how far the model is off.
+inside is float32, so that element types do not matter, but for pairs of bfloat16. Constants are instructions of the
+templates' inner loops, and rough; ``benchmarks/model.py`` says how far the model is off.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ L1_FOR_SCORES = 0.5  # of the L1 cache: larger tiles of S, P, dP and dS are read
 REACHED_MATRIX = {"forward": {1: 0.32, 3: 0.75}, "backward": {1: 0.27, 3: 0.58}}
 # Instructions for the parts of a weight and their pairs, by parts; backward of dS as well, and of their rows.
 SPLIT_INSTRUCTIONS = {"forward": {1: 2, 3: 8}, "backward": {1: 8, 3: 32}}
+TERMS_OF_PAIR = 2
 # Clocks to lay a number of K or V out as images of registers; those that are transposed, too, count twice.
 LAYOUT_CLOCKS = {1: 0.15, 3: 0.8}
 
@@ -56,10 +57,16 @@ def pass_time(variant: Variant, products: Products, name: str, tile: Tiles, devi
     copied: float = tile.Bc * (D + Dv) + tile.Br * (Dv if is_forward else D)
     if not is_forward:
         copied += 2 * tile.Bc * (D + Dv)
-    if products is Products.VECTORS:
+    if products.in_vectors:
         rows = tile.Br / device.lanes
         reached = REACHED_PRODUCTS * rows / (rows + LOST_VECTORS)
-        tensor = sum(terms) * vectors / device.fma_per_clock / reached
+        if products is Products.PAIRS:
+            steps = sum(round_up(term, TERMS_OF_PAIR) for term in terms) / TERMS_OF_PAIR
+            tensor = steps * vectors / device.pairs_per_clock / reached
+            others += SPLIT_INSTRUCTIONS[name][1]  # as of one part
+            copied /= TERMS_OF_PAIR
+        else:
+            tensor = sum(terms) * vectors / device.fma_per_clock / reached
         if FLOAT * pairs > L1_FOR_SCORES * device.l1_bytes:
             copied += (3 if is_forward else 6) * pairs
     else:
@@ -95,7 +102,7 @@ def pass_time(variant: Variant, products: Products, name: str, tile: Tiles, devi
 
 def _computed_pairs(variant: Variant, products: Products, tile: Tiles, shape: Shape, counts: TileCounts) -> float:
     """Pairs of a visited tile, on average: groups of rows that keep nothing of it are left out."""
-    group = VECTOR_ROWS if products is Products.VECTORS else MATRIX_DEPTH
+    group = VECTOR_ROWS if products.in_vectors else MATRIX_DEPTH
     if tile.Br <= group or not counts.visited:
         return tile.Br * tile.Bc
     return tile_counts(variant, shape, group, tile.Bc).visited * group * tile.Bc / counts.visited
@@ -112,5 +119,5 @@ def _moved(
     if not is_forward:
         sums = (replace(OPERANDS[name], elements=Elements.FLOAT32) for name in ("dk", "dv"))
         accesses += (*once("d_o", "dq"), *(Access(each, by_tile=True, times=2) for each in sums))
-    element = BFLOAT16 if products is Products.BFLOAT16 else FLOAT
+    element = BFLOAT16 if products in (Products.PAIRS, Products.BFLOAT16) else FLOAT
     return moved(accesses, variant.head_dim, element, sizes_of(shape), counts)

@@ -34,7 +34,8 @@ class Cpu:
     """One device. On a CPU the SRAM that a tile lives in (the paper's M) is one core's L2 cache.
 
     ``lanes`` are the float32 lanes of a vector register; a core starts ``fma_per_clock`` vector multiply-adds at
-    ``clock_hz``, and ``matrix_per_clock`` multiply-adds of bfloat16 in matrix registers, 0 where it has none;
+    ``clock_hz``, ``pairs_per_clock`` of those that take pairs of bfloat16, 0 where it has none, and
+    ``matrix_per_clock`` multiply-adds of bfloat16 in matrix registers, 0 where it has none;
     ``bandwidth`` of the memory in bytes a second, None where it is not known. ``source`` says where the figures come
     from.
     """
@@ -49,6 +50,7 @@ class Cpu:
     clock_hz: float = 2.5e9
     fma_per_clock: int = 2
     bandwidth: float | None = None
+    pairs_per_clock: int = 0
     matrix_per_clock: int = 0
 
     @property
@@ -126,6 +128,7 @@ def local_cpu() -> Cpu:
         sram_bytes=l2 or GENERIC_CPU.sram_bytes,
         source="reported by the operating system" if l1 and l2 else "cache sizes not reported: those of 'generic'",
         clock_hz=_clock_hz(cpuinfo) or GENERIC_CPU.clock_hz,
+        pairs_per_clock=GENERIC_CPU.fma_per_clock if _has_pairs(cpuinfo) else 0,
         matrix_per_clock=AMX_PER_CLOCK if _has_amx(cpuinfo) else 0,
     )
 
@@ -163,9 +166,18 @@ def _lanes(cpuinfo: str) -> int:
     return 4 if cpuinfo or platform.machine() in ("arm64", "aarch64") else GENERIC_CPU.lanes
 
 
+def _has_pairs(cpuinfo: str) -> bool:
+    """Whether vectors multiply pairs of bfloat16."""
+    return _has(cpuinfo, "avx512_bf16", "avx512f")
+
+
 def _has_amx(cpuinfo: str) -> bool:
     """Whether the system offers matrix registers that multiply bfloat16."""
-    return all(re.search(rf"\b{name}\b", cpuinfo) for name in ("amx_tile", "amx_bf16", "avx512f"))
+    return _has(cpuinfo, "amx_tile", "amx_bf16", "avx512f")
+
+
+def _has(cpuinfo: str, *features: str) -> bool:
+    return all(re.search(rf"\b{name}\b", cpuinfo) for name in features)
 
 
 def _clock_hz(cpuinfo: str) -> float | None:

@@ -75,6 +75,7 @@ _PRIMITIVES = (
     "captured.h",
     "tile_product.h",
     "few_rows.h",
+    "images.h",
     "matrix_product.h",
 )
 

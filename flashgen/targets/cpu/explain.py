@@ -68,5 +68,7 @@ def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, 
 def _cpu_products(products: Products, device: Cpu) -> str:
     if products is Products.VECTORS:
         return f"vectors of {device.lanes} lanes"
+    if products is Products.PAIRS:
+        return f"vectors of {device.lanes} lanes, bfloat16 in pairs"
     parts = "" if products is Products.BFLOAT16 else ", numbers in three parts"
     return f"matrix registers{parts}"

@@ -17,5 +17,5 @@ def cpu_name() -> str:
 def cpu_identity() -> str:
     """The model and what a plan depends on: two machines of one identity run the same tiles alike."""
     device = local_cpu()
-    registers = ", matrix registers" if device.matrix_per_clock else ""
+    registers = ", matrix registers" if device.matrix_per_clock else ", pairs" if device.pairs_per_clock else ""
     return f"{cpu_name()}, {device.cores} cores, {device.lanes} lanes{registers}, {device.sram_bytes // 1024} KiB L2"

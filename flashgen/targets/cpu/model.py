@@ -43,6 +43,10 @@ def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, l
             sizes = _of_tangents(_backward(variant, Br, Bc, lanes), Br)
         case Products.VECTORS, _:
             sizes = _backward(variant, Br, Bc, lanes)
+        case Products.PAIRS, "forward":
+            sizes = _pair_forward(variant, Br, Bc, lanes)
+        case Products.PAIRS, _:
+            sizes = _pair_backward(variant, Br, Bc, lanes)
         case _, "forward":
             sizes = _matrix_forward(variant, products.parts, Br, Bc, lanes)
         case _, "jvp":
@@ -115,6 +119,33 @@ def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     return {name: FLOAT * count for name, count in floats.items()}
 
 
+def _pair_forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The same in pairs of bfloat16: Q in pairs of features, K and V as rows, V in pairs of rows, too."""
+    D, Dv, _, _ = _matrix_padded(variant, Br, Bc)
+    bc, gap = round_up(Bc, KEY_MULTIPLE), 2 * lanes
+    return _forward(variant, Br, Bc, lanes) | {
+        "Q": BFLOAT16 * D * (Br + lanes),
+        "K": BFLOAT16 * bc * (D + gap),
+        "V": BFLOAT16 * bc * (Dv + gap + _padded(variant, lanes)[2]),
+    }
+
+
+def _pair_backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
+    """The same backward: Q and dO in pairs either way, K in pairs of rows, too, and rows of P and dS beside scores."""
+    D, Dv, _, _ = _matrix_padded(variant, Br, Bc)
+    _, Dp, Dvp = _padded(variant, lanes)
+    bc, gap = round_up(Bc, KEY_MULTIPLE), 2 * lanes
+    scores = FLOAT * bc * (Br + lanes) + BFLOAT16 * bc * (Br + gap)
+    return _backward(variant, Br, Bc, lanes) | {
+        "Q": BFLOAT16 * (D * (Br + lanes) + Br * Dp),
+        "dO": BFLOAT16 * (Dv * (Br + lanes) + Br * Dvp),
+        "K": BFLOAT16 * bc * (D + gap + Dp),
+        "V": BFLOAT16 * bc * (Dv + gap),
+        "S, then P": scores,
+        "dP, then dS": scores,
+    }
+
+
 def _matrix_forward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and of P, Oᵀ and the row state.
 
@@ -163,24 +194,36 @@ def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int)
 
 def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int) -> float:
     """Work beside the products, as a fraction of theirs."""
-    if products is Products.VECTORS:
-        trimmed = name in ("forward", "jvp") and not is_irregular(variant.keep)
-        return _vector_overhead(variant, Br, Bc, KEY_MULTIPLE if trimmed else Bc)
-    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
     is_forward = name in ("forward", "jvp")
+    if products.in_vectors:
+        group = KEY_MULTIPLE if is_forward and not is_irregular(variant.keep) else Bc
+        in_pairs = products is Products.PAIRS
+        beside = _pair_overhead(Br, Bc, is_forward=is_forward) if in_pairs else _vector_overhead(Br, Bc)
+        return beside + _border(variant, group, VECTOR_ROWS)
+    border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
     return border + (_matrix_forward_overhead if is_forward else _matrix_backward_overhead)(products.parts, Br, Bc)
 
 
-def _vector_overhead(variant: Variant, Br: int, Bc: int, group: int) -> float:
-    """The same for both passes.
+def _vector_overhead(Br: int, Bc: int) -> float:
+    """Without the border, for both passes.
 
     A key tile is copied once for Br rows; Oᵀ, or dQᵀ, is read and written once for Bc keys; on the border of the mask
-    pairs are computed for nothing, up to ``group`` keys; many keys leave little room for the next ones on their way
-    in. Fitted on a causal window of 256: where all keys of a tile are computed, 128 × 32 takes 0.93 of the time of
-    128 × 16 and of 128 × 64; where they are trimmed, 128 × 64 takes 0.90 (D 64) and 0.87 (D 128) of that of 128 × 32.
+    pairs are computed for nothing; many keys leave little room for the next ones on their way in. Fitted on a causal
+    window of 256: where all keys of a tile are computed, 128 × 32 takes 0.93 of the time of 128 × 16 and of 128 × 64;
+    where they are trimmed, 128 × 64 takes 0.90 (D 64) and 0.87 (D 128) of that of 128 × 32.
     """
     crowded = CROWDED * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
-    return 5.0 / Br + 4.0 / Bc + _border(variant, group, VECTOR_ROWS) + crowded
+    return 5.0 / Br + 4.0 / Bc + crowded
+
+
+def _pair_overhead(Br: int, Bc: int, *, is_forward: bool) -> float:
+    """The same of pairs. Fitted on a Zen 5, B 1, H 1, N 4,096, in turns.
+
+    Forward 128 × 64, 128 × 128, 256 × 64, 192 × 128 and 256 × 128 take 1.04 to 1.07, 1.03 to 1.06, 1.01 to 1.02, 1.01
+    to 1.02 and 1 (D 64 and 128, plain and causal). Backward 64 × 64, 128 × 64, 192 × 64 and 192 × 128 take 1.08, 1.03,
+    1.01 and 1 (plain), with a window of 256 192 × 16, 192 × 32 and 192 × 64 1.02 to 1.07, 1 to 1.04 and 1.05 to 1.08.
+    """
+    return (11.0 if is_forward else 8.0) / Br + 2.5 / Bc
 
 
 def _matrix_forward_overhead(parts: int, Br: int, Bc: int) -> float:

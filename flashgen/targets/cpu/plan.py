@@ -17,7 +17,7 @@ from flashgen.plan.plan import Rejection, Tiles, kib
 from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.limits import limits, unused_pins
 from flashgen.targets.cpu.model import buffers, overhead
-from flashgen.targets.cpu.products import Products
+from flashgen.targets.cpu.products import OF_TANGENTS, Products
 from flashgen.targets.cpu.recipes import USABLE_SRAM, PassToPlan, decisions, pass_to_plan, usable_bytes
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 
@@ -34,7 +34,7 @@ def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPla
 def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
     """The plan of forward mode, or of a variant with slopes of its backward pass: a library of its own."""
     name = "jvp_backward" if variant.backward_only else "jvp"
-    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, name) for each in Products])
+    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, name) for each in OF_TANGENTS])
     return CpuJvpPlan(
         spec_name=variant.spec.name,
         head_dim=str(variant.head_dim),
@@ -63,10 +63,12 @@ def _plan(variant: Variant, device: Cpu) -> CpuPlan:
         sram_bytes=device.sram_bytes,
         forward=tiles[0],
         backward=tiles[1],
-        matrix_forward=tiles[2],
-        matrix_backward=tiles[3],
-        split_forward=tiles[4],
-        split_backward=tiles[5],
+        pair_forward=tiles[2],
+        pair_backward=tiles[3],
+        matrix_forward=tiles[4],
+        matrix_backward=tiles[5],
+        split_forward=tiles[6],
+        split_backward=tiles[7],
         reasons=tuple(reasons),
         rejected=tuple(rejected),
         decisions=tuple(decisions(variant, device)),

@@ -1,11 +1,13 @@
-"""How a CPU kernel multiplies: in vectors or, on CPUs that have them, in matrix registers (Intel's AMX).
+"""How a CPU kernel multiplies: in vectors, of numbers or pairs of bfloat16, or in matrix registers (Intel's AMX).
 
-Stage 3, plan. In: a ``Cpu``, an element type, a shape, rows of a tile. Out: ``Products``. A kernel holds all three
-and chooses by the same rule (``with_products`` of ``templates/cpu/operands.h.jinja``).
+Stage 3, plan. In: a ``Cpu``, an element type, a shape, rows of a tile. Out: ``Products``. A kernel holds those that
+its compiler has instructions for, and chooses by the same rule: ``with_products`` of
+``templates/cpu/operands.h.jinja``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from flashgen.ir.shape import Shape
@@ -17,16 +19,22 @@ FEWEST_ROWS = 160
 
 
 class Products(Enum):
-    """The value: of how many bfloat16 a number is the sum, 0 where it is multiplied as it is."""
+    """Vectors take float32 or, of bfloat16 tensors, pairs; matrix registers bfloat16, or numbers split into parts."""
 
-    VECTORS = 0
-    BFLOAT16 = 1
-    SPLIT = 3
+    VECTORS = "vectors"
+    PAIRS = "pairs"
+    BFLOAT16 = "bfloat16"
+    SPLIT = "split"
+
+    @property
+    def in_vectors(self) -> bool:
+        """Whether by the units that do all other work, too."""
+        return self in (Products.VECTORS, Products.PAIRS)
 
     @property
     def parts(self) -> int:
-        """Of a number in matrix registers."""
-        return self.value
+        """Of how many bfloat16 a number in matrix registers is the sum; 0 in vectors."""
+        return {Products.BFLOAT16: 1, Products.SPLIT: 3}.get(self, 0)
 
     @property
     def multiplications(self) -> int:
@@ -35,17 +43,29 @@ class Products(Enum):
 
     def of_pass(self, name: str) -> str:
         """A pass in words."""
-        elements = {Products.BFLOAT16: "bfloat16", Products.SPLIT: "float32 and float16"}.get(self)
-        return name if elements is None else f"{name}, {elements} in matrix registers"
+        numbers = {
+            Products.PAIRS: "bfloat16 in pairs",
+            Products.BFLOAT16: "bfloat16 in matrix registers",
+            Products.SPLIT: "float32 and float16 in matrix registers",
+        }.get(self)
+        return name if numbers is None else f"{name}, {numbers}"
 
 
-def products_of_call(device: Cpu, element: ElementType, shape: Shape, split_rows: int) -> Products:
+# Those of forward mode. What tangents change weights by cancels in a row: rounded to bfloat16 it leaves an error of
+# 0.02, where slopes move, and of 0.002 as it is.
+OF_TANGENTS = (Products.VECTORS, Products.BFLOAT16, Products.SPLIT)
+
+
+def products_of_call(
+    device: Cpu, element: ElementType, shape: Shape, split_rows: int, among: Sequence[Products] = tuple(Products)
+) -> Products:
     """What a call of this shape takes; ``split_rows`` is B_r of the pass where numbers are split into parts.
 
     Few queries without a backward pass take vectors, whatever their type (``are_few`` of the template).
     """
     if not device.matrix_per_clock:
-        return Products.VECTORS
+        in_pairs = device.pairs_per_clock and element is ElementType.BF16 and Products.PAIRS in among
+        return Products.PAIRS if in_pairs else Products.VECTORS
     if element is ElementType.BF16:
         return Products.BFLOAT16
     return Products.SPLIT if shape.q_len >= FEWEST_ROWS and repays_parts(split_rows) else Products.VECTORS

@@ -19,8 +19,9 @@ from flashgen.targets.cpu.tiles import CpuPlan
 
 def pass_reports(variant: Variant, device: Cpu, shape: Shape, decisions: CpuPlan) -> tuple[PassReport, ...]:
     """Forward and backward of the element types that are multiplied in ways of their own."""
-    # In vectors everything is float32 inside.
-    elements = (ElementType.F32, ElementType.BF16) if device.matrix_per_clock else (ElementType.F32,)
+    # In vectors everything is float32 inside, but for pairs.
+    apart = device.matrix_per_clock or device.pairs_per_clock
+    elements = (ElementType.F32, ElementType.BF16) if apart else (ElementType.F32,)
     reports = []
     for element in elements:
         for name, (products, tile) in decisions.of_call(device, element, shape).items():

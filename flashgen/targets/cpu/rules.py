@@ -9,6 +9,11 @@ VECTORS = Rule(
     "scores are kept transposed: neighbouring query rows are the lanes, and one micro-kernel makes all products",
     "float32 by FMA units reaches 260 GFLOP/s on two cores (Xeon)",
 )
+PAIRS = Rule(
+    "pairs of bfloat16",
+    "an instruction multiplies and adds two neighbouring terms of bfloat16 a lane; other types stay float32",
+    "vdpbf16ps starts as often as a multiply-add (Zen 5: 1.95 to 2.0 a clock, 512 bits), with twice the terms",
+)
 MATRIX_REGISTERS = Rule(
     "matrix registers",
     "numbers are sums of bfloat16: one part, or three for float32, where query rows repay the images that it takes",

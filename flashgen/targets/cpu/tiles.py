@@ -9,12 +9,12 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.targets.cpu.device import Cpu
-from flashgen.targets.cpu.products import Products, products_of_call
+from flashgen.targets.cpu.products import OF_TANGENTS, Products, products_of_call
 
 
 def _macros(tiles: Mapping[tuple[Products, str], Tiles]) -> tuple[tuple[str, str], ...]:
     """Macros of tiles, by how they multiply and what their pass is called in a macro."""
-    kinds = {Products.VECTORS: "", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
+    kinds = {Products.VECTORS: "", Products.PAIRS: "PAIR_", Products.BFLOAT16: "MATRIX_", Products.SPLIT: "SPLIT_"}
     return tuple(
         (f"FLASHGEN_{kinds[products]}{name}{axis}", str(size))
         for (products, name), tile in tiles.items()
@@ -26,13 +26,16 @@ def _macros(tiles: Mapping[tuple[Products, str], Tiles]) -> tuple[tuple[str, str
 class CpuPlan(Plan):
     """The decisions for one head dimension on the CPU of this name.
 
-    On CPUs that have matrix registers ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16,
+    Where vectors multiply pairs of bfloat16 ``pair_forward`` and ``pair_backward`` are the tiles of these. On CPUs
+    that have matrix registers ``matrix_forward`` and ``matrix_backward`` are the tiles of bfloat16,
     ``split_forward`` and ``split_backward`` those of float32 and float16, which are multiplied in parts.
     """
 
     device: str
     forward: Tiles
     backward: Tiles
+    pair_forward: Tiles
+    pair_backward: Tiles
     matrix_forward: Tiles
     matrix_backward: Tiles
     split_forward: Tiles
@@ -47,6 +50,7 @@ class CpuPlan(Plan):
         """The tiles of both passes, by name, where numbers are multiplied in this way."""
         forward, backward = {
             Products.VECTORS: (self.forward, self.backward),
+            Products.PAIRS: (self.pair_forward, self.pair_backward),
             Products.BFLOAT16: (self.matrix_forward, self.matrix_backward),
             Products.SPLIT: (self.split_forward, self.split_backward),
         }[products]
@@ -86,7 +90,7 @@ class CpuPlan(Plan):
             lines.append(
                 f"  {name:<9} B_r {tile.Br:>4}  B_c {tile.Bc:>4}  {tile.sram_bytes / 1024:>7.0f} KiB, {share:.0%} of M"
             )
-        for products in (Products.BFLOAT16, Products.SPLIT):
+        for products in (each for each in Products if each is not Products.VECTORS):
             for name, tile in self.tiles(products).items():
                 lines.append(f"  {products.of_pass(name)}: B_r {tile.Br}, B_c {tile.Bc}")
         lines.append("why")
@@ -120,11 +124,11 @@ class CpuJvpPlan(Plan):
     @property
     def by_products(self) -> Mapping[Products, Tiles]:
         """The tiles where numbers are multiplied in this way."""
-        return {Products.VECTORS: self.jvp, Products.BFLOAT16: self.matrix_jvp, Products.SPLIT: self.split_jvp}
+        return dict(zip(OF_TANGENTS, (self.jvp, self.matrix_jvp, self.split_jvp), strict=True))
 
     def of_call(self, device: Cpu, element: ElementType, shape: Shape) -> tuple[Products, Tiles]:
         """How a call multiplies, and its tiles."""
-        products = products_of_call(device, element, shape, self.split_jvp.Br)
+        products = products_of_call(device, element, shape, self.split_jvp.Br, OF_TANGENTS)
         return products, self.by_products[products]
 
     @property

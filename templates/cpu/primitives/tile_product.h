@@ -1,8 +1,9 @@
 // Layer 3 of the CPU primitives: the one matrix product of the backend, and the transposing copy that packs for it.
 //
 // Contract: C[m][n] (+)= sum_k A(m, k) B[k][n] in float32, with A(m, k) = a[m * a_row + k * a_col] read as broadcast
-// scalars, so that A may be transposed for nothing. Rows of B and C are whole vectors; M is a multiple of row_multiple.
-// Tiles are small (32..256 each way), in L1 or L2; there is no packing and no blocking for memory here.
+// scalars, so that A may be transposed for nothing; of pairs of terms likewise (Terms). Rows of B and C are whole
+// vectors; M is a multiple of row_multiple. Tiles are small (32..256 each way), in L1 or L2; there is no packing and no
+// blocking for memory here.
 // The accumulators of a block of 6 rows by block_vectors vectors stay in registers over all of k: with the vectors of
 // B's row and one broadcast of A they just fit.
 #pragma once
@@ -24,6 +25,13 @@ constexpr int block_vectors = 2;  // 6 * 2 accumulators + 2 + 1 of 16 registers
 #endif
 
 constexpr int line_bytes = 64;
+
+// What 32 bits of an operand hold: a number. (Or two neighbouring terms of a sum in bfloat16: Pairs of images.h.)
+struct Numbers {
+  static constexpr int terms = 1;
+  static FG_INLINE VecF all(const float* at) { return broadcast(*at); }
+  static FG_INLINE VecF multiply_add(VecF sum, VecF a, VecF b) { return sum + a * b; }
+};
 
 // Memory that a later product will read, asked for while this one is computed: `steps` lines, `step` bytes apart, then
 // the lines next to these, `passes` times. One is asked for every ahead_interval steps of k: all at once they would
@@ -50,7 +58,7 @@ struct Ahead {
 };
 constexpr int ahead_interval = 4;
 
-// The operands at one block, strides in floats; `ahead` is asked for and moves on by ahead_step bytes.
+// The operands at one block, strides in 32 bits; `ahead` is asked for and moves on by ahead_step bytes.
 struct ProductOperands {
   int K;
   const float* a;
@@ -65,7 +73,7 @@ struct ProductOperands {
 };
 
 // One block of R rows by V vectors. C is read after the loop, where its loads hide behind the last products.
-template <int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
+template <class Terms, int R, int V> inline __attribute__((noinline)) void product_block(const ProductOperands& p) {
   static_assert(R * V + V + 1 <= 32, "the accumulators must fit the registers");
   VecF sum[R][V] = {};
   const float *a = p.a, *b = p.b;
@@ -76,8 +84,8 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
     VecF row[V];
     FG_UNROLL for (int v = 0; v < V; ++v) row[v] = load(b + v * W);
     FG_UNROLL for (int m = 0; m < R; ++m) {
-      const VecF factor = broadcast(a[m * a_row]);
-      FG_UNROLL for (int v = 0; v < V; ++v) sum[m][v] += factor * row[v];
+      const VecF factor = Terms::all(a + m * a_row);
+      FG_UNROLL for (int v = 0; v < V; ++v) sum[m][v] = Terms::multiply_add(sum[m][v], factor, row[v]);
     }
     a += a_col;
     b += ldb;
@@ -98,16 +106,16 @@ template <int R, int V> inline __attribute__((noinline)) void product_block(cons
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
+template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
     if (rows == 6)
-      product_block<6, V>(p);
+      product_block<Terms, 6, V>(p);
     else
-      product_block<4, V>(p);
+      product_block<Terms, 4, V>(p);
     p.a += rows * p.a_row;
     p.c += rows * p.ldc;
     left -= rows;
@@ -117,19 +125,20 @@ template <int V> inline void product_panel(int M, ProductOperands p, Ahead& ahea
 // The product of M rows by `vectors` vectors; strides and leading dimensions in floats. Leading dimensions that are a
 // large power of two crowd a few sets of the L1 cache: N + W is up to a tenth faster than N. Of `ahead` as much is
 // asked for as there is time for.
+template <class Terms>
 inline void tile_product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b,
                          int64_t ldb, float* c, int64_t ldc, Begin begin, Ahead& ahead) {
   for (int v = 0; v < vectors;) {
     const ProductOperands p = {K, a, a_row, a_col, b + v * W, ldb, c + v * W, ldc, begin, nullptr, 0};
     const int left = vectors - v;
     if (block_vectors == 4 && left >= 4) {
-      product_panel<block_vectors>(M, p, ahead);
+      product_panel<Terms, block_vectors>(M, p, ahead);
       v += 4;
     } else if (left >= 2) {
-      product_panel<2>(M, p, ahead);
+      product_panel<Terms, 2>(M, p, ahead);
       v += 2;
     } else {
-      product_panel<1>(M, p, ahead);
+      product_panel<Terms, 1>(M, p, ahead);
       v += 1;
     }
   }

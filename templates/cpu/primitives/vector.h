@@ -27,9 +27,9 @@
 
 namespace fg {
 
-// Registers of arrays (matrix_product.h) want vectors of 16 lanes: where there are none, compilers make them of
-// narrower ones.
-#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2
+// What stands for instructions that a machine lacks (images.h) wants vectors of 16 lanes: where there are none, compilers
+// make them of narrower ones.
+#if defined(__AVX512F__) || FLASHGEN_MATRIX_PRODUCTS == 2 || FLASHGEN_PAIR_PRODUCTS == 2
 #define FG_LANES 16
 #elif defined(__AVX__)
 #define FG_LANES 8
