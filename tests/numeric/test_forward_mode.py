@@ -227,6 +227,14 @@ def test_half_precision(dtype: torch.dtype, by_kernel: list[int]) -> None:
     assert by_kernel
 
 
+def test_half_precision_in_matrix_registers(by_kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what stands for them: weights and what they change by are not rounded to bfloat16."""
+    monkeypatch.setenv("CXX", "c++ -DFLASHGEN_MATRIX_PRODUCTS=2 -DFLASHGEN_FEWEST_ROWS=1")
+    attend = flashgen.loads(SPECS["alibi"].replace("alibi", "alibi_by_matrices"), backend="cpu")
+    close(*both(attend, *problem(attend, dtype=torch.bfloat16)), limit=1e-2)
+    assert by_kernel
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 4, 1, 1, 5000), (1, 2, 2, 300, 37), (0, 2, 2, 5, 5)])
 def test_shapes(shape: tuple[int, ...], by_kernel: list[int]) -> None:
     """Few queries over many keys, whose sums are made in parts; rows that keep nothing; nothing at all."""

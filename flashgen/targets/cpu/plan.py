@@ -42,8 +42,7 @@ def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
         sram_bytes=device.sram_bytes,
         name=name,
         jvp=tiles[0],
-        matrix_jvp=tiles[1],
-        split_jvp=tiles[2],
+        split_jvp=tiles[1],
         reasons=tuple(reasons),
         rejected=tuple(rejected),
     )

@@ -51,9 +51,9 @@ class Products(Enum):
         return name if numbers is None else f"{name}, {numbers}"
 
 
-# Those of forward mode. What tangents change weights by cancels in a row: rounded to bfloat16 it leaves an error of
-# 0.02, where slopes move, and of 0.002 as it is.
-OF_TANGENTS = (Products.VECTORS, Products.BFLOAT16, Products.SPLIT)
+# Those of forward mode, for every type. What tangents change weights by cancels in a row: rounded to bfloat16 it leaves
+# an error of 0.02, where slopes move, and of 0.002 as it is.
+OF_TANGENTS = (Products.VECTORS, Products.SPLIT)
 
 
 def products_of_call(
@@ -66,7 +66,7 @@ def products_of_call(
     if not device.matrix_per_clock:
         in_pairs = device.pairs_per_clock and element is ElementType.BF16 and Products.PAIRS in among
         return Products.PAIRS if in_pairs else Products.VECTORS
-    if element is ElementType.BF16:
+    if element is ElementType.BF16 and Products.BFLOAT16 in among:
         return Products.BFLOAT16
     return Products.SPLIT if shape.q_len >= FEWEST_ROWS and repays_parts(split_rows) else Products.VECTORS
 

@@ -113,7 +113,6 @@ class CpuJvpPlan(Plan):
     device: str
     name: str
     jvp: Tiles
-    matrix_jvp: Tiles
     split_jvp: Tiles
 
     @property
@@ -124,7 +123,7 @@ class CpuJvpPlan(Plan):
     @property
     def by_products(self) -> Mapping[Products, Tiles]:
         """The tiles where numbers are multiplied in this way."""
-        return dict(zip(OF_TANGENTS, (self.jvp, self.matrix_jvp, self.split_jvp), strict=True))
+        return dict(zip(OF_TANGENTS, (self.jvp, self.split_jvp), strict=True))
 
     def of_call(self, device: Cpu, element: ElementType, shape: Shape) -> tuple[Products, Tiles]:
         """How a call multiplies, and its tiles."""
