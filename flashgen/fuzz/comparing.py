@@ -134,7 +134,8 @@ def _left_by_rounding(spec: AttentionSpec, values: Arguments, wide: Inputs, o: T
         )
         for name, gradient in zip(leaves, found, strict=True):
             left[f"d{name}"] = max(left[f"d{name}"], _norm(gradient))
-    return left
+    # A tangent is linear in tangents: its gradients by these are those of the same backward pass.
+    return left | {f"dt_t({name})": left[f"d{name}"] for name in leaves}
 
 
 def _norm(x: Tensor) -> float:

@@ -188,6 +188,20 @@ def test_rows_that_keep_one_key(backend: str, weights: str, size: float) -> None
         close((found[name],), (x,), max(2e-5, 2 * error(reached[name], x)))
 
 
+def test_one_key_among_the_parts_of_few_rows(by_kernel: list[str]) -> None:
+    """Threads share the keys of a row, and what is counted of them is added up."""
+    attend = op("attention few { head_dim 16  mask j == 4000 or i > 0  weights normalize2(silu(s)) }", "cpu")
+    inputs, moves, others = problem(attend, (1, 2, 1, 3, 5000))
+    inputs["q"][:, :, 0] *= 1e-4
+    learned, d_o = learned_of(attend, inputs), arriving(attend, inputs)[0]
+    own, formula = functions(attend, inputs, others)
+    found = through_tangents(lambda x: (own(x)[0], None), learned, moves, d_o, None)
+    truth = through_tangents(lambda x: (formula(x)[0], None), learned, moves, d_o, None)
+    assert not found["q"][:, :, 0].any()
+    close(tuple(found[name] for name in "qkv"), tuple(truth[name] for name in "qkv"))
+    assert by_kernel
+
+
 @pytest.mark.parametrize("target", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
 def test_rows_that_keep_one_key_in_half_precision(target: str, by_kernel: list[str]) -> None:
     """There o is rounded to 8 bits, by warpgroups that give its tangent on Hopper, and a part in 100 was left."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.analysis.levels import Level, kept_level
 from flashgen.analysis.variant import DOT, Variant
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, literal, substitute, walk
@@ -38,6 +39,8 @@ def near_tanh(variant: Variant) -> Near | None:
     if not variant.weights.form.exponential or len(found) != 1:
         return None
     (tanh,) = found
+    if kept_level(tanh) is not Level.PAIR:  # there are few, and those of diagonals are read
+        return None
     (argument,) = tanh.args
     match variant.score, argument:
         case (

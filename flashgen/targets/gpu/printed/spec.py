@@ -213,8 +213,13 @@ def has_dropout(variant: Variant) -> bool:
 
 
 def _dot_factor(variant: Variant) -> str | None:
-    """What all gradients of dot products are multiplied by at the end: a constant, but not 0, as NaN times 0 is NaN."""
+    """What all gradients of dot products are multiplied by at the end, where it is a constant.
+
+    Of functions of scores 0 is none: in a row that has +inf what arrives is NaN, which times 0 stays.
+    """
     tangent, slope = variant.tangent, variant.score_by_dot
     if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
         return None
-    return c_literal(slope.value) if isinstance(slope, Literal) and slope.value != 0 else None
+    if not isinstance(slope, Literal) or (slope.value == 0 and not variant.weights.form.exponential):
+        return None
+    return c_literal(slope.value)
