@@ -135,7 +135,8 @@ def kernel_bytes(
 
     def moved(name: PassName) -> int:
         launches = launches_of(variant, plan, "symbol", element)(name, values)
-        return sum(bytes_of_call(variant, tiles, "symbol", launches, values, captured).values())
+        own = {**values, "lse_parts": name == "backward"}  # which reads them, if anybody does
+        return sum(bytes_of_call(variant, tiles, "symbol", launches, own, captured).values())
 
     forward = moved("forward")
     return PassBytes(forward, forward + moved("backward"))
