@@ -46,7 +46,7 @@ class Products(Enum):
         numbers = {
             Products.PAIRS: "bfloat16 in pairs",
             Products.BFLOAT16: "bfloat16 in matrix registers",
-            Products.SPLIT: "float32 and float16 in matrix registers",
+            Products.SPLIT: "numbers in three parts in matrix registers",
         }.get(self)
         return name if numbers is None else f"{name}, {numbers}"
 
