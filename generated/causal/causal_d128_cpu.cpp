@@ -19,9 +19,9 @@
 //       of 26 that fit
 //   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 64 (382 KiB): 43.0% of work beside the products, the
 //       least of 11 that fit
-//   forward, float32 and float16 in matrix registers: B_r × B_c = 192 × 32 (338 KiB): 60.6% of work beside the
+//   forward, numbers in three parts in matrix registers: B_r × B_c = 192 × 32 (338 KiB): 60.6% of work beside the
 //       products, the least of 11 that fit
-//   backward, float32 and float16 in matrix registers: B_r × B_c = 32 × 32 (260 KiB): 107.8% of work beside the
+//   backward, numbers in three parts in matrix registers: B_r × B_c = 32 × 32 (260 KiB): 107.8% of work beside the
 //       products, the least of 1 that fit
 
 #include <algorithm>

@@ -19,9 +19,9 @@
 //       of 32 that fit
 //   backward, bfloat16 in matrix registers: B_r × B_c = 192 × 96 (364 KiB): 30.9% of work beside the products, the
 //       least of 21 that fit
-//   forward, float32 and float16 in matrix registers: B_r × B_c = 384 × 64 (357 KiB): 32.2% of work beside the
+//   forward, numbers in three parts in matrix registers: B_r × B_c = 384 × 64 (357 KiB): 32.2% of work beside the
 //       products, the least of 26 that fit
-//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 37.6% of work beside the
+//   backward, numbers in three parts in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 37.6% of work beside the
 //       products, the least of 7 that fit
 
 #include <algorithm>

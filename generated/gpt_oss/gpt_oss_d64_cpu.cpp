@@ -21,9 +21,9 @@
 //       of 32 that fit
 //   backward, bfloat16 in matrix registers: B_r × B_c = 128 × 32 (164 KiB): 135.2% of work beside the products, the
 //       least of 21 that fit
-//   forward, float32 and float16 in matrix registers: B_r × B_c = 512 × 32 (382 KiB): 104.4% of work beside the
+//   forward, numbers in three parts in matrix registers: B_r × B_c = 512 × 32 (382 KiB): 104.4% of work beside the
 //       products, the least of 26 that fit
-//   backward, float32 and float16 in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 90.1% of work beside the
+//   backward, numbers in three parts in matrix registers: B_r × B_c = 128 × 32 (356 KiB): 90.1% of work beside the
 //       products, the least of 7 that fit
 
 #include <algorithm>
