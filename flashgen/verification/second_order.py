@@ -33,7 +33,7 @@ def second_order(
     still: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """The results above. ``d_lse`` None: no gradient arrives there; ``still``: what has no tangent."""
-    moves = {name: _like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
+    moves = _moves(learned, still)
     return {**_tangents(function, learned, moves), **_gradients_of_gradients(function, learned, d_o, d_lse)}
 
 
@@ -46,7 +46,7 @@ def mixed_order(
 ) -> dict[str, Tensor]:
     """The other results above; arguments as there."""
     learned = {name: x.detach().clone() for name, x in learned.items()}
-    moves = {name: _like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
+    moves = _moves(learned, still)
     if not moves:
         return {}
     by_values = through_tangents(function, learned, moves, d_o, d_lse)
@@ -67,8 +67,7 @@ def through_tangents(
     tangents = {name: x.detach().clone().requires_grad_() for name, x in moves.items() if name in leaves}
 
     def moved(own: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        o, lse = function({**leaves, **own})
-        return (o,) if lse is None or d_lse is None else (o, lse)
+        return _reached(function({**leaves, **own}), d_lse)
 
     own = {name: leaves[name] for name in tangents}
     found = torch.func.jvp(moved, (own,), (tangents,))[1]
@@ -89,8 +88,7 @@ def _over_gradients(
     d_lse: Tensor | None,
 ) -> dict[str, Tensor]:
     def outputs(leaves: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        o, lse = function(leaves)
-        return (o,) if lse is None or d_lse is None else (o, lse)
+        return _reached(function(leaves), d_lse)
 
     def gradients(own: Mapping[str, Tensor], *arriving: Tensor) -> Mapping[str, Tensor]:
         found, pull = torch.func.vjp(outputs, {**learned, **own})[:2]
@@ -143,6 +141,17 @@ def _gradients_of_gradients(
         return {f"dd{name}": torch.zeros_like(x) for name, x in by.items()}
     second = torch.autograd.grad(sum(terms[1:], terms[0]), list(by.values()), materialize_grads=True)
     return {f"dd{name}": x for name, x in zip(by, second, strict=True)}
+
+
+def _moves(learned: Mapping[str, Tensor], still: Collection[str]) -> dict[str, Tensor]:
+    """A tangent for each tensor by name, but for those ``still``."""
+    return {name: _like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
+
+
+def _reached(results: tuple[Tensor, Tensor | None], d_lse: Tensor | None) -> tuple[Tensor, ...]:
+    """Those of o and lse at which a gradient arrives."""
+    o, lse = results
+    return (o,) if lse is None or d_lse is None else (o, lse)
 
 
 def _like(x: Tensor, seed: int) -> Tensor:
