@@ -56,14 +56,12 @@ class Where:
 
 @dataclass
 class Rows:
-    """A span of rows so far: ``o`` [B, H, n, Dv], float32 at least; ``lse`` [B, H, n] in float64, and a maximum of
-    their scores.
-
-    The latter is what kernels count scores from, as far as they are extreme. Both None for pointwise weights.
+    """A span of rows so far: ``o`` [B, H, n, Dv], float32 at least; ``log`` and ``top`` [B, H, n] in float64, lse in
+    two numbers as ``runtime/sums.py`` has it. Both None for pointwise weights.
     """
 
     o: Tensor
-    lse: Tensor | None
+    log: Tensor | None
     top: Tensor | None
 
 
@@ -99,8 +97,8 @@ class Partial:
         o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=type_of_sums(q.dtype))
         if not self.form.normalised:
             return Rows(o, None, None)
-        lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
-        return Rows(o, lse, torch.zeros_like(lse))
+        log = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+        return Rows(o, log, torch.zeros_like(log))
 
     def add(self, rows: Rows | None, tensors: Tensors, where: Where) -> Rows:
         """Rows with a part of the keys, k and v of ``tensors``, more, in place; None: they have seen none."""
@@ -110,19 +108,19 @@ class Partial:
                 return Rows(o.to(type_of_sums(o.dtype)), None, None)
             rows.o += o
             return rows
-        exponents = Exponents(self._factor(tensors), self.form.degree)
+        exponents = self._exponents(tensors)
         if not self.form.exponential:
             extremes = None
-        if rows is None or rows.lse is None or rows.top is None:
+        if rows is None or rows.log is None or rows.top is None:
             found = first_part(o.to(type_of_sums(o.dtype)), lse, extremes, exponents)
-            return Rows(found.o, found.lse, found.top)
-        add_part(Seen(rows.o, rows.lse, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
+            return Rows(found.o, found.log, found.top)
+        add_part(Seen(rows.o, rows.log, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
         return rows
 
     def add_to(self, rows: Rows, at: slice, tensors: Tensors, where: Where) -> None:
         """The same of some of these rows."""
-        lse, top = (None if x is None else x[:, :, at] for x in (rows.lse, rows.top))
-        self.add(Rows(rows.o[:, :, at], lse, top), tensors, where)
+        log, top = (None if x is None else x[:, :, at] for x in (rows.log, rows.top))
+        self.add(Rows(rows.o[:, :, at], log, top), tensors, where)
 
     def room(self, q: Tensor, v: Tensor) -> Closed:
         """What ``close`` gives of rows like ``q``, to be written."""
@@ -158,24 +156,34 @@ class Partial:
         one.
         """
         q = tensors[0]
-        if rows.lse is None or rows.top is None:
+        if rows.log is None or rows.top is None:
             return rows.o.to(q.dtype), None, None
-        lse, top, wide, factor = rows.lse, rows.top, type_of_sums(q.dtype), None
+        log, top, o, exponents = rows.log, rows.top, rows.o, self._exponents(tensors)
         if sink is not None:
-            # A row that keeps no key stays empty.
-            closed = torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sink.double()))
-            factor = torch.where(lse == -math.inf, 0.0, (lse - closed).exp()).to(wide)
-            lse = closed
+            # A row that keeps no key stays empty. Scores are counted from their own maximum, whatever the sink is.
+            is_empty = log == -math.inf
+            grown = torch.logaddexp(torch.zeros_like(log), sink.double() - top * exponents.natural - log)
+            log = torch.where(is_empty, log, log + grown)
+            o = o * torch.where(is_empty, 0.0, (-grown).exp()).to(o.dtype)[..., None]
+        lse = top * exponents.natural + log
         parts = torch.zeros((*lse.shape, 2), dtype=torch.float32, device=q.device)
         if self.form.exponential:
             is_far = (lse.abs() > _MOST_LSE) & lse.isfinite()
-            rest = lse * LOG2_E - top * self._factor(tensors)
             parts[..., 0] = torch.where(is_far, top, 0.0)
-            parts[..., 1] = torch.where(is_far, rest, 0.0)
+            parts[..., 1] = torch.where(is_far, log * LOG2_E, 0.0)
         else:
             parts[..., 0] = torch.where(lse == -math.inf, 0.0, (-lse).exp())  # 1 / Z
-        o = rows.o if factor is None else rows.o * factor[..., None]
-        return o.to(q.dtype), lse.to(wide), parts
+        return o.to(q.dtype), lse.to(type_of_sums(q.dtype)), parts
+
+    def log_share_of(self, sink: Tensor, closed: Closed, tensors: Tensors) -> Tensor:
+        """sink - lse of rows [B, H, n], float64: not by lse where its parts hold more."""
+        _, lse, parts = closed
+        assert lse is not None
+        if parts is None or not self.form.exponential:
+            return sink.double() - lse.double()
+        top, log = parts.double().unbind(-1)
+        is_far = (top != 0) | (log != 0)
+        return torch.where(is_far, sink.double() - top * self._exponents(tensors).natural - log / LOG2_E, sink - lse)
 
     def gradients(
         self, d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where, needs: Sequence[bool],
@@ -203,8 +211,8 @@ class Partial:
             place.copy_(x)
         return found[3:]
 
-    def _factor(self, tensors: Tensors) -> float:
-        return self._factors[HeadDim(tensors[0].shape[3], tensors[2].shape[3])]
+    def _exponents(self, tensors: Tensors) -> Exponents:
+        return Exponents(self._factors[HeadDim(tensors[0].shape[3], tensors[2].shape[3])], self.form.degree)
 
     def sink(
         self, q: Tensor, v: Tensor, captured: Mapping[str, Tensor | None], where: Where, some: Tensor | None

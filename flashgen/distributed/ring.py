@@ -317,7 +317,8 @@ def _add_gradients_of_sinks(
     delta = (d_o * o).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse
-    d_sink = torch.where(lse == -torch.inf, 0.0, -(sink.detach() - lse).exp() * delta)
+    share = walk.partial.log_share_of(sink.detach(), closed, tensors).exp().to(delta.dtype)
+    d_sink = torch.where(lse == -torch.inf, 0.0, -share * delta)
     gradients: Sequence[Tensor | None] = torch.autograd.grad(
         sink, list(leaves.values()), d_sink.to(sink.dtype), allow_unused=True
     )

@@ -1,13 +1,13 @@
 // Adds a part of the keys to what rows have seen so far: a warp a row. flashgen/runtime/sums.py says what the fields are.
-//   lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
+//   lse = c top + log      lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
 // The first part of a row has o already; then lse is all that there is to do.
 struct AddPart {
   float* o;
   const float* part_o;  // null: of the first part
-  double *lse, *top;
+  double *log, *top;
   const float* part_lse;
   const float2* extremes;  // of scores, with what lse cannot hold of them; null where there are none
-  int64_t heads, rows, o_by_head, lse_by_head;
+  int64_t heads, rows, o_by_head, log_by_head;
   double factor, degree;  // of an extreme score, to an exponent in base 2; p
   int width, padding;
 };
@@ -15,28 +15,36 @@ struct AddPart {
 extern "C" __global__ void __launch_bounds__(256) fg_add_part(const __grid_constant__ AddPart a) {
   const int64_t row = int64_t(fg::block_index()) * 8 + fg::warp_index();
   if (row >= a.heads * a.rows) return;
-  const int64_t head = row / a.rows, n = row - head * a.rows, at = head * a.lse_by_head + n;
+  const int64_t head = row / a.rows, n = row - head * a.rows, at = head * a.log_by_head + n;
   const int lane = fg::lane_index();
   float kept = 0.0f, added = 0.0f;
   if (lane == 0) {
     constexpr double LN_2 = 0.693147180559945309417;
-    double part = fg::global_load(a.part_lse + row), part_top = 0.0;
+    double log = fg::global_load(a.part_lse + row), top = 0.0;
     if (a.extremes) {
       const float2 far = fg::global_load(a.extremes + row);
-      if (far.x != 0.0f || far.y != 0.0f) part_top = far.x, part = (part_top * a.factor + far.y) * LN_2;
+      if (far.x != 0.0f || far.y != 0.0f) top = far.x, log = far.y * LN_2;
     }
     if (a.part_o) {
-      const double before = fg::global_read(a.lse + at), most = before > part ? before : part;
+      const double before = fg::global_read(a.log + at), before_top = fg::global_read(a.top + at);
       // Of two parts without keys none is left.
-      if (!(most == -INFINITY)) {
-        const double sum = exp(a.degree * (before - most)) + exp(a.degree * (part - most)), both = most + log(sum) / a.degree;
-        kept = float(exp(before - both)), added = float(exp(part - both));
-        fg::global_store(a.lse + at, both);
-        if (part > before) fg::global_store(a.top + at, part_top);
+      if (!(before == -INFINITY && log == -INFINITY)) {
+        // Never by lse itself: that of equal tops cancels, however large they are.
+        const double ahead = (top - before_top) * (a.factor * LN_2) + (log - before);
+        const double grown = log1p(exp(-a.degree * fabs(ahead))) / a.degree;
+        const float most = float(exp(-grown)), least = float(exp(-fabs(ahead) - grown));
+        if (ahead > 0.0) {
+          kept = least, added = most;
+          fg::global_store(a.log + at, log + grown);
+          fg::global_store(a.top + at, top);
+        } else {
+          kept = most, added = least;
+          fg::global_store(a.log + at, before + grown);
+        }
       }
     } else {
-      fg::global_store(a.lse + at, part);
-      fg::global_store(a.top + at, part_top);
+      fg::global_store(a.log + at, log);
+      fg::global_store(a.top + at, top);
     }
   }
   if (!a.part_o) return;
