@@ -8,13 +8,13 @@
 //
 // Plan, for 227 KiB of shared memory a block:
 //   227 KiB of shared memory a block on sm_90a, 228 KiB a multiprocessor
-//   forward, f16: B_r × B_c = 192 × 128 by 3 warpgroups, 2 stages, 92.7 KiB: 2 blocks fit a multiprocessor's shared
+//   forward, f16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
 //   backward, f16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.9 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   queries, f16: B_r × B_c = 128 × 64 by 2 warpgroups, 2 stages, 67.3 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
-//   forward, bf16: B_r × B_c = 192 × 128 by 3 warpgroups, 2 stages, 92.7 KiB: 2 blocks fit a multiprocessor's shared
+//   forward, bf16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
 //   backward, bf16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.9 KiB: 1 block fits a multiprocessor's shared
 //       memory
@@ -2362,13 +2362,13 @@ constexpr int DP = 64, DVP = 64;
 // The plan of the forward pass.
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::half_t> {
-  static constexpr int BR = 192, BC = 128, warps = 12, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
-      producer_registers = 32, registers = 160, tensor_copies = 1, warpgroups = 1;
+  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, q_in_registers = 0, producers = 0, blocks = 3,
+      tensor_copies = 1, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 192, BC = 128, warps = 12, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
-      producer_registers = 32, registers = 160, tensor_copies = 1, warpgroups = 1;
+  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, q_in_registers = 0, producers = 0, blocks = 3,
+      tensor_copies = 1, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<float> {
@@ -2412,15 +2412,14 @@ template <> struct QueryPlan<float> {
 // Where blocks of the forward pass have what, in bytes.
 template <class T> struct ForwardMemory;
 template <> struct ForwardMemory<fg::half_t> {
-  static constexpr int Q = 0, Q_bytes = 24576;  // Q
-  static constexpr int K = 24576, K_bytes = 32768;  // K
-  static constexpr int V = 57344, V_bytes = 32768;  // V
-  static constexpr int LIST = 90112, LIST_bytes = 4696;  // list of tiles
-  static constexpr int SIGNALS = 94808, SIGNALS_bytes = 32;  // signals
-  static constexpr int Q_SIGNALS = 94840, Q_SIGNALS_bytes = 16;  // signals
-  static constexpr int LIST_SIGNALS = 94856, LIST_SIGNALS_bytes = 32;  // signals
+  static constexpr int Q = 0, Q_bytes = 8192;  // Q
+  static constexpr int K = 8192, K_bytes = 32768;  // K
+  static constexpr int V = 40960, V_bytes = 32768;  // V
+  static constexpr int LIST = 73728, LIST_bytes = 2348;  // list of tiles
+  static constexpr int SIGNALS = 76080, SIGNALS_bytes = 32;  // signals
+  static constexpr int Q_SIGNALS = 76112, Q_SIGNALS_bytes = 16;  // signals
   static constexpr int O = 0, O_bytes = 0;  // O at the end
-  static constexpr int bytes = 94888;
+  static constexpr int bytes = 76128;
 };
 template <> struct ForwardMemory<fg::bfloat_t> : ForwardMemory<fg::half_t> {};
 template <> struct ForwardMemory<float> {
@@ -2430,7 +2429,6 @@ template <> struct ForwardMemory<float> {
   static constexpr int LIST = 49152, LIST_bytes = 2348;  // list of tiles
   static constexpr int SIGNALS = 51500, SIGNALS_bytes = 0;  // signals
   static constexpr int Q_SIGNALS = 51500, Q_SIGNALS_bytes = 0;  // signals
-  static constexpr int LIST_SIGNALS = 51500, LIST_SIGNALS_bytes = 0;  // signals
   static constexpr int O = 0, O_bytes = 16384;  // O at the end
   static constexpr int bytes = 51500;
 };
@@ -2667,6 +2665,10 @@ FG_DEVICE int fetch_work_tile(uint32_t* counter, int work_tiles) {
   const int blocks = fg::grid_size();
   return work_tiles <= blocks ? work_tiles : blocks + int(fg::global_next(counter));
 }
+// Where those who multiply do all, warps start parts in turn, and one has all that is of what comes next, its first
+// lane the number.
+using NextTeam = fg::Team<32, 1, 32>;
+FG_DEVICE bool knows_next() { return NextTeam::thread() == 0; }
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
 // One block a query tile, key tiles inside: Algorithm 1 of FlashAttention-2. A warp holds 16 · m_tiles rows of O, and
@@ -2702,11 +2704,10 @@ template <class T> struct Block {
   using VTile = fg::SharedTile<T, BC, DVP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = 1, lists = has_producers ? 2 : 1;
+  static constexpr int q_places = 1, lists = 1;
   static constexpr bool copies = P::tensor_copies;
   using Signals = fg::Signals<stages>;
   using QSignals = fg::Signals<1>;
-  using ListSignals = fg::Signals<2>;
   using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
@@ -2714,10 +2715,9 @@ template <class T> struct Block {
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
-  static_assert(Memory::LIST_SIGNALS_bytes == has_producers * ListSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::O_bytes == !copies * OTile::bytes, "O at the end: what the plan counts");
 
-  using Notes = QueryNotes<has_producers>;
+  using Notes = QueryNotes<false>;
   const Arguments& a;
   const ForwardMaps* maps;
   Launch u;
@@ -2725,7 +2725,8 @@ template <class T> struct Block {
   char* memory;
   int kv_len, warp_row;  // this warp's first query, in the tile
   Visits<Notes> visits;
-  int parts_before = 0;  // the present list, where producer warps bring them
+  static constexpr int parts_before = 0;  // the present list, where producer warps bring them
+  int next_work_tile;  // of a query tile, in the thread that has taken it
 
   Row rows[2 * m_tiles];                                                                 // this lane's
   fg::LeftRows<T, m_tiles, P::q_in_registers ? DP : fg::Element<T>::depth> q_rows;  // where they fit
@@ -2743,10 +2744,10 @@ template <class T> struct Block {
   FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
   FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
   FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(parts_before + n) * KTile::bytes)};
+    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
   }
   FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(parts_before + n) * VTile::bytes)};
+    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
   }
 
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
@@ -2791,7 +2792,7 @@ template <class T> struct Block {
   // ---- prologue ----
 
   FG_DEVICE void run() {
-    if constexpr (has_producers) return run_with_producers();
+    if constexpr (self_loading) return run_self_loading();
     const Place place = locate(block_number(a));
     enter(place);
     if (threadIdx.x == 0) note(place, x);
@@ -3034,6 +3035,9 @@ template <class T> struct Block {
     int n = 1;
     multiply_visits(p, n);
     release_q();
+    // Late, so that none waits for this block while others have nothing to do; it is on its way during the last
+    // product.
+    if constexpr (self_loading) fetch_next_work_tile();
     await_part(n);
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
@@ -3115,7 +3119,6 @@ template <class T> struct Block {
     if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
   }
   FG_DEVICE void release_q() const {
-    if (has_producers && ends()) q_signals().release(visits.noted(&Notes::ordinal));
   }
   // Without warps that copy, where the places of part n are free.
   FG_DEVICE void copy_next_part(int n) {
@@ -3146,7 +3149,6 @@ template <class T> struct Block {
     if (n < visits.count()) copy_next_part(n + 1);
   }
   FG_DEVICE void release_part([[maybe_unused]] int n) const {
-    if constexpr (has_producers) signals().release(parts_before + n);
   }
   // Without warps that copy, once products run that hide what it takes a thread.
   FG_DEVICE void follow_part(int n) {
@@ -3170,116 +3172,70 @@ template <class T> struct Block {
     fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
     fg::shared_store(&visits.notes()->ordinal, ordinal);
   }
-  // -- with producer warps --
-  // Of the warps that do not multiply one streams Q and the parts, the others find what the next tile visits: what
-  // begins and ends a tile is hidden by products of another.
+  // -- where those who multiply do all --
+  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
 
-  static constexpr int FINDERS = has_producers ? P::producers - 1 : 1;
-  using Finders = fg::Team<32 * FINDERS, 1, 32 * (P::warps + 1)>;
-
-  FG_DEVICE ListSignals list_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::LIST_SIGNALS)}; }
-  // There is room for two lists, so that the next one is found while the present one is worked on.
-  FG_DEVICE void switch_to(int list) { visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST) + list % 2; }
-
-  FG_DEVICE void run_with_producers() {
-    static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
-                  (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
-                  "nobody waits for registers that there are not");
-    static_assert(P::tensor_copies && P::producers > 1, "one warp starts tensor copies, others find visits");
+  FG_DEVICE void run_self_loading() {
     if (threadIdx.x == 0) {
-      signals().make(false, threads, 1, 32);
       q_signals().make(false, threads, 1);
-      list_signals().make(false, threads + 32, 32 * FINDERS);
+      // As if query tile -1 had ended.
+      set_visits(visits.list, 0, 0, 0);
+      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
+      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
     }
-    fg::block_barrier();
-    const int warp = fg::warp_index();
-    if (warp < P::warps) {
-      fg::take_registers<P::registers>();
-      multiply();
-    } else {
-      fg::give_registers<P::producer_registers>();
-      if (warp == P::warps) stream();
-      else find();
-    }
-  }
-
-  FG_DEVICE void find() {
-    int n = 0, parts = 0, number = fg::block_index();
+    next_work_tile = fg::block_index();
+    Team::barrier();
 #pragma unroll 1
-    for (int ordinal = 0;; ++ordinal) {
-      list_signals().await_room(n);
-      switch_to(n);
-      if (ordinal > 0) number = fetch_work_tile_together();
-      if (number >= work_tiles()) break;
-      const Place place = locate(number);
-      const Head head = head_at(place);
-#pragma unroll 1
-      for (int window = 0; window < tiles(); window += WINDOW) {
-        if (window > 0) {
-          list_signals().await_room(n);
-          switch_to(n);
-        }
-        find_visits<Finders>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
-        if (Finders::thread() == 0) {
-          note(place, head, window, ordinal);
-          fg::shared_store(&visits.notes()->parts_before, parts);
-        }
-        if (visits.count() > 0) parts += visits.count() + 1;
-        fg::mbarrier_arrive(list_signals().full(n++));
-      }
-    }
-    if (Finders::thread() == 0) set_visits(visits.list, 0, 0, NO_MORE);
-    fg::mbarrier_arrive(list_signals().full(n));
-  }
-  FG_DEVICE int fetch_work_tile_together() const {
-    if (Finders::thread() == 0)
-      fg::shared_store(&visits.notes()->head, fetch_work_tile(tile_counter_of(a), work_tiles()));
-    Finders::barrier();
-    return visits.noted(&Notes::head);
-  }
-
-  FG_DEVICE void stream() {
-#pragma unroll 1
-    for (int list = 0; take(list); ++list) {
-      if (begins()) {
-        const Place place = this->place();
-        const int ordinal = visits.noted(&Notes::ordinal);
-        enter(place);
-        q_signals().await_room(ordinal);
-        if (fg::lane_index() == 0) start_q(place, x, ordinal);
-      }
-      const int count = visits.count();
-#pragma unroll 1
-      for (int n = 0; n <= count && count > 0; ++n) {
-        signals().await_room(parts_before + n);
-        if (fg::lane_index() == 0) start_part(n);
-      }
-      list_signals().release(list);
-    }
-  }
-
-  FG_DEVICE void multiply() {
-#pragma unroll 1
-    for (int list = 0; take(list); ++list) {
+    for (bool first = true;; first = false) {
+      const Place before = this->place();
+      const bool ended = !first && ends();
+      advance_window();
+      if (ended) finish(before);
+      if (visits.count() == NO_MORE) return;
       if (begins()) {
         const Place place = this->place();
         enter(place);
         begin(place);
       }
       multiply_window();
-      const Place place = this->place();
-      const bool done = ends();
-      list_signals().release(list);
-      if (done) finish(place);
     }
   }
-  // Switches to a list once it is there; whether there is one.
-  FG_DEVICE bool take(int list) {
-    list_signals().await(list);
-    switch_to(list);
-    if (visits.count() == NO_MORE) return false;
-    parts_before = visits.noted(&Notes::parts_before);
-    return true;
+
+  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
+  // and starts what it begins with.
+  FG_DEVICE void advance_window() {
+    const bool another = ends();
+    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
+    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
+    Team::barrier();
+    const int number = visits.noted(another ? &Notes::next : &Notes::number);
+    if (number >= work_tiles()) {
+      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
+      Team::barrier();
+      return;
+    }
+    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
+    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
+    const Place place = locate(number);
+    const Head head = prepare(place, number, window, ordinal);
+    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
+    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
+    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
+  }
+  FG_DEVICE void fetch_next_work_tile() {
+    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
+  }
+  // What is done once it is known where a window's query tile lies.
+  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
+    const Head head = head_at(place);
+    if (threadIdx.x == 0) {
+      note(place, head, window, ordinal);
+      if (window == 0) {
+        fg::shared_store(&visits.notes()->number, number);
+        start_q(place, head, ordinal);
+      }
+    }
+    return head;
   }
 
   // ---- epilogue ----
