@@ -120,7 +120,7 @@ def replay(call: Callable[[], object]) -> Callable[[], object]:
 
     def again() -> object:
         graph.replay()
-        return kept
+        return kept, call  # what it reads has to live: the next capture gives back memory that nobody holds
 
     return again
 
