@@ -6,7 +6,7 @@ same on every rank, so that senders and receivers agree without a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,8 @@ from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, Span, cuts
 
 # The ascending spans of each rank.
 Held = tuple[tuple[Span, ...], ...]
+
+_FEW = 0.5  # of as many keys as a rank holds: those that a ring keeps
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Needs:
     def rows_received(self, rank: int) -> int:
         """Rows that a rank gets from others."""
         return sum(length(spans) for source, spans in enumerate(self.keys[rank]) if source != rank)
+
+    def are_few(self, held: Held) -> bool:
+        """Whether a ring keeps the keys of others for the backward pass."""
+        return are_few([self.rows_received(rank) for rank in range(len(held))], [length(own) for own in held])
 
 
 _cache: dict[tuple[str, Held], Needs] = {}
@@ -94,6 +100,11 @@ def _found(mask: Mask, held: Held) -> Needs:
         keys.append(tuple(joined(block for owner, block in chosen if owner == source) for source in range(len(held))))
         sights.append(tuple(of_spans))
     return Needs(tuple(keys), tuple(sights))
+
+
+def are_few(received: Sequence[float], lengths: Sequence[int]) -> bool:
+    """Whether no rank gets many keys beside those that it holds. Asked of all: what is kept is not sent again."""
+    return all(got <= _FEW * own for got, own in zip(received, lengths, strict=True))
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:

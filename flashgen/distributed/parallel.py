@@ -255,8 +255,9 @@ class ContextParallel:
             batch, N = call.sizes.batch, call.total
             where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
             walk = call.walks[key] = Walk(
-                self._partial, held[line], plan, topology.by_keys, where, repeatable, keeps=at_once
-            )
+                self._partial, held[line], plan, topology.by_keys, where, repeatable,
+                keeps=at_once or call.needs.are_few(held),
+            )  # fmt: skip
         return walk.attend(tuple(tensors))
 
     def _alone(

@@ -24,7 +24,7 @@ from flashgen.runtime.op import BaseOp
 _ENOUGH = 0.05  # imbalance that is not worth more spans
 _MOST_PARTS = 16  # blocks of a rank that are dealt out; each costs a launch
 _EQUAL_PARTS = 4  # blocks of a rank up to which lengths have to be equal
-_FINE = 64  # blocks of a rank, between which one run a rank ends
+_FINE, _FINEST = 64, 2048  # blocks of a rank, and of few ranks, between which one run a rank ends
 _LONGEST = 1.25  # times the mean, that one run a rank may be: what is not attention goes by rows
 # Pairs that a row takes beside its own, where sequences are not short: an H200 took 7.4 and 8.8 ms backward for
 # documents of 24,576 and 40,960 rows with as many pairs.
@@ -32,7 +32,7 @@ _ROW, _ROWS_OF_PAIRS = 512, 128
 _HEAVY = 0.2  # of a rank's work: a block that has more cannot be dealt out well
 _MOST_HALVINGS = 5
 _MOST_BORDERS = 1 << 14  # places that are tried as borders of documents
-METHODS = ("balanced", "contiguous", "head_tail", "documents")
+METHODS = ("balanced", "contiguous", "head_tail", "runs", "documents")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,9 @@ def partition(
     """Which of ``N`` positions each of ``world`` ranks holds.
 
     ``method``: ``"contiguous"``, equal parts one behind the other; ``"head_tail"``, two parts each, one of the first
-    half and its mirror image; ``"balanced"``, as many parts as it takes until no rank computes 5 % more than the mean,
-    of equal lengths where that is possible, else one part each where none is longer than the mean by a quarter;
+    half and its mirror image; ``"runs"``, one part each, as long as work asks, so that what is not attention may take
+    ranks unlike times; ``"balanced"``, as many parts as it takes until no rank computes 5 % more than the mean, of
+    equal lengths where that is possible, else as ``"runs"`` where none is longer than the mean by a quarter;
     ``"documents"``, only whole documents, which are what lies between places that no kept pair crosses: nothing
     travels. ``captured`` is what the mask reads, whole, by name; ``batch``, ``heads`` and ``kv_heads`` are the sizes of
     the whole call, ``dtype`` is the type of keys and values.
@@ -164,7 +165,8 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
     if parts is not None:
         blocks = _padded(cuts(0, length, parts * world), parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
-    return _balanced(length, world, functools.partial(work_of, mask, length))
+    work = functools.partial(work_of, mask, length)
+    return (_runs if method == "runs" else _balanced)(length, world, work)
 
 
 def _documents(mask: Mask, length: int) -> list[Span]:
@@ -208,8 +210,8 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             for owners in (_in_mirror(world, parts), _by_weight(sums, world, parts))
         ]
         if parts >= _EQUAL_PARTS:
-            runs = _one_run(length, world, work) if parts == _EQUAL_PARTS else None
-            found += [runs] if runs is not None else []
+            runs = _runs(length, world, work) if parts == _EQUAL_PARTS else None
+            found += [runs] if runs is not None and max(runs.lengths) * world <= _LONGEST * length else []
             found.append(_made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world))
         for other in found:
             if best is None or other.imbalance < best.imbalance:
@@ -222,12 +224,12 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
     return other if best is None or other.imbalance < best.imbalance else best
 
 
-def _one_run(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition | None:
-    """One run a rank; None where one would be much longer than the mean."""
-    blocks = _padded(cuts(0, length, _FINE * world), _FINE * world)
+def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
+    """One run a rank."""
+    count = max(_FINE * world, _FINEST)
+    blocks = _padded(cuts(0, length, count), count)
     weights = work(blocks)
-    found = _made(length, blocks, weights, _in_runs(weights, world), world)
-    return found if max(found.lengths) * world <= _LONGEST * length else None
+    return _made(length, blocks, weights, _in_runs(weights, world), world)
 
 
 def _without_heavy(

@@ -33,7 +33,17 @@ def test_documents_are_balanced_by_what_they_are() -> None:
     assert partition(op, 8192, 4, method="contiguous", **given).imbalance > 0.2
 
 
-@pytest.mark.parametrize("method", ["balanced", "contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_one_run_a_rank_of_equal_work(world: int) -> None:
+    op = flashgen.loads("attention w { head_dim 16 mask causal and window_left(1024) }", backend="reference")
+    equal, runs = (partition(op, 8192 * world, world, method=method) for method in ("contiguous", "runs"))
+    assert equal.imbalance > 0.005
+    assert runs.imbalance < 0.002, str(runs)
+    assert max(map(len, runs.spans)) == 1
+    assert sum(runs.sent) <= 1.05 * sum(equal.sent)
+
+
+@pytest.mark.parametrize("method", ["balanced", "contiguous", "head_tail", "runs"])
 @pytest.mark.parametrize("length", [0, 1, 5, 203])
 def test_every_position_once(length: int, method: str) -> None:
     op = flashgen.loads("attention c { head_dim 16 mask causal }", backend="reference")

@@ -14,7 +14,7 @@ from flashgen.distributed.needs import Held, Needs, joined, needs_of
 from flashgen.distributed.partition import partition
 from flashgen.distributed.rounds import Rounds, rounds_of
 from flashgen.distributed.segments import Pace, overlaps
-from flashgen.distributed.sums import Total
+from flashgen.distributed.sums import Total, steps_of
 
 SPECS = {
     "causal": "mask causal",
@@ -132,6 +132,19 @@ def test_parts_of_a_gradient_are_added_where_they_belong(seed: int) -> None:
     found = torch.full(wanted.shape, 7.0, dtype=torch.bfloat16)
     total.put((found,) if seed % 2 else (found[0], found[1]))
     assert torch.equal(found.float(), wanted)
+
+
+def test_what_is_added_last_is_added_where_rows_are_rounded() -> None:
+    two = steps_of(((0, 10), (4, 8)), 12)
+    assert two.added == ()
+    assert sorted((each.into, each.last) for each in two.placed) == [
+        ((0, 4), None), ((4, 8), (1, (0, 4))), ((8, 10), None),
+    ]  # fmt: skip
+    assert two.gaps == ((10, 12),)
+    # Of three parts the one that comes last by their order, and none before one that overlaps it.
+    three = steps_of(((0, 10), (4, 9), (5, 7)), 10)
+    assert three.added == ((0, (4, 9), 1, (0, 5)),)
+    assert [each.last for each in three.placed if each.last] == [(2, (0, 2))]
 
 
 def test_overlaps_of_spans() -> None:
