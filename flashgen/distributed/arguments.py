@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
@@ -17,9 +18,12 @@ from flashgen.runtime.op import AttentionOp
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the type of an autocast region, as the op takes them there."""
     first: object = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor):
         return tensors
-    wanted = torch.get_autocast_dtype(first.device.type)
+    kind = first.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    wanted = torch.get_autocast_dtype(kind)
     dtypes = op.engine.checker.dtypes
     to = next((dtype for dtype in (wanted, torch.float32) if dtype in dtypes), None)
     return tuple(
@@ -42,6 +46,11 @@ def checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) 
 def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+    if is_functorch_wrapped_tensor(x):
+        raise TypeError(
+            f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as ranks "
+            "talk in it; the op itself has"
+        )
     if x.dim() != 4:
         raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
     if backend == "nccl" and not x.is_cuda:

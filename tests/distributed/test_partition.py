@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -63,6 +63,26 @@ def test_what_is_no_partition_is_named() -> None:
         partition(op, 20, 0, doc=doc)
     with pytest.raises(TypeError, match="'doc'"):
         partition(op, 20, 2)
+    with pytest.raises(ValueError, match=r"tensor 'doc' has shape \[21\]; the spec declares \[Nq\] = \[20\]"):
+        partition(op, 20, 2, doc=torch.zeros(21, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"tensor 'doc' is torch.float32; the spec declares i32"):
+        partition(op, 20, 2, doc=torch.zeros(20))
+    with pytest.raises(TypeError, match="unknown argument 'docs'; did you mean 'doc'"):
+        partition(op, 20, 2, doc=doc, docs=doc)
+    other: Any = "causal"
+    with pytest.raises(TypeError, match=r"'op' must be an op of flashgen.load or loads, not str"):
+        partition(other, 20, 2)
+    with pytest.raises(TypeError, match=r"'dtype' is 'bf16'; a torch.dtype is expected"):
+        partition(op, 20, 2, doc=doc, dtype=cast("Any", "bf16"))
+    near = flashgen.loads("attention n { head_dim 16 param n: i32 mask window_left(n) }", backend="reference")
+    with pytest.raises(TypeError, match="missing argument 'n': the spec declares param n: i32"):
+        partition(near, 20, 2)
+    with pytest.raises(TypeError, match="argument 'n' must be a number or a 0-dim tensor"):
+        partition(near, 20, 2, n="9")
+    with pytest.raises(ValueError, match="'rank' is 2; one of 2 ranks is expected"):
+        partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 20, 16), rank=2)
+    with pytest.raises(TypeError, match="'x' must be a tensor, not list"):
+        partition(op, 20, 2, doc=doc).shard(cast("Any", [1]), rank=0)
     with pytest.raises(ValueError, match="do not hold each of 9 positions once"):
         Partition(9, (((0, 4),), ((5, 9),)), (0.5, 0.5))
     with pytest.raises(ValueError, match="'x' has 7 rows in dimension 2; the partition says 20"):
