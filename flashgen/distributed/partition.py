@@ -28,9 +28,9 @@ _MOST_PARTS = 16  # blocks of a rank that are dealt out; each costs a launch
 _EQUAL_PARTS = 4  # blocks of a rank up to which lengths have to be equal
 _FINE, _FINEST = 64, 2048  # blocks of a rank, and of few ranks, between which one run a rank ends
 _LONGEST = 1.25  # times the mean, that one run a rank may be: what is not attention goes by rows
-# Pairs that a row takes beside its own, where sequences are not short: an H200 took 7.4 and 8.8 ms backward for
-# documents of 24,576 and 40,960 rows with as many pairs.
-_ROW, _ROWS_OF_PAIRS = 512, 128
+# Pairs that a row takes beside its own, where sequences are not short: an H200 took 9.96 and 10.47 ms, forward and
+# backward, for documents of 39,424 rows and 77.3 M pairs and of 26,112 and 84.8 M, 13.8 and 14.7 for windows of 32,768.
+_ROW, _ROWS_OF_PAIRS = 192, 128
 _HEAVY = 0.2  # of a rank's work: a block that has more cannot be dealt out well
 _MOST_HALVINGS = 5
 _MOST_BORDERS = 1 << 14  # places that are tried as borders of documents

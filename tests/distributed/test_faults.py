@@ -142,6 +142,31 @@ def test_a_rank_that_ends_is_named(leave: Callable[[], str]) -> None:
     assert time.monotonic() - started < 60
 
 
+def _leave_before_heads_change_places() -> str:
+    """Rank 1 of four ends where each is in one collective with all others."""
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    x = torch.zeros(1, 4, 10, 16)
+    sharded = context_parallel(op, None, "ulysses", partition(op, 40, 4, method="contiguous"), check=False)
+    sharded(x, x, x)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        sharded(x, x, x)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("leave", [_leave, _leave_before_heads_change_places])
+def test_of_many_ranks_the_one_that_ends_is_named(leave: Callable[[], str]) -> None:
+    """It takes connections of others with it, who are there."""
+    some = Ranks(4, seconds=30)
+    found = some.run(leave, may_end=True)
+    some.end()
+    for said in (found[0], found[2], found[3]):
+        assert said.startswith("rank 1 does not answer, asked for"), found
+
+
 def _alone() -> float:
     op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
     x = torch.randn(1, 2, 10, 16, requires_grad=True)

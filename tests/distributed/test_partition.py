@@ -38,7 +38,7 @@ def test_one_run_a_rank_of_equal_work(world: int) -> None:
     op = flashgen.loads("attention w { head_dim 16 mask causal and window_left(1024) }", backend="reference")
     equal, runs = (partition(op, 8192 * world, world, method=method) for method in ("contiguous", "runs"))
     assert equal.imbalance > 0.005
-    assert runs.imbalance < 0.002, str(runs)
+    assert runs.imbalance < 0.005, str(runs)
     assert max(map(len, runs.spans)) == 1
     assert sum(runs.sent) <= 1.05 * sum(equal.sent)
 
