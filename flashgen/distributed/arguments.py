@@ -5,7 +5,7 @@ In: the arguments of a call. Out: tensors, words. Raises ``TypeError`` and ``Val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.plain import has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,6 +42,14 @@ def checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) 
             return each
     known = " or ".join(map(str, spec.head_dims))
     raise ValueError(f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}")
+
+
+def refuse_distributed(given: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` for DTensors among the arguments of a call."""
+    for name, x in given.items():
+        if has_distributed([x]):
+            what = "this rank's rows (to_local())" if name in ("q", "k", "v") else "the whole (full_tensor())"
+            raise TypeError(f"'{name}' is a DTensor; context_parallel takes {what}")
 
 
 def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import flashgen
 from flashgen.distributed import context_parallel, partition
@@ -63,6 +64,7 @@ def _messages() -> list[str]:
             lambda: sharded.varlen(*[x[0].transpose(0, 1)] * 3, starts, doc=doc),
         ),
         wrong(lambda: sharded(*[x.to("meta")] * 3, doc=doc), right),
+        wrong(*[lambda: sharded(*[DTensor.from_local(x, mesh_of((2, 1)))] * 3, doc=doc)] * 2),
         wrong(*[lambda: context_parallel(op, method=cast("Any", None))] * 2),
         wrong(*[lambda: context_parallel(op, wide=cast("Any", "yes"))] * 2),
         wrong(lambda: torch.func.vmap(lambda x: sharded(x, x, x, doc=doc))(x[None]), right),
@@ -94,6 +96,7 @@ def test_every_rank_says_what_one_did_wrong() -> None:
         "TypeError: rank 1: unknown argument 'window'",
         "ValueError: rank 1: 'q' has shape [1, 2, 10, 16]; [n, H, D] is expected",
         "ValueError: rank 1: 'q' is on meta; gloo, which this group has, takes tensors on CPUs",
+        "TypeError: rank 0: 'q' is a DTensor; context_parallel takes this rank's rows (to_local())",
         "ValueError: unknown method None; known are 'auto', 'all_gather', 'ring', 'ulysses'",
         "TypeError: 'wide' must be a bool, not str",
         "TypeError: rank 1: 'q' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these",
