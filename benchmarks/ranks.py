@@ -156,15 +156,11 @@ def section(run: Run, name: str) -> None:
         run.report.save()
 
 
-def on_rank(
-    out: Path, seconds: float, only: str, device: str, most: int, variants: tuple[str, ...], blocks: int
-) -> None:
+def on_rank(out: Path, seconds: float, only: str, device: str, most: int, variants: tuple[str, ...]) -> None:
     """All sections on this rank, of a group that the environment describes."""
     stop = time.monotonic() + seconds
     rank = int(os.environ["RANK"])
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast
-    if blocks:
-        os.environ["NCCL_MAX_CTAS"] = str(blocks)
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
         cuda.set_device(local)
@@ -178,8 +174,6 @@ def on_rank(
     if rank == 0:
         product = cuda.get_device_name() if device == "cuda" else "CPUs"
         versions = f"torch {torch.__version__}, {dist.get_backend()}, Python {sys.version.split()[0]}"
-        if blocks:
-            versions += f", at most {blocks} blocks of NCCL's kernels"
         report.data["environment"] = {"device": product, "ranks": run.world, "versions": versions, **asdict(scale)}
         report.text(f"# Attention over {run.world} ranks on {product}\n\n{versions}; H {scale.heads}/{scale.kv_heads}")
     for name in only.split(","):
@@ -212,12 +206,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=1000, help="calls that are timed, those that matter most first")
     parser.add_argument("--variants", default="", help="those that are timed and traced, with commas; default: all")
     parser.add_argument("--ranks", type=int, help="where it is not torchrun that starts them; default: every GPU, or 2")
-    parser.add_argument("--blocks", type=int, default=0, help="of NCCL's kernels, at most; default: as NCCL decides")
     given = parser.parse_args()
     variants = tuple(filter(None, given.variants.split(",")))
     if unknown := set(variants) - set(SPECS):
         parser.error(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(SPECS)}")
-    arguments = (given.out, given.seconds, given.only, given.device, given.most, variants, given.blocks)
+    arguments = (given.out, given.seconds, given.only, given.device, given.most, variants)
     if "RANK" in os.environ:
         on_rank(*arguments)
         return

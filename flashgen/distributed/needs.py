@@ -16,7 +16,7 @@ from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, Span, cuts
 # The ascending spans of each rank.
 Held = tuple[tuple[Span, ...], ...]
 
-_FEW = 0.5  # of as many keys as a rank holds: those that a ring keeps
+_MOST_ROWS_OF_ALL = 64  # parts of all spans together, where each may have more than ``MOST_ROWS``
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,13 @@ def _found(mask: Mask, held: Held) -> Needs:
     ]
     widths = np.array([stop - start for _, (start, stop) in blocks], np.float64)
     keys, sights = [], []
+    # Rows that wait for keys of others are computed apart from those that do not, as far as parts tell them apart.
+    parts = max(MOST_ROWS, _MOST_ROWS_OF_ALL // max(sum(map(len, held)), 1))
     for own in held:
         needed = [False] * len(blocks)
         of_spans = []
         for start, stop in own:
-            rows = cuts(start, stop, MOST_ROWS)
+            rows = cuts(start, stop, parts)
             shares = kept(mask, rows, [block for _, block in blocks])
             some, pairs = shares > 0, shares @ widths * [last - first for first, last in rows]
             of_spans.append(
@@ -103,8 +105,8 @@ def _found(mask: Mask, held: Held) -> Needs:
 
 
 def are_few(received: Sequence[float], lengths: Sequence[int]) -> bool:
-    """Whether no rank gets many keys beside those that it holds. Asked of all: what is kept is not sent again."""
-    return all(got <= _FEW * own for got, own in zip(received, lengths, strict=True))
+    """Whether each rank gets fewer keys than it holds, or none. Asked of all: what is kept is not sent again."""
+    return all(got < own or got == 0 for got, own in zip(received, lengths, strict=True))
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:

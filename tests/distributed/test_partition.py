@@ -105,7 +105,13 @@ def test_whole_documents_send_nothing() -> None:
     assert partition(flashgen.load("causal", backend="reference"), 100, 3, method="documents").spans.count(()) == 2
 
 
-@pytest.mark.parametrize("method", ["contiguous", "balanced"])
+def test_a_mask_that_keeps_nothing_reads_no_list() -> None:
+    text = "tensor idx: i32[Nq, 2] select 16: idx[i, :] mask i < i"
+    op = flashgen.loads(f"attention nothing {{ head_dim 16 {text} }}", backend="reference")
+    assert partition(op, 40, 2).lengths == (20, 20)
+
+
+@pytest.mark.parametrize("method", ["contiguous", "balanced", "runs"])
 @pytest.mark.parametrize("text", ["window(200)", "causal and i - j < 300", "doc[i] == doc[j] and causal", "causal"])
 def test_little_is_sent_that_no_mask_keeps(text: str, method: str) -> None:
     """At most 1.1 times the rows that a kept pair needs."""

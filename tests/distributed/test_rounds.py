@@ -101,6 +101,19 @@ def test_rows_go_alone_where_that_leaves_fewer_own_keys_to_copy() -> None:
     assert copied[0] > 100
 
 
+def test_rows_that_need_no_other_rank_are_told_apart() -> None:
+    """A window of 512 on a rank of 8,192: hardly more rows wait for keys of others than see some."""
+    op = flashgen.loads("attention near { head_dim 16 mask causal and window_left(512) }", backend="reference")
+    sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": 16384, "Nk": 16384}
+    held = partition(op, 16384, 2, method="contiguous").spans
+    needs = needs_of(mask_of(op.spec, op.spec.head_dims[0], sizes, {}), held)
+    plan = rounds_of(needs, held, 1, at_once=True, pace=COPIES)
+    assert [len(each.units) for each in plan.rounds] == [1, 1]
+    (unit,) = plan.rounds[1].units
+    assert 511 <= unit.rows[1] - unit.rows[0] <= 768
+    assert needs.are_few(held)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_sent_is_what_is_received(name: str) -> None:
     needs, held = _needs(name, 3, "head_tail", 2003)
