@@ -29,8 +29,8 @@ SPECS = {
     "documents": "tensor doc: i32[B, Nk]  mask causal and same_document(doc)",
     "alibi": "tensor slope: f32[H] grad  score s - slope[h] * (i - j)  mask causal",
 }
-# How each is dealt out: windows send least where a rank holds one part.
-PARTITIONS = {"window": "contiguous"}
+# How each is dealt out: windows and documents send least where a rank holds one part.
+PARTITIONS = {"window": "runs", "documents": "runs"}
 METHODS = ("ring", "all_gather", "ulysses")
 # PyTorch's own, for causal masks: the backend that computes its parts.
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}

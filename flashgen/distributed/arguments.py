@@ -5,21 +5,26 @@ In: the arguments of a call. Out: tensors, words. Raises ``TypeError`` and ``Val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.plain import has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the type of an autocast region, as the op takes them there."""
     first: object = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor):
         return tensors
-    wanted = torch.get_autocast_dtype(first.device.type)
+    kind = first.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    wanted = torch.get_autocast_dtype(kind)
     dtypes = op.engine.checker.dtypes
     to = next((dtype for dtype in (wanted, torch.float32) if dtype in dtypes), None)
     return tuple(
@@ -39,9 +44,22 @@ def checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) 
     raise ValueError(f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}")
 
 
+def refuse_distributed(given: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` for DTensors among the arguments of a call."""
+    for name, x in given.items():
+        if has_distributed([x]):
+            what = "this rank's rows (to_local())" if name in ("q", "k", "v") else "the whole (full_tensor())"
+            raise TypeError(f"'{name}' is a DTensor; context_parallel takes {what}")
+
+
 def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+    if is_functorch_wrapped_tensor(x):
+        raise TypeError(
+            f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as ranks "
+            "talk in it; the op itself has"
+        )
     if x.dim() != 4:
         raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
     if backend == "nccl" and not x.is_cuda:

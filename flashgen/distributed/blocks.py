@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
-from flashgen.analysis.selection import read_of_calls
+from flashgen.analysis.selection import read_of_calls, selection_of
 from flashgen.analysis.tiles import loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
@@ -76,7 +76,9 @@ def mask_of(
             came = "it was not given" if name not in captured else f"{type(given).__name__} came"
             raise TypeError(f"the mask of '{spec.name}' reads the tensor '{name}': {came}")
         found[name] = given.detach().cpu()
-    found |= lowered_tensors(spec, found, sizes)
+    selection = selection_of(spec)
+    if selection is not None and selection.select.tensor in found:  # a mask that keeps nothing reads none of it
+        found |= lowered_tensors(spec, found, sizes)
     half = (torch.bfloat16, torch.float16)
     tensors = {name: (x.float() if x.dtype in half else x).numpy() for name, x in found.items()}
     shape = Shape(sizes["B"], sizes["H"], sizes["Hkv"], sizes["Nq"], sizes["Nk"])

@@ -153,7 +153,7 @@ def choice_of(
     why = no_heads(mask.variant.spec, sizes.heads, sizes.kv_heads, topology.world)
     if why and name == "ulysses":
         raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
-    known = {each: by_keys(needs, sizes, again=each == "ring") for each in KEYS}
+    known = {each: by_keys(needs, sizes, again=each == "ring" and not needs.are_few(held)) for each in KEYS}
     if not why:
         known["ulysses"] = by_heads(held, shares_of(sizes.heads, sizes.kv_heads, topology.world), sizes)
     reason = "as asked"
@@ -177,12 +177,13 @@ def _choice_of_two(
     if why:
         raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can, on a mesh of one dimension")
     shares = shares_of(sizes.heads, sizes.kv_heads, count)
+    again = "ring" in methods and not needs.are_few(topology.of_keys(held))
     forward, backward = [], []
     for rank, (line, place) in enumerate(places):
         swapped = by_heads(topology.of_heads(held, rank), shares, sizes)
         sent, back = swapped.sent[place], swapped.sent_backward[place]
         for _, (first, last) in shares[place].calls:
-            walked = by_keys(needs, replace(sizes, kv_heads=last - first), again="ring" in methods)
+            walked = by_keys(needs, replace(sizes, kv_heads=last - first), again=again)
             sent, back = sent + walked.sent[line], back + walked.sent_backward[line]
         forward.append(sent)
         backward.append(back)

@@ -6,6 +6,7 @@ bytes, so that every element type travels everywhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 Group = dist.ProcessGroup | None
@@ -108,22 +110,48 @@ def answering(group: Group, what: str) -> Iterator[None]:
 
 _PROBE = 0xF6
 _PROBE_TIME = timedelta(seconds=1)
+_failures: dict[str, int] = {}  # of collectives, by group
 
 
 def _gone(group: Group) -> list[int]:
-    """The ranks that cannot be reached any more; of NCCL, which ends the process itself, none."""
-    found: list[int] = []
+    """The ranks that have no part in a collective that failed; of NCCL, which ends the process itself, none.
+
+    One that is lost takes connections of others with it: those that are left say so where all ranks met first.
+    """
     if dist.get_backend(group) != "gloo":
-        return found
-    for rank in range(dist.get_world_size(group)):
-        if rank != dist.get_rank(group):
-            try:
-                work = dist.isend(torch.zeros(1), global_rank(group, rank), group=group, tag=_PROBE)
-                if work is not None:
-                    work.wait(_PROBE_TIME)
-            except RuntimeError:
-                found.append(rank)
+        return []
+    name = "" if group is None else group.group_name
+    count = _failures[name] = _failures.get(name, 0) + 1
+    store = PrefixStore(f"flashgen/{name}/{count}", _get_default_store())
+    others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+    silent = _silent(store, dist.get_rank(group), others)
+    # One that still waits learns of the failure by this.
+    lost = [rank for rank in silent if not _is_reached(group, rank)]
+    return _silent(store, dist.get_rank(group), lost) or lost or silent
+
+
+def _silent(store: Store, own: int, others: Sequence[int]) -> list[int]:
+    """Those that do not say within a time that the collective failed for them, too."""
+    found = list(others)
+    try:
+        store.set(str(own), "waits")
+        late = time.monotonic() + _PROBE_TIME.total_seconds()
+        while found and time.monotonic() < late:
+            found = [rank for rank in found if not store.check([str(rank)])]
+            time.sleep(0.01)
+    except RuntimeError:  # it was kept by a rank that is lost
+        return list(others)
     return found
+
+
+def _is_reached(group: Group, rank: int) -> bool:
+    try:
+        work = dist.isend(torch.zeros(1), global_rank(group, rank), group=group, tag=_PROBE)
+        if work is not None:
+            work.wait(_PROBE_TIME)
+    except RuntimeError:
+        return False
+    return True
 
 
 def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Group, what: str) -> Flight:

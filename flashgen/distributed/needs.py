@@ -6,7 +6,7 @@ same on every rank, so that senders and receivers agree without a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,8 @@ from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, Span, cuts
 
 # The ascending spans of each rank.
 Held = tuple[tuple[Span, ...], ...]
+
+_MOST_ROWS_OF_ALL = 64  # parts of all spans together, where each may have more than ``MOST_ROWS``
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Needs:
         """Rows that a rank gets from others."""
         return sum(length(spans) for source, spans in enumerate(self.keys[rank]) if source != rank)
 
+    def are_few(self, held: Held) -> bool:
+        """Whether a ring keeps the keys of others for the backward pass."""
+        return are_few([self.rows_received(rank) for rank in range(len(held))], [length(own) for own in held])
+
 
 _cache: dict[tuple[str, Held], Needs] = {}
 _MOST_KEPT = 64
@@ -74,11 +80,13 @@ def _found(mask: Mask, held: Held) -> Needs:
     ]
     widths = np.array([stop - start for _, (start, stop) in blocks], np.float64)
     keys, sights = [], []
+    # Rows that wait for keys of others are computed apart from those that do not, as far as parts tell them apart.
+    parts = max(MOST_ROWS, _MOST_ROWS_OF_ALL // max(sum(map(len, held)), 1))
     for own in held:
         needed = [False] * len(blocks)
         of_spans = []
         for start, stop in own:
-            rows = cuts(start, stop, MOST_ROWS)
+            rows = cuts(start, stop, parts)
             shares = kept(mask, rows, [block for _, block in blocks])
             some, pairs = shares > 0, shares @ widths * [last - first for first, last in rows]
             of_spans.append(
@@ -94,6 +102,11 @@ def _found(mask: Mask, held: Held) -> Needs:
         keys.append(tuple(joined(block for owner, block in chosen if owner == source) for source in range(len(held))))
         sights.append(tuple(of_spans))
     return Needs(tuple(keys), tuple(sights))
+
+
+def are_few(received: Sequence[float], lengths: Sequence[int]) -> bool:
+    """Whether each rank gets fewer keys than it holds, or none. Asked of all: what is kept is not sent again."""
+    return all(got < own or got == 0 for got, own in zip(received, lengths, strict=True))
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:

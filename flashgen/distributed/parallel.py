@@ -68,6 +68,10 @@ def context_parallel(
         raise TypeError(f"'op' must be an op of flashgen.load or loads, not {type(op).__name__}")
     if partition is not None and not isinstance(partition, Partition):
         raise TypeError(f"'partition' must be a Partition, not {type(partition).__name__}")
+    switches: dict[str, object] = {"check": check, "wide": wide, "sums": sums}
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"'{name}' must be a bool, not {type(switch).__name__}")
     if not check and (partition is None or method == "auto"):
         raise ValueError("check=False takes a partition and a method other than 'auto': ranks tell each other nothing")
     given: object = link
@@ -255,8 +259,9 @@ class ContextParallel:
             batch, N = call.sizes.batch, call.total
             where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
             walk = call.walks[key] = Walk(
-                self._partial, held[line], plan, topology.by_keys, where, repeatable, keeps=at_once
-            )
+                self._partial, held[line], plan, topology.by_keys, where, repeatable,
+                keeps=at_once or call.needs.are_few(held),
+            )  # fmt: skip
         return walk.attend(tuple(tensors))
 
     def _alone(

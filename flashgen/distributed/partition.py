@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,23 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of
+from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
 from flashgen.distributed.exchange import Group, gathered, sliced
 from flashgen.distributed.needs import Held, joined, needs_of
+from flashgen.runtime.call import check_captured
+from flashgen.runtime.conversion import param_argument, tensor_argument
 from flashgen.runtime.op import BaseOp
 
 _ENOUGH = 0.05  # imbalance that is not worth more spans
 _MOST_PARTS = 16  # blocks of a rank that are dealt out; each costs a launch
 _EQUAL_PARTS = 4  # blocks of a rank up to which lengths have to be equal
-_FINE = 64  # blocks of a rank, between which one run a rank ends
+_FINE, _FINEST = 64, 2048  # blocks of a rank, and of few ranks, between which one run a rank ends
 _LONGEST = 1.25  # times the mean, that one run a rank may be: what is not attention goes by rows
-# Pairs that a row takes beside its own, where sequences are not short: an H200 took 7.4 and 8.8 ms backward for
-# documents of 24,576 and 40,960 rows with as many pairs.
-_ROW, _ROWS_OF_PAIRS = 512, 128
+# Pairs that a row takes beside its own, where sequences are not short: an H200 took 9.96 and 10.47 ms, forward and
+# backward, for documents of 39,424 rows and 77.3 M pairs and of 26,112 and 84.8 M, 13.8 and 14.7 for windows of 32,768.
+_ROW, _ROWS_OF_PAIRS = 192, 128
 _HEAVY = 0.2  # of a rank's work: a block that has more cannot be dealt out well
 _MOST_HALVINGS = 5
 _MOST_BORDERS = 1 << 14  # places that are tried as borders of documents
-METHODS = ("balanced", "contiguous", "head_tail", "documents")
+_HOST = torch.device("cpu")
+METHODS = ("balanced", "contiguous", "head_tail", "runs", "documents")
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,14 @@ class Partition:
         """The rows of a rank, by default of this process, of a tensor that every rank has whole.
 
         Differentiable: where the group's ranks each take theirs, x gets its whole gradient on each of them. With
-        ``rank`` it is a plain choice of rows. Raises ``ValueError`` for a dimension of another length.
+        ``rank`` it is a plain choice of rows. Raises ``ValueError`` for a dimension of another length, and a rank that
+        is none.
         """
         self._check(x, dim, self.length, "x")
         if rank is not None:
+            given: object = rank
+            if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self.world:
+                raise ValueError(f"'rank' is {rank!r}; one of {self.world} ranks is expected, 0 the first")
             return x.index_select(dim, self.positions(rank).to(x.device))
         return sliced(x, dim, [self.positions(n) for n in range(self.world)], self._own(group), group)
 
@@ -101,6 +108,8 @@ class Partition:
         return dist.get_rank(group)
 
     def _check(self, x: Tensor, dim: int, length: int, name: str) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"'{name}' has {x.dim()} dimensions; there is no dimension {dim}")
         if x.shape[dim] != length:
@@ -130,15 +139,20 @@ def partition(
     """Which of ``N`` positions each of ``world`` ranks holds.
 
     ``method``: ``"contiguous"``, equal parts one behind the other; ``"head_tail"``, two parts each, one of the first
-    half and its mirror image; ``"balanced"``, as many parts as it takes until no rank computes 5 % more than the mean,
-    of equal lengths where that is possible, else one part each where none is longer than the mean by a quarter;
+    half and its mirror image; ``"runs"``, one part each, as long as work asks, so that what is not attention may take
+    ranks unlike times; ``"balanced"``, as many parts as it takes until no rank computes 5 % more than the mean, of
+    equal lengths where that is possible, else as ``"runs"`` where none is longer than the mean by a quarter;
     ``"documents"``, only whole documents, which are what lies between places that no kept pair crosses: nothing
     travels. ``captured`` is what the mask reads, whole, by name; ``batch``, ``heads`` and ``kv_heads`` are the sizes of
     the whole call, ``dtype`` is the type of keys and values.
 
-    Raises ``ValueError`` for sizes that are none and an unknown method, ``TypeError`` where the mask reads what was
-    not given.
+    Raises ``ValueError`` for sizes that are none, an unknown method, and tensors of another shape than the mask reads;
+    ``TypeError`` where it reads what was not given, and for what the spec does not capture.
     """
+    if not isinstance(op, BaseOp):
+        raise TypeError(f"'op' must be an op of flashgen.load or loads, not {type(op).__name__}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"'dtype' is {dtype!r}; a torch.dtype is expected, as in torch.bfloat16")
     numbers: dict[str, object] = {"N": N, "world": world, "batch": batch, "heads": heads, "kv_heads": kv_heads}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (0 if name == "N" else 1):
@@ -146,12 +160,29 @@ def partition(
     if method not in METHODS:
         raise ValueError(f"unknown method '{method}'; known are {', '.join(map(repr, METHODS))}")
     sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Nq": N, "Nk": N}
-    mask = mask_of(op.spec, op.spec.head_dims[0], sizes, captured)
+    mask = mask_of(op.spec, op.spec.head_dims[0], sizes, _as_declared(op, sizes, captured))
     found = dealt(mask, N, world, method)
     head_dim = op.spec.head_dims[0]
     row = batch * kv_heads * (head_dim.qk + head_dim.v) * dtype.itemsize
     needs = needs_of(mask, found.spans)
     return replace(found, sent=tuple(needs.rows_sent(rank) * row for rank in range(world)))
+
+
+def _as_declared(op: BaseOp, sizes: Mapping[str, int], captured: Mapping[str, object]) -> dict[str, object]:
+    """What the mask reads, in the types of the spec. Raises what a call raises."""
+    spec, signature, head_dim = op.spec, op.signature, op.spec.head_dims[0]
+    values = dict(zip(signature.names, signature.bind(dict(captured)), strict=True))
+    tensors, params = read_by(spec, head_dim)
+    found: dict[str, object] = {name: values[name] for name in (*tensors, *params) if values[name] is not None}
+    for declared in spec.tensors:
+        if declared.name in tensors and declared.name in found:
+            x = tensor_argument(declared, found[declared.name])
+            check_captured(declared, x, {**sizes, "D": head_dim.qk, "Dv": head_dim.v}, x.device)
+            found[declared.name] = x
+    for param in spec.params:
+        if param.name in params and (value := param_argument(param, values[param.name], _HOST)) is not None:
+            found[param.name] = value
+    return found
 
 
 def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Partition:
@@ -164,7 +195,8 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
     if parts is not None:
         blocks = _padded(cuts(0, length, parts * world), parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
-    return _balanced(length, world, functools.partial(work_of, mask, length))
+    work = functools.partial(work_of, mask, length)
+    return (_runs if method == "runs" else _balanced)(length, world, work)
 
 
 def _documents(mask: Mask, length: int) -> list[Span]:
@@ -208,8 +240,8 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             for owners in (_in_mirror(world, parts), _by_weight(sums, world, parts))
         ]
         if parts >= _EQUAL_PARTS:
-            runs = _one_run(length, world, work) if parts == _EQUAL_PARTS else None
-            found += [runs] if runs is not None else []
+            runs = _runs(length, world, work) if parts == _EQUAL_PARTS else None
+            found += [runs] if runs is not None and max(runs.lengths) * world <= _LONGEST * length else []
             found.append(_made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world))
         for other in found:
             if best is None or other.imbalance < best.imbalance:
@@ -222,12 +254,12 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
     return other if best is None or other.imbalance < best.imbalance else best
 
 
-def _one_run(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition | None:
-    """One run a rank; None where one would be much longer than the mean."""
-    blocks = _padded(cuts(0, length, _FINE * world), _FINE * world)
+def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
+    """One run a rank."""
+    count = max(_FINE * world, _FINEST)
+    blocks = _padded(cuts(0, length, count), count)
     weights = work(blocks)
-    found = _made(length, blocks, weights, _in_runs(weights, world), world)
-    return found if max(found.lengths) * world <= _LONGEST * length else None
+    return _made(length, blocks, weights, _in_runs(weights, world), world)
 
 
 def _without_heavy(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.agreement import Given, Told, agree
-from flashgen.distributed.arguments import checked, described, worded
+from flashgen.distributed.arguments import checked, described, refuse_distributed, worded
 from flashgen.distributed.blocks import mask_of, read_by
 from flashgen.distributed.choice import Choice, Sizes, choice_of, method_text, pace_of, predicted
 from flashgen.distributed.marks import Mark, mark_of
@@ -194,6 +194,7 @@ class Preparation:
     ) -> tuple[Any, ...]:
         """The operator's tensors. Raises what the op raises."""
         op = self._op
+        refuse_distributed({"q": q, "k": k, "v": v, **captured})
         found = op.operator_tensors(
             q, k, v, captured, return_lse=options["return_lse"], dropout_p=options["dropout_p"], seed=seed
         )

@@ -2,8 +2,8 @@
 
 In: q, k and v of this rank, its rounds. Out: o and lse of its rows. Rows whose keys one call sees are those of the op
 itself, written where they belong; others are added up in float32. Backward, gradients of keys go back to who holds
-them in float32, and are added there. The keys of a round are sent again then, unless they are kept: a ring holds those
-of two rounds at a time, and a rank of a group of any size as much as its own.
+them in float32, and are added there. The keys of a round are sent again then, unless they are kept. A ring keeps few:
+it holds those of two rounds at a time, and a rank of a group of any size as much as its own.
 """
 
 from __future__ import annotations

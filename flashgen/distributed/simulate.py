@@ -26,6 +26,7 @@ from flashgen.analysis.masked_score import conjuncts
 from flashgen.analysis.variant import Variant
 from flashgen.choice import planned_at
 from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, cuts, kept
+from flashgen.distributed.needs import are_few
 from flashgen.distributed.partition import Partition, dealt, pairs_of
 from flashgen.ir.build import conjunction
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, substitute, walk
@@ -177,6 +178,7 @@ def simulate(
     heads = shape.heads, shape.kv_heads
     alone = {name: costs.seconds(name, *heads, shape.q_len, pairs) for name in _PASSES}
     row = shape.batch * shape.kv_heads * (variant.head_dim.qk + variant.head_dim.v)
+    is_few = are_few(traffic.received, held.lengths)
     methods = []
     for name in METHODS:
         why = _no_heads(shape, ranks) if name == "ulysses" else ""
@@ -189,7 +191,8 @@ def simulate(
                 one = _by_heads(each, shape, held, costs, link, pairs)
             else:
                 work = costs.seconds(each, *heads, shape.q_len // ranks, pairs) * share
-                one = _by_keys(name, each, work, traffic.rows * row, costs.element.bytes, link)
+                kept = each == "backward" and (name == "all_gather" or is_few)
+                one = _by_keys(name, each, work, traffic.rows * row, costs.element.bytes, link, is_kept=kept)
             fair = alone[each] / ranks
             passes.append(replace(one, efficiency=fair / one.seconds if one.seconds else 1.0))
         methods.append(Method(name, tuple(passes)))
@@ -279,6 +282,12 @@ class _Traffic:
     pairs: Matrix
     rows: Matrix
 
+    @property
+    def received(self) -> list[float]:
+        """Rows that each rank gets from others."""
+        found: list[float] = (self.rows.sum(1) - self.rows.diagonal()).tolist()
+        return found
+
 
 def _traffic(mask: Mask, held: Partition) -> _Traffic:
     spans = [(rank, span) for rank, own in enumerate(held.spans) for span in own]
@@ -307,20 +316,24 @@ def _by_rank(values: Matrix, ranks: NDArray[np.int64], world: int, combine: np.u
     return found
 
 
-def _by_keys(method: str, name: str, work: Matrix, numbers: Matrix, element: int, link: float) -> Pass:
+def _by_keys(
+    method: str, name: str, work: Matrix, numbers: Matrix, element: int, link: float, *, is_kept: bool
+) -> Pass:
     """A pass in which keys go to who needs them. ``work``: seconds by rank and source; ``numbers``: those that it gets.
 
-    Backward, gradients of keys go home when they are computed, and a ring gets the keys again.
+    ``is_kept``: keys are there from the pass before. Backward, gradients of keys go home when they are computed.
     """
     ranks = len(work)
     gets = numbers * (1 - np.eye(ranks))
-    keys = gets * element if name == "forward" or method == "ring" else np.zeros_like(gets)
+    keys = np.zeros_like(gets) if is_kept else gets * element
     home = gets * max(element, _GRADIENT_BYTES) if name == "backward" else np.zeros_like(gets)
     each, step = np.arange(ranks)[:, None], np.arange(ranks)[None]
     sources, receivers = (each - step) % ranks, (each + step) % ranks  # by round; of the first a rank is its own
     works = _rounds(method, work[each, sources])
     gets_keys, gives_keys = (_rounds(method, x) for x in (keys[each, sources], keys[receivers, each]))
     gives_home, gets_home = (_rounds(method, x) for x in (home[each, sources], home[receivers, each]))
+    if is_kept:  # what goes home is computed first
+        works, gives_home, gets_home = works[:, ::-1], gives_home[:, ::-1], gets_home[:, ::-1]
     # While a round is worked on, the keys of the next one come, and the gradients of the last one go.
     before, after = np.zeros((ranks, 1)), np.zeros((ranks, 2))
     gets_keys, gives_keys = (np.concatenate([x[:, 1:], after], 1) for x in (gets_keys, gives_keys))

@@ -22,14 +22,24 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Rows of a part, and where they go; ``last`` are those of another part that are added on the way."""
+
+    part: int
+    rows: Span
+    into: Span
+    last: tuple[int, Span] | None
+
+
+@dataclass(frozen=True)
 class Steps:
-    """``added``: rows of a part to rows of another, by number; ``copied``: rows of a part to where they belong.
+    """``added``: rows of a part to rows of another, by number. ``placed``: then rows go to where they belong.
 
     ``gaps`` are rows of which there is no part.
     """
 
     added: tuple[tuple[int, Span, int, Span], ...]
-    copied: tuple[tuple[int, Span, Span], ...]
+    placed: tuple[Placed, ...]
     gaps: tuple[Span, ...]
 
 
@@ -48,7 +58,36 @@ def steps_of(spans: tuple[Span, ...], length: int) -> Steps:
             added.append((base, (first, first + span[1] - span[0]), number, _within(at, span)))
         bases += [(gap, number, _within(at, gap)) for gap in gaps_of(at, known)]
     gaps = gaps_of((0, length), sorted(span for span, _, _ in bases))
-    return Steps(tuple(added), tuple((number, rows, place) for place, number, rows in bases), tuple(gaps))
+    return Steps(*_with_last(added, bases), tuple(gaps))
+
+
+def _with_last(
+    added: Sequence[tuple[int, Span, int, Span]], bases: Sequence[tuple[Span, int, Span]]
+) -> tuple[tuple[tuple[int, Span, int, Span], ...], tuple[Placed, ...]]:
+    """The same, but what is added to rows last is so where they are rounded: they are read and written once less."""
+    before, placed = list(added), []
+    for place, base, rows in bases:
+        shift = place[0] - rows[0]  # from rows of the part to where they belong
+        free, left = [rows], [rows]  # to which nothing is added later; which are not placed
+        for step in reversed(added):
+            to, span, number, own = step
+            if to != base or not rows[0] <= span[0] < span[1] <= rows[1]:
+                continue
+            if overlaps(free, (span,)) == [span]:
+                before.remove(step)
+                placed.append(Placed(base, span, _moved(span, shift), (number, own)))
+                left = _without(left, span)
+            free = _without(free, span)
+        placed += [Placed(base, each, _moved(each, shift), None) for each in left]
+    return tuple(before), tuple(placed)
+
+
+def _without(spans: Sequence[Span], span: Span) -> list[Span]:
+    return [part for each in spans for part in gaps_of(each, overlaps((each,), (span,)))]
+
+
+def _moved(span: Span, shift: int) -> Span:
+    return span[0] + shift, span[1] + shift
 
 
 class Total:
@@ -74,9 +113,14 @@ class Total:
         for base, rows, number, own in steps.added:
             for x, y in zip(self._parts[base], self._parts[number], strict=True):
                 rows_at(x, rows).add_(rows_at(y, own))
-        for number, own, at in steps.copied:
-            for x, y in zip(into, self._parts[number], strict=True):
-                rows_at(x, at).copy_(rows_at(y, own))
+        for each in steps.placed:
+            number, own = each.last or (each.part, each.rows)
+            for x, y, z in zip(into, self._parts[each.part], self._parts[number], strict=True):
+                to, part = rows_at(x, each.into), rows_at(y, each.rows)
+                if each.last is None:
+                    to.copy_(part)
+                else:
+                    torch.add(part, rows_at(z, own), out=to)
         for at in steps.gaps:
             for x in into:
                 rows_at(x, at).zero_()

@@ -74,6 +74,9 @@ def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
         _check(method)
         group = _one(mesh)
         return Topology(group, group, group, (dist.get_world_size(group),), None, (group,))
+    given: object = method
+    if not isinstance(given, Sequence):
+        _check(given)
     methods = tuple(method)
     for each in methods:
         _check(each)

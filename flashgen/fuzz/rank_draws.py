@@ -12,7 +12,7 @@ import random
 from flashgen.fuzz.draws import CallDraw, Draw, Machine, Ranks, draw
 
 KEYS = ("ring", "all_gather")
-PARTITIONS = ("", "balanced", "contiguous", "head_tail", "documents")
+PARTITIONS = ("", "balanced", "contiguous", "head_tail", "runs", "documents")
 _LENGTHS = (1, 2, 5, 13, 23, 40, 67, 101, 130, 200)
 _MOST_PAIRS = 60_000
 # Bytes a second: links so slow that own keys are worked on first, the default, and so fast that nothing waits.

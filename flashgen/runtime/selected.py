@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
+from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.runtime.plain import lies_in_memory
@@ -98,7 +99,8 @@ def _lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapp
     launches, and waits for the device.
     """
     listed = tensors[found.select.tensor]
-    if found.reads != {found.select.tensor} or is_compiling() or not lies_in_memory((listed,)):
+    reads = any(isinstance(node, Load) for node in walk(*found.select.indices))
+    if reads or is_compiling() or not lies_in_memory((listed,)):
         return _find_lists_of_tiles(found, tensors, sizes)
     key = (found, tuple(sorted(sizes.items())), tuple(listed.shape[:-1]), listed.device)
     which = _KNOWN.get(key)
@@ -118,7 +120,7 @@ def _find_lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes:
     numbers = torch.arange(listed.shape[:-1].numel(), device=listed.device).view(shape)
     names = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq"}
     lengths = [sizes[names[axis]] for axis in found.axes]
-    which = _lists(found, {**tensors, found.select.tensor: numbers}, sizes)[..., 0].expand(lengths)
+    which = _lists(found, tensors, sizes, numbers)[..., 0].expand(lengths)
     if found.axes[-1:] != ("i",) or lengths[-1] == 0:
         return which.unsqueeze(-1)
     tiles = -(-lengths[-1] // TILE)
@@ -138,9 +140,12 @@ def _pieces(count: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
-    """The list of each query, over those axes that it depends on."""
-    device = tensors[found.select.tensor].device
+_NUMBERS = "numbers of lists"  # no name of a tensor: indices may read the lists themselves
+
+
+def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], numbers: Tensor) -> Tensor:
+    """Of ``numbers``, which lie as the lists do, those of each query's, over those axes that it depends on."""
+    device = numbers.device
 
     def positions(name: str, axis: int) -> Tensor:
         shape = [1, 1, 1, 1]
@@ -154,7 +159,8 @@ def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, 
     else:
         symbols["hkv"] = positions("Hkv", 1)
     symbols |= {name: torch.tensor(value, device=device) for name, value in sizes.items()}
-    lists = Evaluator(symbols, {}, tensors, torch.float32, Guard()).listed(found.select.tensor, found.select.indices)
+    known = {**tensors, _NUMBERS: numbers}
+    lists = Evaluator(symbols, {}, known, torch.float32, Guard()).listed(_NUMBERS, found.select.indices)
     lists = lists.reshape((1,) * (5 - lists.dim()) + lists.shape)  # [b, h, i, j, numbers]
     axes = {"b": 0, "h": 1, "hkv": 1, "i": 2}
     others = [axis for axis in (0, 1, 2, 3) if axis not in {axes[each] for each in found.axes}]

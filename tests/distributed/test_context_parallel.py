@@ -84,6 +84,17 @@ def test_any_partition_and_lengths() -> None:
     )
 
 
+def test_a_ring_keeps_few_keys() -> None:
+    """They are not sent again backward, nor are gradients late: as of ``all_gather``."""
+    found = {}
+    for name, dealt in (("window", "contiguous"), ("causal", "balanced")):
+        cases = [exact(name, method, dealt=dealt, sizes=(1, 4, 2, 403)) for method in KEYS]
+        check(3, cases)
+        found[name] = [each.predicted[1] for each in run(all_errors, 3, cases)[1]]
+    assert found["window"][0] == found["window"][1] > 0
+    assert found["causal"][0] > 1.2 * found["causal"][1]
+
+
 def test_what_is_expected_to_take_least_time() -> None:
     cases = [exact("window", "auto", sizes=(1, 3, 3, 301)), exact("causal", "auto", sizes=(1, 6, 6, 300))]
     check(3, cases)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import flashgen
 from flashgen.distributed import context_parallel, partition
@@ -62,6 +63,11 @@ def _messages() -> list[str]:
             lambda: sharded.varlen(x, x, x, starts, doc=doc),
             lambda: sharded.varlen(*[x[0].transpose(0, 1)] * 3, starts, doc=doc),
         ),
+        wrong(lambda: sharded(*[x.to("meta")] * 3, doc=doc), right),
+        wrong(*[lambda: sharded(*[DTensor.from_local(x, mesh_of((2, 1)))] * 3, doc=doc)] * 2),
+        wrong(*[lambda: context_parallel(op, method=cast("Any", None))] * 2),
+        wrong(*[lambda: context_parallel(op, wide=cast("Any", "yes"))] * 2),
+        wrong(lambda: torch.func.vmap(lambda x: sharded(x, x, x, doc=doc))(x[None]), right),
         wrong(*[lambda: context_parallel(op, cast("Any", "cp"))] * 2),
         wrong(*[lambda: context_parallel(op, partition=partition(op, 20, 3, doc=doc))] * 2),
         wrong(right, right),
@@ -89,6 +95,11 @@ def test_every_rank_says_what_one_did_wrong() -> None:
         "ValueError: rank 1: 'k' is on meta, but 'q' is on cpu",
         "TypeError: rank 1: unknown argument 'window'",
         "ValueError: rank 1: 'q' has shape [1, 2, 10, 16]; [n, H, D] is expected",
+        "ValueError: rank 1: 'q' is on meta; gloo, which this group has, takes tensors on CPUs",
+        "TypeError: rank 0: 'q' is a DTensor; context_parallel takes this rank's rows (to_local())",
+        "ValueError: unknown method None; known are 'auto', 'all_gather', 'ring', 'ulysses'",
+        "TypeError: 'wide' must be a bool, not str",
+        "TypeError: rank 1: 'q' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these",
         "TypeError: 'mesh' must be a DeviceMesh or a process group, not str",
         "ValueError: the partition is for 3 ranks; the group has 2",
         "nothing",
@@ -132,6 +143,31 @@ def test_a_rank_that_ends_is_named(leave: Callable[[], str]) -> None:
     some.end()
     assert said.startswith("rank 1 does not answer, asked for"), said
     assert time.monotonic() - started < 60
+
+
+def _leave_before_heads_change_places() -> str:
+    """Rank 1 of four ends where each is in one collective with all others."""
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    x = torch.zeros(1, 4, 10, 16)
+    sharded = context_parallel(op, None, "ulysses", partition(op, 40, 4, method="contiguous"), check=False)
+    sharded(x, x, x)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        sharded(x, x, x)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("leave", [_leave, _leave_before_heads_change_places])
+def test_of_many_ranks_the_one_that_ends_is_named(leave: Callable[[], str]) -> None:
+    """It takes connections of others with it, who are there."""
+    some = Ranks(4, seconds=30)
+    found = some.run(leave, may_end=True)
+    some.end()
+    for said in (found[0], found[2], found[3]):
+        assert said.startswith("rank 1 does not answer, asked for"), found
 
 
 def _alone() -> float:

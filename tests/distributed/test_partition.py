@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +33,17 @@ def test_documents_are_balanced_by_what_they_are() -> None:
     assert partition(op, 8192, 4, method="contiguous", **given).imbalance > 0.2
 
 
-@pytest.mark.parametrize("method", ["balanced", "contiguous", "head_tail"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_one_run_a_rank_of_equal_work(world: int) -> None:
+    op = flashgen.loads("attention w { head_dim 16 mask causal and window_left(1024) }", backend="reference")
+    equal, runs = (partition(op, 8192 * world, world, method=method) for method in ("contiguous", "runs"))
+    assert equal.imbalance > 0.005
+    assert runs.imbalance < 0.005, str(runs)
+    assert max(map(len, runs.spans)) == 1
+    assert sum(runs.sent) <= 1.05 * sum(equal.sent)
+
+
+@pytest.mark.parametrize("method", ["balanced", "contiguous", "head_tail", "runs"])
 @pytest.mark.parametrize("length", [0, 1, 5, 203])
 def test_every_position_once(length: int, method: str) -> None:
     op = flashgen.loads("attention c { head_dim 16 mask causal }", backend="reference")
@@ -53,6 +63,26 @@ def test_what_is_no_partition_is_named() -> None:
         partition(op, 20, 0, doc=doc)
     with pytest.raises(TypeError, match="'doc'"):
         partition(op, 20, 2)
+    with pytest.raises(ValueError, match=r"tensor 'doc' has shape \[21\]; the spec declares \[Nq\] = \[20\]"):
+        partition(op, 20, 2, doc=torch.zeros(21, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"tensor 'doc' is torch.float32; the spec declares i32"):
+        partition(op, 20, 2, doc=torch.zeros(20))
+    with pytest.raises(TypeError, match="unknown argument 'docs'; did you mean 'doc'"):
+        partition(op, 20, 2, doc=doc, docs=doc)
+    other: Any = "causal"
+    with pytest.raises(TypeError, match=r"'op' must be an op of flashgen.load or loads, not str"):
+        partition(other, 20, 2)
+    with pytest.raises(TypeError, match=r"'dtype' is 'bf16'; a torch.dtype is expected"):
+        partition(op, 20, 2, doc=doc, dtype=cast("Any", "bf16"))
+    near = flashgen.loads("attention n { head_dim 16 param n: i32 mask window_left(n) }", backend="reference")
+    with pytest.raises(TypeError, match="missing argument 'n': the spec declares param n: i32"):
+        partition(near, 20, 2)
+    with pytest.raises(TypeError, match="argument 'n' must be a number or a 0-dim tensor"):
+        partition(near, 20, 2, n="9")
+    with pytest.raises(ValueError, match="'rank' is 2; one of 2 ranks is expected"):
+        partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 20, 16), rank=2)
+    with pytest.raises(TypeError, match="'x' must be a tensor, not list"):
+        partition(op, 20, 2, doc=doc).shard(cast("Any", [1]), rank=0)
     with pytest.raises(ValueError, match="do not hold each of 9 positions once"):
         Partition(9, (((0, 4),), ((5, 9),)), (0.5, 0.5))
     with pytest.raises(ValueError, match="'x' has 7 rows in dimension 2; the partition says 20"):
@@ -75,7 +105,13 @@ def test_whole_documents_send_nothing() -> None:
     assert partition(flashgen.load("causal", backend="reference"), 100, 3, method="documents").spans.count(()) == 2
 
 
-@pytest.mark.parametrize("method", ["contiguous", "balanced"])
+def test_a_mask_that_keeps_nothing_reads_no_list() -> None:
+    text = "tensor idx: i32[Nq, 2] select 16: idx[i, :] mask i < i"
+    op = flashgen.loads(f"attention nothing {{ head_dim 16 {text} }}", backend="reference")
+    assert partition(op, 40, 2).lengths == (20, 20)
+
+
+@pytest.mark.parametrize("method", ["contiguous", "balanced", "runs"])
 @pytest.mark.parametrize("text", ["window(200)", "causal and i - j < 300", "doc[i] == doc[j] and causal", "causal"])
 def test_little_is_sent_that_no_mask_keeps(text: str, method: str) -> None:
     """At most 1.1 times the rows that a kept pair needs."""

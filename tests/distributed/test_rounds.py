@@ -14,7 +14,7 @@ from flashgen.distributed.needs import Held, Needs, joined, needs_of
 from flashgen.distributed.partition import partition
 from flashgen.distributed.rounds import Rounds, rounds_of
 from flashgen.distributed.segments import Pace, overlaps
-from flashgen.distributed.sums import Total
+from flashgen.distributed.sums import Total, steps_of
 
 SPECS = {
     "causal": "mask causal",
@@ -101,6 +101,19 @@ def test_rows_go_alone_where_that_leaves_fewer_own_keys_to_copy() -> None:
     assert copied[0] > 100
 
 
+def test_rows_that_need_no_other_rank_are_told_apart() -> None:
+    """A window of 512 on a rank of 8,192: hardly more rows wait for keys of others than see some."""
+    op = flashgen.loads("attention near { head_dim 16 mask causal and window_left(512) }", backend="reference")
+    sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": 16384, "Nk": 16384}
+    held = partition(op, 16384, 2, method="contiguous").spans
+    needs = needs_of(mask_of(op.spec, op.spec.head_dims[0], sizes, {}), held)
+    plan = rounds_of(needs, held, 1, at_once=True, pace=COPIES)
+    assert [len(each.units) for each in plan.rounds] == [1, 1]
+    (unit,) = plan.rounds[1].units
+    assert 511 <= unit.rows[1] - unit.rows[0] <= 768
+    assert needs.are_few(held)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_sent_is_what_is_received(name: str) -> None:
     needs, held = _needs(name, 3, "head_tail", 2003)
@@ -132,6 +145,19 @@ def test_parts_of_a_gradient_are_added_where_they_belong(seed: int) -> None:
     found = torch.full(wanted.shape, 7.0, dtype=torch.bfloat16)
     total.put((found,) if seed % 2 else (found[0], found[1]))
     assert torch.equal(found.float(), wanted)
+
+
+def test_what_is_added_last_is_added_where_rows_are_rounded() -> None:
+    two = steps_of(((0, 10), (4, 8)), 12)
+    assert two.added == ()
+    assert sorted((each.into, each.last) for each in two.placed) == [
+        ((0, 4), None), ((4, 8), (1, (0, 4))), ((8, 10), None),
+    ]  # fmt: skip
+    assert two.gaps == ((10, 12),)
+    # Of three parts the one that comes last by their order, and none before one that overlaps it.
+    three = steps_of(((0, 10), (4, 9), (5, 7)), 10)
+    assert three.added == ((0, (4, 9), 1, (0, 5)),)
+    assert [each.last for each in three.placed if each.last] == [(2, (0, 2))]
 
 
 def test_overlaps_of_spans() -> None:

@@ -116,7 +116,7 @@ def test_draws_are_the_same_for_the_same_seed_and_of_every_kind() -> None:
     assert drawn == [draw_over_ranks(seed, TILED, 4) for seed in range(120)]
     ranks = [call.ranks for each in drawn for call in each.calls if call.ranks is not None]
     assert {each.method for each in ranks} >= {"", "ring", "all_gather", "ulysses", "auto", "ring,ulysses"}
-    assert {each.partition for each in ranks} == {"", "balanced", "contiguous", "head_tail", "documents"}
+    assert {each.partition for each in ranks} == {"", "balanced", "contiguous", "head_tail", "runs", "documents"}
     assert {each.mesh for each in ranks} >= {(), (1, 4), (2, 2), (4, 1)}
     assert {each.sharded for each in ranks} == {"", "batch", "heads", "nothing"}
     assert any(call.lengths for each in drawn for call in each.calls)

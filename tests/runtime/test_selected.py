@@ -136,3 +136,15 @@ def test_derivatives_of_derivatives_read_the_lists(ragged: bool) -> None:
 
     for found, exact in zip(results(op, q), results(op.reference, q.double()), strict=True):
         assert relative_error(found, exact) < 1e-5
+
+
+def test_lists_that_say_which_list_is_whose() -> None:
+    """An index that reads the lists themselves sees their numbers, not where they lie; each call by its own."""
+    text = "tensor idx: i32[7, H, 3] select 1: idx[idx[3, h, 0] % 7, H - 1 - h, :]"
+    op = flashgen.loads(f"attention own {{ head_dim 8 {text} }}")
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 300, 8, generator=generator) for _ in range(3))  # several tiles of keys
+    for _ in range(4):
+        numbers = torch.randint(-50, 300, (7, 2, 3), generator=generator).int()
+        truth = op.reference(q, k, v, idx=numbers, dtype=torch.float64)
+        assert relative_error(op(q, k, v, idx=numbers), truth) < 1e-5
