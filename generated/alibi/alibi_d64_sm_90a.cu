@@ -4221,8 +4221,7 @@ template <class T, bool atomic, Adding how> struct Block {
           const float p = s.at[0][t][k * 2 + e];
           float& d_value = dp.at[0][t][k * 2 + e];
           [[maybe_unused]] const Column& c = columns[k];
-          // past the last query P is NaN where keys are
-          const bool kept = !masked || (p != 0.0f && row0 + row < q_len);
+          const bool kept = !masked || (p != 0.0f);
           const float d_score = p * (d_value - delta);
           d_value = d_score;
           // ∂L/∂slope[h]
