@@ -94,15 +94,42 @@ def _processor(table: str) -> str | None:
     return found[1] if found else None
 
 
+def processor(cpuinfo: str) -> str | None:
+    """What Linux says of a processor, with its generation: machines of the cloud call several by one name."""
+
+    def value(key: str) -> str:
+        found = re.search(rf"^{key}[ \t]*:[ \t]*(.+)", cpuinfo, re.MULTILINE)
+        return found[1].strip() if found else ""
+
+    name, family, model = (value(key) for key in ("model name", "cpu family", "model"))
+    if not (name and family and model):
+        return name or None
+    generation = _zen(int(family), int(model)) if value("vendor_id") == "AuthenticAMD" else None
+    return f"{name} ({generation or f'family {family} model {model}'})"
+
+
+def _zen(family: int, model: int) -> str | None:
+    """AMD's name of a core, by the families and models that Linux's `arch/x86/kernel/cpu/amd.c` tells apart."""
+    known: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...] = (
+        ("Zen", 0x17, ((0x00, 0x2F), (0x50, 0x5F))),
+        ("Zen 2", 0x17, ((0x30, 0x4F), (0x60, 0x7F), (0x90, 0x91), (0xA0, 0xAF))),
+        ("Zen 3", 0x19, ((0x00, 0x0F), (0x20, 0x5F))),
+        ("Zen 4", 0x19, ((0x10, 0x1F), (0x60, 0xAF))),
+        ("Zen 5", 0x1A, ((0x00, 0x2F), (0x40, 0x4F), (0x60, 0x7F))),
+    )
+    for name, own, models in known:
+        if family == own and any(low <= model <= high for low, high in models):
+            return name
+    return None
+
+
 def machine() -> str:
     """The processor, the cores, and the versions that matter."""
     import torch  # noqa: PLC0415 - timed scripts decide when torch is imported
 
-    model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
-        model = found[1] if found else model
+    told = processor(cpuinfo.read_text()) if cpuinfo.exists() else None
+    model = told or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]  # noqa: S607
     return f"{model}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}, {compiler}"

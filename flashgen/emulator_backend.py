@@ -16,7 +16,6 @@ from flashgen.gpu_calls import (
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
     RowsOf,
-    cache_of_call,
     call_of,
     check_element,
     is_f8,
@@ -26,6 +25,7 @@ from flashgen.gpu_calls import (
     over_cache,
     passes_of,
     pins_of_call,
+    rows_of_call,
     steps_of,
     takes_f8,
     with_jvp,
@@ -110,7 +110,7 @@ class EmulatorProvider:
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
         """One call over a cache."""
-        cached, head_dim = self._other(cache_of_call(asked.values)), asked.call.head_dim
+        cached, head_dim = self._other(rows_of_call(RowsOf.CACHED, asked.values)), asked.call.head_dim
         gpu = product_of(self.target)
         kernel = cached.compiled(head_dim, pins_of_call(cached.compiled(head_dim), asked.element, asked.values))
         check_element(kernel.variant, kernel.plan, asked.element, self.target)
@@ -147,7 +147,7 @@ class EmulatorProvider:
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
             """What the call's pass starts: the host's compiler takes a second for each kernel."""
-            if self.rows is RowsOf.CACHED and cache_of_call(values) is RowsOf.F8_CACHED:
+            if rows_of_call(self.rows, values) is not self.rows:
                 return of_8_bits().compiled(name, values)
             element = call_of(values)[0]
             pins = pins_of_call(self.compiled(head_dim), element, values)
@@ -189,7 +189,7 @@ def cached_kernel(
     spec: AttentionSpec, head_dim: HeadDim, target: str, values: Mapping[str, float]
 ) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
-    variant, element = kernel_variant(spec, head_dim, cache_of_call(values)), call_of(values)[0]
+    variant, element = kernel_variant(spec, head_dim, rows_of_call(RowsOf.CACHED, values)), call_of(values)[0]
     return compiled(variant, GPUS[target], pins_of_call(compiled(variant, GPUS[target]), element, values))
 
 

@@ -22,7 +22,6 @@ from flashgen.gpu_calls import (
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
     RowsOf,
-    cache_of_call,
     call_of,
     check_element,
     is_f8,
@@ -33,6 +32,7 @@ from flashgen.gpu_calls import (
     over_cache,
     passes_of,
     pins_of_call,
+    rows_of_call,
     steps_of,
     takes_f8,
     with_jvp,
@@ -161,7 +161,7 @@ class CudaProvider:
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
         """One call over a cache."""
-        cached, head_dim = self._other(cache_of_call(asked.values)), asked.call.head_dim
+        cached, head_dim = self._other(rows_of_call(RowsOf.CACHED, asked.values)), asked.call.head_dim
         index = asked.call.device.index or 0
         ready, _ = cached.of_call(head_dim, index, "forward", asked.values)
         board, variant = self.board(index), cached._variant(head_dim)
@@ -220,8 +220,7 @@ class CudaProvider:
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
             element, _ = call_of(values)
-            is_narrow = self.rows is RowsOf.CACHED and cache_of_call(values) is RowsOf.F8_CACHED
-            own = self.of_8_bits() if is_narrow else self
+            own = self if rows_of_call(self.rows, values) is self.rows else self.of_8_bits()
             ready, _ = own.of_call(head_dim, index, name, values)
             return Compiled(ready.path, launches_of(own._variant(head_dim), ready.plan, ready.source.symbol, element))
 

@@ -204,9 +204,9 @@ def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target:
         )
 
 
-def cache_of_call(values: Mapping[str, float]) -> RowsOf:
-    """What a call over a cache takes the rows of."""
-    return RowsOf.F8_CACHED if values["key_element"] == F8_CODE else RowsOf.CACHED
+def rows_of_call(rows: RowsOf, values: Mapping[str, float]) -> RowsOf:
+    """What a call takes the rows of, where its kernels take ``rows``: a call over a cache says if that is of 8 bits."""
+    return RowsOf.F8_CACHED if rows is RowsOf.CACHED and values["key_element"] == F8_CODE else rows
 
 
 def is_f8(values: Mapping[str, float]) -> bool:

@@ -171,13 +171,15 @@ class Variant:
     conditions on positions found in the score; a pair has weight 0 where it is false. ``score_by_dot`` is the whole
     derivative by dot (sqdist = |q|² + |k|² - 2 dot), ``score_by_sqdist`` the one by |q|² or |k|², None where sqdist is
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
-    tensor. ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``:
-    they take caches, of which each sequence's last queries are a part of a dense call, ``f8_cached`` those of 8 bits
-    beside queries of more; ``parts``: kernels are over some
-    of the keys of rows, and write what others are added to, in float32; ``slices``: o, lse and dQ are rows of larger
-    tensors, and gradients of keys float32, which others are added to; ``f8``: they multiply q, k and v of 8 bits;
-    ``tangent``: they compute tangents beside o and lse; None: they do not. Over caches, of 8 bits and with tangents
-    they have a forward pass alone, or, of tangents with slopes, a backward pass alone.
+    tensor.
+
+    ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``: they take
+    caches, of which each sequence's last queries are a part of a dense call, ``f8_cached`` those of 8 bits beside
+    queries of more; ``parts``: kernels are over some of the keys of rows, and write what others are added to, in
+    float32; ``slices``: o, lse and dQ are rows of larger tensors, and gradients of keys float32, which others are added
+    to; ``f8``: they multiply q, k and v of 8 bits; ``tangent``: they compute tangents beside o and lse; None: they do
+    not. Over caches, of 8 bits and with tangents they have a forward pass alone, or, of tangents with slopes, a
+    backward pass alone.
     """
 
     spec: AttentionSpec

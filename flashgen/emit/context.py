@@ -45,8 +45,13 @@ class AddHook(Protocol):
 
 
 def by_score(variant: Variant, arriving: str = "d_score") -> str:
-    """A format: what comes through the score of a pair, or what ``arriving`` names, from one of its derivatives."""
-    return f"fg::chained({arriving}, %s)" if variant.has_infinities else f"{arriving} * %s"
+    """A format: what comes through the score of a pair, or what ``arriving`` names, from one of its derivatives.
+
+    Where what arrives may be no number, and a derivative 0, nothing does: beside infinities, and if no product moves
+    the score, which captured values may make infinite.
+    """
+    asked = variant.has_infinities or variant.score_by_dot == literal(0.0)
+    return f"fg::chained({arriving}, %s)" if asked else f"{arriving} * %s"
 
 
 def derivative_hooks(variant: Variant, placement: Placement, hook: AddHook, c_type: str, inputs: str) -> str | None:

@@ -28,7 +28,7 @@ from flashgen.verification.inputs import Inputs, random_inputs, tensor_shape
 
 _CONVERTED = {torch.float32: torch.bfloat16, torch.int32: torch.int64}
 _MOST_ELEMENTS = 2**24
-_LOWEST: Mapping[str, float] = {"-1e30": -1e30, "-1e9": -1e9, "-inf": -torch.inf}
+_EXTREMES: Mapping[str, float] = {"-1e30": -1e30, "-1e9": -1e9, "-inf": -torch.inf, "inf": torch.inf}
 
 
 class TooLargeError(ValueError):
@@ -320,10 +320,10 @@ def plain(inputs: Inputs) -> Inputs:
 
 
 def _extreme(tensor: Tensor, word: str | None, seed: int) -> Tensor:
-    """Some rows of a bias at the most negative number, some entries of the others, as masks are written."""
+    """Some rows of a bias at an extreme number, the most negative mostly, as masks are written, and some entries."""
     if word is None or not tensor.is_floating_point() or not tensor.numel():
         return tensor
-    value = torch.finfo(tensor.dtype).min if word == "lowest" else _LOWEST[word]
+    value = torch.finfo(tensor.dtype).min if word == "lowest" else _EXTREMES[word]
     generator = torch.Generator().manual_seed(seed + 1)
     chosen = torch.rand(tensor.shape, generator=generator) < 0.3
     rows = torch.rand((*tensor.shape[:-1], 1), generator=generator) < 0.3

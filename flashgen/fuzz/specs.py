@@ -77,6 +77,7 @@ class Builder:
     declarations: list[Statement] = field(default_factory=list)
     params: dict[ScalarType, list[Node]] = field(default_factory=lambda: {FLOAT: [], INT: []})
     biases: list[str] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
     names: Names = field(init=False)
     block: int = 64
 
@@ -205,7 +206,7 @@ class Builder:
         return value
 
     def biased(self, score: Node) -> Node:
-        """The score and a bias that calls may fill with the most negative numbers."""
+        """The score and a bias that calls may fill with the most negative numbers; seldom the bias alone."""
         dimensions = self.chance.choice(BIASES)
         tensor = self.tensor(FLOAT, "score", *dimensions)
         while tensor.element is ElementType.F16:  # whose numbers end at 65504: a mask there is -inf or nothing
@@ -214,6 +215,9 @@ class Builder:
             tensor = self.tensor(FLOAT, "score", *dimensions)
         self.biases.append(tensor.name)
         indices = ", ".join(each.ways[0].text for each in dimensions)
+        if self.chance.random() < 0.1:
+            self.alone.append(tensor.name)
+            return leaf(FLOAT, f"(0.0 + {tensor.name}[{indices}])", FloatRange(-8.0, 8.0))
         return Node(FLOAT, f"({{0}} + {tensor.name}[{indices}])", (score,), FloatRange(-8.0, 8.0))
 
     def condition(self, forms: Sequence[str], place: Place, depth: int) -> Node:
@@ -310,6 +314,9 @@ class Builder:
 def draw_spec(
     chance: random.Random, pins: Sequence[str], dtypes: Sequence[str]
 ) -> tuple[SpecDraw, Mapping[str, Sequence[str]]]:
-    """A random spec, and what its calls have to know of it: ``biases`` are tensors that are only added to the score."""
+    """A random spec, and what its calls have to know.
+
+    ``biases`` are tensors that are only added to the score, ``alone`` those that are all of it.
+    """
     builder = Builder(chance, pins, dtypes)
-    return builder.build(), {"biases": tuple(builder.biases)}
+    return builder.build(), {"biases": tuple(builder.biases), "alone": tuple(builder.alone)}

@@ -26,7 +26,8 @@ class Attention(nn.Module):
     ``head_dim`` (an int, or (D, Dv); default: the spec's first) are the sizes that shapes of learned tensors may
     depend on; ``sizes`` adds others that stay as they are, such as ``{"Nk": 1024}``. A tensor with ``grad`` whose
     shape follows from these is owned; every other tensor, and what has no ``grad``, is passed to the call by its name.
-    ``initial`` gives owned values their first values by name: a number, a tensor, or a function that fills a tensor.
+    Calls have these heads. ``initial`` gives owned values their first values by name: a number, a tensor, or a function
+    that fills a tensor.
     Without it slopes of heads are those of ALiBi, sinks 0, params their defaults, other tensors normal (0.02).
     A scalar param is a Parameter of shape [1], which FSDP can shard. ``name``, ``const`` and ``backend`` are those
     of ``flashgen.load``; ``device`` and ``dtype`` those of the Parameters (default: the declared types).
@@ -78,7 +79,8 @@ class Attention(nn.Module):
         """``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
 
         ``arguments`` are those of the op: tensors and params that the module does not own, ``return_lse``, ``seed`` …
-        Raises what the op raises, and ``TypeError`` for a value that the module owns.
+        Raises what the op raises, ``TypeError`` for a value that the module owns, and ``ValueError`` for other heads
+        than the module's.
         """
         return self.attend_with(self.op, q, k, v, **arguments)
 
@@ -89,9 +91,21 @@ class Attention(nn.Module):
                 raise TypeError(f"'{each.name}' is a Parameter of this module, not an argument of its call")
             value = getattr(self, each.name).to(each.dtype)
             arguments[each.name] = value.reshape(()) if each.is_scalar else value
+        self._check_heads(q, k, arguments)
         if not self.training and op.spec.dropout is not None:
             arguments.setdefault("dropout_p", 0.0)
         return op(q, k, v, **arguments)  # type: ignore[operator]
+
+    def _check_heads(self, q: Any, k: Any, arguments: Mapping[str, Any]) -> None:
+        """That a call has the heads of the module, or says which of them; what has no heads is the op's to refuse."""
+        if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)) or {"h_start", "h_total"} & set(arguments):
+            return
+        for name, x, heads, wanted in (("q", q, "heads", self.heads), ("k", k, "kv_heads", self.kv_heads)):
+            if x.shape[1] != wanted:
+                raise ValueError(
+                    f"'{name}' has {x.shape[1]} heads, the module {heads}={wanted}; give Attention({heads}=…) those of "
+                    "its calls, or pass h_start and h_total with a part of them"
+                )
 
     def extra_repr(self) -> str:
         """What stands between the parentheses."""

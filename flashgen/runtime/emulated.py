@@ -155,7 +155,7 @@ class EmulatedKernel:
         """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()
         own, written = list(values), []
-        known = {name: int(value) for name, value in self.layout.named(values).items()}
+        known = self.layout.ints(values)
         allocations: dict[str, tuple[int, int]] = {}
         for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
             shift = address % _LINE

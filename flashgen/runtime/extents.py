@@ -33,7 +33,7 @@ def extents(
     layout: ArgumentLayout, head_dim: HeadDim, values: Values, operands: Mapping[str, Operand] = OPERANDS
 ) -> Mapping[str, tuple[int, int]]:
     """Address and bytes of every tensor of the call."""
-    known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
+    known = layout.ints(values)
     found = {}
     for field in layout.fields:
         if "pointer" in field.kind and field.name != "workspace" and known[field.name]:

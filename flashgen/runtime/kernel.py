@@ -55,6 +55,10 @@ class ArgumentLayout:
         """Values by the names of their fields."""
         return dict(zip(self.names, values, strict=True))
 
+    def ints(self, values: Values) -> dict[str, int]:
+        """Those that are ints, as lengths and strides are: a param may be infinite, and is no size."""
+        return {name: value for name, value in self.named(values).items() if isinstance(value, int)}
+
 
 @dataclass(frozen=True)
 class Step:

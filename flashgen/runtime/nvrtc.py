@@ -29,6 +29,7 @@ _OPTIONS_SINCE_13 = ("--no-cache",)
 _CUBIN, _LOG = "kernels.cubin", "compile.log"
 _KERNEL = re.compile(r"Function properties for (\w+)\n")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .*function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _LOCK = threading.Lock()  # NVRTC compiles one program at a time
@@ -36,13 +37,17 @@ _LOCK = threading.Lock()  # NVRTC compiles one program at a time
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread, bytes of its own shared memory, bytes that spill from registers."""
+    """What one kernel takes: registers a thread, bytes of its own shared memory, bytes that spill from registers.
+
+    ``serialized``: each product of a warpgroup waits for the one before, as the assembler says (C7510 to C7514).
+    """
 
     name: str
     registers: int
     shared_bytes: int
     spill_bytes: int
     stack_bytes: int
+    serialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def compile_cuda(source: Source, target: str, *, cache: Cache | None = None, par
 
 def resources(log: str) -> tuple[Resources, ...]:
     """What the assembler said of each kernel, in the order of their names."""
-    found = []
+    found, serialized = [], set(_SERIALIZED.findall(log))
     names = list(_KERNEL.finditer(log))
     ends = [*(name.start() for name in names[1:]), len(log)]
     for name, end in zip(names, ends, strict=False):  # no name: nothing was said
@@ -109,7 +114,8 @@ def resources(log: str) -> tuple[Resources, ...]:
         stack, registers, shared = _STACK.search(said), _REGISTERS.search(said), _SHARED.search(said)
         if stack and registers:
             spills = int(stack[2]) + int(stack[3])
-            found.append(Resources(name[1], int(registers[1]), int(shared[1]) if shared else 0, spills, int(stack[1])))
+            own = int(shared[1]) if shared else 0
+            found.append(Resources(name[1], int(registers[1]), own, spills, int(stack[1]), name[1] in serialized))
     return tuple(sorted(found, key=lambda each: each.name))
 
 

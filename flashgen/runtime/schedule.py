@@ -107,7 +107,7 @@ def schedule(
 
     Raises ``ValueError`` where a single key/value head is too large for one.
     """
-    known = {name: value for name, value in layout.named(values).items() if isinstance(value, int)}
+    known = layout.ints(values)
     shards = tuple(_shards(known, head_dim, most, launches.operands))
     is_whole = len(shards) == 1
     parts = tuple(

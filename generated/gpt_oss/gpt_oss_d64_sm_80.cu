@@ -729,6 +729,13 @@ template <class T> struct StridedRows {
 template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + int64_t(row) * width; }
 template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }
 
+// How many rows a tile is copied at a time.
+template <int threads, class Tile> FG_CONSTEXPR int rows_at_a_time() {
+  constexpr int lanes = power_of_two_above(Tile::columns / Tile::chunk, threads);
+  static_assert(threads % lanes == 0, "a row is copied by neighbouring threads");
+  return threads / lanes;
+}
+
 // Starts the copy of rows first … first + count - 1 of `width` elements into the tile; the rest of it becomes zero.
 // Where a row lies `from.at` says.
 // Rows that are no whole number of chunks go element by element. `threads` threads take part, `thread` of which is this
@@ -736,9 +743,9 @@ template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { 
 template <int threads, int width, class Tile, class From>
 FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count, int thread) {
   using T = typename Tile::element;
-  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, lanes = power_of_two_above(chunks, threads);
-  constexpr int step = threads / lanes;  // rows at a time
-  static_assert(width <= Tile::columns && threads % lanes == 0, "a row is copied by neighbouring threads");
+  constexpr int chunk = Tile::chunk, chunks = Tile::columns / chunk, step = rows_at_a_time<threads, Tile>();
+  constexpr int lanes = threads / step;
+  static_assert(width <= Tile::columns, "a tile has all columns");
   const int row0 = unsigned(thread) / lanes, column0 = unsigned(thread) % lanes * chunk, rows_left = count - row0;
 #pragma unroll
   for (int part = 0; part < chunks; part += lanes) {
@@ -770,11 +777,6 @@ FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count, int thr
 template <int threads, int width, class Tile, class From>
 FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count) {
   copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
-}
-
-// How many rows a tile is copied at a time.
-template <int threads, class Tile> FG_CONSTEXPR int rows_at_a_time() {
-  return threads / power_of_two_above(Tile::columns / Tile::chunk, threads);
 }
 
 // The same where all rows are there and as wide as the tile, by all threads of a block: nothing is asked of a row but

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from benchmarks.report import processor
 
 PAGE = "before\n<!-- speed -->\n`make bench` on {}, 2 cores\n\nold\n<!-- end of speed -->\nafter\n"
 
@@ -55,3 +56,25 @@ def test_a_section_that_is_not_there_is_named(page: Path) -> None:
     page.write_text("nothing")
     with pytest.raises(SystemExit, match="no section 'speed'"):
         publish()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "said"),
+    [
+        ("AuthenticAMD", 25, 1, "AMD EPYC (Zen 3)"),
+        ("AuthenticAMD", 25, 17, "AMD EPYC (Zen 4)"),
+        ("AuthenticAMD", 26, 2, "AMD EPYC (Zen 5)"),
+        ("AuthenticAMD", 40, 2, "AMD EPYC (family 40 model 2)"),
+        ("GenuineIntel", 6, 143, "AMD EPYC (family 6 model 143)"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(vendor: str, family: int, model: int, said: str) -> None:
+    cpuinfo = (
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: AMD EPYC\n"
+    )
+    assert processor(cpuinfo) == said
+
+
+def test_a_processor_without_a_family_is_called_by_its_name() -> None:
+    assert processor("model name\t: Neoverse\n") == "Neoverse"
+    assert processor("processor\t: 0\n") is None

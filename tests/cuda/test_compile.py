@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from pathlib import Path
 
 import pytest
 
-from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
+from flashgen.analysis.variant import analyse
+from flashgen.ir.types import ElementType
+from flashgen.language import parse_file
+from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc, resources
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
@@ -92,6 +96,37 @@ def test_weights_of_pairs_do_not_wait_for_one_another(weights: str) -> None:
     found = branches(binary)
     assert {each.name for each in binary.kernels} == set(found)
     assert max(found.values()) < 32, found  # of 64 pairs a lane and step
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["causal", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "gemma2_local", "t5"))],
+)
+def test_products_of_warpgroups_do_not_wait_for_one_another(name: str, specs: Path) -> None:
+    """The assembler says where they do: registers do not suffice, or something else writes what they add to."""
+    (spec,) = parse_file(specs / f"{name}.attn").specs
+    variant = analyse(spec, spec.head_dims[0])
+    source = emit_cuda(variant, GPUS["sm_90a"].plan(variant))
+    others = [each for each in spec.dtypes or ElementType if str(each) != "bf16"]
+    defines = tuple((f"FLASHGEN_{each.name}", "0") for each in others)
+    kernels = compile_cuda(dataclasses.replace(source, defines=defines), "sm_90a").kernels
+    assert any(each.name.endswith("backward_bf16") for each in kernels)
+    assert [each.name for each in kernels if each.serialized] == []
+
+
+def test_waiting_is_read_from_the_log() -> None:
+    lines = [
+        (
+            "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+            "insufficient register resources for the function 'x_keys'"
+        ),
+        *(
+            f"ptxas info    : Function properties for {name}\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes "
+            "spill loads\nptxas info    : Used 168 registers, used 1 barriers"
+            for name in ("x_forward", "x_keys")
+        ),
+    ]
+    assert {each.name: each.serialized for each in resources("\n".join(lines))} == {"x_forward": False, "x_keys": True}
 
 
 def test_dropout_stays_in_registers() -> None:

@@ -134,6 +134,21 @@ def test_a_table_over_lengths_is_an_argument_unless_they_are_given(op: flashgen.
     assert "table" not in dict(Attention(op, heads=4).named_parameters())
 
 
+@pytest.mark.parametrize("learned", ["", "tensor slope: f32[H] grad  score s + slope[h]"])
+def test_calls_have_the_heads_of_the_module(learned: str) -> None:
+    own = flashgen.loads(f"attention of_heads {{ head_dim 16  {learned} }}")
+    q, k, v = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))
+    module = Attention(own, heads=4, kv_heads=2)
+    module(q, k, v)
+    module(q[:, 2:], k[:, 1:], v[:, 1:], h_start=2, h_total=4)
+    for heads, kv_heads, words in (
+        (8, 2, "'q' has 4 heads, the module heads=8"),
+        (4, None, "'k' has 2 heads, the module kv_heads=4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Attention(own, heads=heads, kv_heads=kv_heads)(q, k, v)
+
+
 def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path) -> None:
     with pytest.raises(ValueError, match=r"owns no 'slop'; it owns 'slope', 'sink' and 'gain'"):
         Attention(op, heads=4, initial={"slop": 0.0})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -113,17 +115,53 @@ def test_an_infinite_score_is_masked() -> None:
 
 @pytest.mark.parametrize(("backend", "target"), [("cpu", None), ("emulator", "sm_80"), ("emulator", "sm_90a")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "score where(D > 0, inf, s)  weights normalize2(exp(s))",
+        "score where(D > 0, inf, s)",
+        "param most: f32 = inf  score most",
+        "tensor bias: f32[H]  score 0.0 + bias[h]",
+        "tensor bias: f32[H] grad  score bias[h]  weights softmax(sink = 1.0)",
+    ],
+)
 def test_a_score_that_no_product_moves_gives_it_no_gradient(
-    backend: str, target: str | None, dtype: torch.dtype
+    statements: str, backend: str, target: str | None, dtype: torch.dtype
 ) -> None:
     """Nor does one of +inf, whose row has no numbers: none of it reaches q and k, as in the reference."""
-    text = "attention still { head_dim 32  score where(D > 0, inf, s)  weights normalize2(exp(s)) }"
-    op = flashgen.loads(text, backend=backend, target=target)
+    op = flashgen.loads(f"attention still {{ head_dim 32  {statements} }}", backend=backend, target=target)
+    captured: dict[str, Any] = {"bias": torch.full((2,), torch.inf)} if "bias" in statements else {}
     q, k, v = (normal(1, 2, 30, 32, seed=seed).to(dtype).requires_grad_() for seed in range(3))
-    o, lse = op(q, k, v, return_lse=True)
-    assert lse.eq(torch.inf).all()
-    for gradient in torch.autograd.grad(o.float().sum(), (q, k)):
-        assert not gradient.any()
+    o, lse = op(q, k, v, **captured, return_lse=True)
+    assert o.isnan().all()
+    assert lse.eq(torch.inf).all() if "normalize2" in statements else not lse.isfinite().any()
+    for deterministic in (False, True):
+        o = op(q, k, v, **captured, deterministic=deterministic)
+        for gradient in torch.autograd.grad(o.float().sum(), (q, k)):
+            assert not gradient.any()
+
+
+@pytest.mark.parametrize(("target", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256)])
+@pytest.mark.parametrize(
+    ("sizes", "shape", "statements"),
+    [
+        ("H, Nq, Nk", (2, 37, 50), "score s + t[h, i, j]"),
+        ("Nq + Nk", (87,), "score s + t[i - j + Nk - 1]  mask causal"),
+        ("Nq, 16", (37, 16), "score s + t[i, (i * j) % 16]"),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_that_are_nan_write_inside_of_gradients(
+    sizes: str, shape: tuple[int, ...], statements: str, target: str, head_dim: int, deterministic: bool
+) -> None:
+    """A tile's rows past the last query are 0, but 0 times NaN is a weight of NaN: these rows have no elements."""
+    text = f"attention odd {{ head_dim {head_dim} tensor t: f32[{sizes}] grad {statements} }}"
+    op = flashgen.loads(text, backend="emulator", target=target)
+    q, k, v = (normal(1, 2, length, head_dim, seed=length).bfloat16() for length in (37, 50, 50))
+    k[0, :, 7] = torch.nan
+    t = torch.zeros(shape, requires_grad=True)
+    (gradient,) = torch.autograd.grad(op(q, k, v, t=t, deterministic=deterministic).float().sum(), t)
+    assert gradient.isnan().any()
 
 
 def test_one_key_leaves_no_gradient_however_large_scores_are() -> None:

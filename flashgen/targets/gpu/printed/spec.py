@@ -213,13 +213,13 @@ def has_dropout(variant: Variant) -> bool:
 
 
 def _dot_factor(variant: Variant) -> str | None:
-    """What all gradients of dot products are multiplied by at the end, where it is a constant.
+    """What becomes of sums of gradients of dot products at the end, where a constant is their factor.
 
-    Of functions of scores 0 is none: in a row that has +inf what arrives is NaN, which times 0 stays.
+    By 0 nothing is multiplied: in a row that has +inf sums are NaN, which times 0 stays.
     """
     tangent, slope = variant.tangent, variant.score_by_dot
     if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
         return None
-    if not isinstance(slope, Literal) or (slope.value == 0 and not variant.weights.form.exponential):
+    if not isinstance(slope, Literal):
         return None
-    return c_literal(slope.value)
+    return f"*= {c_literal(slope.value)}" if slope.value else "= 0.0f"
