@@ -7,9 +7,11 @@ What takes no longer than that is computed for the pair.
 
 from __future__ import annotations
 
+from flashgen.analysis.base_2 import LOG2_E, in_base_2
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Expr, index_set
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, index_set, literal
 from flashgen.plan.launches import Buffer, Count, Factor, Sum
 from flashgen.plan.work import takes_longer_than_a_read
 
@@ -56,3 +58,8 @@ def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """Float32, a number behind the other."""
     counts = diagonal_counts(variant, 4 * len(diagonal_numbers(variant)))
     return (Buffer(DIAGONALS, Sum(counts)),) if counts else ()
+
+
+def exponent_of(computed: Variant, score: Expr) -> Expr:
+    """A score of such a variant in base 2; beside numbers by distance as a product, so that these stay what is kept."""
+    return apply("mul", literal(LOG2_E), score) if diagonal_values(computed) else in_base_2(score)
