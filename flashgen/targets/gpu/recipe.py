@@ -24,7 +24,7 @@ from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.ahead import read_ahead
-from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, with_diagonals
+from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, has_runs, with_diagonals
 from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
@@ -64,7 +64,8 @@ class Recipe:
     but dS wants to know; ``bounded``: scores are, so that no row's are extreme. ``lag``: O is rescaled once a row's
     maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
     reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
-    for the weights. ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
+    for the weights. ``runs``: gradients of which it is written for runs of distances whether they add to one element.
+    ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
     at, which few tiles need.
     """
 
@@ -87,6 +88,7 @@ class Recipe:
     lag: int
     headroom: int
     moves_apart: bool
+    runs: tuple[CapturedGradient, ...]
     exponent: Expr | None
     ahead: Load | None
     near: Near | None
@@ -142,6 +144,7 @@ def recipe_of(variant: Variant) -> Recipe:
         lag=_lag(variant).limit,
         headroom=_headroom(variant),
         moves_apart=_moves_apart(computed),
+        runs=tuple(each for each in keys if weights_first and has_runs(variant, each)),
         exponent=exponent,
         ahead=read_ahead(computed),
         near=near_tanh(computed),
