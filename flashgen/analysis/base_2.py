@@ -17,6 +17,9 @@ from flashgen.ir.interval import FloatRange
 from flashgen.ir.types import ScalarType
 
 LOG2_E = math.log2(math.e)
+# Scores in base 2 that stay below this need no maximum: a sum of 2^20 weights is at most 2^100, and the products of the
+# least weight, 2^-80, and of its parts are normal numbers for values from 2^-30 on. Caps of up to 55 are below.
+MOST_EXPONENT = 80.0
 _MINUS_INFINITY = literal(-math.inf)
 
 
@@ -33,6 +36,11 @@ def largest_exponent(exponent: Expr) -> float:
     found = bounds(exponent, {})
     assert isinstance(found, FloatRange)
     return max(-found.lo, found.hi)
+
+
+def needs_no_maximum(exponent: Expr) -> bool:
+    """Whether weights are numbers wherever ``exponent``, a score in base 2, is counted from 0."""
+    return largest_exponent(exponent) <= MOST_EXPONENT
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

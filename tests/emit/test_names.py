@@ -35,6 +35,7 @@ _WORDS = """
     memcpy printf malloc free linux unix std fg omp Br Bc W PAIR INPUTS FG_INLINE FG_DEVICE Arguments Launch
     Head Row Column Diagonals Task Scratch weight rows columns row column place total bins bound sink_score
     kept safe inverse near step ahead begin offset origin distance diagonals visit tile keep make_row
+    run held exponent near_exponent shift less known extreme element several bounded
     make_head values u x r c d a t n e p qq kk lo hi tile_rows T t0 t_2 x_total a_dim_0 x_at of_t grad seen_t
     stride_0 Slope SLOPE slope sink count name main
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flashgen.analysis.base_2 import LOG2_E, in_base_2, largest_exponent
+from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, linear_factor
@@ -58,9 +58,6 @@ from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.version import __version__
 
-# Scores in base 2 that stay below this need no maximum: a sum of 2^20 weights is at most 2^100, and the products of the
-# least weight, 2^-80, and of its parts are normal numbers for values from 2^-30 on. Caps of up to 55 are below.
-_MOST_EXPONENT = 80.0
 # In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
 # weights, at most 2^8, lose nothing (FlashAttention-4 does the same).
 _MOST_GROWTH = 8.0
@@ -208,7 +205,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
 
     weights = variant.weights
     exponent = in_base_2(variant.score) if weights.form.exponential else None
-    bounded = exponent is not None and largest_exponent(exponent) <= _MOST_EXPONENT
+    bounded = exponent is not None and needs_no_maximum(exponent)
     if exponent is not None and bounded:
         hook("score", exponent, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
     elif linear is None:

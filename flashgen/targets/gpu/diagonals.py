@@ -3,17 +3,24 @@
 In: a ``Variant``. Out: the same over ``distance`` (``analysis/diagonals.py``), and the buffer. The first launch of a
 pass computes each once for the Nq + Nk diagonals of those heads that they tell apart; for a pair it is a read then.
 What takes no longer than that is computed for the pair.
+
+Of elements that receive gradients by distance the launch also says which are the same over ``RUN`` distances.
 """
 
 from __future__ import annotations
 
-from flashgen.analysis.diagonals import diagonal_values, over_diagonals
-from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Expr, index_set
+from flashgen.analysis.base_2 import LOG2_E, in_base_2
+from flashgen.analysis.diagonals import by_distance, diagonal_values, over_diagonals
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Literal, index_set, literal
 from flashgen.plan.launches import Buffer, Count, Factor, Sum
 from flashgen.plan.work import takes_longer_than_a_read
 
 DIAGONALS = "diagonals"
+ELEMENTS = "elements_by_distance"
+RUN = 32  # distances, one a lane of those that look at them
 BEYOND = 64  # distances more than there are, at either end: a lane's rows and columns past the last ones read, too
 
 
@@ -56,3 +63,30 @@ def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """Float32, a number behind the other."""
     counts = diagonal_counts(variant, 4 * len(diagonal_numbers(variant)))
     return (Buffer(DIAGONALS, Sum(counts)),) if counts else ()
+
+
+def exponent_of(computed: Variant, score: Expr) -> Expr:
+    """A score of such a variant in base 2; beside numbers by distance as a product, so that these stay what is kept."""
+    return apply("mul", literal(LOG2_E), score) if diagonal_values(computed) else in_base_2(score)
+
+
+def has_runs(variant: Variant, gradient: CapturedGradient) -> bool:
+    """Whether a gradient that pairs add to is a constant times dS, to elements that distances of those heads choose
+    whose diagonals there are.
+    """
+    read = by_distance(gradient.read)
+    if read is None or gradient.level is not Level.PAIR or not diagonal_numbers(variant):
+        return False
+    if gradient.from_weight is not None or not isinstance(gradient.from_score, Literal):
+        return False
+    return index_set(read) - {"distance"} <= diagonal_indices(variant)
+
+
+def run_buffers(variant: Variant, gradients: int) -> tuple[Buffer, ...]:
+    """Of the diagonals, by ``RUN`` of them, the element of each of the gradients, an int."""
+    if not gradients:
+        return ()
+    indices = diagonal_indices(variant)
+    heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
+    lengths = (Count((*heads, Factor(length, RUN)), 4 * gradients) for length in ("q_len", "kv_len"))
+    return (Buffer(ELEMENTS, Sum((*lengths, Count(heads, 2 * BEYOND // RUN * 4 * gradients)))),)

@@ -26,7 +26,7 @@ from flashgen.plan.operands import (
     TANGENTS,
     Operand,
 )
-from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts
+from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
@@ -80,7 +80,7 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
 
 
 def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
-    """Ranges of what the mask reads, and numbers of diagonals: at the start of every pass's workspace."""
+    """Ranges of what the mask reads, numbers of diagonals, their elements: at the start of every pass's workspace."""
     recipe, found = recipe_of(variant), []
     if recipe.observed_rows:
         size = 8 * len(recipe.observed_rows)
@@ -88,7 +88,7 @@ def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
     if recipe.observed_columns:
         size = 8 * len(recipe.observed_columns)
         found.append(Buffer("column_bounds", Count((*_heads(variant), _tiles(variant, "kv_len", GRANULE)), size)))
-    return (*found, *diagonal_buffers(variant))
+    return (*found, *diagonal_buffers(variant), *run_buffers(variant, len(recipe.runs)))
 
 
 def _observe(symbol: str, variant: Variant) -> list[Launch]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.analysis.base_2 import LOG2_E
 from flashgen.analysis.levels import Level, kept_level
 from flashgen.analysis.variant import DOT, Variant
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, literal, substitute, walk
+from flashgen.targets.gpu.diagonals import exponent_of
 
 # tanh x = x + x³ (c1 + c2 x²), right to 3e-7 up to FAR: to 1.4e-5 in a score whose cap is 50, where a weight is rounded
 # to 2^-9 or 2^-12 of itself.
@@ -21,11 +23,12 @@ _C1, _C2 = -0.33312132, 0.12641042
 
 @dataclass(frozen=True)
 class Near:
-    """The ``score`` where ``argument`` is at most ``bound``, whatever its sign."""
+    """The ``score`` where ``argument`` is at most ``bound``, whatever its sign; ``exponent``: in base 2."""
 
     argument: Expr
     bound: float
     score: Expr
+    exponent: Expr
 
 
 def near_tanh(variant: Variant) -> Near | None:
@@ -49,8 +52,10 @@ def near_tanh(variant: Variant) -> Near | None:
         ) if inner == tanh and value == DOT and factor != 0:
             # One multiplication less for either constant.
             c0, c1, c2 = cap * factor, cap * _C1 * factor**3, cap * _C2 * factor**5
-            return Near(DOT, FAR / abs(factor), _odd(DOT, c0, c1, c2))
-    return Near(argument, FAR, substitute(variant.score, {tanh: _odd(argument, 1.0, _C1, _C2)}))
+            exponent = _odd(DOT, *(LOG2_E * each for each in (c0, c1, c2)))
+            return Near(DOT, FAR / abs(factor), _odd(DOT, c0, c1, c2), exponent)
+    near: dict[Expr, Expr] = {tanh: _odd(argument, 1.0, _C1, _C2)}
+    return Near(argument, FAR, substitute(variant.score, near), substitute(exponent_of(variant, variant.score), near))
 
 
 def _odd(x: Expr, c0: float, c1: float, c2: float) -> Expr:

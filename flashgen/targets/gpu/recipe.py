@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from flashgen.analysis.levels import Level, mask_axes, observed_loads
+from flashgen.analysis.base_2 import needs_no_maximum
+from flashgen.analysis.levels import Level, kept_level, mask_axes, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.selection import reads_tiles
@@ -23,7 +24,7 @@ from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.ahead import read_ahead
-from flashgen.targets.gpu.diagonals import diagonal_numbers, with_diagonals
+from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, has_runs, with_diagonals
 from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
@@ -63,7 +64,9 @@ class Recipe:
     but dS wants to know; ``bounded``: scores are, so that no row's are extreme. ``lag``: O is rescaled once a row's
     maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
     reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
-    for the weights.
+    for the weights. ``runs``: gradients of which it is written for runs of distances whether they add to one element.
+    ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
+    at, which few tiles need.
     """
 
     computed: Variant
@@ -85,6 +88,8 @@ class Recipe:
     lag: int
     headroom: int
     moves_apart: bool
+    runs: tuple[CapturedGradient, ...]
+    exponent: Expr | None
     ahead: Load | None
     near: Near | None
     decisions: tuple[Decision, ...]
@@ -118,7 +123,7 @@ def recipe_of(variant: Variant) -> Recipe:
     longest_first = lists is not Lists.NONE and mask_axes(variant.keep) in _ORDERED
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
-    weights_first = folded or _weights_first(computed, keys)
+    weights_first, exponent = folded or _weights_first(computed, keys), _exponent(computed)
     return Recipe(
         computed=computed,
         numbers=numbers,
@@ -139,9 +144,11 @@ def recipe_of(variant: Variant) -> Recipe:
         lag=_lag(variant).limit,
         headroom=_headroom(variant),
         moves_apart=_moves_apart(computed),
+        runs=tuple(each for each in keys if weights_first and has_runs(variant, each)),
+        exponent=exponent,
         ahead=read_ahead(computed),
         near=near_tanh(computed),
-        decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first)),
+        decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first, exponent is not None)),
     )
 
 
@@ -191,6 +198,16 @@ def _is_bounded(computed: Variant) -> bool:
     return max(-found.lo, found.hi) + math.log(INT_MAX) < MOST_LSE
 
 
+def _exponent(computed: Variant) -> Expr | None:
+    """A tile of a cache has few rows, and waits for memory."""
+    if not computed.weights.form.exponential or computed.tangent is not None or computed.cached or computed.f8:
+        return None
+    if kept_level(computed.score) is not Level.PAIR:
+        return None
+    exponent = exponent_of(computed, computed.score)
+    return exponent if needs_no_maximum(exponent) else None
+
+
 def _folds(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
     """dS is all that follows the weights, and reaches dot products by a factor of the pair, a number everywhere."""
     if not _is_linear(computed) or keys or computed.forward_only or isinstance(computed.score_by_dot, Literal):
@@ -215,6 +232,7 @@ def _decisions(
     dq: SumsOfDq,
     cuts: bool,
     longest_first: bool,
+    bounded: bool,
 ) -> Iterator[Decision]:
     of_lists = {
         Lists.NONE: rules.EACH_FINDS,
@@ -237,6 +255,8 @@ def _decisions(
         yield Decision.by("numbers by distance", *by_distance)
     if variant.weights.form.exponential:
         yield Decision.by("rescaling", f"beyond 2^{_lag(variant).limit}", _lag(variant))
+    if bounded:
+        yield Decision.by("maxima of rows", "once weights are large", rules.BOUNDED_SCORES)
     if variant.forward_only:
         return
     if dq is SumsOfDq.ADDED_UP:

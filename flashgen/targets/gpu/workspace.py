@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from flashgen.analysis.variant import Variant
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
-from flashgen.targets.gpu.diagonals import DIAGONALS
+from flashgen.targets.gpu.diagonals import DIAGONALS, ELEMENTS
 from flashgen.targets.gpu.launches import (
     GRANULE,
     KEY_TILE_COUNTER,
@@ -35,6 +35,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "dq": ("dq_sums", "float"),
     "largest": ("largest_of", "uint32_t"),
     DIAGONALS: ("diagonals_of", "float"),
+    ELEMENTS: ("elements_by_distance", "int32_t"),
     TILE_COUNTER: ("tile_counter_of", "uint32_t"),
     KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
 }

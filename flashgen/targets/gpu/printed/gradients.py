@@ -17,6 +17,7 @@ from flashgen.emit.spelling import c_literal
 from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors
+from flashgen.targets.gpu.diagonals import RUN
 from flashgen.targets.gpu.model import BINS
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.printed.spec import Places
@@ -46,6 +47,7 @@ class Gradient:
     sink_code: str | None  # one row's contribution through the sink
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
+    runs: int | None  # which number it is of those whose elements are known for runs of distances
     factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
     stored: Stored | None  # where each pair of a call has an element of its own
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
@@ -59,7 +61,7 @@ class Gradient:
 @dataclass(frozen=True)
 class GradientCode:
     """By the kernel that sums them up: ``keys``, of which ``pairs`` have elements of their own a pair, ``queries``,
-    and ``sinks``, which arrive through sinks. A warp keeps ``bins`` sums by distance.
+    and ``sinks``, which arrive through sinks. A warp keeps ``bins`` sums by distance. A run of distances has ``run``.
     """
 
     keys: tuple[Gradient, ...]
@@ -67,6 +69,12 @@ class GradientCode:
     queries: tuple[Gradient, ...]
     sinks: tuple[Gradient, ...]
     bins: int
+    run: int
+
+    @property
+    def by_runs(self) -> tuple[Gradient, ...]:
+        """Those whose elements are known for runs of distances."""
+        return tuple(each for each in self.pairs if each.runs is not None)
 
     @property
     def stored(self) -> tuple[Gradient, ...]:
@@ -86,6 +94,7 @@ def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientC
         queries=tuple(found[each.read] for each in recipe.query_gradients),
         sinks=tuple(found[each.read] for each in recipe.sink_gradients),
         bins=BINS,
+        run=RUN,
     )
 
 
@@ -127,6 +136,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         sink_code=" + ".join(sinks) or None,
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
+        runs=recipe.runs.index(gradient) if gradient in recipe.runs else None,
         factor=None if on_diagonal is None and strides is None else _constant(gradient),
         stored=_stored(variant, gradient),
         strides=strides,

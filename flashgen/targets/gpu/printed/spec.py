@@ -151,6 +151,11 @@ def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSi
         near = recipe.near
         places.hook("near_argument", near.argument, comment="Where it is small the score is the next one")
         places.hook("near_score", near.score)
+    if recipe.exponent is not None:
+        assert all(each.name != "row_score" for each in places.row_functions), "i - j is bounded by nothing"
+        places.hook("exponent", recipe.exponent, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
+        if recipe.near is not None:
+            places.hook("near_exponent", recipe.near.exponent, comment="Where it is near")
     tangent = derivative_hooks(variant, placement, places.hook, "float", places.pair_inputs)
     if tangent is not None:
         places.row_functions.append(RowFunction("sink_tangent", tangent, "What the sink changes by"))
