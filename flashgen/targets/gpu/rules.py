@@ -24,6 +24,14 @@ FEW_ROWS_SHARED = Rule(
     128,
 )
 
+LAST_BLOCK_MERGES = Rule(
+    "last block merges",
+    "the last block to come to its end merges what all left of a tile, so long as a lane reads few numbers of O, by "
+    "four; more are merged by a kernel of many blocks",
+    "not measured",
+    160,
+)
+
 WIDE_ROWS = Rule(
     "wide rows",
     "above D 256 two stages fill a multiprocessor's memory: one of twice as many keys has half of the steps, each of "
