@@ -73,8 +73,8 @@ class MaskCode:
 
     ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
     ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
-    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``asks_ahead``: over a cache the mask follows from
-    positions alone, and blocks ask for their first keys before they list what they visit.
+    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``asks_ahead``: over a cache the mask follows
+    from positions alone, and blocks ask for their first keys before they list what they visit.
     """
 
     keep_range: RangeCode
