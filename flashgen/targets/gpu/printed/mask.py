@@ -15,7 +15,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
-from flashgen.ir.expr import Expr, Load, walk
+from flashgen.ir.expr import Expr
 from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
@@ -73,14 +73,12 @@ class MaskCode:
 
     ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
     ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
-    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``asks_ahead``: over a cache the mask follows
-    from positions alone, and blocks ask for their first keys before they list what they visit.
+    blocks keep ``words_of_notes`` beside it, in the structs ``notes``.
     """
 
     keep_range: RangeCode
     selected: Selected | None
     by_head: bool
-    asks_ahead: bool
     pieces: Pieces | None
     lists: Lists | None
     rows: tuple[Observed, ...]
@@ -101,7 +99,6 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
         selected=_selected(variant, placement),
         by_head="h" in mask_axes(variant.keep),
-        asks_ahead=variant.cached and not any(isinstance(each, Load) for each in walk(variant.keep)),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
         lists=_lists(variant, recipe),
         rows=tuple(each for each in observed if each.struct == "rows"),
