@@ -29,6 +29,7 @@ from flashgen.compiled import compiled
 from flashgen.gpu_calls import RowsOf, call_of, kernel_variant, launches_of
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.measured import PLANNERS_OWN
+from flashgen.runtime.counters import Counters
 from flashgen.runtime.cuda import CudaKernel
 from flashgen.runtime.kernel import ArgumentLayout, PassName
 from flashgen.runtime.op import AttentionOp, make_op
@@ -64,6 +65,9 @@ class NoDriver:
 
     def is_capturing(self) -> bool:
         return False
+
+    def counters(self, size: int, stream: int) -> Counters:  # noqa: ARG002 - see above
+        return Counters(0, size, torch.empty(0))
 
     def write_once(self, size: int, write: Callable[[int, int], None]) -> None:  # noqa: ARG002 - see above
         return None

@@ -116,9 +116,9 @@ class EmulatorProvider:
         check_element(kernel.variant, kernel.plan, asked.element, self.target)
         emulated = cached(head_dim, 0)
         own = (kernel.variant, kernel.plan, kernel.source.symbol)
-        forward, splits = over_cache(*own, emulated.layout, asked, emulated.size, {})
+        forward, parts = over_cache(*own, emulated.layout, asked, emulated.size, {})
         device = f"emulated {gpu.product}"
-        return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, splits)
+        return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, parts)
 
     def _other(self, rows: RowsOf) -> EmulatorProvider:
         return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows)

@@ -167,8 +167,8 @@ class CudaProvider:
         board, variant = self.board(index), cached._variant(head_dim)
         resources = {said.name: said for said in ready.resources}
         own = (variant, ready.plan, ready.source.symbol)
-        forward, splits = over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
-        return explain_cache(name, "cuda", board.name, variant, board.gpu, asked, forward, splits)
+        forward, parts = over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
+        return explain_cache(name, "cuda", board.name, variant, board.gpu, asked, forward, parts)
 
     def _other(self, rows: RowsOf) -> CudaProvider:
         provider = CudaProvider(self.spec, rows=rows)

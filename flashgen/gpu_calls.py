@@ -156,14 +156,14 @@ def over_cache(
     asked: Asked,
     size: DeviceSize,
     resources: Mapping[str, Resources],
-) -> tuple[GpuPass, int]:
-    """The launches of a call over a cache, and in how many parts keys are."""
+) -> tuple[GpuPass, Mapping[str, int]]:
+    """The launches of a call over a cache, and in how many parts keys are, and how they are merged."""
     launches = cached_launches(symbol, variant, plan, asked.element)
     assert launches.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in asked.values.items()}
-    splits = launches.splits.values(known, size.multiprocessors)["splits"]
+    found = launches.splits.values(known, size.multiprocessors)
     steps = steps_of(launches, layout, asked.call.head_dim, asked, size)
-    return GpuPass(plan, steps, resources), splits
+    return GpuPass(plan, steps, resources), found
 
 
 def with_jvp(told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: Asked) -> Explanation:

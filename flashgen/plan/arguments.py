@@ -169,7 +169,13 @@ _CACHE_SIZES = {
     "table_columns": "of block_table",
     "group_rows": "queries of all heads that share a key/value head, the rows of its tiles",
 }
-SPLITS = {"splits": "parts of a sequence's keys, by a block each", "merges": "1 where there are several, else 0"}
+# Of caches, where the last block of a tile to come to its end merges parts: zero before and after each launch.
+ARRIVALS = {"arrivals": "[blocks of one part]: how many parts of each are done; null: another kernel merges them"}
+SPLITS = {
+    "splits": "parts of a sequence's keys, by a block each",
+    "merges": "1 where there are several, else 0",
+    "merges_apart": "1 where a kernel of its own merges them",
+}
 _ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
 
 
@@ -190,6 +196,7 @@ def cached_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """
     places = [Field(name, "const pointer", comment, "int32_t", True) for name, comment in PLACES.items()]
     places += [Field(name, "const pointer", comment, "float", True) for name, comment in FACTORS.items()]
+    places += [Field(name, "pointer", comment, "uint32_t", True) for name, comment in ARRIVALS.items()]
     sizes = [Field(name, "i64", comment) for name, comment in _CACHE_SIZES.items()]
     sizes.append(Field("key_element", "i32", "of k and v: as element, or 3, float8_e4m3fn"))
     return _with_sequences(spec, places, [*sizes, *(Field(each, "i32", says) for each, says in SPLITS.items())])

@@ -160,26 +160,35 @@ class Splits:
     """Into how many parts the keys of a sequence are split, for a block each; the parts are merged in a fixed order.
 
     ``field`` says how many were asked for (0: as many as leave no multiprocessor without ``blocks``), and then how many
-    there are; ``merges`` is 1 where these are several. ``work_tiles`` is the number of blocks of one part, ``visited``
-    that of tiles of keys that a sequence has at most, of which a part that nobody asked for has ``least`` or more.
+    there are; ``merges`` is 1 where these are several. Up to ``most_alone`` are merged by the block that is the last to
+    come to its end, which ``arrivals`` tells it, a counter for each work tile; of more ``apart`` is 1, and a kernel of
+    its own merges them. ``work_tiles`` is the number of blocks of one part, ``visited`` that of tiles of keys that a
+    sequence has at most, of which a part that nobody asked for has ``least`` or more.
     """
 
     field: str
     merges: str
+    apart: str
+    arrivals: str
+    most_alone: int
     work_tiles: Count
     visited: Count
     blocks: int
     least: int
 
     def values(self, sizes: Mapping[str, int], multiprocessors: int) -> dict[str, int]:
-        """Both fields; what follows from sizes and the device alone is the same for each call of a shape."""
+        """All three fields; what follows from sizes and the device alone is the same for each call of a shape."""
         visited = max(self.visited.value(sizes), 1)
         count = sizes[self.field]
         if count == 0:
             most = self.blocks * multiprocessors // max(self.work_tiles.value(sizes), 1)
             count = min(most, visited // self.least)
         count = max(1, min(count, visited))
-        return {self.field: count, self.merges: int(count > 1)}
+        return {self.field: count, self.merges: int(count > 1), self.apart: int(count > max(self.most_alone, 1))}
+
+    def counters(self, found: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+        """How many counters a call with these ``values`` takes."""
+        return self.work_tiles.value(sizes) if found[self.merges] and not found[self.apart] else 0
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class CachedEngine(Engine):
         padding, entries = (x if x.numel() else None for x in (cache.padding, cache.entries))
         places = [cache.lengths, padding, entries, pages, *cache.factors()]
         tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in each.arrays()]
-        values += [address(x) for x in (*places, *tables)]
+        values += [*(address(x) for x in places), 0, *(address(x) for x in tables)]
         known = sizes_of_cache(call, k, cache.blocks.shape[1], splits)
         settled, layout = list(call.settled), kernel.layout
         for name, number in known.items():

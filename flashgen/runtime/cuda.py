@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ import torch
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.operands import Operand
 from flashgen.runtime import driver_maps
+from flashgen.runtime.counters import CounterPool, Counters, lasting
 from flashgen.runtime.kernel import (
     POINTERS,
     ArgumentLayout,
@@ -68,6 +68,11 @@ class Driver(Protocol):
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a graph, to be replayed later."""
+
+    def counters(self, size: int, stream: int) -> Counters:
+        """Memory of zeros for a launch on the current stream, which is this one, and leaves zeros. Nothing else that
+        may run at the same time has it.
+        """
 
     def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
         """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
@@ -185,6 +190,11 @@ class CudaKernel:
                     own[slot] = written.address
                 for slot, offset in part.places:
                     own[slot] = workspace + offset
+            counters: Counters | None = None
+            if part.counters:
+                slot, count = part.counters
+                own, counters = list(own), driver.counters(4 * count, stream)
+                own[slot] = counters.address
             # A launch copies parameters from the addresses that an object holds: the struct's, and the maps'.
             packed = self.layout.pack(*own)
             alone = ctypes.c_char_p(packed)
@@ -234,6 +244,7 @@ class CupyDriver:
         self._current: Callable[[], int] = torch._C._cuda_getDevice
         self._kernels: dict[tuple[Path, str], Any] = {}  # a module lives as long as one of its kernels
         self._beside: Any = None  # a stream
+        self._counters = CounterPool(index)
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
         with self.enter():
@@ -255,6 +266,9 @@ class CupyDriver:
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
         self._driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
 
+    def counters(self, size: int, stream: int) -> Counters:
+        return self._counters.find(size, stream, captures=self.is_capturing())
+
     def encode(self, tensor: TensorMap, address: int) -> bytes:
         return driver_maps.encode(tensor, address)
 
@@ -264,7 +278,7 @@ class CupyDriver:
     def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
         stream = self._beside = self._beside or torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
         try:
-            memory = _lasting(size, stream)
+            memory = lasting(size, stream)
         except torch.OutOfMemoryError:
             return None
         write(memory.data_ptr(), stream.cuda_stream)
@@ -295,21 +309,6 @@ class _WrittenBeside:
         current.wait_event(self._event)
         self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
         self._joined.add(stream)
-
-
-def _lasting(size: int, stream: Any) -> torch.Tensor:
-    """Memory for longer than a call, of the stream.
-
-    It is asked for in a thread of its own: where PyTorch warms up a graph, a thread's memory is that of the graph, in
-    which nothing may stay.
-    """
-
-    def ask() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return torch.empty(size, dtype=torch.uint8, device=stream.device)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(ask).result()
 
 
 def import_cupy() -> Any:

@@ -21,7 +21,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, stored_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.operands import Operand
-from flashgen.runtime.emulator import DeviceMemory, Program, Report
+from flashgen.runtime.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
@@ -184,6 +184,10 @@ class EmulatedKernel:
                 allocations[of_lists] = (place, len(held))
         for slot, offset in part.places:
             own[slot] = places[self.layout.names[slot]] = workspace + offset
+        if part.counters:
+            slot, count = part.counters
+            own[slot] = memory.put(self.layout.names[slot], bytes(4 * count))
+            allocations[self.layout.names[slot]] = (int(own[slot]), 4 * count)
         arguments = self.layout.pack(*own)
         placed = self.layout.named(own)
         reports = [
@@ -192,6 +196,10 @@ class EmulatedKernel:
             )
             for step in part.steps
         ]
+        if part.counters and any(left := memory.bytes_of(self.layout.names[part.counters[0]])):
+            words = [left[at : at + 4].hex() for at in range(0, len(left), 4)]
+            message = f"counters of '{self.layout.names[part.counters[0]]}' are not 0 at the end: {words}"
+            raise EmulatorError(FaultKind.GLOBAL_RACE, message, 0, 0, (), program.source)
         for address, place, size in written:
             ctypes.memmove(address, place, size)
         return Report.total(reports), Report.total(made), places

@@ -46,7 +46,8 @@ class Part:
     ``changes`` are new values by slot, ``moves`` distances in bytes of pointers that are not null. ``buffers`` are the
     offsets and bytes in the workspace; ``clear`` of these have to be zero when the first step starts. The steps read
     ``lists`` where their slots point to some; ``places`` are the slots of those that they make themselves, and where
-    these begin in the workspace.
+    these begin in the workspace. ``counters`` are the slot of a pointer and how many numbers of 32 bits it points to,
+    which are zero when the first step starts, and when the last one has ended.
     """
 
     changes: tuple[tuple[int, int], ...]
@@ -56,6 +57,7 @@ class Part:
     steps: tuple[Step, ...]
     lists: tuple[SharedLists, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    counters: tuple[int, int] | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -239,6 +241,7 @@ def _part(
     sizes = {**known, **changes}
     found = launches.splits.values(sizes, device.multiprocessors) if launches.splits else {}
     sizes |= found
+    counters = launches.splits.counters(found, sizes) if launches.splits else 0
     made = [each for each in launches.lists if makes_lists(each, sizes, eager=eager)]
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
@@ -265,6 +268,7 @@ def _part(
         steps=tuple(step for _, step in steps if step.grid),
         lists=tuple(_shared(each, layout, sizes, device) for each in launches.lists if each.kept),
         places=tuple((layout.slots[each.field], buffers[each.field][0]) for each in made),
+        counters=(layout.slots[launches.splits.arrivals], counters) if launches.splits and counters else None,
     )
 
 

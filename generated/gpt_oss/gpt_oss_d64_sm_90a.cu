@@ -136,6 +136,23 @@ FG_DEVICE void global_max(uint32_t* p, uint32_t value) {
   asm volatile("red.global.max.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 FG_DEVICE uint32_t global_next(uint32_t* p) { return atomicAdd(p, 1u); }
+// One more of `count` blocks is here, by one of its threads after a barrier: whether it is the last. It sees what all
+// of them stored before, its other threads do after the next barrier. The counter is 0 again then.
+FG_DEVICE bool global_arrive(uint32_t* p, uint32_t count) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(count - 1) : "memory");
+  return before == count - 1;
+}
+// What blocks of this launch stored before they arrived, by those of the last one: from the last cache.
+namespace bits {
+FG_DEVICE void load_left(float2& r, const float2* p) { r = __ldcg(p); }
+FG_DEVICE void load_left(float4& r, const float4* p) { r = __ldcg(p); }
+}  // namespace bits
+template <class T> FG_DEVICE T global_load_left(const T* p) {
+  T value;
+  bits::load_left(value, p);
+  return value;
+}
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ struct Index3 {
 
 // ---- what a kernel asks for ----------------------------------------------------------------------------------------
 
-enum class Access : int { load, store, add };
+enum class Access : int { load, store, add, load_left };  // the last one of what other blocks of the launch have left
 
 // What all lanes of a warp do together. The operands of one lane lie on its own stack while it waits.
 enum class Together : int {
@@ -88,6 +88,7 @@ struct PanelCopy {
 class Machine {
  public:
   virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
+  virtual void global_arrive(const void* p, int line) = 0;
   virtual void global_add(float* p, const float* values, unsigned count, int line) = 0;  // one access of all of them
   virtual char* shared_memory() = 0;
   virtual void shared_access(Access access, const void* p, unsigned bytes, int line) = 0;

@@ -16,6 +16,7 @@ from flashgen.backends import RowsOf, kernel_variant, launches_of
 from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.plan.launches import PassLaunches
 from flashgen.runtime.cached import CachedEngine
 from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.emulated import EmulatedKernel, recording
@@ -89,11 +90,31 @@ MISTAKES = {
     ),
     "O of a part is left out": ("add(o.at[m], taken.o[k][m],", "if (k > 0) add(o.at[m], taken.o[k][m],"),
     "O is counted from another maximum": ("rescale(kept); add_team(place, left);", "add_team(place, left);"),
+    "a part is merged before it is there": (
+        "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits))",
+        "fg::global_next(a.arrivals + a.work_tile) + 1 == uint32_t(a.splits)",
+    ),
+    "counters are left as they are": (
+        "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits))",
+        "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits) + 1)",
+    ),
+    "one is counted too early": (
+        "memory); fg::block_barrier(); if (threadIdx.x == 0)",
+        "memory); if (threadIdx.x == 0)",
+    ),
+    "all count in one place": ("a.arrivals + a.work_tile", "a.arrivals"),
+    "everyone is the last": ("return fg::shared_load(found) != 0;", "return true;"),
+    "the first part is left out": (
+        "for (int n = 0; n < int(a.splits); n += P::merged_at_once)",
+        "for (int n = 1; n < int(a.splits); n += P::merged_at_once)",
+    ),
     "a lane's sum counts four times": (
         "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
         "row.y * shrink_of(row.x, top)",
     ),
 }
+# Of those that a kernel of its own has where it merges parts.
+APART = {"what a team has is left out", "teams do not wait for each other", "O is counted from another maximum"}
 
 
 @dataclass(frozen=True)
@@ -129,8 +150,11 @@ def emitted(kind: Kind) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     return spec, compiled(kernel_variant(spec, spec.head_dims[0], kind.rows), TARGET)
 
 
-def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE) -> AttentionOp:
-    """The op with changes in the text of its kernels, each in one place."""
+def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE, apart: bool = False) -> AttentionOp:
+    """The op with changes in the text of its kernels, each in one place.
+
+    ``apart``: a kernel of its own merges parts.
+    """
     spec, kernel = emitted(kind)
     text = kernel.source.text
     for old, new in changes:
@@ -142,8 +166,13 @@ def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE) -> At
     def program(kernels: frozenset[str]) -> Any:
         return compile_program(text, name=kernel.source.name, kernels=kernels)
 
+    def launches(pass_name: PassName, values: Mapping[str, float]) -> PassLaunches:
+        found = find(pass_name, values)
+        assert found.splits is not None
+        return replace(found, splits=replace(found.splits, most_alone=0)) if apart else found
+
     def of_call(pass_name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
-        return Compiled(program(frozenset(find(pass_name, values).kernels)), find)
+        return Compiled(program(frozenset(find(pass_name, values).kernels)), launches)
 
     own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_call)
     dense = replace(own, cached=lambda: own)
@@ -196,13 +225,15 @@ def shows(op: AttentionOp, given: dict[str, Any] | None = None, tolerance: float
 
 def test_without_a_mistake_all_is_right() -> None:
     assert max(errors(changed("planted_in_no_cache"))) < 1e-5
+    assert max(errors(changed("planted_in_no_merge", apart=True))) < 1e-5
 
 
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, each in enumerate(MISTAKES)]
 )
 def test_mistakes_show(mistake: str) -> None:
-    assert shows(changed(f"planted_cache_{list(MISTAKES).index(mistake)}", MISTAKES[mistake]))
+    name = f"planted_cache_{list(MISTAKES).index(mistake)}"
+    assert shows(changed(name, MISTAKES[mistake], apart=mistake in APART))
 
 
 # The same of rows that are copied together, and of numbers of 8 bits.

@@ -73,6 +73,25 @@ def test_a_graph_takes_other_lengths() -> None:
         assert torch.equal(o, wanted)
 
 
+def test_graphs_on_two_streams_do_not_count_together() -> None:
+    """Each has counters of its own, and calls beside them have others; none is cleared between replays."""
+    op, given = flashgen.loads(CAUSAL, backend="cuda"), long_cache()
+    lengths = torch.tensor([19_999, 15_000], dtype=torch.int32, device="cuda")
+    expected = op.decode(*given, lengths, num_splits=4)
+    graphs, outputs = [cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with cuda.graph(graph):
+            outputs.append(op.decode(*given, lengths, num_splits=4))
+    streams = [cuda.Stream() for _ in graphs]
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with cuda.stream(stream):
+                graph.replay()
+        assert torch.equal(op.decode(*given, lengths, num_splits=4), expected)
+    cuda.synchronize()
+    assert all(torch.equal(o, expected) for o in outputs)
+
+
 def test_a_call_does_not_wait() -> None:
     op = flashgen.loads(CAUSAL, backend="cuda")
     q, k, v = long_cache()
@@ -177,15 +196,16 @@ def test_new_rows_in_a_compiled_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-def test_a_step_is_three_kernels() -> None:
-    """New rows, parts, and their merge."""
+@pytest.mark.parametrize(("splits", "count"), [(4, 2), (16, 3)])
+def test_a_step_is_few_kernels(splits: int, count: int) -> None:
+    """New rows, and parts, of which the last one merges few; many are merged by a third kernel."""
     op = flashgen.loads(CAUSAL, backend="cuda")
     q, k, v = long_cache()
     row = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([100, 17], dtype=torch.int32, device="cuda")
-    op.decode(q, k, v, lengths, k=row, v=row)
+    op.decode(q, k, v, lengths, k=row, v=row, num_splits=splits)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        op.decode(q, k, v, lengths, k=row, v=row)
+        op.decode(q, k, v, lengths, k=row, v=row, num_splits=splits)
         cuda.synchronize()
     kernels = [event.name for event in profile.events() if str(event.device_type).endswith("CUDA")]
-    assert len(kernels) == 3, kernels
+    assert len(kernels) == count, kernels

@@ -18,6 +18,7 @@ from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, TileCounter, VisitLists, aligned
 from flashgen.runtime import cuda
+from flashgen.runtime.counters import Counters
 from flashgen.runtime.cuda import CudaKernel, CupyDriver
 from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.runtime.lists import LIST_BYTES, ListCache
@@ -176,6 +177,9 @@ class RecordingDriver:
 
     def is_capturing(self) -> bool:
         return self.capturing
+
+    def counters(self, size: int, stream: int) -> Counters:
+        raise AssertionError(f"nothing counts: {size} bytes, {stream}")
 
     def entry_points(self) -> None:
         return None
@@ -362,7 +366,7 @@ def test_no_memory_is_no_error_where_lists_are_made(monkeypatch: pytest.MonkeyPa
     def no_memory(size: int, stream: object) -> torch.Tensor:
         raise torch.OutOfMemoryError(f"{size} bytes on {stream}")
 
-    monkeypatch.setattr(cuda, "_lasting", no_memory)
+    monkeypatch.setattr(cuda, "lasting", no_memory)
     driver = object.__new__(CupyDriver)
     driver._beside = "a stream"
     assert driver.write_once(64, lambda *_: pytest.fail("nothing was allocated")) is None

@@ -29,7 +29,7 @@ from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Expr
 from flashgen.ir.shape import Shape
-from flashgen.plan.arguments import param_field
+from flashgen.plan.arguments import ARRIVALS, param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
 from flashgen.plan.operands import ELEMENT_BYTES, OPERANDS, QUERIES, Elements, Operand, Width
@@ -42,6 +42,7 @@ from flashgen.targets.gpu.launches import (
     operands_of,
     part_buffers,
     rows_of_a_block,
+    work_tiles,
 )
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FEW_QUERIES, FLOAT, WINDOW, finders, finds_selected, merging_shares, padded
@@ -53,7 +54,7 @@ COUNTED = (
     *(name for name in OPERANDS if name != "lse_parts"),  # of extreme rows, whose number nobody knows
     *(DELTA.name, "workspace.dq"),
     *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
-    *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}"),
+    *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}", *ARRIVALS),
 )
 # Of divided weights: 1 / Z of each row, which is all that backward passes read of it.
 _PARTS = OPERANDS["lse_parts"]
@@ -182,8 +183,11 @@ def bytes_of_caches(
     o, of_rows = part_buffers(variant, tiles.forward)
     share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
     found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
-    times = 1 + _LANES * max(merging_shares(variant, tiles.forward), tiles.forward.split)
+    shares = merging_shares(variant, tiles.forward) if values["merges_apart"] else 1
+    times = 1 + _LANES * max(shares, tiles.forward.split)
     found[f"workspace.{of_rows.name}"] = times * variant.has_row_state * of_rows.bytes.value(values)
+    if values["merges"] and not values["merges_apart"]:
+        found["arrivals"] = 4 * int(values["splits"]) * work_tiles(tiles.forward).value(values)
     return found
 
 

@@ -106,10 +106,17 @@ def _of_tangents(
 
 
 def explain_cache(
-    name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: Asked, forward: GpuPass, splits: int
+    name: str,
+    backend: str,
+    device: str,
+    variant: Variant,
+    gpu: Gpu,
+    asked: Asked,
+    forward: GpuPass,
+    found: Mapping[str, int],
 ) -> Explanation:
     """The same of a call over a cache that is full: it takes at least as long as its bytes."""
-    tiles, values = forward.plan.by_element[asked.element], {**asked.values, "splits": splits, "merges": splits > 1}
+    tiles, values = forward.plan.by_element[asked.element], {**asked.values, **found}
     q_len, room = int(values["q_len"]), int(values["kv_len"])
     own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
     sequences = [own | {"b_start": int(values["b_start"]) + n} for n in range(int(values["batch"]))]
@@ -121,7 +128,9 @@ def explain_cache(
         limited_by="memory, if nothing else holds it up; a sequence that does not fill the cache takes less",
         at_most=True,
     )
-    parts = f"the keys of a sequence in {splits} parts, merged by a second kernel" if splits > 1 else "keys in one part"
+    who = "a second kernel" if found["merges_apart"] else "the last block of a tile to come to its end"
+    several = f"the keys of a sequence in {found['splits']} parts, merged by {who}"
+    parts = several if found["merges"] else "keys in one part"
     return Explanation(
         name=name,
         backend=backend,

@@ -28,7 +28,7 @@ from flashgen.plan.operands import (
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, padded, panel_width
+from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, most_merged_alone, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -177,12 +177,12 @@ def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
 
 
 def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
-    """The forward pass over a cache: a kernel for the parts of keys, and one that merges them."""
+    """The forward pass over a cache: a kernel for the parts of keys, and one that merges those that are many."""
     tiles = plan.by_element[element].forward
     blocks = work_tiles(tiles)
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
-    merges = Count((*blocks.factors, Factor("merges")), merging_shares(variant, tiles))
+    merges = Count((*blocks.factors, Factor("merges_apart")), merging_shares(variant, tiles))
     merging = 32 * merging_warps(variant, tiles) * mergers(variant, tiles)
     launches = (
         Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
@@ -190,7 +190,15 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
     splits = Splits(
-        "splits", "merges", blocks, Count((Factor("kv_len", tiles.Bc),)), at_a_time, max(1, LEAST_KEYS // tiles.Bc)
+        "splits",
+        "merges",
+        "merges_apart",
+        "arrivals",
+        most_merged_alone(variant, tiles),
+        blocks,
+        Count((Factor("kv_len", tiles.Bc),)),
+        at_a_time,
+        max(1, LEAST_KEYS // tiles.Bc),
     )
     return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
 

@@ -14,6 +14,7 @@ from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Layout, Part, Words
 from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
@@ -66,6 +67,7 @@ FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
+MERGED_AT_ONCE = 32  # four numbers of O that a lane of the last block asks for at once
 MOST_MERGING_WARPS = 8  # of a block, so that a thread has 255 registers; twice as many where warps share columns
 
 
@@ -230,6 +232,21 @@ def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
         counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
         return next((count for count in counts if width % (16 * count) == 0), tiles.split)
     return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
+
+
+def most_merged_alone(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: parts that the last block of a tile merges by itself; a kernel of many blocks merges more."""
+    return LAST_BLOCK_MERGES.limit // numbers_left(variant, tiles)
+
+
+def merged_at_once(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: parts that such a block asks for at once: as many as registers hold."""
+    return max(1, MERGED_AT_ONCE // numbers_left(variant, tiles))
+
+
+def numbers_left(variant: Variant, tiles: ForwardTiles) -> int:
+    """Over caches: what a lane leaves of O, by four numbers."""
+    return max(1, tiles.Br * padded(variant.head_dim.v) // (4 * 32 * tiles.warps))
 
 
 def merging_warps(variant: Variant, tiles: ForwardTiles) -> int:

@@ -56,6 +56,19 @@ FG_PRIMITIVE uint32_t global_next(uint32_t* p, int line = __builtin_LINE()) {
   return __atomic_fetch_add(p, 1, __ATOMIC_RELAXED);
 }
 
+FG_PRIMITIVE bool global_arrive(uint32_t* p, uint32_t count, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_arrive(p, line);
+  uint32_t old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(p, &old, old >= count - 1 ? 0 : old + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+  }
+  return old == count - 1;
+}
+template <class T> FG_PRIMITIVE T global_load_left(const T* p, int line = __builtin_LINE()) {
+  emulator::assert_accessible<T>();
+  emulator::registers.machine->global_access(emulator::Access::load_left, p, sizeof(T), line);
+  return emulator::read(p);
+}
+
 FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
 template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {
   emulator::assert_watched<T>();

@@ -84,6 +84,10 @@ class Block final : public Machine {
   void global_access(Access access, const void* p, unsigned bytes, int line) override {
     global.access(access, p, bytes, writer(), line);
   }
+  void global_arrive(const void* p, int line) override {
+    global.access(Access::add, p, sizeof(uint32_t), writer(), line);
+    global.arrive(number_);
+  }
   void global_add(float* p, const float* values, unsigned count, int line) override {
     global.access(Access::add, p, count * static_cast<unsigned>(sizeof *p), writer(), line);
     uint32_t* bits = reinterpret_cast<uint32_t*>(p);

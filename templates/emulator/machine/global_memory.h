@@ -34,8 +34,10 @@ class GlobalMemory {
     const auto found = shadow_.access(static_cast<size_t>(index), access, offset, bytes, thread, line);
     if (found.conflict != GlobalShadow::Conflict::none) refuse(found, launch_.allocation[index], line);
     Traffic& count = traffic[static_cast<size_t>(index)];
-    (access == Access::load ? count.loaded : access == Access::store ? count.stored : count.added) += bytes;
+    (is_load(access) ? count.loaded : access == Access::store ? count.stored : count.added) += bytes;
   }
+
+  void arrive(uint64_t block) { shadow_.arrive(block); }
 
  private:
   int find(uint64_t address, unsigned bytes, int line) {
@@ -75,6 +77,7 @@ class GlobalMemory {
     using Conflict = GlobalShadow::Conflict;
     const char* what = found.conflict == Conflict::loaded_after_write  ? "loaded and was written in this launch"
                        : found.conflict == Conflict::written_after_load ? "written and was loaded in this launch"
+                       : found.conflict == Conflict::not_left           ? "loaded, and the block that stored it had not arrived by then"
                        : found.conflict == Conflict::stored_twice       ? "stored and was stored by another thread"
                                                                         : "stored by one block and added to by another";
     const int other = found.conflict == Conflict::written_after_load ? found.mark.load_line() : found.mark.write_line();
@@ -82,8 +85,9 @@ class GlobalMemory {
                    what);
   }
 
+  static bool is_load(Access access) { return access == Access::load || access == Access::load_left; }
   static const char* verb(Access access) {
-    return access == Access::load ? "reads" : access == Access::store ? "writes" : "adds to";
+    return is_load(access) ? "reads" : access == Access::store ? "writes" : "adds to";
   }
 
   static constexpr int most_remembered = 256;

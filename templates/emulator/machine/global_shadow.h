@@ -1,8 +1,9 @@
 // Which parts of global memory a launch has loaded, stored and added to.
 //
 // Contract: loads go through the read-only path of a GPU, so nothing that a launch loads may be written in the same
-// launch, not even by the thread that loads. An element is stored by one thread; what one block stores, no other block
-// adds to. Two bytes are the smallest element that is written, and the unit of the shadow.
+// launch, not even by the thread that loads. But for what is loaded as left by other blocks: these have arrived since
+// they stored it, and so has the block that loads. An element is stored by one thread; what one block stores, no other
+// block adds to. Two bytes are the smallest element that is written, and the unit of the shadow.
 #pragma once
 #include <stdlib.h>
 
@@ -17,28 +18,30 @@ namespace emulator {
 // The memory of the marks is shared by all host threads and reached by relaxed atomic operations.
 class GlobalShadow {
  public:
-  // The state of two bytes in 64 bits: what happened, who wrote (thread in the grid, 30 bits of it), the lines.
+  // The state of two bytes in 64 bits: what happened, who wrote (thread in the grid, 29 bits of it), the lines.
   struct Mark {
-    enum : uint64_t { loaded = 1, stored = 2, added = 4 };
+    enum : uint64_t { loaded = 1, stored = 2, added = 4, late = uint64_t{1} << 63 };  // late: its block had arrived before
     uint64_t bits;
     bool has(uint64_t flag) const { return bits & flag; }
     int load_line() const { return static_cast<int>(bits >> 3 & 0xffff); }
     int write_line() const { return static_cast<int>(bits >> 19 & 0xffff); }
-    uint32_t block() const { return static_cast<uint32_t>(bits >> 45); }
+    uint32_t block() const { return static_cast<uint32_t>(bits >> 45) & block_bits; }
     uint32_t thread() const { return static_cast<uint32_t>(bits >> 35 & 1023); }
   };
+  static constexpr uint64_t block_bits = 0x3ffff;
   struct Writer {
     uint64_t block;
     uint32_t thread;
   };
-  enum class Conflict { none, loaded_after_write, written_after_load, stored_twice, stored_and_added };
+  enum class Conflict { none, loaded_after_write, written_after_load, stored_twice, stored_and_added, not_left };
   struct Finding {
     Conflict conflict;
     uint64_t offset;
     Mark mark;
   };
 
-  explicit GlobalShadow(const Launch& launch) : marks_(static_cast<size_t>(launch.allocations)) {
+  explicit GlobalShadow(const Launch& launch)
+      : marks_(static_cast<size_t>(launch.allocations)), arrived_(static_cast<uint8_t*>(calloc(block_bits + 1, 1))) {
     for (size_t k = 0; k < marks_.size(); ++k)
       marks_[k].reset(static_cast<uint64_t*>(calloc(launch.allocation[k].bytes / 2 + 1, sizeof(uint64_t))));
   }
@@ -46,14 +49,17 @@ class GlobalShadow {
   bool allocated() const {
     for (const Marks& each : marks_)
       if (!each) return false;
-    return true;
+    return arrived_ != nullptr;
   }
+
+  // What the block has stored others may load, and it what those stored that have arrived.
+  void arrive(uint64_t block) { __atomic_store_n(&arrived_.get()[block & block_bits], 1, __ATOMIC_RELEASE); }
 
   Finding access(size_t allocation, Access access, uint64_t offset, unsigned bytes, Writer writer, int line) {
     uint64_t* marks = marks_[allocation].get();
     for (uint64_t at = offset / 2; at <= (offset + bytes - 1) / 2; ++at) {
       const Mark mark = {__atomic_load_n(&marks[at], __ATOMIC_RELAXED)};
-      const uint64_t next = access == Access::load ? with_load(mark, line) : with_write(mark, access, writer, line);
+      const uint64_t next = access == Access::load || access == Access::load_left ? with_load(mark, line) : with_write(mark, access, writer, line);
       const Conflict conflict = judge(mark, access, writer);
       if (conflict != Conflict::none) return {conflict, at * 2, mark};
       if (next != mark.bits) __atomic_store_n(&marks[at], next, __ATOMIC_RELAXED);
@@ -62,12 +68,17 @@ class GlobalShadow {
   }
 
  private:
-  static Conflict judge(Mark mark, Access access, Writer writer) {
+  Conflict judge(Mark mark, Access access, Writer writer) {
     if (mark.bits == 0) return Conflict::none;
+    if (access == Access::load_left) {
+      if (!mark.has(Mark::stored | Mark::added) || mark.block() == (writer.block & block_bits)) return Conflict::none;
+      const bool left = has_arrived(mark.block()) && has_arrived(writer.block) && !mark.has(Mark::late | Mark::added);
+      return left ? Conflict::none : Conflict::not_left;
+    }
     if (access == Access::load)
       return mark.has(Mark::stored | Mark::added) ? Conflict::loaded_after_write : Conflict::none;
     if (mark.has(Mark::loaded)) return Conflict::written_after_load;
-    const bool same_block = mark.block() == (writer.block & 0x7ffff);
+    const bool same_block = mark.block() == (writer.block & block_bits);
     const bool same_thread = same_block && mark.thread() == writer.thread;
     if (access == Access::store && mark.has(Mark::stored) && !same_thread) return Conflict::stored_twice;
     const bool mixed = mark.has(access == Access::store ? Mark::added : Mark::stored);
@@ -76,17 +87,19 @@ class GlobalShadow {
   static uint64_t with_load(Mark mark, int line) {
     return mark.has(Mark::loaded) ? mark.bits : mark.bits | Mark::loaded | static_cast<uint64_t>(line & 0xffff) << 3;
   }
-  static uint64_t with_write(Mark mark, Access access, Writer writer, int line) {
+  bool has_arrived(uint64_t block) const { return __atomic_load_n(&arrived_.get()[block & block_bits], __ATOMIC_ACQUIRE); }
+  uint64_t with_write(Mark mark, Access access, Writer writer, int line) {
     const uint64_t flags = (mark.bits & 7) | (access == Access::store ? Mark::stored : Mark::added);
-    const uint64_t who = uint64_t{writer.thread & 1023} << 35 | (writer.block & 0x7ffff) << 45;
-    return flags | static_cast<uint64_t>(line & 0xffff) << 19 | who;
+    const uint64_t who = uint64_t{writer.thread & 1023} << 35 | (writer.block & block_bits) << 45;
+    return flags | (has_arrived(writer.block) ? uint64_t{Mark::late} : 0) | static_cast<uint64_t>(line & 0xffff) << 19 | who;
   }
 
   struct Free {
-    void operator()(uint64_t* p) const { free(p); }
+    void operator()(void* p) const { free(p); }
   };
   using Marks = std::unique_ptr<uint64_t[], Free>;
   std::vector<Marks> marks_;
+  std::unique_ptr<uint8_t[], Free> arrived_;  // by the number of a block
 };
 
 }  // namespace emulator

@@ -20,6 +20,7 @@ from flashgen.targets.gpu.model import (
     columns_at_a_time,
     finds_selected,
     forward_layout,
+    merged_at_once,
     mergers,
     merging_shares,
     merging_warps,
@@ -145,7 +146,7 @@ def forward_code(
         more |= _role_constants(tiles) if of_warpgroups else {}
         if variant.cached:
             more |= {"mergers": mergers(variant, tiles), "shares": merging_shares(variant, tiles)}
-            more |= {"merging_warps": merging_warps(variant, tiles)}
+            more |= {"merging_warps": merging_warps(variant, tiles), "merged_at_once": merged_at_once(variant, tiles)}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
         more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
