@@ -29,13 +29,15 @@ _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
 
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
-    """Norms of K want everyone at once; warps that copy do so by tensor copies alone."""
+    """Warps that copy do so by tensor copies alone."""
     if variant.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
+    if element is ElementType.F32 or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
     if variant.backward_only:
+        return others
+    if variant.tangent is not None and variant.uses_sqdist:  # norms and what they change by want everyone at once
         return others
     if variant.tangent is not None:
         rows = rows_for(variant, tables.HOPPER_JVP)
