@@ -37,8 +37,6 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         return others
     if variant.backward_only:
         return others
-    if variant.tangent is not None and variant.uses_sqdist:  # norms and what they change by want everyone at once
-        return others
     if variant.tangent is not None:
         rows = rows_for(variant, tables.HOPPER_JVP)
         rows = [row for row in rows if _copies_tensors(variant, element) or not row.producers]
