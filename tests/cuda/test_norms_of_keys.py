@@ -1,4 +1,4 @@
-"""Scores over squared distances by warpgroups, on the emulator: who takes the norms of keys, and what waits for them."""
+"""Scores over squared distances by warpgroups, on the emulator: who takes norms of keys, and what waits for them."""
 
 from __future__ import annotations
 
@@ -68,16 +68,14 @@ MISTAKES = {
     ),
     "served, norms of keys that are not there": (
         SERVED,
-        "        signals().await(parts_before + n);\n        if (n < count) squared_norms",
-        "        if (n < count) squared_norms",
+        "        signals().await(parts_before + n);\n        if (n < count) measure(n);",
+        "        if (n < count) measure(n);",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED, FaultKind.MBARRIER},
     ),
     "served, said before they are taken": (
         SERVED,
-        "        if (n < count) squared_norms<BESIDE>(norms(n), k_tile(n), Measurers::thread());\n"
-        "        fg::mbarrier_arrive(norm_signals().full(parts_before + n));",
-        "        fg::mbarrier_arrive(norm_signals().full(parts_before + n));\n"
-        "        if (n < count) squared_norms<BESIDE>(norms(n), k_tile(n), Measurers::thread());",
+        "        if (n < count) measure(n);\n        fg::mbarrier_arrive(norm_signals().full(parts_before + n));",
+        "        fg::mbarrier_arrive(norm_signals().full(parts_before + n));\n        if (n < count) measure(n);",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "served, one place for the norms of two tiles": (
