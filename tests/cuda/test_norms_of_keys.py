@@ -105,7 +105,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if n % 2 else ()) for n, name in enumerate(MISTAKES)]
+)
 def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     schedule, old, new, kinds = MISTAKES[name]
     text = f"{SCORE}  mask {ALL}  {schedule}"
