@@ -40,7 +40,7 @@ SENT = "head_dim 192  mask causal"  # some of dQ leaves by way of shared memory
         ("head_dim 64/256", 2),
         ("head_dim 256  layout block 64: random_blocks(0.1, 1)", 2),
         ("head_dim 140", 0),  # rows that are no multiples of 16 bytes
-        ("head_dim 256  score -sqdist", 0),  # norms of K want everyone at once
+        ("head_dim 256  score -sqdist", 0),  # norms of Q want everyone at once
         ("head_dim 320", 2),
         ("head_dim 336", 0),  # more than registers hold
     ],

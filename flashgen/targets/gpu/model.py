@@ -55,6 +55,7 @@ COPIED_LIST = 16 + 2 * WINDOW
 MOST_COLUMNS = 256  # of a product of warpgroups
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
+MEASURERS = 2  # warps that take norms of keys, where others copy
 F8_TRANSPOSERS = 2  # warps that bring V of 8 bits into the order that products want
 
 # Tiles that are weighed up, or chosen.
@@ -83,8 +84,10 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
 
 
 def finders(variant: Variant, producers: int) -> int:
-    """Of the producer warps of the forward pass those that find visits: one copies, and some turn V of 8 bits."""
-    return producers - 1 - (F8_TRANSPOSERS if variant.f8 else 0)
+    """Of the producer warps of the forward pass those that find visits: one copies, others turn V of 8 bits, or take
+    norms of keys.
+    """
+    return producers - 1 - (F8_TRANSPOSERS if variant.f8 else MEASURERS if variant.uses_sqdist else 0)
 
 
 def columns_at_a_time(variant: Variant) -> int:
@@ -164,7 +167,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     moves = variant.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
-    tangents = variant.tangent is not None
+    tangents, places = variant.tangent is not None, stages if has_producers else 1
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
@@ -189,14 +192,19 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
         Part("PAGES", "pages of a tile", variant.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
-        Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
-        Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
-        Part("T_QQ", "norms", tangents * norms * FLOAT * Br, "4 * BR"),
-        Part("T_KK", "norms", tangents * norms * FLOAT * Bc, "4 * BC"),
+        Part("KK", "norms", norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
+        Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
         Part("TRANSPOSED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TransposedSignals::bytes", SIGNAL),
+        Part(
+            "NORM_SIGNALS",
+            "signals",
+            norms * has_producers * 2 * stages * SIGNAL,
+            "has_producers * NormSignals::bytes",
+            SIGNAL,
+        ),
         Part(
             *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
             "has_producers * ListSignals::bytes",

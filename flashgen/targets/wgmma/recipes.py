@@ -29,11 +29,11 @@ _FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
 
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
-    """Norms of K want everyone at once; warps that copy do so by tensor copies alone."""
+    """Warps that copy do so by tensor copies alone."""
     if variant.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(variant, element, on)
-    if element is ElementType.F32 or variant.uses_sqdist or variant.cached:  # few rows: a warpgroup has 64 at least
+    if element is ElementType.F32 or variant.cached:  # few rows: a warpgroup has 64 at least
         return others
     if variant.backward_only:
         return others
@@ -49,6 +49,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_FORWARD, (rules.SMALL_BLOCKS,)
     rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
+    if variant.uses_sqdist and has_long_rows(variant):
+        rows.sort(key=lambda row: not row.producers)
+        why = (*why, rules.NORMS_OF_KEYS)
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
     return others.after(rows, why)

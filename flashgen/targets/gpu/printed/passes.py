@@ -15,6 +15,7 @@ from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
     F8_TRANSPOSERS,
+    MEASURERS,
     MOST_COLUMNS,
     backward_layout,
     columns_at_a_time,
@@ -140,6 +141,7 @@ def forward_code(
 ) -> ForwardCode:
     """The forward pass of some element types."""
     layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
+    has_measurers = variant.uses_sqdist and any(each.forward.producers for each in elements)
 
     def constants(element: ElementType, tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"q_in_registers": int(tiles.q_in_registers)}
@@ -149,6 +151,7 @@ def forward_code(
             more |= {"merging_warps": merging_warps(variant, tiles), "merged_at_once": merged_at_once(variant, tiles)}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
         more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
+        more |= {"measurers": MEASURERS if tiles.producers else 0} if has_measurers else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
     return ForwardCode(
