@@ -14,7 +14,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Apply, Expr
 from flashgen.ir.interval import IntRange
 from flashgen.ir.types import ElementType
-from flashgen.plan.recipe import FORCED, Decision
+from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
@@ -41,20 +41,21 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         rows = rows_for(variant, tables.HOPPER_JVP)
         rows = [row for row in rows if _copies_tensors(variant, element) or not row.producers]
         return others.after(rows, (rules.WARPGROUPS,))
-    table, why = tables.HOPPER_SHORT_FORWARD, (rules.SHORT_ROWS,)
+    table, why = tables.HOPPER_SHORT_FORWARD, rules.SHORT_ROWS
     if has_whole_rows(variant):
-        table, why = tables.HOPPER_WHOLE_FORWARD, (rules.WHOLE_ROWS,)
+        table, why = tables.HOPPER_WHOLE_FORWARD, rules.WHOLE_ROWS
     elif has_long_rows(variant):
-        table, why = tables.HOPPER_FORWARD, (rules.LONG_ROWS,)
+        table, why = tables.HOPPER_FORWARD, rules.LONG_ROWS
     elif has_small_blocks(variant):
-        table, why = tables.HOPPER_BLOCK_FORWARD, (rules.SMALL_BLOCKS,)
+        table, why = tables.HOPPER_BLOCK_FORWARD, rules.SMALL_BLOCKS
+    whys: tuple[Rule, ...] = (why,)
     rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
     if variant.uses_sqdist and has_long_rows(variant):
         rows.sort(key=lambda row: not row.producers)
-        why = (*why, rules.NORMS_OF_KEYS)
+        whys += (rules.NORMS_OF_KEYS,)
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
-    return others.after(rows, why)
+    return others.after(rows, whys)
 
 
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
