@@ -29,6 +29,7 @@ _MACHINE = """
 // Memory as it is: nothing is checked or counted, and nobody is asked for anything else.
 struct Memory final : fg::emulator::Machine {
   void global_access(fg::emulator::Access, const void*, unsigned, int) override {}
+  void global_arrive(const void*, int) override { abort(); }
   void global_add(float*, const float*, unsigned, int) override { abort(); }
   char* shared_memory() override { abort(); }
   void shared_access(fg::emulator::Access, const void*, unsigned, int) override { abort(); }

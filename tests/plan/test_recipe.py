@@ -158,7 +158,9 @@ def test_rules_are_named_once_and_used() -> None:
         if isinstance(each, Rule)
     }
     assert len({each.name for each in rules.values()}) == len(rules)
-    deciding = [TARGETS / folder / f"{name}.py" for folder in ("gpu", "wgmma") for name in ("recipe", "recipes")]
+    deciding = [
+        TARGETS / folder / f"{name}.py" for folder in ("gpu", "wgmma") for name in ("recipe", "recipes", "model")
+    ]
     used = set().union(*(named_in(path) for path in deciding if path.exists()))
     assert set(rules) <= used, set(rules) - used
 
