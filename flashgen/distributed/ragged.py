@@ -97,18 +97,27 @@ def attend_pieces(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """o [1, H, n, Dv] and lse [1, H, n] of a rank's rows, sequence by sequence; ``tensors`` are the operator's.
 
-    q, k and v are [1, heads, n, width].
+    q, k and v are [1, heads, n, width]. Raises ``ValueError`` where an index leaves its tensor in any sequence: on
+    every rank, whoever holds it, as the others would wait for one that has raised.
     """
     q, k, v = tensors[:3]
     spec, signature = partial.op.spec, partial.op.signature
-    head_dim, heads = HeadDim(q.shape[3], v.shape[3]), q.shape[1]
+    head_dim, heads, pieces = HeadDim(q.shape[3], v.shape[3]), q.shape[1], tuple(pieces)
     found: list[tuple[Tensor, Tensor | None]] = []
+
+    def sizes_of(N: int) -> dict[str, int]:
+        return {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
+
+    for each in {each.length: each for each in reversed(pieces) if each.length}.values():
+        try:
+            partial.op.engine.checker.check_indices(head_dim, sizes_of(each.length))
+        except ValueError as error:
+            raise ValueError(f"sequence {each.number}, of {each.length} positions: {error}") from None
     for each in pieces:
         if not each.held[rank]:
             continue
-        N = each.length
+        N, sizes = each.length, sizes_of(each.length)
         rest = captured_of(spec, tensors[3:], N)
-        sizes = {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
         captured = {name: x for name, x in zip(signature.names, rest, strict=False) if x is not None}
         needs = needs_of(mask_of(spec, head_dim, sizes, captured, each.number), each.held)
         rounds = rounds_of(needs, each.held, rank, at_once=at_once, device=q.device)

@@ -57,6 +57,25 @@ def _ragged(name: str, method: str, dealt: str | None) -> float:
     return max(far) + max(0.0, *(x - 1e-5 for x in summed), 0.0)
 
 
+def _too_long(method: str) -> str:
+    """What a rank says of a sequence that is longer than what is captured, and that another rank holds."""
+    op = op_of("attention short { head_dim 16 tensor t: f32[16] score s * t[i] }", "reference")
+    rank, t = dist.get_rank(), torch.ones(16)
+    q, k, v = (torch.ones(20, 2, 16) for _ in range(3))
+    try:
+        context_parallel(op, None, method).varlen(q, k, v, torch.tensor([0, 4, 8, 20, 23, 40], dtype=torch.int32), t=t)
+    except ValueError as error:
+        dist.barrier()  # nobody waits for anything else
+        return f"{rank}: {error}"
+    return f"{rank}: nothing"
+
+
+def test_every_rank_refuses_a_sequence_that_one_holds() -> None:
+    for method in ("ring", "all_gather"):
+        for rank, said in enumerate(run(_too_long, 2, method)):
+            assert said.startswith(f"{rank}: sequence 4, of 17 positions: 'short': index 'i' of tensor 't' is 16"), said
+
+
 def test_ragged_batches() -> None:
     for name in RAGGED:
         for method in ("ring", "all_gather", "ulysses"):
