@@ -60,6 +60,11 @@ class ForwardCode:
     wide: bool
 
     @property
+    def across(self) -> str:
+        """What starts P·V."""
+        return "start_wide_across" if self.wide else "start_product_across"
+
+    @property
     def mapped(self) -> tuple[str, ...]:
         """The types whose kernels take maps for tensor copies, and have persistent blocks."""
         return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
