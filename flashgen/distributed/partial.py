@@ -27,7 +27,7 @@ from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.slices import has_kernel
-from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, first_part
+from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
 
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
 
@@ -179,11 +179,8 @@ class Partial:
         """sink - lse of rows [B, H, n], float64: not by lse where its parts hold more."""
         _, lse, parts = closed
         assert lse is not None
-        if parts is None or not self.form.exponential:
-            return sink.double() - lse.double()
-        top, log = parts.double().unbind(-1)
-        is_far = (top != 0) | (log != 0)
-        return torch.where(is_far, sink.double() - top * self._exponents(tensors).natural - log / LOG2_E, sink - lse)
+        log, top = exact(lse, parts if self.form.exponential else None)
+        return sink.double() - top * self._exponents(tensors).natural - log
 
     def gradients(
         self, d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where, needs: Sequence[bool],

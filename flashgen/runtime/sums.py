@@ -50,56 +50,35 @@ def first_part(o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Expon
         found = Seen(o, *(torch.empty_like(lse, dtype=torch.float64) for _ in range(2)))
         _launch(found, None, lse, extremes, exponents)
         return found
-    return Seen(o, *_exact(lse, extremes))
+    return Seen(o, *exact(lse, extremes))
 
 
 def add_part(rows: Seen, o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
     """Add one more, in place; its o is of the type of theirs."""
     if _has_kernel(rows.o, o, lse):
         return _launch(rows, o, lse, extremes, exponents)
-    log, top = _exact(lse, extremes)
-    closer = join((rows.log, rows.top), (log, top), exponents)
-    kept, added = (x.to(rows.o.dtype) for x in (closer.kept, closer.added))
+    log, top = exact(lse, extremes)
+    before, p = rows.log, exponents.degree
+    # Never by lse itself: that of equal tops cancels, however large they are.
+    ahead = (top - rows.top) * exponents.natural + (log - before)
+    grown = torch.log1p((-p * ahead.abs()).exp()) / p
+    most, least = (-grown).exp(), (-ahead.abs() - grown).exp()
+    is_ahead, nothing = ahead > 0, (before == -math.inf) & (log == -math.inf)  # of two parts without keys none is left
+    kept = torch.where(nothing, 0.0, torch.where(is_ahead, least, most)).to(rows.o.dtype)
+    added = torch.where(nothing, 0.0, torch.where(is_ahead, most, least)).to(rows.o.dtype)
     rows.o.mul_(kept[..., None]).addcmul_(o, added[..., None])
-    rows.log.copy_(closer.log)
-    rows.top.copy_(closer.top)
+    rows.log.copy_(torch.where(nothing, -math.inf, torch.where(is_ahead, log, before) + grown))
+    rows.top.copy_(torch.where(is_ahead, top, rows.top))
     return None
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Of two sums, c top + log each: that of both, and the share of each; all float64. Without keys: none, 0 and 0."""
-
-    log: Tensor
-    top: Tensor
-    kept: Tensor
-    added: Tensor
-
-
-def join(sum_of: tuple[Tensor, Tensor], more: tuple[Tensor, Tensor], exponents: Exponents) -> Joined:
-    """Of (log, top) and (log, top), which broadcast."""
-    (log, top), (other, other_top) = sum_of, more
-    # Never by lse itself: that of equal tops cancels, however large they are.
-    ahead = (other_top - top) * exponents.natural + (other - log)
-    is_other, p = ahead > 0, exponents.degree
-    grown = torch.log1p((-p * ahead.abs()).exp()) / p
-    found = torch.where(is_other, other, log) + grown
-    nothing = (log == -math.inf) & (other == -math.inf)
-    behind = (-ahead.abs() - grown).exp()
-    shares = (torch.where(is_other, behind, (-grown).exp()), torch.where(is_other, (-grown).exp(), behind))
-    return Joined(
-        torch.where(nothing, -math.inf, found), torch.where(is_other, other_top, top),
-        *(torch.where(nothing, 0.0, share) for share in shares),
-    )  # fmt: skip
-
-
-def _exact(lse: Tensor, extremes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log and top."""
-    exact = lse.double()
+def exact(lse: Tensor, extremes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log and top of rows, float64: their lse, but where it is in parts."""
+    whole = lse.double()
     if extremes is None:
-        return exact, torch.zeros_like(exact)
+        return whole, torch.zeros_like(whole)
     top, log = extremes.double().unbind(-1)
-    return torch.where((top != 0) | (log != 0), log / LOG2_E, exact), top
+    return torch.where((top != 0) | (log != 0), log / LOG2_E, whole), top
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
