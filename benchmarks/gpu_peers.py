@@ -6,6 +6,7 @@ In: a ``Row``. Out: tensors, and calls of FlexAttention and of PyTorch's own ker
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -142,6 +143,18 @@ def flex(row: Row, of: Mapping[str, Tensor]) -> Attention:
 
         return with_sink
     return lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=mask)
+
+
+def sigmoid_formula(row: Row) -> Attention:
+    """Sigmoid weights as PyTorch has them, compiled: no library's kernel does, FlexAttention has a softmax alone."""
+
+    @torch.compile(dynamic=False)
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(row.length, device="cuda")
+        weights = torch.sigmoid((q @ k.transpose(-1, -2)).float() / row.head_dims[0] ** 0.5 - math.log(row.length))
+        return weights.masked_fill(i[:, None] < i, 0.0).to(v.dtype) @ v
+
+    return attention
 
 
 def sdpa(row: Row, backend: SDPBackend | None) -> Attention:

@@ -106,7 +106,7 @@ MASKS = (
     _row("block tensor, 1/8", f"tensor keep: bool[H, ceildiv(Nq, {SIDE}), ceildiv(Nk, {SIDE})]  "
          f"layout block {SIDE}: keep[h, I, J]", 64, 8192, {"flex": ANY}),
     _row("squared distances", "score -0.5 * sqdist  mask causal", 64, 4096, {"flex": ANY}),
-    _row("sigmoid weights", "mask causal  weights sigmoid(s - log(Nk))", 64, 4096, {"causal": ANY}),
+    _row("sigmoid weights", "mask causal  weights sigmoid(s - log(Nk))", 64, 4096, {"formula": ANY}),
     _row("dropout 0.1", "mask causal  dropout 0.1", 64, 8192, {"flash": ANY}),
     _row("dropout 0.1", "mask causal  dropout 0.1", 128, 8192, {"flash": ANY}),
 )  # fmt: skip

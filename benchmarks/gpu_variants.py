@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend
 
 import flashgen
 from benchmarks.gpu_batches import copy_rate, replay, warmed
-from benchmarks.gpu_peers import Attention, captured, flex, inputs, sdpa
+from benchmarks.gpu_peers import Attention, captured, flex, inputs, sdpa, sigmoid_formula
 from benchmarks.gpu_rows import BIAS, BY_DISTANCE, DENSE, MASKS, SHORT, SOFTCAP, WINDOW, Row
 from benchmarks.gpu_speed import medians
 
@@ -58,6 +58,8 @@ def attentions(row: Row) -> tuple[dict[str, Attention], dict[str, Tensor]]:
                 found["flex"] = flex(row, of)
             case "causal" | "bound":
                 found["causal"] = operator(causal_of(row).spec)
+            case "formula":
+                found["formula"] = sigmoid_formula(row)
             case "flash":
                 found["flash"] = sdpa(row, SDPBackend.FLASH_ATTENTION)
             case "cudnn":
