@@ -1,10 +1,11 @@
-"""Calls over ranks that are judged by one device: outputs, lse and every gradient.
+"""Calls over ranks beside one device, both judged by the float64 reference: outputs, lse and every gradient.
 
 In: a spec by name, a method, an element type. Out: errors. Every rank calls the same functions in one order.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +38,8 @@ def checked_text(name: str) -> str:
     return f"attention checked_{name} {{ head_dim 64  {CHECKED[name]} }}"
 
 
-def errors(name: str, method: str, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """How far results of this rank are from those of one device, by name."""
+def errors(name: str, method: str, dtype: torch.dtype, device: str) -> dict[str, tuple[float, float]]:
+    """How far results of this rank, and those of one device, are from the reference, by name."""
     op: Any = flashgen.loads(checked_text(name))
     inputs = random_inputs(op.spec, CHECK_SHAPE, op.spec.head_dims[0], dtype, seed=3)
     inputs = inputs.to(device)
@@ -63,11 +64,14 @@ def errors(name: str, method: str, dtype: torch.dtype, device: str) -> dict[str,
         return {"o": o, "lse": lse, **{f"d{each}": x for each, x in zip(wanted, gradients, strict=True)}}
 
     whole = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "d_o": inputs.d_o}
-    truth = step(op, whole, inputs.d_lse)
+    alone = step(op, whole, inputs.d_lse)
+    exact = step(functools.partial(op.reference, dtype=torch.float64), whole, inputs.d_lse)
     found = step(sharded, {each: held.shard(x, rank=rank) for each, x in whole.items()},
                  held.shard(inputs.d_lse, rank=rank))  # fmt: skip
     own = {"o", "lse", "dq", "dk", "dv"}
-    return {
-        each: relative_error(x, held.shard(truth[each], rank=rank) if each in own else truth[each])
-        for each, x in found.items()
-    }
+
+    def error(name: str, x: Tensor) -> float:
+        truth = exact[name]
+        return relative_error(x, held.shard(truth, rank=rank) if name in own and x.shape != truth.shape else truth)
+
+    return {name: (error(name, x), error(name, alone[name])) for name, x in found.items()}
