@@ -21,9 +21,8 @@ from flashgen.ir.operators_base import (
     NoValueError,
     Operator,
     Samples,
-    Signature,
-    TypingError,
 )
+from flashgen.ir.operators_typing import Signature, TypingError
 
 __all__ = ["OPERATORS", "ArrayNamespace", "Library", "NoValueError", "Operator", "Samples", "Signature", "TypingError"]
 

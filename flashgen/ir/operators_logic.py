@@ -13,8 +13,6 @@ from typing import Any
 from flashgen.ir import interval, interval_float
 from flashgen.ir.interval import Range
 from flashgen.ir.operators_base import (
-    FLOAT,
-    INT,
     INT_MAX,
     INT_MIN,
     MASK32,
@@ -28,20 +26,24 @@ from flashgen.ir.operators_base import (
     Operator,
     Samples,
     Strength,
+    far_too_large,
+    folding,
+    partials,
+    real_node,
+    row,
+    wrap,
+)
+from flashgen.ir.operators_typing import (
+    FLOAT,
+    INT,
     TypingRule,
     bitwise,
     comparison,
     conversion,
     equality,
-    far_too_large,
-    folding,
     integer,
     logical,
-    partials,
-    real_node,
-    row,
     selection,
-    wrap,
 )
 
 _PAIR = Samples(floats=((-4.0, 4.0), (-4.0, 4.0)), ints=((-9, 9), (-9, 9)))

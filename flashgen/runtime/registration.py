@@ -31,6 +31,7 @@ from flashgen.runtime.call import Call, Rest
 from flashgen.runtime.conversion import offset_arguments
 from flashgen.runtime.derivatives import AttentionBackward, tangents_of
 from flashgen.runtime.engine import Attended, Engine, Tensors
+from flashgen.runtime.fakes import fake_backward, fake_forward
 from flashgen.runtime.flops import count_flops
 from flashgen.runtime.kernel import Node
 from flashgen.runtime.mapping import Batch, by_samples, folds, has_samples, mapped
@@ -45,8 +46,7 @@ def _any_of_them_requires_grad(*args: object) -> bool:
     return any(isinstance(each, Tensor) and each.requires_grad for each in args)
 
 
-# Before 2.7 PyTorch does not tell an export from other compilations, and has no such loop in C++.
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_compiling)
+# Before 2.7 PyTorch has no such loop in C++.
 _any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _any_of_them_requires_grad)
 
 _LOCK = threading.Lock()
@@ -153,8 +153,8 @@ def _register(name: str, engine: Engine, remember: Callable[[], None] | None) ->
         made.impl(name, functools.partial(_autocast, op, device), f"Autocast{device}")
     qualified = f"{NAMESPACE}::{name}"
     exported = None if remember is None else functools.cache(remember)
-    torch.library.register_fake(qualified, functools.partial(_fake_forward, signature, exported), lib=made)
-    torch.library.register_fake(f"{qualified}_backward", functools.partial(_fake_backward, signature), lib=made)
+    torch.library.register_fake(qualified, functools.partial(fake_forward, signature, exported), lib=made)
+    torch.library.register_fake(f"{qualified}_backward", functools.partial(fake_backward, signature), lib=made)
     count_flops(signature, getattr(namespace, name), getattr(namespace, f"{name}_backward"))
     return op
 
@@ -395,39 +395,6 @@ def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
         how = (op, (args[end:-2], args[-2]), tuple(args[-1]))
         return list(AttentionBackward.apply(how, *args[:end]))  # type: ignore[no-untyped-call]
     return op.backward_below_autograd(*args)
-
-
-# Fake tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _fake_forward(
-    signature: Signature, exported: Callable[[], None] | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> Any:
-    if exported is not None and _is_exporting():
-        exported()
-    form = signature.form
-    if not q.dim() == k.dim() == v.dim() == form.dims:
-        raise ValueError(f"q, k and v have {form.dims} dimensions")
-    # One tensor on meta among real ones comes here, too.
-    captured = [(f"tensor '{declared.name}'", x) for declared, x in zip(signature.tensors, others, strict=False)]
-    for name, tensor in (("'k'", k), ("'v'", v), *captured):
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
-    for number in others[len(signature.tensors) : signature.tensor_arguments - 3 - len(form.tensors)]:
-        if number is not None and number.is_meta and not q.is_meta:
-            raise ValueError(f"a param, 'seed' or 'dropout_p' is on meta, but 'q' is on {q.device}")
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=form.o or q.dtype)
-    if not signature.has_lse:
-        return o
-    rows = form.rows(q)
-    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
-    return o, lse, q.new_empty((*rows, 2), dtype=torch.float32)
-
-
-def _fake_backward(signature: Signature, *args: Any) -> list[Tensor]:
-    start = 5 if signature.has_lse else 1
-    inputs: Sequence[Any] = args[start : start + signature.inputs]
-    return [x.new_empty(x.shape) for x, need in zip(inputs, args[-1], strict=True) if need]
 
 
 # Autocast -------------------------------------------------------------------------------------------------------------

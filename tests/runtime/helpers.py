@@ -67,3 +67,17 @@ def error(value: Tensor, truth: Tensor) -> float:
     """Relative distance in the Frobenius norm."""
     value, truth = value.detach().double(), truth.detach().double()
     return float((value - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+def of_rich(n: int = 9) -> dict[str, Any]:
+    """What ``RICH`` captures, floats ready to be differentiated by."""
+    found = {**captured(n), "ell": torch.tensor(1.5), "bias": torch.tensor(0.25)}
+    return {key: x.detach() if isinstance(x, Tensor) else x for key, x in found.items()}
+
+
+def close(found: Any, truth: Any, limit: float = 1e-4) -> None:
+    """Finite, and equal but for rounding; tensors, or tuples of them."""
+    found, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (found, truth))
+    for x, y in zip(found, truth, strict=True):
+        assert x.isfinite().all()
+        assert error(x, y) < max(limit, 2 * torch.finfo(x.dtype).eps)

@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashgen.runtime.op import AttentionOp
-from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, captured, error, op, qkv, random
+from tests.runtime.helpers import CAUSAL, RICH, SIGMOID, close, of_rich, op, qkv, random
 
 # PyTorch warns of its own affairs while it traces.
 pytestmark = [
@@ -45,17 +44,9 @@ def dual(x: Tensor) -> Tensor:
 def given(name: str, n: int = 9) -> dict[str, Any]:
     """What a spec of ``SPECS`` captures, floats ready to be differentiated by."""
     if name == "rich":
-        found = {**captured(n), "ell": torch.tensor(1.5), "bias": torch.tensor(0.25)}
-        return {key: x.detach() if isinstance(x, Tensor) else x for key, x in found.items()}
+        return of_rich(n)
     named = {"masked log": {"slope": random(4, seed=5)}, "sink": {"z": random(4, seed=5)}}
     return named.get(name, {"ell": torch.tensor(1.5)} if name == "distance" else {})
-
-
-def close(found: Any, truth: Any, limit: float = 1e-4) -> None:
-    found, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (found, truth))
-    for x, y in zip(found, truth, strict=True):
-        assert x.isfinite().all()
-        assert error(x, y) < max(limit, 2 * torch.finfo(x.dtype).eps)
 
 
 class Both:
@@ -373,99 +364,3 @@ def test_no_matrix_of_all_pairs_is_formed() -> None:
         second = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), inputs)
     assert all(x.isfinite().all() for x in (*forward_over, *second))
     assert seen.most <= 1 << 18 <= n * n // 16
-
-
-# Maps -----------------------------------------------------------------------------------------------------------------
-
-
-def calls_of(attention: AttentionOp, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batch sizes of the calls of an op from now on."""
-    engine, seen = attention._registered.engine, []
-    whole = engine.attend
-
-    def attend(tensors: Any, *others: Any) -> Any:
-        seen.append(tensors[0].shape[0])
-        return whole(tensors, *others)
-
-    monkeypatch.setattr(engine, "attend", attend)
-    return seen
-
-
-def test_samples_become_a_part_of_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, (q, k, v) = op(CAUSAL, backend), (x.detach() for x in qkv(9))
-    samples = torch.stack([q, q / 2, q - 1], 1)
-    truth = torch.stack([causal(samples[:, n], k, v) for n in range(3)])
-    seen = calls_of(causal, monkeypatch)
-    close(torch.vmap(causal, (1, None, None))(samples, k, v), truth)
-    assert seen == [6]
-    o, lse = torch.vmap(lambda x: causal(x, k, v, return_lse=True), 1, (0, 1))(samples)
-    close(o, truth)
-    assert lse.shape == (2, 3, 4, 9)
-    seen.clear()
-    close(torch.vmap(causal, (1, None, None), chunk_size=2)(samples, k, v), truth)
-    assert seen == [4, 2]
-
-
-PER_SAMPLE = """attention per_sample {{ head_dim 16  tensor bias: f32[{shape}] grad  tensor doc: i32[B, Nk]
-    score s + bias[{index}]  mask doc[b, i] == doc[b, j] }}"""
-
-
-@pytest.mark.parametrize(
-    ("shape", "index", "calls"),
-    [("B, H", "b, h", [6]), ("H", "h", [2, 2, 2]), ("B, H", "0, h", [2, 2, 2]), ("B, H", "b * 1 + 0, h", [6])],
-)
-def test_captured_tensors_of_each_sample(
-    shape: str, index: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attention = op(PER_SAMPLE.format(shape=shape, index=index), "tiled")
-    q, k, v = (x.detach() for x in qkv(9))
-    bias = random(3, *((2, 4) if "B" in shape else (4,)), seed=4)
-    doc = (
-        torch.arange(9, dtype=torch.int32)
-        .expand(3, 2, 9)
-        .div(torch.tensor([2, 3, 4]).view(3, 1, 1), rounding_mode="floor")
-        .int()
-    )
-
-    def loss(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-        return attention(x, k, v, bias=y, doc=ids).square().sum()
-
-    samples = torch.stack([q, q / 2, q - 1])
-    both = torch.func.grad(loss, argnums=(0, 1))
-    each = [both(samples[n], bias[n], doc[n]) for n in range(3)]
-    seen = calls_of(attention, monkeypatch)
-    found = torch.vmap(both)(samples, bias, doc)
-    assert seen == calls
-    for k_, x in enumerate(found):
-        close(x, torch.stack([one[k_] for one in each]))
-    # Of what no sample has for itself, each has a gradient for itself.
-    found = torch.vmap(both, (0, None, None))(samples, bias[0], doc[0])
-    each = [both(samples[n], bias[0], doc[0]) for n in range(3)]
-    for k_, x in enumerate(found):
-        close(x, torch.stack([one[k_] for one in each]))
-
-
-def test_dropout_of_samples_is_that_of_each() -> None:
-    arguments, rich = given("rich"), op(RICH, "tiled")
-    q, k, v = (x.detach() for x in qkv(9))
-    samples = torch.stack([q, q / 2])
-    found = torch.vmap(lambda x: rich(x, k, v, **arguments))(samples)
-    close(found, torch.stack([rich(x, k, v, **arguments) for x in samples]))
-
-
-def test_maps_of_derivatives() -> None:
-    causal, (q, k, v) = op(CAUSAL, "tiled"), (x.detach() for x in qkv(3))
-    q, k, v = q[:1, :2], k[:1, :1], v[:1, :1]
-
-    def number_of(call: Any) -> Callable[[Tensor], Tensor]:
-        return lambda x: call(x, k, v).double().square().sum()
-
-    truth = torch.func.hessian(number_of(causal.reference))(q)
-    f = number_of(causal)
-    for found in (
-        torch.func.hessian(f)(q),
-        torch.func.jacrev(torch.func.jacrev(f))(q),
-        torch.func.jacfwd(torch.func.jacfwd(f))(q),
-        torch.func.jacrev(torch.func.jacfwd(f), chunk_size=5)(q),
-    ):
-        close(found, truth)

@@ -1,0 +1,113 @@
+"""Samples of ``torch.vmap``: a part of the batch where they can be, else call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashgen.runtime.op import AttentionOp
+from tests.runtime.helpers import CAUSAL, RICH, close, of_rich, op, qkv, random
+
+# PyTorch warns of its own affairs while it traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:torch"),
+]
+
+
+def calls_of(attention: AttentionOp, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch sizes of the calls of an op from now on."""
+    engine, seen = attention._registered.engine, []
+    whole = engine.attend
+
+    def attend(tensors: Any, *others: Any) -> Any:
+        seen.append(tensors[0].shape[0])
+        return whole(tensors, *others)
+
+    monkeypatch.setattr(engine, "attend", attend)
+    return seen
+
+
+def test_samples_become_a_part_of_the_batch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, (q, k, v) = op(CAUSAL, backend), (x.detach() for x in qkv(9))
+    samples = torch.stack([q, q / 2, q - 1], 1)
+    truth = torch.stack([causal(samples[:, n], k, v) for n in range(3)])
+    seen = calls_of(causal, monkeypatch)
+    close(torch.vmap(causal, (1, None, None))(samples, k, v), truth)
+    assert seen == [6]
+    o, lse = torch.vmap(lambda x: causal(x, k, v, return_lse=True), 1, (0, 1))(samples)
+    close(o, truth)
+    assert lse.shape == (2, 3, 4, 9)
+    seen.clear()
+    close(torch.vmap(causal, (1, None, None), chunk_size=2)(samples, k, v), truth)
+    assert seen == [4, 2]
+
+
+PER_SAMPLE = """attention per_sample {{ head_dim 16  tensor bias: f32[{shape}] grad  tensor doc: i32[B, Nk]
+    score s + bias[{index}]  mask doc[b, i] == doc[b, j] }}"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "calls"),
+    [("B, H", "b, h", [6]), ("H", "h", [2, 2, 2]), ("B, H", "0, h", [2, 2, 2]), ("B, H", "b * 1 + 0, h", [6])],
+)
+def test_captured_tensors_of_each_sample(
+    shape: str, index: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = op(PER_SAMPLE.format(shape=shape, index=index), "tiled")
+    q, k, v = (x.detach() for x in qkv(9))
+    bias = random(3, *((2, 4) if "B" in shape else (4,)), seed=4)
+    doc = (
+        torch.arange(9, dtype=torch.int32)
+        .expand(3, 2, 9)
+        .div(torch.tensor([2, 3, 4]).view(3, 1, 1), rounding_mode="floor")
+        .int()
+    )
+
+    def loss(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+        return attention(x, k, v, bias=y, doc=ids).square().sum()
+
+    samples = torch.stack([q, q / 2, q - 1])
+    both = torch.func.grad(loss, argnums=(0, 1))
+    each = [both(samples[n], bias[n], doc[n]) for n in range(3)]
+    seen = calls_of(attention, monkeypatch)
+    found = torch.vmap(both)(samples, bias, doc)
+    assert seen == calls
+    for k_, x in enumerate(found):
+        close(x, torch.stack([one[k_] for one in each]))
+    # Of what no sample has for itself, each has a gradient for itself.
+    found = torch.vmap(both, (0, None, None))(samples, bias[0], doc[0])
+    each = [both(samples[n], bias[0], doc[0]) for n in range(3)]
+    for k_, x in enumerate(found):
+        close(x, torch.stack([one[k_] for one in each]))
+
+
+def test_dropout_of_samples_is_that_of_each() -> None:
+    arguments, rich = of_rich(), op(RICH, "tiled")
+    q, k, v = (x.detach() for x in qkv(9))
+    samples = torch.stack([q, q / 2])
+    found = torch.vmap(lambda x: rich(x, k, v, **arguments))(samples)
+    close(found, torch.stack([rich(x, k, v, **arguments) for x in samples]))
+
+
+def test_maps_of_derivatives() -> None:
+    causal, (q, k, v) = op(CAUSAL, "tiled"), (x.detach() for x in qkv(3))
+    q, k, v = q[:1, :2], k[:1, :1], v[:1, :1]
+
+    def number_of(call: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: call(x, k, v).double().square().sum()
+
+    truth = torch.func.hessian(number_of(causal.reference))(q)
+    f = number_of(causal)
+    for found in (
+        torch.func.hessian(f)(q),
+        torch.func.jacrev(torch.func.jacrev(f))(q),
+        torch.func.jacfwd(torch.func.jacfwd(f))(q),
+        torch.func.jacrev(torch.func.jacfwd(f), chunk_size=5)(q),
+    ):
+        close(found, truth)
