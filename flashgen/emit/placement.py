@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.bounds import IndexProof, clamped_dimensions
 from flashgen.analysis.levels import Level, kept_level, level_of
+from flashgen.analysis.norms import NORM_OF_KEY, NORM_OF_ROW
 from flashgen.emit.distance import AHEAD
 from flashgen.emit.spelling import c_literal, c_operator, user_name
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, walk
@@ -37,6 +38,7 @@ _BELOW = {
     Level.DIAGONAL: (Level.LAUNCH, Level.HEAD),
     Level.PAIR: (Level.LAUNCH, Level.HEAD, Level.ROW, Level.COLUMN, Level.DIAGONAL),
 }
+_NORMS: Mapping[Expr, str] = {NORM_OF_ROW: "r.qq", NORM_OF_KEY: "c.from_norm"}
 _LONGEST_LINE = 100
 _I, _J = index("i"), index("j")
 
@@ -223,6 +225,8 @@ class Placement:
             ):
                 self._measures_distance = True
                 return "(r.ahead() - c.ahead())" if first == _I else "(c.ahead() - r.ahead())"
+            case Apply() if node in _NORMS:
+                return _NORMS[node]
             case Apply(op=op) if op in AHEAD:
                 self._measures_distance = True
                 return AHEAD[op]

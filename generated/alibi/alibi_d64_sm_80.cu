@@ -845,16 +845,32 @@ FG_DEVICE void store_rows(To to, Tile from, int thread, int first, int rows, int
   }
 }
 
-// |row|² of a row that is in shared memory.
+// Element `number` of a word.
+FG_DEVICE float element_of_word(float, uint32_t word, int) { return __uint_as_float(word); }
+FG_DEVICE float element_of_word(half_t, uint32_t word, int number) { return unpack_f16(uint16_t(word >> 16 * number)); }
+FG_DEVICE float element_of_word(bfloat_t, uint32_t word, int number) {
+  return __uint_as_float(number ? word & 0xffff0000u : word << 16);
+}
+
+// |row|² of a row that is in shared memory, by two sums that do not wait for each other.
 template <class Tile> FG_DEVICE float squared_norm(Tile tile, int row) {
-  float sum = 0.0f;
+  using T = typename Tile::element;
+  constexpr int chunk = Tile::chunk, of_word = 4 / int(sizeof(T));
+  static_assert(Tile::columns % (2 * chunk) == 0, "chunks come in pairs");
+  float sums[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (int column = 0; column < Tile::columns; column += Tile::chunk) {
-    const auto values = shared_load(reinterpret_cast<const Chunk<typename Tile::element>*>(tile.at(row, column)));
+  for (int column = 0; column < Tile::columns; column += 2 * chunk)
 #pragma unroll
-    for (int e = 0; e < Tile::chunk; ++e) sum += to_float(values.element[e]) * to_float(values.element[e]);
-  }
-  return sum;
+    for (int half = 0; half < 2; ++half) {
+      const uint4 values = shared_load(reinterpret_cast<const uint4*>(tile.at(row, column + half * chunk)));
+      const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+      for (int e = 0; e < chunk; ++e) {
+        const float x = element_of_word(T(), words[e / of_word], e % of_word);
+        sums[half] = __fmaf_rn(x, x, sums[half]);
+      }
+    }
+  return sums[0] + sums[1];
 }
 
 }  // namespace fg
@@ -2639,15 +2655,18 @@ template <class T> struct Block {
       if constexpr (sizeof(T) == 2) factors[r] = denominator == 0.0f ? 0.0f : fg::reciprocal_approximate(denominator);
       else factors[r] = denominator == 0.0f ? 0.0f : 1.0f / denominator;
       if (a.lse && row < count && fg::fragment_column(0) == 0) {
-        const float log = fg::log2(denominator), whole = far ? top + log * fg::LN_2 : (top + log) * fg::LN_2;
-        const float lse = denominator == 0.0f ? -INFINITY : in_common + whole;
+        const float log = fg::log2(denominator);
+        // large ones cancel first
+        const float whole = far ? (in_common + top) + log * fg::LN_2 : in_common + (top + log) * fg::LN_2;
+        const float lse = denominator == 0.0f ? -INFINITY : whole;
         fg::global_store(a.lse + first_row + row, lse);
         if (a.lse_parts) {
           float2 parts = {0.0f, 0.0f};
           if (fg::is_extreme(lse)) {
             // the offset that sums began at was rounded
             const float below = far ? 0.0f : __fmaf_rn(-row_max[r], 1.44269504f, from);
-            parts = {row_max[r] + in_common, log + below};
+            const float both = row_max[r] + in_common, rounded = row_max[r] - (both - in_common);
+            parts = {both, log + below + rounded * fg::LOG2_E};
           }
           fg::global_store(reinterpret_cast<float2*>(a.lse_parts) + first_row + row, parts);
         }

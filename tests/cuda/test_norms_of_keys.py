@@ -55,12 +55,14 @@ def test_from_tile_to_tile() -> None:
     assert (op(q, k, v, doc=doc).double() - exact).abs().max() < 0.02
 
 
+TAKE = "if (n < count) measure<BESIDE>(n, Measurers::thread());"
+SAY = "fg::mbarrier_arrive(norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
     "alone, no barrier after norms": (
         ALONE,
-        "squared_norms<threads>(norms(n), k_tile(n));\n    Team::barrier();",
-        "squared_norms<threads>(norms(n), k_tile(n));",
+        "measure<threads>(n, int(threadIdx.x));\n    Team::barrier();",
+        "measure<threads>(n, int(threadIdx.x));",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "served, norms that nobody awaits": (
@@ -71,14 +73,14 @@ MISTAKES = {
     ),
     "served, norms of keys that are not there": (
         SERVED,
-        "        signals().await(parts_before + n);\n        if (n < count) measure(n);",
-        "        if (n < count) measure(n);",
+        f"        signals().await(parts_before + n);\n        {TAKE}",
+        f"        {TAKE}",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED, FaultKind.MBARRIER},
     ),
     "served, said before they are taken": (
         SERVED,
-        "        if (n < count) measure(n);\n        fg::mbarrier_arrive(norm_signals().full(parts_before + n));",
-        "        fg::mbarrier_arrive(norm_signals().full(parts_before + n));\n        if (n < count) measure(n);",
+        f"        {TAKE}\n        {SAY}",
+        f"        {SAY}\n        {TAKE}",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "served, one place for the norms of two tiles": (

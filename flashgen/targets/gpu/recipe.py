@@ -14,6 +14,7 @@ from enum import Enum
 
 from flashgen.analysis.base_2 import needs_no_maximum
 from flashgen.analysis.levels import Level, kept_level, mask_axes, observed_loads
+from flashgen.analysis.norms import SplitNorms, split_norms
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.selection import reads_tiles
@@ -66,7 +67,7 @@ class Recipe:
     reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
     for the weights. ``runs``: gradients of which it is written for runs of distances whether they add to one element.
     ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
-    at, which few tiles need.
+    at, which few tiles need. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
     """
 
     computed: Variant
@@ -92,6 +93,7 @@ class Recipe:
     exponent: Expr | None
     ahead: Load | None
     near: Near | None
+    norms: SplitNorms | None
     decisions: tuple[Decision, ...]
 
     @property
@@ -124,6 +126,7 @@ def recipe_of(variant: Variant) -> Recipe:
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
     weights_first, exponent = folded or _weights_first(computed, keys), _exponent(computed)
+    norms = None if exponent is not None else _norms(computed)
     return Recipe(
         computed=computed,
         numbers=numbers,
@@ -148,7 +151,8 @@ def recipe_of(variant: Variant) -> Recipe:
         exponent=exponent,
         ahead=read_ahead(computed),
         near=near_tanh(computed),
-        decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first, exponent is not None)),
+        norms=norms,
+        decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first, exponent is not None, norms)),
     )
 
 
@@ -208,6 +212,13 @@ def _exponent(computed: Variant) -> Expr | None:
     return exponent if needs_no_maximum(exponent) else None
 
 
+def _norms(computed: Variant) -> SplitNorms | None:
+    """Of a softmax alone: other weights see the score itself. A tile of a cache waits for memory."""
+    if not computed.uses_sqdist or not computed.weights.form.exponential or computed.cached:
+        return None
+    return split_norms(computed.score)
+
+
 def _folds(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
     """dS is all that follows the weights, and reaches dot products by a factor of the pair, a number everywhere."""
     if not _is_linear(computed) or keys or computed.forward_only or isinstance(computed.score_by_dot, Literal):
@@ -233,6 +244,7 @@ def _decisions(
     cuts: bool,
     longest_first: bool,
     bounded: bool,
+    norms: SplitNorms | None,
 ) -> Iterator[Decision]:
     of_lists = {
         Lists.NONE: rules.EACH_FINDS,
@@ -257,6 +269,8 @@ def _decisions(
         yield Decision.by("rescaling", f"beyond 2^{_lag(variant).limit}", _lag(variant))
     if bounded:
         yield Decision.by("maxima of rows", "once weights are large", rules.BOUNDED_SCORES)
+    if norms is not None:
+        yield Decision.by("squared distances", "without what a row's keys share", rules.NORMS_OF_ROWS)
     if variant.forward_only:
         return
     if dq is SumsOfDq.ADDED_UP:

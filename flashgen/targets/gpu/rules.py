@@ -122,6 +122,13 @@ BOUNDED_SCORES = Rule(
     "soft-cap 50 at D 128, causal of 8k, forward: 1.24 → 1.06 ms, with exponentials beside the polynomials of tanh",
 )
 
+NORMS_OF_ROWS = Rule(
+    "norms of rows",
+    "the score is linear in |q - k|² by a factor that keys share: a softmax sees nothing of |q|², so that a pair is "
+    "one fused operation from its product; lse gets the row's part back",
+    "not measured",
+)
+
 LAG_OF_8_BITS = Rule(
     "lag of 8 bits",
     "P of 8 bits ends at 448: O shrinks once a maximum has grown by more than 2^2, and exponents begin 2^6 above it: "

@@ -8,10 +8,6 @@
 namespace fg {
 
 FG_DEVICE bool element_of_word(uint8_t, uint32_t word, int number) { return (word >> 8 * number & 0xffu) != 0; }
-FG_DEVICE float element_of_word(half_t, uint32_t word, int number) { return unpack_f16(uint16_t(word >> 16 * number)); }
-FG_DEVICE float element_of_word(bfloat_t, uint32_t word, int number) {
-  return __uint_as_float(number ? word & 0xffff0000u : word << 16);
-}
 
 template <class A, class B> constexpr bool are_alike = false;
 template <class A> constexpr bool are_alike<A, A> = true;

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
 from flashgen.analysis.constraints import ROW
-from flashgen.analysis.levels import Level
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
@@ -76,6 +76,14 @@ class Places:
 
 
 @dataclass(frozen=True)
+class NormCode:
+    """Of scores without |q|²: what |k|² is multiplied by once a key, if it is, and whether heads have their own."""
+
+    of_key: str | None
+    of_heads: bool
+
+
+@dataclass(frozen=True)
 class SpecCode:
     """What a spec computes.
 
@@ -88,6 +96,7 @@ class SpecCode:
     special function. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
     beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
     change; ``moves_apart``: of exponential weights, what a score changes by is asked for once there are weights.
+    ``norms``: scores are linear in squared distances, and pairs form them without |q|².
     """
 
     formula: str
@@ -116,6 +125,7 @@ class SpecCode:
     by_weight_tangent: str
     ahead: Ahead | None
     near: str | None
+    norms: NormCode | None
 
 
 @dataclass(frozen=True)
@@ -130,12 +140,7 @@ def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSi
     """Places the score, the weight, the mask and their derivatives."""
     placement, weights = places.placement, variant.weights
     if weights.form.exponential:
-        split = split_score(variant.score)
-        less = "" if split.rows is None else ", less what is the same for all keys of a query"
-        places.hook("score", split.pairs, comment=f"The score: {text(variant.score)}{less}")
-        if split.rows is not None:
-            code = placement.row_code(split.rows)
-            places.row_functions.append(RowFunction("row_score", code, "What all scores of a row have in common"))
+        _place_score(variant, recipe, places)
     else:
         places.hook("score", variant.score, comment=f"The score: {text(variant.score)}")
     sink = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
@@ -164,8 +169,25 @@ def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSi
     return PlacedSinks(sink, tangent)
 
 
+def _place_score(variant: Variant, recipe: Recipe, places: Places) -> None:
+    """That of a softmax: without what all keys of a query share, which is a function of the row."""
+    norms, placement = recipe.norms, places.placement
+    split = split_score(variant.score if norms is None else norms.pairs)
+    rows = [] if split.rows is None else [placement.row_code(split.rows)]
+    if norms is not None:
+        rows.append(placement.row_code(norms.rows))
+    less = ", less what is the same for all keys of a query" if rows else ""
+    declared = None if norms is None else ", float dot"
+    places.hook("score", split.pairs, declared, f"The score: {text(variant.score)}{less}")
+    if rows:
+        # Rounded, as what it is taken from and given back to is the same in all passes.
+        code = rows[0] if norms is None else f"fg::settled({' + '.join(rows)})"
+        places.row_functions.append(RowFunction("row_score", code, "What all scores of a row have in common"))
+
+
 def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     """What a spec computes, once everything is placed."""
+    norms = _norm_code(recipe, places.placement)
     hooks, form, linear = places.placement.hooks(), variant.weights.form, linear_factor(variant)
     assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
     factor, by_units = LOG2_E * (linear or 1.0), variant.f8 and linear is not None
@@ -195,8 +217,19 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         by_tangent=by_score(variant, "d_t_score"),
         by_weight_tangent=by_score(variant, "d_t_weight"),
         near=None if recipe.near is None else c_literal(recipe.near.bound),
+        norms=norms,
         ahead=None if recipe.ahead is None else _ahead(variant, recipe.ahead, places.placement),
     )
+
+
+def _norm_code(recipe: Recipe, placement: Placement) -> NormCode | None:
+    if recipe.norms is None:
+        return None
+    factor = recipe.norms.of_key
+    if factor is None:
+        return NormCode(None, of_heads=False)
+    level = level_of(factor)
+    return NormCode(placement.value("of_key", factor, level), of_heads=level is Level.HEAD)
 
 
 def _ahead(variant: Variant, load: Load, placement: Placement) -> Ahead:
