@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashgen.distributed.partial import Partial, Where
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.verification.verify import relative_error
 from tests.cuda.helpers import emitted, variant_of
@@ -78,6 +79,38 @@ def test_rows_far_from_all_keys(target: str, distance: float) -> None:
         _differentiated(reference, [x.double() for x in inputs], moved),
     )
     assert max(relative_error(*each) for each in zip(found, exact, strict=True)) < 4e-6
+
+
+@pytest.mark.parametrize("distance", [0.0, 300.0])
+@pytest.mark.parametrize("target", KINDS[1:])
+def test_parts_of_the_keys(target: str, distance: float) -> None:
+    """What parts leave of a row is of whole scores, in two numbers where these are extreme."""
+    op = emulated("attention split { dtype f32  head_dim 64  score -sqdist / 8 }", target)
+    q, k, v, d_o = (normal(1, 2, n, 64, seed=seed) for seed, n in enumerate((70, 90, 90, 70)))
+    q, k, d_lse = q + distance, k / (1 + distance), normal(1, 2, 70, seed=4)
+    parts = Partial(op)
+    places = [(slice(first, last), Where(0, first, 0, 0, 70, 90, 1, 2)) for first, last in ((0, 33), (33, 90))]
+
+    def tensors(of: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k[:, :, of].contiguous(), v[:, :, of].contiguous()
+
+    rows = parts.begin(q, v)
+    for of, where in places:
+        rows = parts.add(rows, tensors(of), where)
+    closed = parts.close(rows, None, (q, k, v))
+    assert closed[1] is not None
+    found = [parts.gradients(d_o, d_lse, closed, tensors(of), where, [True] * 3, False) for of, where in places]
+
+    def reference(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = op.reference(*inputs, dtype=torch.float64, return_lse=True)
+        return o, lse
+
+    exact = _differentiated(reference, [x.double() for x in (q, k, v)], (d_o, d_lse))
+    d_q, *of_keys = (
+        torch.stack(each).sum(0) if n == 0 else torch.cat(each, 2) for n, each in enumerate(zip(*found, strict=True))
+    )
+    for mine, truth in zip((closed[0], closed[1], d_q, *of_keys), exact, strict=True):
+        assert relative_error(mine, truth) < 4e-6
 
 
 @pytest.mark.parametrize("target", KINDS)

@@ -130,3 +130,15 @@ def test_cpu_tensors_beside() -> None:
     q = torch.randn(1, 2, 50, 32)
     torch.testing.assert_close(op(q.cuda(), q.cuda(), q.cuda()).cpu(), op(q, q, q), rtol=1e-4, atol=1e-5)
     assert op.backends == ("cpu", "cuda", "reference")
+
+
+@pytest.mark.parametrize("width", ["20", "64", "128", "192/128", "256"])
+@pytest.mark.parametrize(
+    "mask", ["", "mask causal", "mask causal and window_left(100)"], ids=["all", "causal", "window"]
+)
+def test_squared_distances(width: str, mask: str) -> None:
+    """Who takes norms of keys follows from the mask and from the head dimension."""
+    op = flashgen.loads(f"attention near {{ head_dim {width}  score -sqdist / 16  {mask} }}", backend="cuda")
+    for dtype in (ElementType.BF16, ElementType.F16):
+        case = verify_case(op, op.spec.head_dims[0], dtype, Shape(1, 4, 2, 551, 603), device="cuda")
+        assert case.ok, failures(case)
