@@ -30,13 +30,14 @@ _MANY = 2**30
 
 @dataclass(frozen=True)
 class SplitNorms:
-    """``pairs`` + ``rows`` is the score; ``rows`` is the same for all keys of a query.
+    """``pairs`` + ``rows`` is the score; ``rows``, ``factor`` times |q|², is the same for all keys of a query.
 
     ``of_key`` is what |k|² is multiplied by once a key, the same for all rows of a head; None: by nothing.
     """
 
     pairs: Expr
     rows: Expr
+    factor: Expr
     of_key: Expr | None
 
 
@@ -55,7 +56,7 @@ def split_norms(score: Expr) -> SplitNorms | None:
         by_dot = simplify(apply("mul", literal(-2.0), factor))
         pairs = apply("add", DOT if by_dot == literal(1.0) else apply("mul", by_dot, DOT), NORM_OF_KEY)
     pairs = pairs if parts.rest is None else apply("add", parts.rest, pairs)
-    return SplitNorms(pairs, apply("mul", factor, NORM_OF_ROW), of_key)
+    return SplitNorms(pairs, apply("mul", factor, NORM_OF_ROW), factor, of_key)
 
 
 @dataclass(frozen=True)

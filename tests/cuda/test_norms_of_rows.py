@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.partial import Partial, Where
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.recipe import recipe_of
-from flashgen.verification.verify import relative_error
+from flashgen.verification.verify import relative_error, verify_case
 from tests.cuda.helpers import emitted, variant_of
 from tests.cuda.hopper import hopper, random
 from tests.cuda.targets import KINDS, emulated
-from tests.numeric.helpers import normal
+from tests.numeric.helpers import failures, normal
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 SCORE = "head_dim 64  score -sqdist / 8  mask causal"
@@ -58,13 +60,17 @@ def _differentiated(op: Attention, inputs: list[Tensor], moved: tuple[Tensor, Te
     return [o.detach(), lse.detach(), *gradients]
 
 
+@pytest.mark.parametrize("of_lse", [0.0, 1.0])
 @pytest.mark.parametrize("distance", [30.0, 300.0, 3000.0])
 @pytest.mark.parametrize("target", KINDS)
-def test_rows_far_from_all_keys(target: str, distance: float) -> None:
-    """Rounded to |q|² their scores would be off by 0.001, 0.1 and 10 here: weights of keys that are apart by less."""
+def test_rows_far_from_all_keys(target: str, distance: float, of_lse: float) -> None:
+    """Rounded to |q|² their scores would be off by 0.001, 0.1 and 10 here: weights of keys that are apart by less.
+
+    Where nothing arrives at lse, nothing may arrive at |q|².
+    """
     op = emulated(f"attention far {{ dtype f32  {SCORE} }}", target)
     q, k, v, d_o = (normal(1, 2, 90, 64, seed=seed) for seed in range(4))
-    inputs, moved = [q + distance, k * (3.0 / distance), v], (d_o, normal(1, 2, 90, seed=4))
+    inputs, moved = [q + distance, k * (3.0 / distance), v], (d_o, of_lse * normal(1, 2, 90, seed=4))
 
     def reference(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = op.reference(*inputs, dtype=torch.float64, return_lse=True)
@@ -129,6 +135,16 @@ def test_a_sink_beside_far_rows(target: str) -> None:
     assert (lse.double() - exact_lse).abs().max() < 4e-4
     alone = emulated(f"attention unsunk {{ dtype f32  {SCORE} }}", target)(q, k, v)
     assert relative_error(o, alone.double() / 2) < 4e-4
+
+
+@pytest.mark.parametrize("target", KINDS)
+def test_bytes_of_what_arrives_at_lse(target: str) -> None:
+    op = emulated(f"attention counted {{ {SCORE} }}", target)
+    for element in (ElementType.F32, ElementType.F16):
+        case = verify_case(op, op.spec.head_dims[0], element, Shape(2, 4, 2, 150, 201))
+        assert case.ok, failures(case)
+        assert case.hbm_bytes
+        assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
 
 
 @pytest.mark.parametrize("ragged", [False, True])

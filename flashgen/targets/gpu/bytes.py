@@ -290,7 +290,7 @@ _KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
 
 
 def _accesses(
-    kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int, *, divided: bool
+    kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int, *, divided: bool, asks_lse: bool
 ) -> tuple[Access, ...]:
     """What a kernel does with whole rows of operands; ``sharers``: warps that share the rows of dQ."""
     state, of_row = recipe.row_state, _INVERSE if divided else OPERANDS["lse"]
@@ -304,7 +304,8 @@ def _accesses(
             carried = tuple(Access(each, by_tile=True) for each in (of_row, DELTA)) if state else ()
             return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
         case "queries":
-            carried = tuple(Access(each, times=_LANES * sharers) for each in (of_row, DELTA)) if state else ()
+            rows = (of_row, DELTA, *((OPERANDS["d_lse"],) if asks_lse and recipe.norms_by_lse else ()))
+            carried = tuple(Access(each, times=_LANES * sharers) for each in rows) if state else ()
             return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
         case "convert":
             return once("dq")
@@ -332,7 +333,9 @@ class _Account:
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
         operands, sharers = operands_of(self.variant), self.tiles.queries.split
         divided = self.variant.weights.form.divided
-        accesses = _accesses(kernel, recipe_of(self.variant), operands, sharers, divided=divided)
+        accesses = _accesses(
+            kernel, recipe_of(self.variant), operands, sharers, divided=divided, asks_lse=self.asks_lse
+        )
         own = (
             replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
             for each in accesses

@@ -102,6 +102,17 @@ class Recipe:
         return self.dq is SumsOfDq.ADDED_UP
 
     @property
+    def norms_by_lse(self) -> bool:
+        """Whether what arrives at |q|² is summed up as P times what arrives at lse.
+
+        Through the scores of all keys of a row as much arrives as at its lse. A sink takes a part of it; what is
+        dropped is not in P.
+        """
+        computed = self.computed
+        alone = computed.weights.sink is None and computed.spec.dropout is None and computed.tangent is None
+        return self.norms is not None and alone
+
+    @property
     def has_lists(self) -> bool:
         """Whether there may be lists of visits."""
         return self.lists is not Lists.NONE

@@ -183,6 +183,9 @@ def _place_score(variant: Variant, recipe: Recipe, places: Places) -> None:
         # Rounded, as what it is taken from and given back to is the same in all passes.
         code = rows[0] if norms is None else f"fg::settled({' + '.join(rows)})"
         places.row_functions.append(RowFunction("row_score", code, "What all scores of a row have in common"))
+    if norms is not None and recipe.norms_by_lse:
+        slope = placement.row_code(norms.factor)
+        places.row_functions.append(RowFunction("row_slope", slope, "What that has of |q|² is this times it"))
 
 
 def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
