@@ -160,16 +160,18 @@ class Splits:
     """Into how many parts the keys of a sequence are split, for a block each; the parts are merged in a fixed order.
 
     ``field`` says how many were asked for (0: as many as leave no multiprocessor without ``blocks``), and then how many
-    there are; ``merges`` is 1 where these are several. Up to ``most_alone`` are merged by the block that is the last to
-    come to its end, which ``arrivals`` tells it, a counter for each work tile; of more ``apart`` is 1, and a kernel of
-    its own merges them. ``work_tiles`` is the number of blocks of one part, ``visited`` that of tiles of keys that a
-    sequence has at most, of which a part that nobody asked for has ``least`` or more.
+    there are; ``merges`` is 1 where these are several. The block that is the last to come to its end, which
+    ``arrivals`` tells it, a counter for each work tile, merges what all have left, up to ``most_alone`` bytes; of more
+    ``apart`` is 1, and a kernel of its own merges them. ``left`` names the number of rows, says how many a tile has at
+    most, and the bytes that a part leaves of each. ``work_tiles`` is the number of blocks of one part, ``visited`` that
+    of tiles of keys that a sequence has at most, of which a part that nobody asked for has ``least`` or more.
     """
 
     field: str
     merges: str
     apart: str
     arrivals: str
+    left: tuple[str, int, int]
     most_alone: int
     work_tiles: Count
     visited: Count
@@ -184,7 +186,9 @@ class Splits:
             most = self.blocks * multiprocessors // max(self.work_tiles.value(sizes), 1)
             count = min(most, visited // self.least)
         count = max(1, min(count, visited))
-        return {self.field: count, self.merges: int(count > 1), self.apart: int(count > max(self.most_alone, 1))}
+        rows, most_rows, of_a_row = self.left
+        left = count * min(sizes[rows], most_rows) * of_a_row
+        return {self.field: count, self.merges: int(count > 1), self.apart: int(count > 1 and left > self.most_alone)}
 
     def counters(self, found: Mapping[str, int], sizes: Mapping[str, int]) -> int:
         """How many counters a call with these ``values`` takes."""

@@ -72,24 +72,33 @@ MISTAKES = {
     "Nk of the whole cache": ("a.kv_total = length > 1 ? length : 1", "a.kv_total = call.kv_total"),
     "Q of the first sequence": ("fg::moved<T>(call.q, int64_t(n) * call.q_stride_b)", "call.q"),
     "heads one behind the other": (
-        "heads[r] = head_of(place.head * group_of(a) + int(number - n * group_of(a)));",
+        "heads[r] = head_of(place.head * group_of(a) + (number - n * group_of(a)));",
         "heads[r] = head_of(place.head * group_of(a));",
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
     "lse by position": ("(kv_head * group + (row - n * group)) * a.q_len + n", "kv_head * group * a.q_len + row"),
-    "a part is left out": (
-        "if (n < int(a.splits)) taken.rows[k][r] =",
-        "if (n > 0 && n < int(a.splits)) taken.rows[k][r] =",
-    ),
-    "parts overlap": ("fg::min(first_tile() + tiles_of_part(), tiles())", "tiles()"),
+    "parts overlap": ("fg::min(first_tile + own_tiles, tiles())", "tiles()"),
+    "Q comes behind the second keys": ("if (begins && n == 0) load_q(place);", "if (begins && n == 1) load_q(place);"),
     "maxima of parts do not count": ("return from == top ? 1.0f : shrink;", "return 1.0f;"),
-    "what a team has is left out": ("add_team(place, left);", ";"),
-    "teams do not wait for each other": (
-        "if (team / half == 1) leave<Shared>(place, left); fg::block_barrier();",
-        "if (team / half == 1) leave<Shared>(place, left);",
+    "the last part does not count": (
+        "32 * k + lane < span ? fg::global_load_left",
+        "32 * k + lane < span - 1 ? fg::global_load_left",
     ),
-    "O of a part is left out": ("add(o.at[m], taken.o[k][m],", "if (k > 0) add(o.at[m], taken.o[k][m],"),
-    "O is counted from another maximum": ("rescale(kept); add_team(place, left);", "add_team(place, left);"),
+    "O of the last part is left out": (
+        "n + k < end && row + j * high < count ?",
+        "n + k < end - 1 && row + j * high < count ?",
+    ),
+    "the first part is left out": ("int n = team * own,", "int n = team * own + 1,"),
+    "weights of the next part": ("weights_of_row(own_row) + n + k)", "weights_of_row(own_row) + n + k + 1)"),
+    "who is last is not known yet": ("fg::block_barrier();  // everyone is done with those before", ""),
+    "weights are not there yet": (
+        "weigh_parts<merging>(count, first, parts); fg::block_barrier();",
+        "weigh_parts<merging>(count, first, parts);",
+    ),
+    "sums are not there yet": ("4, 4>(count, parts); fg::block_barrier();", "4, 4>(count, parts);"),
+    "O takes the place of sums": ("fg::block_barrier();  // O may take that place", ""),
+    "O of another row": ("(o_of_part(first + n) + row * DVP", "(o_of_part(first + n) + DVP"),
+    "a row's parts are another's": ("(a.work_tile * BR + row) * a.splits", "a.work_tile * BR * a.splits"),
     "a part is merged before it is there": (
         "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits))",
         "fg::global_next(a.arrivals + a.work_tile) + 1 == uint32_t(a.splits)",
@@ -98,23 +107,42 @@ MISTAKES = {
         "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits))",
         "fg::global_arrive(a.arrivals + a.work_tile, uint32_t(a.splits) + 1)",
     ),
-    "one is counted too early": (
-        "memory); fg::block_barrier(); if (threadIdx.x == 0)",
-        "memory); if (threadIdx.x == 0)",
-    ),
     "all count in one place": ("a.arrivals + a.work_tile", "a.arrivals"),
     "everyone is the last": ("return fg::shared_load(found) != 0;", "return true;"),
-    "the first part is left out": (
-        "for (int n = 0; n < int(a.splits); n += P::merged_at_once)",
-        "for (int n = 1; n < int(a.splits); n += P::merged_at_once)",
-    ),
-    "a lane's sum counts four times": (
-        "has_sum() ? row.y * shrink_of(row.x, top) : 0.0f",
-        "row.y * shrink_of(row.x, top)",
-    ),
+    "a lane's sum counts four times": ("fg::fragment_column(0) == 0 ? row.y : 0.0f", "row.y"),
 }
-# Of those that a kernel of its own has where it merges parts.
-APART = {"what a team has is left out", "teams do not wait for each other", "O is counted from another maximum"}
+# The same of more parts than are weighed at a time, and are asked for at a time.
+MISTAKES_OF_MANY = {
+    "what parts before count for": ("fg::shared_load(kept_of_rows() + own_row) : 1.0f", "1.0f : 1.0f"),
+    "maxima of parts before": ("first > 0 && lane == 0 ? fg::shared_load(merged_rows() + row) : none", "none"),
+    "parts are taken twice": ("begins = false, n += ahead,", "begins = false, n += ahead / 2,"),
+    "weights are replaced too early": ("fg::block_barrier();  // everyone is done with those before", ""),
+    "one is counted too early": (
+        "Merging::LAST); fg::block_barrier(); if (threadIdx.x == 0)",
+        "Merging::LAST); if (threadIdx.x == 0)",
+    ),
+    "rows are weighed once": (
+        "if (begins && (rows + begin == 0 || parts > Merging::at_once))",
+        "if (begins && rows + begin == 0 && first == 0)",
+    ),
+    "a part more where all are there": ("deep == 1 && n + ahead <= end", "deep == 1"),
+    "what a team has is left out": ("for (int team = 0; team < teams; ++team)", "for (int team = 0; team < 1; ++team)"),
+    "teams have the same parts": ("int n = team * own,", "int n = 0,"),
+}
+# Of first tiles that are asked for before any is listed.
+MISTAKES_OF_FIRST = {
+    "the first tile alone": (
+        "k_rows, unsigned(a.k_stride_n), (first + n) * BC);",
+        "k_rows, unsigned(a.k_stride_n), first * BC);",
+    ),
+    "where something is masked": ("k_rows && !whole.may_be_false", "k_rows"),
+    "Q comes behind the second keys": ("if (n == 0) load_q(place);", "if (n == 1) load_q(place);"),
+    "they are asked for again": ("if (!asked) {", "if (true) {"),
+    "they are one group": ("(first + n) * BC); fg::copy_async_commit(); if (n == 0)", "(first + n) * BC); if (n == 0)"),
+    "padding is seen": ("unsigned(a.kv_start) * unsigned(by_row) + unsigned(first)", "unsigned(first)"),
+    "keys of the first head": ("a.k, entry, first_of_k(a, 0, place.head)", "a.k, entry, 0"),
+    "the first entry": ("a.v, entry, first_of_v", "a.v, 0, first_of_v"),
+}
 
 
 @dataclass(frozen=True)
@@ -129,12 +157,21 @@ class Kind:
     width: int
     page: int
     tolerance: float
+    text: str = TEXT
 
     @property
     def dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.element]
 
 
+IN_ENTRIES = Kind(
+    ElementType.F32,
+    RowsOf.CACHED,
+    16,
+    0,
+    1e-5,
+    "attention planted_entries { head_dim WIDTH  dtype ELEMENT  mask causal }",
+)
 # Rows of pages of 8 are looked up one by one, of those of 32 as many together as are copied at a time.
 ONE_BY_ONE = Kind(ElementType.F32, RowsOf.CACHED, 16, 8, 1e-5)
 TOGETHER = Kind(ElementType.BF16, RowsOf.CACHED, 64, 32, 6e-3)
@@ -145,7 +182,7 @@ NARROW_SINGLE = Kind(ElementType.F32, RowsOf.F8_CACHED, 16, 8, 1e-5)
 
 @functools.cache
 def emitted(kind: Kind) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
-    text = TEXT.replace("WIDTH", str(kind.width)).replace("ELEMENT", str(kind.element))
+    text = kind.text.replace("WIDTH", str(kind.width)).replace("ELEMENT", str(kind.element))
     spec = flashgen.loads(text, backend="reference").spec
     return spec, compiled(kernel_variant(spec, spec.head_dims[0], kind.rows), TARGET)
 
@@ -233,7 +270,60 @@ def test_without_a_mistake_all_is_right() -> None:
 )
 def test_mistakes_show(mistake: str) -> None:
     name = f"planted_cache_{list(MISTAKES).index(mistake)}"
-    assert shows(changed(name, MISTAKES[mistake], apart=mistake in APART))
+    assert shows(changed(name, MISTAKES[mistake]))
+
+
+def of_many_parts(heads: int) -> dict[str, Any]:
+    """41 tiles. Of 128 heads a thread has four columns of two rows, of 2 a team has one part."""
+    rows = 41 * 32 - 5
+    k, v = (random(1, HKV, rows, 16, seed=n) for n in (1, 2))
+    return {
+        "q": random(1, heads, 1, 16, seed=0), "k_cache": k, "v_cache": v, "cache_seqlens": rows,
+        "slope": random(heads, seed=3).abs(), "short": (torch.arange(rows) % 45 < 30).int()[None],
+    }  # fmt: skip
+
+
+def shows_of_many(op: AttentionOp) -> bool:
+    found: list[float] = []
+    for heads in (128, 2):
+        given = of_many_parts(heads)
+        exact = op.reference.decode(**given, return_lse=True)
+        try:
+            own = op.decode(**given, return_lse=True, num_splits=41)
+        except EmulatorError:
+            return True
+        found += [relative_error(x, y) for x, y in zip(own, exact, strict=True)]
+    return not max(found) < 1e-5
+
+
+def test_without_a_mistake_many_parts_are_merged() -> None:
+    assert not shows_of_many(changed("planted_in_no_cache"))
+    assert not shows_of_many(changed("planted_in_no_merge", apart=True))
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, each in enumerate(MISTAKES_OF_MANY)]
+)
+def test_mistakes_with_many_parts_show(mistake: str) -> None:
+    assert shows_of_many(changed(f"planted_many_{list(MISTAKES_OF_MANY).index(mistake)}", MISTAKES_OF_MANY[mistake]))
+
+
+def in_entries() -> dict[str, Any]:
+    q, k, v = random(B, H, 1, 16, seed=0), *(random(B, HKV, 160, 16, seed=n) for n in (1, 2))
+    lengths = torch.tensor([160, 131, 77], dtype=torch.int32)
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths, "leftpad": torch.tensor([0, 3, 0]).int()}
+
+
+def test_without_a_mistake_first_tiles_are_right() -> None:
+    assert not shows(changed("planted_in_no_entry", kind=IN_ENTRIES), in_entries(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(each, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, each in enumerate(MISTAKES_OF_FIRST)]
+)
+def test_mistakes_with_first_tiles_show(mistake: str) -> None:
+    op = changed(f"planted_first_{list(MISTAKES_OF_FIRST).index(mistake)}", MISTAKES_OF_FIRST[mistake], kind=IN_ENTRIES)
+    assert shows(op, in_entries(), 1e-5)
 
 
 # The same of rows that are copied together, and of numbers of 8 bits.

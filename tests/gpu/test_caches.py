@@ -196,12 +196,13 @@ def test_new_rows_in_a_compiled_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-@pytest.mark.parametrize(("splits", "count"), [(4, 2), (16, 3)])
-def test_a_step_is_few_kernels(splits: int, count: int) -> None:
-    """New rows, and parts, of which the last one merges few; many are merged by a third kernel."""
+@pytest.mark.parametrize(("queries", "splits", "count"), [(1, 4, 2), (1, 33, 2), (16, 16, 3)])
+def test_a_step_is_few_kernels(queries: int, splits: int, count: int) -> None:
+    """New rows, and parts, which the last one merges; where they leave much a third kernel does."""
     op = flashgen.loads(CAUSAL, backend="cuda")
     q, k, v = long_cache()
-    row = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    q = q.expand(-1, -1, queries, -1).contiguous()
+    row = torch.randn(2, 8, queries, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([100, 17], dtype=torch.int32, device="cuda")
     op.decode(q, k, v, lengths, k=row, v=row, num_splits=splits)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

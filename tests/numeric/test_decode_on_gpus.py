@@ -163,14 +163,17 @@ def test_heads_of_a_group_are_rows(heads: int, queries: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_teams_that_merge_take_parts_in_several_rounds(dtype: torch.dtype) -> None:
-    """Scores grow with the position, then fall, so that each part counts from another maximum."""
+@pytest.mark.parametrize(("heads", "parts"), [(4, 150), (40, 40)])
+def test_parts_are_merged_in_several_rounds(heads: int, parts: int, dtype: torch.dtype) -> None:
+    """More than are weighed at a time. Scores grow with the position, then fall, so that each part counts from another
+    maximum.
+    """
     text = "attention cache_of_many_parts { head_dim 64  weights %s }"
-    parts, rows = 75, 75 * 64
+    rows = parts * 64
     height = 1.5 - (torch.arange(rows) / rows - 0.6).abs()
     for name in ("softmax", "normalize(s * s)"):
         op = emulated(text.replace("parts", name.partition("(")[0]) % name)
-        q = random(1, 4, 1, 64, dtype=dtype)
+        q = random(1, heads, 1, 64, dtype=dtype)
         k, v = (random(1, 1, rows, 64, seed=n, dtype=dtype) for n in (1, 2))
         k = (k + 4 * q.mean(1, keepdim=True)) * height[:, None].to(dtype)
         check(op, q, k, v, torch.tensor([rows], dtype=torch.int32), num_splits=parts)

@@ -117,7 +117,7 @@ template <class T> FG_DEVICE fg::GroupRows<T> rows_of_o(const Arguments& a, int6
 }}
 // The number of one of these rows in lse.
 FG_DEVICE int64_t query_row(const Arguments& a, int64_t kv_head, int row) {{
-  const int group = group_of(a), n = unsigned(row) / unsigned(group);
+  const int group = group_of(a), n = int(fg::position_of(row, group));
   return (kv_head * group + (row - n * group)) * a.q_len + n;
 }}"""
 

@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,23 @@ from flashgen.targets.gpu.launches import (
     PART_ROWS,
     dq_sums,
     operands_of,
-    part_buffers,
     rows_of_a_block,
     work_tiles,
 )
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FEW_QUERIES, FLOAT, WINDOW, finders, finds_selected, merging_shares, padded
+from flashgen.targets.gpu.model import (
+    FEW_QUERIES,
+    FLOAT,
+    MERGED_WEIGHTS,
+    MERGING_THREADS,
+    WINDOW,
+    finders,
+    finds_selected,
+    merging_shares,
+    padded,
+)
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
-from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.gpu.tiles import ElementPlan, ForwardTiles
 
 DELTA = Operand("workspace.delta", QUERIES, Width.ONE, elements=Elements.FLOAT32)
 COUNTED = (
@@ -173,29 +181,42 @@ def bytes_of_caches(
     head_dim, element = variant.head_dim, tiles.element.bytes
     keys = sum(_keys_of_group(variant, tiles, {**values, **own}, captured) for own in sequences)
     rows = math.prod(int(values[each]) for each in ("batch", "heads", "q_len"))
-    found = Counter({"q": int(values["splits"]) * rows * head_dim.qk * element, "o": rows * head_dim.v * element})
+    parts = sum(_parts_with_tiles(tiles.forward, {**values, **own}) for own in sequences)  # others do not ask for Q
+    rows_of_one = math.prod(int(values[each]) for each in ("heads", "q_len"))
+    found = Counter({"q": parts * rows_of_one * head_dim.qk * element, "o": rows * head_dim.v * element})
     of_keys = keys * ELEMENT_BYTES[int(values["key_element"])]
     found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
         found["lse"] = rows * FLOAT
     if variant.weights.form.divided and values["lse_parts"]:
         found[_PARTS.name] = 2 * rows * FLOAT
-    o, of_rows = part_buffers(variant, tiles.forward)
-    share = _rows_of_lanes(int(values["group_rows"]), tiles.forward.Br)
-    found[f"workspace.{o.name}"] = round(2 * share * o.bytes.value(values))
-    shares = merging_shares(variant, tiles.forward) if values["merges_apart"] else 1
-    times = 1 + _LANES * max(shares, tiles.forward.split)
-    found[f"workspace.{of_rows.name}"] = times * variant.has_row_state * of_rows.bytes.value(values)
+    for own in sequences if values["merges"] else ():
+        for name, count in _left_and_merged(variant, tiles.forward, {**values, **own}).items():
+            found[name] += count
     if values["merges"] and not values["merges_apart"]:
         found["arrivals"] = 4 * int(values["splits"]) * work_tiles(tiles.forward).value(values)
     return found
 
 
-def _rows_of_lanes(rows: int, Br: int) -> Fraction:
-    """Of the tiles of so many rows the share of lanes that have one: a lane has two, 8 apart."""
-    tiles = -(-rows // Br)
-    starts = np.arange(0, tiles * Br, 16)
-    return Fraction(int(np.clip(rows - starts, 0, 8).sum()), 8 * len(starts))
+def _parts_with_tiles(tiles: ForwardTiles, values: Mapping[str, Any]) -> int:
+    """Of a sequence: its tiles are dealt out evenly, to the first parts."""
+    visited = -(-int(values["kv_len"]) // tiles.Bc)
+    return -(-visited // max(-(-visited // int(values["splits"])), 1))
+
+
+def _left_and_merged(variant: Variant, tiles: ForwardTiles, values: Mapping[str, Any]) -> Mapping[str, int]:
+    """What the parts of one sequence leave, and those who merge them read."""
+    parts, width, apart = _parts_with_tiles(tiles, values), padded(variant.head_dim.v), bool(values["merges_apart"])
+    shares, threads = (merging_shares(variant, tiles), MERGING_THREADS) if apart else (1, 32 * tiles.warps)
+    at_once = MERGED_WEIGHTS // tiles.Br  # parts of which more are weighed again for each number of a thread's
+    found = Counter[str]()
+    for first in range(0, int(values["group_rows"]), tiles.Br):
+        rows = min(int(values["group_rows"]) - first, tiles.Br)
+        times = -(-rows * width // (4 * shares * threads)) if parts > at_once else 1
+        left = int(values["kv_heads"]) * rows * parts
+        found[f"workspace.{PART_O}"] += 2 * left * width * FLOAT
+        found[f"workspace.{PART_ROWS}"] += (1 + shares * times) * left * 2 * FLOAT * variant.has_row_state
+    return found
 
 
 def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, Any], captured: Mapping[str, Any]) -> int:

@@ -28,8 +28,9 @@ from flashgen.plan.operands import (
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import mergers, merging_shares, merging_warps, most_merged_alone, padded, panel_width
+from flashgen.targets.gpu.model import MERGING_THREADS, merging_shares, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
@@ -183,10 +184,9 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
     merges = Count((*blocks.factors, Factor("merges_apart")), merging_shares(variant, tiles))
-    merging = 32 * merging_warps(variant, tiles) * mergers(variant, tiles)
     launches = (
         Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
-        Launch(f"{symbol}_merge_{element}", merges, merging, tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merges, MERGING_THREADS, tiles.sram_bytes),
     )
     at_a_time = max(1, min(plan.sram_bytes // tiles.sram_bytes, MOST_THREADS // threads))
     splits = Splits(
@@ -194,7 +194,8 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
         "merges",
         "merges_apart",
         "arrivals",
-        most_merged_alone(variant, tiles),
+        ("group_rows", tiles.Br, 4 * padded(variant.head_dim.v)),
+        LAST_BLOCK_MERGES.limit,
         blocks,
         Count((Factor("kv_len", tiles.Bc),)),
         at_a_time,

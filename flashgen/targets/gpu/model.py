@@ -14,7 +14,6 @@ from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Layout, Part, Words
 from flashgen.targets.gpu.recipe import recipe_of
-from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
@@ -68,8 +67,8 @@ FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
-MERGED_AT_ONCE = 32  # four numbers of O that a lane of the last block asks for at once
-MOST_MERGING_WARPS = 8  # of a block, so that a thread has 255 registers; twice as many where warps share columns
+MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
+MERGING_THREADS = 512  # of a block that merges and does nothing else, so that a thread has 128 registers
 
 
 def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
@@ -211,17 +210,16 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             SIGNAL,
         ),
     )
+    if variant.cached:
+        return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merging::bytes"))
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )
 
 
-def mergers(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: teams of warps that share a tile's parts, and join two by two in the shared memory of a tile."""
-    count, room = 1, tiles.sram_bytes // (tiles.Br * (FLOAT * padded(variant.head_dim.v) + 2 * FLOAT))
-    while count <= room and 2 * count * merging_warps(variant, tiles) <= MOST_MERGING_WARPS * min(tiles.split, 2):
-        count *= 2
-    return count
+def merging_bytes(Br: int, Dv: int) -> int:
+    """Over caches: rows, what each part's count for, and sums, four to a thread or all of a tile; O needs no more."""
+    return 12 * Br + FLOAT * MERGED_WEIGHTS + max(4 * FLOAT * MERGING_THREADS, FLOAT * Br * Dv)
 
 
 def finds_selected(variant: Variant, element: ElementType, tiles: ForwardTiles) -> bool:
@@ -240,21 +238,6 @@ def merging_shares(variant: Variant, tiles: ForwardTiles) -> int:
         counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
         return next((count for count in counts if width % (16 * count) == 0), tiles.split)
     return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
-
-
-def most_merged_alone(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: parts that the last block of a tile merges by itself; a kernel of many blocks merges more."""
-    return LAST_BLOCK_MERGES.limit // numbers_left(variant, tiles)
-
-
-def merged_at_once(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: parts that such a block asks for at once: as many as registers hold."""
-    return max(1, MERGED_AT_ONCE // numbers_left(variant, tiles))
-
-
-def numbers_left(variant: Variant, tiles: ForwardTiles) -> int:
-    """Over caches: what a lane leaves of O, by four numbers."""
-    return max(1, tiles.Br * padded(variant.head_dim.v) // (4 * 32 * tiles.warps))
 
 
 def merging_warps(variant: Variant, tiles: ForwardTiles) -> int:

@@ -26,11 +26,10 @@ FEW_ROWS_SHARED = Rule(
 
 LAST_BLOCK_MERGES = Rule(
     "last block merges",
-    "the last block to come to its end merges what all left of a tile, so long as a lane reads few numbers of O, by "
-    "four; more are merged by a kernel of many blocks",
-    "an H200: 8 sequences of 8k, 4 parts of 128 columns, 79.7 → 72.5 µs; 64 of 8k, 2 parts of 576/512, 300 → 272; but "
-    "33 parts of 128 columns take 15 µs more than by a kernel of their own",
-    32,
+    "the last block to come to its end merges what all left of a tile, so long as these are few bytes; more are merged "
+    "by a kernel of many blocks",
+    "an H200: 8 sequences of 8k, 4 parts of 128 columns, 79.7 → 72.5 µs; 64 of 8k, 2 parts of 576/512, 300 → 272",
+    160 * 1024,
 )
 
 WIDE_ROWS = Rule(

@@ -80,7 +80,7 @@ def _of_caches(variant: Variant, plan: GpuPlan) -> str:
         behind_o = _aligned_code(o.bytes, _of_sequences)
         lines += [
             f"template <> struct Parts<{C_TYPES[each.element]}> {{",
-            "  static FG_DEVICE float4* o(const Arguments& a) { return reinterpret_cast<float4*>(a.workspace); }",
+            "  static FG_DEVICE float* o(const Arguments& a) { return static_cast<float*>(a.workspace); }",
             "  static FG_DEVICE float2* rows(const Arguments& a) {",
             f"    return reinterpret_cast<float2*>(static_cast<char*>(a.workspace) + {behind_o});",
             "  }",

@@ -16,13 +16,13 @@ from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
     F8_TRANSPOSERS,
     MEASURERS,
+    MERGED_WEIGHTS,
+    MERGING_THREADS,
     MOST_COLUMNS,
     backward_layout,
     columns_at_a_time,
     finds_selected,
     forward_layout,
-    merged_at_once,
-    mergers,
     merging_shares,
     merging_warps,
     padded,
@@ -152,8 +152,8 @@ def forward_code(
         more = {"q_in_registers": int(tiles.q_in_registers)}
         more |= _role_constants(tiles) if of_warpgroups else {}
         if variant.cached:
-            more |= {"mergers": mergers(variant, tiles), "shares": merging_shares(variant, tiles)}
-            more |= {"merging_warps": merging_warps(variant, tiles), "merged_at_once": merged_at_once(variant, tiles)}
+            more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
+            more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
         more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         more |= {"measurers": MEASURERS if tiles.producers else 0} if has_measurers else {}

@@ -77,7 +77,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             dropout=has_dropout(variant),
             f8_cached=variant.f8_cached,
             f8=variant.f8,
-            parts=variant.parts or variant.slices,
+            parts=variant.parts or variant.slices or variant.cached,
             warpgroups=warpgroups,
             pieces=recipe.cuts,
             sequence_copies=variant.ragged,
