@@ -25,7 +25,7 @@ from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, s
 from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.ir.types import ScalarType
 from flashgen.reference.evaluate import Evaluator, Guard
-from flashgen.reference.philox import drop_threshold, kept_pairs
+from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.shard import Shard
 from flashgen.reference.weights import denominator, term
 
@@ -85,7 +85,7 @@ def attention(
     if dropout is not None and dropout.probability > 0:
         threshold = drop_threshold(dropout.probability)
         survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))
-        weight = torch.where(survives, weight / (1.0 - dropout.probability), 0.0)
+        weight = torch.where(survives, weight * survivor_scale(threshold), 0.0)
     return (weight if rounded is None else rounded(weight)) @ v, lse
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.arguments import stored_tensors
 from flashgen.reference.dense import Dropout
-from flashgen.reference.philox import drop_threshold
+from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.runtime.call import Call, CallChecker
 from flashgen.runtime.conversion import check_scalar
 from flashgen.runtime.plain import NoMemoryError
@@ -85,7 +85,7 @@ class CapturedValues:
         if captured.dropout is not None:
             probability, seed = captured.dropout.probability, captured.dropout.seed
             threshold = drop_threshold(probability)
-            values += (threshold, 1.0 / (1.0 - probability), int(seed), address(captured.seed))
+            values += (threshold, survivor_scale(threshold), int(seed), address(captured.seed))
         elif self._signature.has_dropout:
             values += (0, 1.0, 0, 0)
         addresses = [x.data_ptr() for x in captured.read]

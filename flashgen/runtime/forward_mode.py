@@ -20,7 +20,7 @@ from flashgen.analysis.tangent import tangent_names, with_tangents
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
-from flashgen.reference.philox import drop_threshold
+from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.reference.tiled import Problem
 from flashgen.runtime.call import is_readable, row_strides, settled_values
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, Prepared, Values
@@ -240,10 +240,8 @@ class ForwardMode:
         known: dict[str, float] = {}
         dropout = problem.dropout
         if dropout is not None and dropout.probability > 0.0:
-            known = {
-                "dropout_threshold": drop_threshold(dropout.probability),
-                "dropout_scale": 1.0 / (1.0 - dropout.probability),
-            }
+            threshold = drop_threshold(dropout.probability)
+            known = {"dropout_threshold": threshold, "dropout_scale": survivor_scale(threshold)}
             if isinstance(dropout.seed, Tensor) and dropout.seed.is_cuda:  # kernels fetch it, so that nobody waits
                 known["seed_at"] = dropout.seed.data_ptr()
             else:

@@ -16,7 +16,7 @@ from flashgen.ir.expr import Expr, Symbol, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import Dropout, drop_probability, param_values
-from flashgen.reference.philox import drop_threshold
+from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.runtime.call import Call, check_probability
 from flashgen.runtime.captured import Captured
 from flashgen.runtime.engine import Tensors
@@ -63,9 +63,9 @@ class PerSequence:
         """One number a sequence of all that may change, dropout before params; None for what does not."""
         count, found = len(self._pairs), []
         if self._spec.dropout is not None:
-            odds = [self._at(number)[1] for number in range(count)] if self._own_dropout else None
-            found.append(None if odds is None else np.asarray([drop_threshold(p) for p in odds], np.uint32))
-            found.append(None if odds is None else np.asarray([1.0 / (1.0 - p) for p in odds], np.float32))
+            own = [drop_threshold(self._at(number)[1]) for number in range(count)] if self._own_dropout else None
+            found.append(None if own is None else np.asarray(own, np.uint32))
+            found.append(None if own is None else np.asarray([survivor_scale(each) for each in own], np.float32))
         for n, param in enumerate(self._spec.params):
             values: np.ndarray[Any, Any] | None = None
             if param.name in self._by_length:

@@ -1,8 +1,8 @@
 // The primitives behind a C interface, for the tests of this folder. Array lengths are multiples of 16.
 #include <initializer_list>
 #include "convert.h"
-#include "few_rows.h"
 #include "philox.h"
+#include "few_rows.h"
 #include "tile_product.h"
 #include "vector_math.h"
 
@@ -213,23 +213,16 @@ void f16_from_float(f16* out, const float* in, int64_t n) { from_float(out, in, 
 void bf16_from_float(bf16* out, const float* in, int64_t n) { from_float(out, in, n); }
 
 void philox_block(uint32_t* out, const uint32_t* counter, uint64_t seed) {
-  const auto words = philox<10>(uint64_t{counter[0]}, uint64_t{counter[1]}, uint64_t{counter[2]}, uint64_t{counter[3]},
-                                philox_key(seed));
+  const auto words = philox<7>(uint64_t{counter[0]}, uint64_t{counter[1]}, uint64_t{counter[2]}, uint64_t{counter[3]},
+                               philox_key(seed));
   for (int w = 0; w < 4; ++w) out[w] = static_cast<uint32_t>(words.word[w]);
 }
-// Words of the pairs i = first_i + lane, j = 4 j_quad + w, as out[w][lane]; the number of scalar disagreements returns.
-int dropout_lanes(uint32_t* out, uint64_t seed, int b, int h, int first_i, int j_quad) {
-  VecU words[4];
-  dropout_words(words, seed, b, h, first_i + iota(), j_quad);
-  int different = 0;
-  for (int w = 0; w < 4; ++w)
-    for (int l = 0; l < W; ++l) {
-      out[w * W + l] = words[w][l];
-      different += dropout_word(seed, b, h, first_i + l, 4 * j_quad + w) != words[w][l];
-    }
-  return different;
+// Whether the pairs i = first_i + lane, j = 16 block + n are kept, as out[n][lane].
+void dropout_lanes(uint8_t* out, uint64_t seed, int b, int h, int first_i, int block, uint32_t threshold) {
+  const VecU kept = dropout_keeps(seed, b, h, first_i + iota(), block, threshold);
+  for (int n = 0; n < 16; ++n)
+    for (int l = 0; l < W; ++l) out[n * W + l] = (kept[l] & dropout_bit(16 * block + n)) != 0;
 }
-uint32_t threshold(double p) { return dropout_threshold(p); }
 
 void product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t ldb,
              float* c, int64_t ldc, int begin) {

@@ -154,7 +154,7 @@ def test_dropout_is_exactly_the_generators_decisions() -> None:
     kept = kept_pairs(77, drop_threshold(0.3), *(torch.arange(n) for n in (2, 4, 9, 9)))
     p = (q @ k.transpose(-1, -2) / math.sqrt(8)).softmax(-1)
     o, lse = attention(spec("dropout 0.3"), q, k, v, dropout=Dropout(0.3, 77))
-    torch.testing.assert_close(o, torch.where(kept, p / 0.7, 0.0) @ v)
+    torch.testing.assert_close(o, torch.where(kept, p / (1 - 9830 / 2**15), 0.0) @ v)
     torch.testing.assert_close(lse, by_hand(q, k, v)[1])
 
 

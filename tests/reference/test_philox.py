@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.reference.philox import drop_threshold, kept_pairs, philox
+from flashgen.reference.philox import drop_threshold, kept_pairs, philox, survivor_scale
 
 
 def word(value: int) -> Tensor:
     return torch.tensor(value, dtype=torch.int64)
 
 
-# Philox4x32-10 in the known-answer tests of Random123.
+# Philox4x32-7 in the known-answer tests of Random123.
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ],
 )
@@ -32,19 +32,31 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected:
 
 
 @pytest.mark.parametrize(
-    ("probability", "threshold"), [(0.0, 0), (0.5, 2**31), (0.25, 2**30), (1 - 2.0**-40, 2**32 - 1), (1e-12, 0)]
+    ("probability", "threshold"),
+    [(0.0, 0), (0.5, 2**14), (0.1, 3277), (1 - 2.0**-40, 2**15 - 1), (1e-12, 1), (0.97, 31785)],
 )
 def test_threshold(probability: float, threshold: int) -> None:
     assert drop_threshold(probability) == threshold
+    assert survivor_scale(threshold) * (1 - threshold / 2**15) == pytest.approx(1.0, rel=1e-15)
 
 
-def test_one_decision_by_hand() -> None:
-    b, h, i, j, seed = 3, 1, 7, 10, 0x1234_5678_9ABC_DEF0
-    words = philox((word(j // 4), word(i), word(h), word(b)), (seed & 0xFFFFFFFF, seed >> 32))
-    at = int(words[j % 4])
+@pytest.mark.parametrize(("i", "j"), [(7, 10), (7, 11), (8, 2), (15, 9), (31, 3), (1000, 1001)])
+def test_one_decision_by_hand(i: int, j: int) -> None:
+    b, h, seed = 3, 1, 0x1234_5678_9ABC_DEF0
+    counter = (word(h), word(8 * (i // 16) + i % 8), word(b), word(4 * (j // 16) + j % 8 // 2))
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    at = int(words[2 * (j % 16 // 8) + i % 16 // 8]) >> 16 * (j % 2) & 0x7FFF
     for threshold in (at, at + 1):
         kept = kept_pairs(seed, threshold, word(b)[None], word(h)[None], word(i)[None], word(j)[None])
         assert bool(kept) == (at >= threshold)
+
+
+def test_every_pair_of_a_square_has_a_number_of_its_own() -> None:
+    found = set()
+    for i in range(32):
+        for j in range(32):
+            found.add((8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, 2 * (j % 16 // 8) + i % 16 // 8, j % 2))
+    assert len(found) == 32 * 32
 
 
 def test_a_shard_draws_what_the_whole_draws() -> None:
@@ -65,12 +77,12 @@ def test_rate() -> None:
 def test_seeds_as_ints_and_tensors(seed: int) -> None:
     positions = [torch.arange(n) for n in (1, 2, 5, 11)]
     signed = (seed + 2**63) % 2**64 - 2**63
-    by_int = kept_pairs(seed, 2**31, *positions)
-    assert torch.equal(by_int, kept_pairs(torch.tensor(signed), 2**31, *positions))
-    assert torch.equal(by_int, kept_pairs(seed % 2**64, 2**31, *positions))
+    by_int = kept_pairs(seed, 2**14, *positions)
+    assert torch.equal(by_int, kept_pairs(torch.tensor(signed), 2**14, *positions))
+    assert torch.equal(by_int, kept_pairs(seed % 2**64, 2**14, *positions))
 
 
 def test_another_seed_is_another_draw() -> None:
     positions = [torch.arange(n) for n in (1, 2, 16, 16)]
-    low, high = (kept_pairs(seed, 2**31, *positions) for seed in (1, 1 << 32))
+    low, high = (kept_pairs(seed, 2**14, *positions) for seed in (1, 1 << 32))
     assert not torch.equal(low, high)

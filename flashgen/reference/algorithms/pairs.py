@@ -19,7 +19,7 @@ from flashgen.plan.paper import BlockSizes
 from flashgen.reference.algorithms.hbm import Hbm
 from flashgen.reference.dense import evaluator, kept_by_position, squared_distance
 from flashgen.reference.evaluate import Evaluator
-from flashgen.reference.philox import drop_threshold, kept_pairs
+from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.tiled import Problem
 from flashgen.reference.weights import backward, denominator, term
 
@@ -294,7 +294,7 @@ def probabilities(block: Pairs, row: Row) -> Tensor:
 
 
 def dropout(problem: Problem, place: Place) -> Tensor:
-    """Z_ij: 1 / (1 - p) where a pair survives, 0 where it is dropped; 1 where there is no dropout."""
+    """Z_ij: the survivors' scale where a pair survives, 0 where it is dropped; 1 where there is no dropout."""
     chosen, shard = problem.dropout, problem.shard
     if chosen is None or chosen.probability == 0:
         return problem.q.new_ones((), dtype=problem.compute)
@@ -302,15 +302,16 @@ def dropout(problem: Problem, place: Place) -> Tensor:
     def positions(start: int, local: slice) -> Tensor:
         return torch.arange(start + local.start, start + local.stop, device=problem.q.device)
 
+    threshold = drop_threshold(chosen.probability)
     survives = kept_pairs(
         chosen.seed,
-        drop_threshold(chosen.probability),
+        threshold,
         positions(shard.b_start, slice(place.b, place.b + 1)),
         positions(shard.h_start, slice(place.h, place.h + 1)),
         positions(shard.q_start, place.rows),
         positions(shard.kv_start, place.columns),
     )
-    return survives[0, 0].to(problem.compute) / (1.0 - chosen.probability)
+    return survives[0, 0].to(problem.compute) * survivor_scale(threshold)
 
 
 def _finite(m: Tensor) -> Tensor:

@@ -384,7 +384,8 @@ def _owned_by_head(variant: Variant, name: str) -> bool:
 
 def _primitives(*, dropout: bool) -> tuple[str, ...]:
     """The primitive layer as text to paste: its own includes are already there, in order."""
-    names = (*_PRIMITIVES, *(("philox.h",) if dropout else ()))
+    after = _PRIMITIVES.index("vector.h") + 1
+    names = (*_PRIMITIVES[:after], *(("philox.h",) if dropout else ()), *_PRIMITIVES[after:])
     folder = templates_folder() / "cpu" / "primitives"
     return tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
 

@@ -1,8 +1,9 @@
-// Layer 2 of the CPU primitives: the counter-based random numbers of dropout, Philox4x32-10 (Salmon et al., 2011).
+// Layer 2 of the CPU primitives: the counter-based random numbers of dropout, Philox4x32-7 (Salmon et al., 2011).
 //
-// Contract, the same on every backend: counter = (j // 4, i, h, b), key = (low, high word of the seed); the word of the
-// pair (b, h, i, j) is output word j % 4, and the pair is kept iff word >= threshold, threshold = round(p 2^32). All
-// indices are global ones.
+// Contract, the same on every backend: a call draws for eight pairs of a square of 16 x 16, rows r and r + 8 by columns
+// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 16) + j % 8 // 2), key = (low, high word
+// of the seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8: the low 15 bits of its
+// half j % 2. The pair is kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
 #pragma once
 #include "vector.h"
 
@@ -38,29 +39,55 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
   }
 }
 
-// The four words of the pairs (b, h, i, 4 j_quad ... 4 j_quad + 3).
-FG_INLINE void dropout_words(VecU out[4], uint64_t seed, int32_t b, int32_t h, VecI i, int32_t j_quad) {
-  const VecUL two_lanes = reinterpret_cast<VecUL>(i);
-  const uint64_t quad = static_cast<uint32_t>(j_quad);
-  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
-  const auto even = philox<10>(quad, two_lanes & uint64_t{0xffffffffu}, head, batch, philox_key(seed));
-  const auto odd = philox<10>(quad, two_lanes >> 32, head, batch, philox_key(seed));
-  for (int w = 0; w < 4; ++w) out[w] = reinterpret_cast<VecU>(even.word[w] | odd.word[w] << 32);
-}
-// The word of one pair.
-FG_INLINE uint32_t dropout_word(uint64_t seed, int32_t b, int32_t h, int32_t i, int32_t j) {
-  const uint64_t quad = static_cast<uint32_t>(j >> 2), row = static_cast<uint32_t>(i);
-  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
-  const auto words = philox<10>(quad, row, head, batch, philox_key(seed));
-  return static_cast<uint32_t>(words.word[j & 3]);
+// Whether pairs of a row and 16 columns are kept: column j is bit j % 16 / 2, of odd columns 16 + j % 16 / 2.
+FG_INLINE uint32_t dropout_bit(int32_t j) { return 1u << ((j & 15) / 2 + (j & 1) * 16); }
+
+// Of a word's halves, each of which is a number: bit n of the half.
+FG_INLINE VecU dropout_bits(VecU words, int n, uint32_t threshold) {
+  const uint32_t carries = (0x8000u - threshold) * 0x10001u;  // into bit 15 of what is kept
+  return ((words & 0x7fff7fffu) + carries) >> (15 - n) & (0x10001u << n);
 }
 
-// round(p 2^32), half to even, saturating.
-FG_INLINE uint32_t dropout_threshold(double p) {
-  const double scaled = __builtin_rint(p * 0x1p32);
-  return scaled >= 0x1p32 ? 0xffffffffu : scaled > 0 ? static_cast<uint32_t>(scaled) : 0u;
+// Bits of the columns 16 block ... 16 block + 15 for any rows i.
+FG_INLINE VecU dropout_keeps_of_rows(uint64_t seed, int32_t b, int32_t h, VecI i, int32_t block, uint32_t threshold) {
+  const VecUL rows = reinterpret_cast<VecUL>((i >> 4 << 3) | (i & 7));
+  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);
+  const VecB lower = ne(i & 8, 0);
+  VecU kept{};
+  FG_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const uint64_t column = static_cast<uint32_t>(4 * block + c);
+    const auto even = philox<7>(head, rows & uint64_t{0xffffffffu}, batch, column, philox_key(seed));
+    const auto odd = philox<7>(head, rows >> 32, batch, column, philox_key(seed));
+    VecU words[4];
+    for (int w = 0; w < 4; ++w) words[w] = reinterpret_cast<VecU>(even.word[w] | odd.word[w] << 32);
+    for (int right = 0; right < 2; ++right)
+      kept |= dropout_bits(select(lower, words[2 * right + 1], words[2 * right]), 4 * right + c, threshold);
+  }
+  return kept;
 }
-FG_INLINE bool dropout_keeps(uint32_t word, uint32_t threshold) { return word >= threshold; }
-FG_INLINE VecB dropout_keeps(VecU word, uint32_t threshold) { return {word >= threshold}; }
+#if FG_LANES == 16
+// The same of rows that begin a square: a call's words are those of two lanes.
+FG_INLINE VecU dropout_keeps_of_square(uint64_t seed, int32_t b, int32_t h, int32_t first, int32_t block, uint32_t threshold) {
+  const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b), row = static_cast<uint32_t>(first >> 1);
+  const VecUL rows = row + VecUL{0, 1, 2, 3, 4, 5, 6, 7};
+  VecU kept{};
+  FG_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const uint64_t column = static_cast<uint32_t>(4 * block + c);
+    const auto drawn = philox<7>(head, rows, batch, column, philox_key(seed));
+    for (int right = 0; right < 2; ++right)
+      kept |= dropout_bits(reinterpret_cast<VecU>(drawn.word[2 * right] | drawn.word[2 * right + 1] << 32), 4 * right + c, threshold);
+  }
+  return FG_SHUFFLE(kept, kept, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+#endif
+// Rows i count up by one.
+FG_INLINE VecU dropout_keeps(uint64_t seed, int32_t b, int32_t h, VecI i, int32_t block, uint32_t threshold) {
+#if FG_LANES == 16
+  if (i[0] % 16 == 0) return dropout_keeps_of_square(seed, b, h, i[0], block, threshold);
+#endif
+  return dropout_keeps_of_rows(seed, b, h, i, block, threshold);
+}
 
 }  // namespace fg

@@ -1,8 +1,11 @@
-// Layer 3 of the CUDA primitives: the counter-based random numbers of dropout, Philox4x32-10 (Salmon et al., 2011).
+// Layer 3 of the CUDA primitives: the counter-based random numbers of dropout, Philox4x32-7 (Salmon et al., 2011).
 //
-// Contract, the same on every backend: counter = (j // 4, i, h, b), key = (low, high word of the seed); the word of the
-// pair (b, h, i, j) is output word j % 4, and the pair is kept iff word >= threshold, threshold = round(p 2^32). All
-// indices are global ones.
+// Contract, the same on every backend: a call draws for eight pairs of a square of 16 x 16, rows r and r + 8 by columns
+// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 16) + j % 8 // 2), key = (low, high word of the
+// seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8: the low 15 bits of its half j % 2.
+// The pair is kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
+//
+// So words are the registers of a lane that has a square of accumulators, or of an operand of them.
 #pragma once
 #include "fragments.cuh"
 
@@ -12,102 +15,156 @@ struct Words {
   uint32_t word[4];
 };
 
-// The four words of the pairs (b, h, i, 4 quad … 4 quad + 3).
-FG_DEVICE Words dropout_words(uint64_t seed, int32_t b, int32_t h, int32_t i, int32_t quad) {
-  uint32_t c0 = uint32_t(quad), c1 = uint32_t(i), c2 = uint32_t(h), c3 = uint32_t(b);
-  uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t first = wide_product(0xD2511F53u, c0), second = wide_product(0xCD9E8D57u, c2);
-    c0 = uint32_t(second >> 32) ^ c1 ^ key0, c1 = uint32_t(second);
-    c2 = uint32_t(first >> 32) ^ c3 ^ key1, c3 = uint32_t(first);
-    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
-}
-FG_DEVICE uint32_t dropout_word(const Words& words, int32_t j) {
-  const uint32_t low = j & 1 ? words.word[1] : words.word[0], high = j & 1 ? words.word[3] : words.word[2];
-  return j & 2 ? high : low;
-}
+// A number of the counter for rows, and one for columns: the eight pairs of a lane.
+FG_DEVICE uint32_t dropout_row(int32_t i) { return uint32_t(i >> 4) * 8 + (i & 7); }
+FG_DEVICE uint32_t dropout_column(int32_t j) { return uint32_t(j >> 4) * 4 + (j >> 1 & 3); }
 
-// What a block draws its decisions from; b and h are the head's.
+// What a block draws its decisions from; b and h are the head's. Of three rounds, half follow from the row alone, half from the
+// column; the first multiplies neither.
 struct Dropout {
   uint64_t seed;
   int32_t b, h;
   uint32_t threshold;
 
-  // Bit n: whether the pair (i, 4 quad + n) is kept.
-  FG_DEVICE uint32_t keeps(int32_t i, int32_t quad) const {
-    const Words words = dropout_words(seed, b, h, i, quad);
-    uint32_t bits = 0;
+  // Most numbers that are compared by halves: above are those that are no numbers to the instruction.
+  static constexpr uint32_t most_by_halves = 0x7c00;
+  static constexpr uint32_t times0 = 0xD2511F53, times1 = 0xCD9E8D57;
+
+  struct Row {
+    uint32_t c0, c1, c2;
+  };
+  struct Column {
+    uint32_t c0, c2, c3;
+  };
+
+  FG_DEVICE uint32_t key0(int round) const { return uint32_t(seed) + round * 0x9E3779B9u; }
+  FG_DEVICE uint32_t key1(int round) const { return uint32_t(seed >> 32) + round * 0xBB67AE85u; }
+  FG_DEVICE static uint32_t high(uint64_t product) { return uint32_t(product >> 32); }
+
+  FG_DEVICE Row row_of(uint32_t number) const {
+    const uint64_t of_h = wide_product(times0, uint32_t(h)), of_b = wide_product(times1, uint32_t(b));
+    const uint64_t first = wide_product(times0, high(of_b) ^ number ^ key0(0));
+    const uint64_t second = wide_product(times1, high(first) ^ uint32_t(of_h) ^ key1(1));
+    return {high(second) ^ key0(2), uint32_t(second), uint32_t(first) ^ key1(2)};
+  }
+  FG_DEVICE Column column_of(uint32_t number) const {
+    const uint64_t of_h = wide_product(times0, uint32_t(h)), of_b = wide_product(times1, uint32_t(b));
+    const uint64_t second = wide_product(times1, high(of_h) ^ number ^ key1(0));
+    const uint64_t first = wide_product(times0, high(second) ^ uint32_t(of_b) ^ key0(1));
+    return {uint32_t(second), high(first), uint32_t(first)};
+  }
+  FG_DEVICE Words words(const Row& row, const Column& column) const {
+    uint32_t c0 = row.c0 ^ column.c0, c1 = row.c1, c2 = row.c2 ^ column.c2, c3 = column.c3;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) bits |= uint32_t(words.word[n] >= threshold) << n;
-    return bits;
+    for (int round = 3; round < 7; ++round) {
+      const uint64_t first = wide_product(times0, c0), second = wide_product(times1, c2);
+      c0 = high(second) ^ c1 ^ key0(round), c1 = uint32_t(second);
+      c2 = high(first) ^ c3 ^ key1(round), c3 = uint32_t(first);
+    }
+    return {{c0, c1, c2, c3}};
   }
+
+  // All bits of the halves whose pairs are kept. The threshold is at most `most_by_halves`.
+  FG_DEVICE Words keeps(const Row& row, const Column& column) const {
+    Words kept = words(row, column);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) kept.word[n] = halves_not_below(kept.word[n], threshold | threshold << 16);
+    return kept;
+  }
+  // One pair, for any threshold.
   FG_DEVICE bool keeps_one(int32_t i, int32_t j) const {
-    return dropout_word(dropout_words(seed, b, h, i, j >> 2), j) >= threshold;
+    const Words all = words(row_of(dropout_row(i)), column_of(dropout_column(j)));
+    const uint32_t low = i & 8 ? all.word[1] : all.word[0], high = i & 8 ? all.word[3] : all.word[2];
+    return ((j & 8 ? high : low) >> (j & 1) * 16 & 0x7fffu) >= threshold;
   }
+  // Whether lanes draw for the eight pairs that they have: squares of the contract begin where those of accumulators do.
+  FG_DEVICE bool draws_squares(int32_t i, int32_t j) const { return ((i | j) & 15) == 0 && threshold <= most_by_halves; }
 };
 
-// The decisions for an array of accumulators, four bits each.
-template <int m_tiles, int n_tiles> struct KeptPairs {
-  static constexpr int count = m_tiles * n_tiles, at_once = 8;
-  uint32_t bits[(count + at_once - 1) / at_once];
+// The decisions for an array of accumulators: of a square of two a word's halves have four bits each.
+template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {
+  static_assert(n_tiles % 2 == 0, "accumulators are squares");
+  static constexpr int squares = m_tiles * n_tiles / 2, at_once = 4;
+  uint32_t bits[(squares + at_once - 1) / at_once];
 
   FG_DEVICE bool at(int m, int n, int e) const {
-    return bits[(m * n_tiles + n) / at_once] >> ((m * n_tiles + n) % at_once * 4 + e) & 1u;
+    const int square = m * (n_tiles / 2) + n / 2, word = rows_are_keys ? e / 2 * 2 + n % 2 : n % 2 * 2 + e / 2;
+    return (bits[square / at_once] & 1u << (square % at_once * 4 + word + e % 2 * 16)) != 0;
+  }
+  // All bits of the halves whose pairs are kept, as `Dropout::keeps`.
+  FG_DEVICE uint32_t halves(int square, int word) const {
+    return (bits[square / at_once] >> (square % at_once * 4 + word) & 0x10001u) * 0xffffu;
   }
 };
 
-// What lanes have drawn, a row and four columns each of every accumulator, as the decisions for their own numbers. Rows are
-// queries: neighbours have halves of two rows' quads.
-FG_DEVICE uint32_t exchanged_in_rows(uint32_t own) {
-  constexpr uint32_t low = 0x33333333u;
-  const uint32_t theirs = shuffle_xor(own, 1);
-  return lane_index() % 2 == 0 ? (own & low) | (theirs & low) << 2 : (theirs >> 2 & low) | (own & ~low);
-}
-// Columns are queries: quads have been drawn by the lanes 8 * quad + query.
+// Lanes have drawn for queries lane / 4 and + 8, columns are queries: halves become neighbours among these.
 FG_DEVICE uint32_t exchanged_in_columns(uint32_t own) {
-  const int lane = lane_index(), key = lane / 4, pair = lane % 4;
-  uint32_t bits = 0;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const uint32_t theirs = shuffle(own, (key / 4 + e / 2 * 2) * 8 + 2 * pair + e % 2);
-    bits |= (theirs >> key % 4 & 0x11111111u) << e;
-  }
-  return bits;
+  const int lane = lane_index(), key = lane / 4, from = lane % 4 * 8 + key / 2;
+  const uint32_t even = shuffle(own, from), odd = shuffle(own, from + 4);
+  return __byte_perm(even, odd, key % 2 == 0 ? 0x5410 : 0x7632);
 }
 
-// Where quads of keys begin in the first column (or row, where these are keys), every lane draws for one query and four keys, two
-// accumulators at a time: rounds wait for one another. Elsewhere each pair is drawn by itself.
+// Each pair by itself: where squares of the contract begin elsewhere.
 template <bool rows_are_keys, int m_tiles, int n_tiles>
-FG_DEVICE void draw(KeptPairs<m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
-  using Kept = KeptPairs<m_tiles, n_tiles>;
-  const int lane = lane_index(), across = lane / 4, pair = lane % 4;
+FG_DEVICE void draw_pairs(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
+  using Kept = KeptPairs<rows_are_keys, m_tiles, n_tiles>;
+  const int across = lane_index() / 4, pair = lane_index() % 4;
 #pragma unroll
-  for (int word = 0; word * Kept::at_once < Kept::count; ++word) {
-    constexpr int most = Kept::count < Kept::at_once ? Kept::count : Kept::at_once;
-    const int first = word * Kept::at_once, count = min(Kept::count - first, most);
+  for (int first = 0; first < Kept::squares; first += Kept::at_once) {
     uint32_t bits = 0;
-    if (j % 4 == 0) {
-      const int own_i = rows_are_keys ? lane % 8 : across + pair % 2 * 8, own_quad = rows_are_keys ? lane / 8 : pair / 2;
-#pragma unroll 2
-      for (int n = 0; n < count; ++n) {
-        const int row = (first + n) / n_tiles * 16, column = (first + n) % n_tiles * 8;
-        const int query = rows_are_keys ? column : row, key = rows_are_keys ? row : column;
-        bits |= dropout.keeps(i + own_i + query, j / 4 + own_quad + key / 4) << 4 * n;
-      }
-      bits = rows_are_keys ? exchanged_in_columns(bits) : exchanged_in_rows(bits);
-    } else {
 #pragma unroll 1
-      for (int n = 0; n < 4 * count; ++n) {
-        const int m = first + n / 4, e = n % 4;
-        const int row = m / n_tiles * 16 + across + e / 2 * 8, column = m % n_tiles * 8 + 2 * pair + e % 2;
-        const bool keeps = rows_are_keys ? dropout.keeps_one(i + column, j + row) : dropout.keeps_one(i + row, j + column);
-        bits |= uint32_t(keeps) << n;
-      }
+    for (int n = 0; n < 8 * min(Kept::squares - first, Kept::at_once); ++n) {
+      const int square = first + n / 8, word = n / 2 % 4, half = n % 2;
+      const int down = rows_are_keys ? word / 2 : word % 2, along = rows_are_keys ? word % 2 : word / 2;
+      const int row = square / (n_tiles / 2) * 16 + down * 8 + across;
+      const int column = square % (n_tiles / 2) * 16 + along * 8 + 2 * pair + half;
+      const bool keeps = rows_are_keys ? dropout.keeps_one(i + column, j + row) : dropout.keeps_one(i + row, j + column);
+      bits |= uint32_t(keeps) << (n / 8 * 4 + word + 16 * half);
     }
-    kept.bits[word] = bits;
+    kept.bits[first / Kept::at_once] = bits;
+  }
+}
+
+template <bool rows_are_keys, int m_tiles, int n_tiles>
+FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
+  using Kept = KeptPairs<rows_are_keys, m_tiles, n_tiles>;
+  if (!dropout.draws_squares(i, j)) return draw_pairs(kept, dropout, i, j);
+  const uint32_t row = dropout_row(i + lane_index() / 4), column = dropout_column(j + lane_index() % 4 * 2);
+#pragma unroll
+  for (int first = 0; first < Kept::squares; first += Kept::at_once) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < min(Kept::squares - first, Kept::at_once); ++n) {
+      const uint32_t down = (first + n) / (n_tiles / 2), along = (first + n) % (n_tiles / 2);
+      const Words words = dropout.keeps(
+          dropout.row_of(row + 8 * (rows_are_keys ? along : down)), dropout.column_of(column + 4 * (rows_are_keys ? down : along)));
+#pragma unroll
+      for (int w = 0; w < 4; ++w) bits |= words.word[w] & 0x10001u << (4 * n + w);
+    }
+    kept.bits[first / Kept::at_once] = rows_are_keys ? exchanged_in_columns(bits) : bits;
+  }
+}
+
+// What is dropped of an operand whose rows are queries becomes 0.
+template <class T, int inner> FG_DEVICE void drop(LeftRows<T, 1, inner>& p, const Dropout& dropout, int32_t i, int32_t j) {
+  static_assert(sizeof(T) == 2, "a register has two columns");
+  constexpr int squares = inner / 16;
+  if (dropout.draws_squares(i, j)) {
+    const auto row = dropout.row_of(dropout_row(i + lane_index() / 4));
+    const uint32_t column = dropout_column(j + lane_index() % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < squares; ++n) {
+      const Words kept = dropout.keeps(row, dropout.column_of(column + 4 * n));
+#pragma unroll
+      for (int w = 0; w < 4; ++w) p.at[0][n].r[w] &= kept.word[w];
+    }
+  } else {
+    KeptPairs<false, 1, inner / 8> kept;
+    draw_pairs(kept, dropout, i, j);
+#pragma unroll
+    for (int n = 0; n < squares; ++n)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) p.at[0][n].r[w] &= kept.halves(n, w);
   }
 }
 

@@ -31,6 +31,14 @@ inline float flush(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) :
 }  // namespace emulator
 
 FG_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
+FG_DEVICE uint32_t halves_not_below(uint32_t x, uint32_t least) {
+  uint32_t r = 0;
+  for (int at = 0; at < 32; at += 16) {
+    const float size = emulator::float_of_half(x >> at & 0x7fff), limit = emulator::float_of_half(least >> at & 0xffff);
+    if (!(size < limit)) r |= 0xffffu << at;
+  }
+  return r;
+}
 FG_DEVICE float exp2_approximate(float x) { return emulator::flush(exp2f(emulator::flush(x))); }
 FG_DEVICE float reciprocal_approximate(float x) { return emulator::flush(1.0f / emulator::flush(x)); }
 
