@@ -101,7 +101,7 @@ def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
 
 def test_nothing_is_written_that_a_spec_does_not_use() -> None:
     plain = emitted("attention plain { head_dim 64 }").text
-    for word in ("dropout_words", "squared_norms", "Adder", "observe_", "sink_score", "Bins"):
+    for word in ("draws_squares", "squared_norms", "Adder", "observe_", "sink_score", "Bins"):
         assert word not in plain
         assert word in emitted(EVERYTHING).text
 

@@ -179,13 +179,6 @@ FG_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
   return r;
 }
-// All bits of the halves whose low 15 bits are at least those of `least`, which has none above 0x7c00: as numbers of 16 bits, without
-// their signs; what is none is not below.
-FG_DEVICE uint32_t halves_not_below(uint32_t x, uint32_t least) {
-  uint32_t r;
-  asm("{.reg .b32 size; abs.f16x2 size, %1; set.geu.u32.f16x2 %0, size, %2;}" : "=r"(r) : "r"(x), "r"(least));
-  return r;
-}
 // x, but the compiler does not know it: what follows from it is computed again each time, instead of kept in registers.
 FG_DEVICE int again(int x) {
   asm volatile("" : "+r"(x));

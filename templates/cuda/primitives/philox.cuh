@@ -7,7 +7,7 @@
 //
 // So words are the registers of a lane that has a square of accumulators, or of an operand of them.
 #pragma once
-#include "fragments.cuh"
+#include "dropout_instructions.cuh"
 
 namespace fg {
 
@@ -30,10 +30,10 @@ struct Dropout {
   static constexpr uint32_t most_by_halves = 0x7c00;
   static constexpr uint32_t times0 = 0xD2511F53, times1 = 0xCD9E8D57;
 
-  struct Row {
+  struct OfRow {
     uint32_t c0, c1, c2;
   };
-  struct Column {
+  struct OfColumn {
     uint32_t c0, c2, c3;
   };
 
@@ -41,19 +41,19 @@ struct Dropout {
   FG_DEVICE uint32_t key1(int round) const { return uint32_t(seed >> 32) + round * 0xBB67AE85u; }
   FG_DEVICE static uint32_t high(uint64_t product) { return uint32_t(product >> 32); }
 
-  FG_DEVICE Row row_of(uint32_t number) const {
+  FG_DEVICE OfRow row_of(uint32_t number) const {
     const uint64_t of_h = wide_product(times0, uint32_t(h)), of_b = wide_product(times1, uint32_t(b));
     const uint64_t first = wide_product(times0, high(of_b) ^ number ^ key0(0));
     const uint64_t second = wide_product(times1, high(first) ^ uint32_t(of_h) ^ key1(1));
     return {high(second) ^ key0(2), uint32_t(second), uint32_t(first) ^ key1(2)};
   }
-  FG_DEVICE Column column_of(uint32_t number) const {
+  FG_DEVICE OfColumn column_of(uint32_t number) const {
     const uint64_t of_h = wide_product(times0, uint32_t(h)), of_b = wide_product(times1, uint32_t(b));
     const uint64_t second = wide_product(times1, high(of_h) ^ number ^ key1(0));
     const uint64_t first = wide_product(times0, high(second) ^ uint32_t(of_b) ^ key0(1));
     return {uint32_t(second), high(first), uint32_t(first)};
   }
-  FG_DEVICE Words words(const Row& row, const Column& column) const {
+  FG_DEVICE Words words(const OfRow& row, const OfColumn& column) const {
     uint32_t c0 = row.c0 ^ column.c0, c1 = row.c1, c2 = row.c2 ^ column.c2, c3 = column.c3;
 #pragma unroll
     for (int round = 3; round < 7; ++round) {
@@ -65,7 +65,7 @@ struct Dropout {
   }
 
   // All bits of the halves whose pairs are kept. The threshold is at most `most_by_halves`.
-  FG_DEVICE Words keeps(const Row& row, const Column& column) const {
+  FG_DEVICE Words keeps(const OfRow& row, const OfColumn& column) const {
     Words kept = words(row, column);
 #pragma unroll
     for (int n = 0; n < 4; ++n) kept.word[n] = halves_not_below(kept.word[n], threshold | threshold << 16);
@@ -87,9 +87,10 @@ template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {
   static constexpr int squares = m_tiles * n_tiles / 2, at_once = 4;
   uint32_t bits[(squares + at_once - 1) / at_once];
 
-  FG_DEVICE bool at(int m, int n, int e) const {
+  // x where the pair is kept, else 0.
+  FG_DEVICE float of(int m, int n, int e, float x) const {
     const int square = m * (n_tiles / 2) + n / 2, word = rows_are_keys ? e / 2 * 2 + n % 2 : n % 2 * 2 + e / 2;
-    return (bits[square / at_once] & 1u << (square % at_once * 4 + word + e % 2 * 16)) != 0;
+    return where_bit(bits[square / at_once], 1u << (square % at_once * 4 + word + e % 2 * 16), x);
   }
   // All bits of the halves whose pairs are kept, as `Dropout::keeps`.
   FG_DEVICE uint32_t halves(int square, int word) const {

@@ -39,6 +39,7 @@ FG_DEVICE uint32_t halves_not_below(uint32_t x, uint32_t least) {
   }
   return r;
 }
+FG_DEVICE float where_bit(uint32_t word, uint32_t bit, float x) { return word & bit ? x : 0.0f; }
 FG_DEVICE float exp2_approximate(float x) { return emulator::flush(exp2f(emulator::flush(x))); }
 FG_DEVICE float reciprocal_approximate(float x) { return emulator::flush(1.0f / emulator::flush(x)); }
 
