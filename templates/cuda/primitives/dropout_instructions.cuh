@@ -1,6 +1,6 @@
 // Layer 1 of the CUDA primitives, for dropout: comparisons of two halves at a time, and a number where a bit is set.
 #pragma once
-#include "fragments.cuh"
+#include "instructions.cuh"
 #ifndef FLASHGEN_EMULATOR
 namespace fg {
 
@@ -20,4 +20,4 @@ FG_DEVICE float where_bit(uint32_t word, uint32_t bit, float x) {
 }
 
 }  // namespace fg
-#endif
+#endif  // FLASHGEN_EMULATOR

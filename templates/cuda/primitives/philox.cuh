@@ -8,6 +8,7 @@
 // So words are the registers of a lane that has a square of accumulators, or of an operand of them.
 #pragma once
 #include "dropout_instructions.cuh"
+#include "fragments.cuh"
 
 namespace fg {
 
