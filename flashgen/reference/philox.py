@@ -48,7 +48,7 @@ def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
 
 
 def drop_threshold(probability: float) -> int:
-    """A pair is dropped where its number is below this: round(p * 2**15), of p in (0, 1) at least 1 and at most 2**15 - 1."""
+    """A pair is dropped where its number is below this: round(p * 2**15), of p in (0, 1) from 1 to 2**15 - 1."""
     if probability == 0.0:
         return 0
     return min(max(round(probability * _NUMBERS), 1), _NUMBERS - 1)

@@ -55,7 +55,9 @@ def number(seed: int, b: int, h: int, i: int, j: int) -> int:
     ],
 )
 @pytest.mark.parametrize("threshold", [1, 3277, 16384, 32767])
-def test_kept_pairs(primitives: ctypes.CDLL, seed: int, b: int, h: int, first_i: int, block: int, threshold: int) -> None:
+def test_kept_pairs(
+    primitives: ctypes.CDLL, seed: int, b: int, h: int, first_i: int, block: int, threshold: int
+) -> None:
     width = primitives.width()
     out = np.empty((16, width), np.uint8)
     primitives.dropout_lanes(pointer(out), ctypes.c_uint64(seed), b, h, first_i, block, threshold)

@@ -71,7 +71,8 @@ def test_blocks_are_bounded_by_what_launches_start(name: str) -> None:
 def test_only_the_first_layer_speaks_assembly_and_shared_memory() -> None:
     text = emitted(EVERYTHING).text
     _, of_dropout, above = text.split("#endif  // FLASHGEN_EMULATOR")
-    assert "halves_not_below" in of_dropout and "struct" not in of_dropout
+    assert "halves_not_below" in of_dropout
+    assert "struct" not in of_dropout
     for word in ("asm", "__shared__", "__syncthreads", "__shfl", "atomicAdd"):
         assert not re.search(rf"\b{word}", above), word
 

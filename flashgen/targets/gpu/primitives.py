@@ -48,7 +48,11 @@ def primitives(
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts}
     more |= dict.fromkeys(("narrow_instructions.cuh", "narrow_tile.cuh"), f8_cached)
     more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
-    names = (*(("dropout_instructions.cuh",) if dropout else ()), *_PRIMITIVES, *(name for name, is_used in more.items() if is_used))
+    names = (
+        *(("dropout_instructions.cuh",) if dropout else ()),
+        *_PRIMITIVES,
+        *(name for name, is_used in more.items() if is_used),
+    )
     folder = templates_folder() / "cuda" / "primitives"
     instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
