@@ -28,7 +28,7 @@ LAST_BLOCK_MERGES = Rule(
     "last block merges",
     "the last block to come to its end merges what all left of a tile, so long as these are few bytes; more are merged "
     "by a kernel of many blocks",
-    "an H200: 8 sequences of 8k, 4 parts of 128 columns, 79.7 → 72.5 µs; a first form of today's merge, beside a second "
+    "an H200: 8 sequences of 8k, 4 parts of 128 columns, 79.7 → 72.5 µs; a first form of this, beside a second "
     "kernel: 33 parts of 4 rows (66 KB) 18.7 → 15.2, of 8 rows (132 KB) 18.6 → 17.8, of 16 (264 KB) 20.1 → 23.3",
     160 * 1024,
 )
