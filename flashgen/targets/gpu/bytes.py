@@ -411,7 +411,7 @@ class _Account:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = finders(self.variant, tiles.producers) if tiles.producers else tiles.warps
+                warps = finders(self.variant, tiles) if tiles.producers else tiles.warps
                 copies = tiles.tensor_copies and not tiles.producers
                 return self._reading(OF_QUERIES, warps, copies=copies)
             case "backward" | "keys":

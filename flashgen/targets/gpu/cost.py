@@ -238,7 +238,8 @@ def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gp
     sharing = resident * tiles.warps / 4
     compute = resident * (busiest + (phases - busiest) / sharing)
     # With one stage a copy has the other blocks' tiles to arrive in; with more stages its own block's, too.
-    hidden = compute if tiles.stages > 1 else compute * (resident - 1) / resident
+    ahead = tiles.stages > 1 or (isinstance(tiles, ForwardTiles) and tiles.takes_turns)
+    hidden = compute if ahead else compute * (resident - 1) / resident
     return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * _barriers(tiles)
 
 

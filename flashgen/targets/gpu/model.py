@@ -82,11 +82,16 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
     return multiplying, (whole - multiplying * warps) // producers // 8 * 8
 
 
-def finders(variant: Variant, producers: int) -> int:
-    """Of the producer warps of the forward pass those that find visits: one copies, others turn V of 8 bits, or take
-    norms of keys.
+def finders(variant: Variant, tiles: ForwardTiles) -> int:
+    """Of the producer warps of the forward pass those that find visits: one copies, or two where warpgroups take turns,
+    others turn V of 8 bits, or take norms of keys.
     """
-    return producers - 1 - (F8_TRANSPOSERS if variant.f8 else MEASURERS if variant.uses_sqdist else 0)
+    return (
+        tiles.producers
+        - 1
+        - tiles.takes_turns
+        - (F8_TRANSPOSERS if variant.f8 else MEASURERS if variant.uses_sqdist else 0)
+    )
 
 
 def columns_at_a_time(variant: Variant) -> int:
@@ -165,7 +170,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     next_too, norms = tiles.begins_next, variant.uses_sqdist
     moves = variant.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
-    signals = copies * stages * SIGNAL * (3 if seen and has_producers else 2)
+    turns = tiles.takes_turns
+    signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
     tangents, places = variant.tangent is not None, stages if has_producers else 1
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
@@ -182,7 +188,10 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
-        Part("PARTS", "maxima and sums of rows", divided * FLOAT * tiles.split * Br, "4 * split * BR"),
+        Part(
+            *("PARTS", "maxima and sums of rows", divided * FLOAT * (tiles.split + turns) * Br),
+            "4 * (split + 1) * BR" if turns else "4 * split * BR",
+        ),
         Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
         Part(
             *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
@@ -195,6 +204,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
+        Part("V_SIGNALS", "signals", turns * 4 * SIGNAL, "VSignals::bytes", SIGNAL),
+        Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
         Part("TRANSPOSED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TransposedSignals::bytes", SIGNAL),
         Part(

@@ -30,6 +30,7 @@ class WarpgroupProducts:
     tiles: tuple[int, ...]
     elements: tuple[ElementType, ...]
     spans: bool = False  # some have more columns than an instruction, or half of those of a tile
+    turns: bool = False  # some are of half of a tile's panels
 
 
 def primitives(
@@ -75,6 +76,7 @@ def _warpgroup_primitives(
     more = {"warpgroup_spans.cuh": bool(products.spans)}
     more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": True, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
+    more |= {"warpgroup_turns.cuh": products.turns}
     others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 

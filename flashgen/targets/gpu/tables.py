@@ -19,7 +19,8 @@ class ForwardChoice:
     ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a time.
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
-    next one begins with comes while this one is worked on.
+    next one begins with comes while this one is worked on. Two warpgroups that share rows, and for which others copy,
+    weigh key tiles in turns.
     """
 
     Br: int
@@ -34,6 +35,11 @@ class ForwardChoice:
     begins_next: bool = False
     split: int = 1
     weighed: int = 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups share rows, and weigh key tiles in turns."""
+        return self.warpgroups and self.split > 1 and self.producers > 0
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class ForwardTiles(Tiles):
     bring K and V, one thread starts them, and blocks take one query tile after another; ``begins_next``: Q, the list
     and the first K of the next one come while this one is worked on. ``registers`` of a thread that multiplies,
     ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
-    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory.
+    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. Two warpgroups for which
+    others copy weigh key tiles in turns instead.
     """
 
     warps: int
@@ -63,10 +64,16 @@ class ForwardTiles(Tiles):
     weighed: int = 0
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups share rows, and weigh key tiles in turns."""
+        return self.warpgroups and self.split > 1 and self.producers > 0
+
+    @property
     def kind(self) -> tuple[str, ...]:
         split = ("split head dimension",) if self.split > 1 else ()
         if self.warpgroups:
-            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *split)
+            turns = ("turns",) if self.takes_turns else ()
+            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *split, *turns)
         q = ("Q in registers",) if self.q_in_registers else ()
         return ("warps", f"{min(self.stages, 2)} stage{'s' * (self.stages > 1)}", *q, *split)
 

@@ -55,6 +55,8 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         whys += (rules.NORMS_OF_KEYS,)
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
+    if not _weighs_in_turns(variant):
+        rows = [row for row in rows if not row.takes_turns]
     return others.after(rows, whys)
 
 
@@ -92,6 +94,8 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
     if isinstance(row, BackwardChoice) and row.dq_in_halves:
         return _with_halves_of_dq(variant, recipe, row, products)
+    if isinstance(row, ForwardChoice) and row.takes_turns:
+        return _in_turns(row, products)
     if isinstance(row, QueryChoice) or row.split > 1 or (variant.tangent is not None and not row.producers):
         alike = WARPS.complete(variant, recipe, element, row)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
@@ -154,6 +158,20 @@ def _with_halves_of_dq(
     )
 
 
+def _in_turns(row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
+    """Two warpgroups that share rows, and weigh key tiles in turns."""
+    return Candidate(
+        replace(row, tensor_copies=True, weighed=row.Bc),
+        (
+            products,
+            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
+            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            Decision.by("head dimension", "divided among 2 warpgroups", rules.TURNS),
+            Decision.by("tile order", PERSISTENT, rules.PERSISTENT),
+        ),
+    )
+
+
 RECIPES = Recipes(forward, backward, queries, complete)
 
 
@@ -185,6 +203,16 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
     recipe = recipe_of(variant)
     weighed = recipe.weights_first and not recipe.folded
     return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
+
+
+def _weighs_in_turns(variant: Variant) -> bool:
+    """Whether two warpgroups may weigh key tiles in turns, each with whole panels of V's columns.
+
+    Weights are counted from maxima, which each hands the other; nobody takes norms, or what a mask reads by column.
+    """
+    recipe = recipe_of(variant)
+    plain = variant.weights.form.exponential and not variant.uses_sqdist and not recipe.observed_columns
+    return plain and not variant.ragged and padded(variant.head_dim.v) % 128 == 0
 
 
 def _divides_values(variant: Variant, split: int) -> bool:

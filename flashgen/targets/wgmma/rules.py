@@ -123,6 +123,12 @@ SHARED_KEYS = Rule(
     "with half of the columns, and scores of half a tile's queries; P and dS go through shared memory",
     "an H100, causal of 8k with forward, D 256: 409 TFLOP/s, half of dQ through shared memory 384; mma.sync 128 (H200)",
 )
+TURNS = Rule(
+    "turns",
+    "above D 320 two warpgroups share 64 rows, each with half of O's columns, and weigh key tiles in turns: while one "
+    "does so the other multiplies, and tensor copies bring what comes next",
+    "an H200, causal of 8k, D 512: 512 TFLOP/s; scores of half a tile's keys each, one step after another: 334",
+)
 OWN_KEYS = Rule(
     "own keys",
     "above D 128 a thread has registers for dK and dV of 64 keys by 320 columns together, beside 32 queries at a time: "

@@ -86,8 +86,13 @@ class ForwardCode:
 
     @property
     def divided(self) -> bool:
-        """Whether warps share rows."""
-        return any(each.split > 1 for each in self.tiles.values())
+        """Whether warps share rows, and scores of each key tile."""
+        return any(each.split > 1 and not each.takes_turns for each in self.tiles.values())
+
+    @property
+    def turns(self) -> bool:
+        """Whether two warpgroups share rows, and weigh key tiles in turns: then all types' do."""
+        return any(each.takes_turns for each in self.tiles.values())
 
 
 @dataclass(frozen=True)
@@ -178,10 +183,11 @@ def forward_ways(variant: Variant, recipe: Recipe, plan: GpuPlan) -> tuple[Forwa
     kind have members that those of the other do without.
     """
     own = [each for each in plan.elements if each.forward.split == 1]
-    shared = [each for each in plan.elements if each.forward.split > 1]
+    turns = [each for each in plan.elements if each.forward.takes_turns]
+    shared = [each for each in plan.elements if each.forward.split > 1 and not each.forward.takes_turns]
     of_warpgroups = has_warpgroups(plan)
-    names = ("forward", "forward_of_shared_rows") if own else ("forward", "forward")
-    ways = [(each, name) for each, name in zip((own, shared), names, strict=True) if each]
+    names = ("forward", "forward_in_turns", "forward_of_shared_rows" if own or turns else "forward")
+    ways = [(each, name) for each, name in zip((own, turns, shared), names, strict=True) if each]
     return tuple(
         forward_code(variant, recipe, each, of_warpgroups=of_warpgroups, namespace=name) for each, name in ways
     )
@@ -264,7 +270,8 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
         tiles.warpgroups and (tiles.split > 1 or Dv > MOST_COLUMNS)
         for tiles in (each.forward for each in plan.elements)
     )
-    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans)
+    turns = any(each.forward.takes_turns for each in plan.elements)
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans, turns)
 
 
 def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[int, ...]:

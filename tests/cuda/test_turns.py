@@ -1,0 +1,214 @@
+"""Two warpgroups that share 64 rows and weigh key tiles in turns, above D 320: plans, numbers, planted mistakes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashgen
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
+from flashgen.pipeline import load_spec
+from flashgen.runtime.emulator import EmulatorError, FaultKind
+from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
+from flashgen.runtime.op import AttentionOp
+from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.registry import GPUS
+from flashgen.verification.verify import verify_case
+from tests.cuda.helpers import planned, variant_of
+from tests.cuda.hopper import changed, random
+from tests.numeric.helpers import failures
+
+TARGET = GPUS["sm_90a"]
+CAUSAL, LATENT, ALL = "head_dim 384  mask causal", "head_dim 576/512  mask causal", "head_dim 384"
+FEW = "head_dim 384  mask j < 40"  # one tile of keys: the warpgroups do not wait for each other
+
+
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        ("head_dim 512  mask causal", True),
+        ("head_dim 576/512", True),
+        ("head_dim 384  score softcap(s, 30)  dropout 0.1", True),
+        ("head_dim 512  layout block 64: random_blocks(0.1, 1)", True),
+        ("head_dim 336", True),  # padded to 384
+        ("head_dim 448", False),  # V has an odd number of panels
+        ("head_dim 510", False),  # rows that are no multiples of 16 bytes
+        ("head_dim 512  weights sigmoid(s)", False),
+        ("head_dim 512  score -sqdist", False),
+        ("head_dim 512  tensor doc: i32[B, Nk]  mask same_document(doc)", False),  # what a mask reads by column
+        ("head_dim 320", False),  # a warpgroup has whole rows
+    ],
+)
+def test_who_takes_turns(text: str, turns: bool) -> None:
+    _, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
+    (tiles,) = (each.forward for each in plan.elements)
+    assert tiles.warpgroups
+    assert tiles.takes_turns is turns
+    assert ("turns" in tiles.kind) is turns
+    if turns:
+        assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.weighed) == (64, 64, 8, 2, 64)
+        assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
+
+
+def test_sequences_and_tangents_have_other_kernels() -> None:
+    """Their maps end where tensors do."""
+    variant = variant_of(f"attention a {{ {CAUSAL} }}")
+    assert not any(each.forward.takes_turns for each in TARGET.plan(replace(variant, ragged=True)).elements)
+
+
+def test_smaller_head_dimensions_have_nothing_of_it() -> None:
+    for head_dim in ("64", "256", "320"):
+        variant = variant_of(f"attention a {{ dtype bf16  head_dim {head_dim}  mask causal }}")
+        assert "PanelHalf" not in emit_cuda(variant, TARGET.plan(variant)).text
+
+
+# One tile and many, even and odd; grouped heads; rows and keys that are none; lists; whatever scores and weights read.
+SPECS = {
+    "causal": (CAUSAL, (1, 4, 2, 200, 330)),
+    "latent": (LATENT, (1, 2, 1, 130, 200)),
+    "one tile": (ALL, (1, 3, 1, 5, 33)),
+    "all": (ALL, (2, 1, 1, 129, 320)),
+    "window": ("head_dim 512  mask causal and window_left(60)", (1, 2, 2, 300, 130)),
+    "capped": ("head_dim 400/384  score softcap(s, 20)  mask causal  dropout 0.2", (1, 1, 1, 129, 257)),
+    "sink": ("head_dim 384  tensor sink: f32[H]  weights softmax(sink = sink[h])  mask causal", (1, 2, 1, 100, 150)),
+    "slopes": ("head_dim 384  tensor slope: f32[H]  score s - slope[h] * (i - j)  mask causal", (1, 2, 1, 131, 200)),
+    "bias": ("head_dim 384  tensor bias: bf16[H, Nq, Nk]  score s + bias[h, i, j]", (1, 2, 1, 70, 150)),
+    "blocks": ("head_dim 384  layout block 64: popcount(I ^ J) == 1", (1, 2, 1, 300, 330)),
+    "pairs": ("head_dim 384  tensor keep_: bool[Nq, Nk]  mask keep_[i, j]", (1, 2, 1, 130, 200)),
+}
+QUICK = ("causal", "latent", "capped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in SPECS]
+)
+def test_results_and_bytes(name: str) -> None:
+    text, shape = SPECS[name]
+    elements = (ElementType.BF16, ElementType.F16) if name == "latent" else (ElementType.BF16,)
+    for element in elements:
+        spec = flashgen.loads(
+            f"attention turns_{name.replace(' ', '_')} {{ dtype {element}  {text} }}", backend="reference"
+        ).spec
+        op = load_spec(spec, "emulator", "sm_90a")
+        assert all(each.elements[0].forward.takes_turns for each in op.plan.values())
+        case = verify_case(op, spec.head_dims[0], element, Shape(*shape))
+        assert case.ok, failures(case)
+        assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
+
+
+def test_float32_beside_it() -> None:
+    """A source of all element types has both kinds of kernels."""
+    spec = flashgen.loads(f"attention turns_of_all {{ {CAUSAL} }}", backend="reference").spec
+    op = load_spec(spec, "emulator", "sm_90a")
+    for element, turns in ((ElementType.BF16, True), (ElementType.F32, False)):
+        assert all(each.by_element[element].forward.takes_turns is turns for each in op.plan.values())
+        case = verify_case(op, spec.head_dims[0], element, Shape(1, 1, 1, 70, 140))
+        assert case.ok, failures(case)
+
+
+def error(op: AttentionOp, shift: float = 0.0) -> float:
+    """Of o, over several tiles whose scores grow by so much from each to the next."""
+    D, Dv = op.spec.head_dims[0].qk, op.spec.head_dims[0].v
+    q, k, v = random(1, 2, 200, D, seed=0), random(1, 1, 420, D, seed=1), random(1, 1, 420, Dv, seed=2)
+    q[..., 0], k[..., 0] = D**0.5, shift * (torch.arange(420) // 64)
+    exact = op.reference(*(x.double() for x in (q, k, v)))
+    return float((op(q, k, v) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("shift", [0.0, 9.0, -9.0])
+def test_maxima_that_grow_from_tile_to_tile(shift: float) -> None:
+    """Each warpgroup rescales its O where the other one's tile has larger scores, in turn."""
+    op = changed(f"grown_by_{[0.0, 9.0, -9.0].index(shift)}", ALL, "forward", "$^", "", count=0)
+    assert error(op, shift) < 0.01
+
+
+@pytest.mark.parametrize("text", [CAUSAL, ALL])
+def test_windows_of_a_few_tiles(text: str) -> None:
+    """Turns go on from window to window, whatever number of tiles each has."""
+    windows = r"(window \+=? |first\(\) \+ )WINDOW"
+    for tiles in (1, 2, 3):
+        op = changed(f"windows_{tiles}_{text == ALL}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
+        for shift in (0.0, 9.0):
+            assert error(op, shift) < 0.01
+
+
+# What was planted, what the emulator may call it.
+LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
+EARLY = LATE | {FaultKind.MBARRIER}
+MISTAKES = {
+    "P is not waited for": ("    p_signals().await(parts_before + n);\n", "", LATE),
+    "P is waited for by another phase": (
+        "await(parts_before + n);\n    fg::load",
+        "await(parts_before + n + 2);\n    fg::load",
+        EARLY | {FaultKind.DEADLOCK},
+    ),
+    "the first half of K is not waited for": ("    signals().await(half_of(n, 0));\n", "", LATE),
+    "the second half of K is not waited for": ("    signals().await(half_of(n, 1));\n", "", LATE),
+    "K is waited for by another phase": ("signals().await(half_of(n, 0))", "signals().await(half_of(n + 2, 0))", EARLY),
+    "V is not waited for": ("    v_signals().await(half_of(n, group()));\n", "", LATE),
+    "the first half of K is given back too early": (
+        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
+        "release_half(signals(), n, 0);\n    fg::warpgroup_wait<1>();",
+        EARLY,
+    ),
+    "the second half of K is given back too early": (
+        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
+        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);\n    release_half(signals(), n, 1);",
+        EARLY,
+    ),
+    "V is given back too early": (
+        "fg::wait_products<0>(o, p);\n    release_half(v_signals(), n, group());",
+        "release_half(v_signals(), n, group());\n    fg::wait_products<0>(o, p);",
+        EARLY,
+    ),
+    "maxima are read before they are there": (
+        "p_signals().await(parts_before + n);\n    fg::load(p, p_tile(), warp_row);\n    follow_maxima();",
+        "follow_maxima();\n    p_signals().await(parts_before + n);\n    fg::load(p, p_tile(), warp_row);",
+        LATE,
+    ),
+    "sums take the place of what is read": (
+        "    barrier_of_both();  // those of the tile before have been read\n",
+        "",
+        LATE,
+    ),
+    "nobody awaits room": ("if (number >= 2) fg::mbarrier_wait(", "if (number < 0) fg::mbarrier_wait(", EARLY),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if n % 4 else ()) for n, each in enumerate(MISTAKES)]
+)
+def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
+    old, new, kinds = MISTAKES[name]
+    text = FEW if name == "sums take the place of what is read" else CAUSAL
+    op = changed(f"turns_{list(MISTAKES).index(name)}", text, "forward", re.escape(old), new)
+    with pytest.raises(EmulatorError) as caught:
+        error(op)
+    assert caught.value.kind in kinds, str(caught.value)
+
+
+try:
+    find_nvrtc()
+    MISSING = ""
+except NvrtcMissing as missing:
+    MISSING = str(missing)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "head_dim 512  mask causal",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (LATENT, "head_dim 512  score softcap(s, 30)")),
+    ],
+)
+def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
+    variant = variant_of(f"attention turns {{ dtype bf16  {text} }}")
+    source = replace(emit_cuda(variant, TARGET.plan(variant)), defines=(("FLASHGEN_BACKWARD", "0"),))
+    binary = compile_cuda(source, "sm_90a")
+    assert [each.spill_bytes for each in binary.kernels] == [0]
+    assert "C75" not in (binary.path.parent / "compile.log").read_text(encoding="utf-8")
