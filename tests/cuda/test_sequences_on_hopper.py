@@ -23,7 +23,7 @@ SERVED = "attention served { head_dim 64  dtype bf16  mask causal  schedule { Br
 OF_COPIES = {
     "keys without an end": ("{int(a.kv_begin), int(a.kv_len)}", "{int(a.kv_begin), int(a.kv_rows - a.kv_begin)}"),
     "rows of the sequence before": ("rows.begin + rows.count, SEQUENCE_END", "rows.begin, SEQUENCE_END"),
-    "more rows than there are": ("SEQUENCE_END - rows.count + first", "SEQUENCE_END + first"),
+    "more rows than there are": ("SEQUENCE_END - rows.count + row", "SEQUENCE_END + row"),
 }
 OF_STORES = {
     "O over a neighbour's rows": ("o.at[m], warp_row + 16 * m, count)", "o.at[m], warp_row + 16 * m, BR)"),

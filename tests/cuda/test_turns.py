@@ -19,7 +19,7 @@ from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed, random
+from tests.cuda.hopper import changed, hopper, random
 from tests.numeric.helpers import failures
 
 TARGET = GPUS["sm_90a"]
@@ -52,12 +52,6 @@ def test_who_takes_turns(text: str, turns: bool) -> None:
     if turns:
         assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.weighed) == (64, 64, 8, 2, 64)
         assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
-
-
-def test_sequences_and_tangents_have_other_kernels() -> None:
-    """Their maps end where tensors do."""
-    variant = variant_of(f"attention a {{ {CAUSAL} }}")
-    assert not any(each.forward.takes_turns for each in TARGET.plan(replace(variant, ragged=True)).elements)
 
 
 def test_smaller_head_dimensions_have_nothing_of_it() -> None:
@@ -134,6 +128,26 @@ def test_windows_of_a_few_tiles(text: str) -> None:
         op = changed(f"windows_{tiles}_{text == ALL}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
         for shift in (0.0, 9.0):
             assert error(op, shift) < 0.01
+
+
+def test_sequences() -> None:
+    """Of lengths from none to several tiles; NaN behind the end of one changes no bit of others."""
+    variant = variant_of(f"attention a {{ dtype bf16  {CAUSAL} }}")
+    assert all(each.forward.takes_turns for each in TARGET.plan(replace(variant, ragged=True)).elements)
+    op = hopper(CAUSAL)
+    lengths = ((5, 5), (0, 3), (130, 130), (0, 0), (70, 150), (9, 0), (1, 1), (200, 66))
+    q_starts, k_starts = (torch.tensor([0, *each]).cumsum(0).int() for each in zip(*lengths, strict=True))
+    q, k, v = (random(int(starts[-1]), n, 384, seed=n) for starts, n in ((q_starts, 2), (k_starts, 1), (k_starts, 1)))
+    whole = op.varlen(q, k, v, q_starts, k_starts)
+    exact = op.reference.varlen(q, k, v, q_starts, k_starts)
+    assert (whole.float() - exact.float()).norm() < 0.01 * exact.float().norm()
+    for n in (2, 4):  # what lies before and behind others
+        for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts)):
+            x[starts[n] : starts[n + 1]] = torch.nan
+    beside = op.varlen(q, k, v, q_starts, k_starts)
+    for n in (0, 5, 6, 7):
+        rows = slice(int(q_starts[n]), int(q_starts[n + 1]))
+        assert torch.equal(whole[rows], beside[rows])
 
 
 # What was planted, what the emulator may call it.

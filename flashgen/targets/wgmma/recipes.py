@@ -212,7 +212,7 @@ def _weighs_in_turns(variant: Variant) -> bool:
     """
     recipe = recipe_of(variant)
     plain = variant.weights.form.exponential and not variant.uses_sqdist and not recipe.observed_columns
-    return plain and not variant.ragged and padded(variant.head_dim.v) % 128 == 0
+    return plain and padded(variant.head_dim.v) % 128 == 0
 
 
 def _divides_values(variant: Variant, split: int) -> bool:

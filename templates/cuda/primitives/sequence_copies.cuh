@@ -29,6 +29,13 @@ struct SequenceRows {
 // Where the dimension of rows ends, and with it every sequence.
 constexpr int SEQUENCE_END = 1 << 30;
 
+// Starts the copy of a panel's columns from `column` on, of rows row … of a sequence and a slab.
+template <class T>
+FG_DEVICE void copy_panel_async(
+    T* to, const TensorMap& map, const SequenceRows& rows, int column, int row, int slab, uint64_t* signal) {
+  copy_panel_async(
+      to, map, column, SEQUENCE_END - rows.count + row, slab, rows.begin + rows.count, SEQUENCE_END, signal);
+}
 // Starts the copy of rows first … of a sequence and a slab to a whole tile, Tile::bytes in all, by this thread.
 template <class Tile>
 FG_DEVICE void copy_tile_async(
@@ -37,8 +44,8 @@ FG_DEVICE void copy_tile_async(
       Tile::rows <= 256 && Tile::rows % 8 == 0, "a panel is one box, which begins where the permutation does");
 #pragma unroll
   for (int panel = 0; panel < Tile::panels; ++panel)
-    copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width,
-                     SEQUENCE_END - rows.count + first, slab, rows.begin + rows.count, SEQUENCE_END, signal);
+    copy_panel_async(
+        to.base + panel * Tile::rows * Tile::width, map, rows, panel * Tile::width, first, slab, signal);
 }
 
 }  // namespace fg
