@@ -356,6 +356,8 @@ FG_INLINE int32_t horizontal_min(VecI x) { return fold_lanes<int32_t, W>(x, Fold
 FG_INLINE bool any(VecB x) {
 #if defined(__AVX__) && FG_LANES == 8
   return __builtin_ia32_movmskps256(reinterpret_cast<VecF>(x.lanes)) != 0;  // two instructions instead of ten
+#elif defined(__AVX512F__) && FG_LANES == 16
+  return __builtin_ia32_cmpd512_mask(x.lanes, VecI{}, 4, 0xffff) != 0;  // not equal; three instead of a dozen
 #else
   return fold_lanes<int32_t, W>(x.lanes, FoldOr()) != 0;
 #endif
@@ -1683,7 +1685,8 @@ struct Ahead {
   int64_t step = 0;
   int64_t steps = 0;
   int passes = 0;
-  int64_t done = 0;  // of the steps of this pass
+  int64_t done = 0;       // of the steps of this pass
+  Ahead* then = nullptr;  // what is asked for when all of this has been
 
   // Asks for the next lines.
   FG_INLINE void ask(int lines) {
@@ -1747,9 +1750,10 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
+template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
+    Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
@@ -3790,6 +3794,18 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   std::fill_n(t.row_max, t.rows, -INFINITY);
   std::fill_n(t.row_sum, t.rows, 0.0f);
 
+  // Asked for in the last visits, where K and V leave time: the rows of Q that this thread takes next if tasks are
+  // about as long, and those of O.
+  constexpr int LAST_VISITS = 4;
+  fg::Ahead next_q, own_o;
+  if (a.queries == a.q_len) {
+    const int64_t most_rows = tile_rows<Products>(a), next_row0 = row0 - a.threads * most_rows;
+    if (next_row0 >= 0 && next_row0 + most_rows <= a.q_len) next_q = rows_ahead(q, {next_row0, int(most_rows)}, D);
+    if (a.o)
+      own_o =
+          rows_ahead(rows_of_head(a.o, a.element, b, a.rows_of_o.b, h, a.rows_of_o.h, a.rows_of_o.n), {row0, rows}, DV);
+  }
+
   for (int n = from; n < to; ++n) {
     const Visit& visit = visits[n];
     const KeyRows keys = key_rows(a, visit, BC<Products>),
@@ -3802,6 +3818,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     }
     const Computed part = computed<Products>(visit);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
+    if (to - n <= LAST_VISITS) next_k.then = &next_q, next_v.then = &own_o;
     // Where the mask may cut a strip off from some keys, it is no wider than products are, and these are left out.
     constexpr int whole = decltype(t.s)::strip;
     const bool is_trimmed = part.masked && Products::trimmed_strip > 0;

@@ -226,7 +226,8 @@ void dropout_lanes(uint8_t* out, uint64_t seed, int b, int h, int first_i, int b
 
 void product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t ldb,
              float* c, int64_t ldc, int begin) {
-  Ahead ahead = {reinterpret_cast<const char*>(b), line_bytes, 5, 2, 0};  // changes nothing but when memory comes
+  Ahead then = {reinterpret_cast<const char*>(a), line_bytes, 3, 1, 0};
+  Ahead ahead = {reinterpret_cast<const char*>(b), line_bytes, 5, 2, 0, &then};  // changes nothing but when memory comes
   tile_product<Numbers>(M, vectors, K, a, a_row, a_col, b, ldb, c, ldc, static_cast<Begin>(begin), ahead);
 }
 void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int rows, int cols) {

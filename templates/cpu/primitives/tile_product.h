@@ -42,7 +42,8 @@ struct Ahead {
   int64_t step = 0;
   int64_t steps = 0;
   int passes = 0;
-  int64_t done = 0;  // of the steps of this pass
+  int64_t done = 0;       // of the steps of this pass
+  Ahead* then = nullptr;  // what is asked for when all of this has been
 
   // Asks for the next lines.
   FG_INLINE void ask(int lines) {
@@ -106,9 +107,10 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
 }
 
 // All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
-template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& ahead) {
+template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
     const int rows = left == 8 || left < 6 ? 4 : 6;
+    Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
