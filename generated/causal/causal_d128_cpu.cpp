@@ -1749,15 +1749,18 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
   }
 }
 
-// All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
+// All rows of a panel of V vectors: blocks of 6, then of 4; of one vector alone of 8, as sums wait for the last one.
+// B's panel stays in L1.
 template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
-    const int rows = left == 8 || left < 6 ? 4 : 6;
+    const int rows = V == 1 && left >= 8 ? 8 : left == 8 || left < 6 ? 4 : 6;
     Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
-    if (rows == 6)
+    if (V == 1 && rows == 8)
+      product_block<Terms, 8, 1>(p);
+    else if (rows == 6)
       product_block<Terms, 6, V>(p);
     else
       product_block<Terms, 4, V>(p);
@@ -2942,6 +2945,11 @@ struct KeptKeys {
   int first, end;
   bool masked;
 };
+// Vectors of rows first … end - 1 of a visit, and the keys that they meet.
+struct Strip {
+  int first, end;
+  KeptKeys kept;
+};
 
 // Those that rows of vectors first … end - 1 may keep: of a visit on the border, whose rows begin with i0, halves,
 // quarters … of its keys are left out at either end, down to KEY_GROUP of them, where no pair of these is kept.
@@ -2965,6 +2973,21 @@ inline KeptKeys kept_keys(
   kept.end = std::min(kept.end, keys.count);
   kept.masked = keep(kept.first, kept.end).may_be_false;
   return kept;
+}
+
+// perform(strip) for what two neighbouring strips meet: once for the keys that both do, then for the others.
+template <class Perform> inline void for_each_block(const Strip& upper, const Strip& lower, const Perform& perform) {
+  const KeptKeys &x = upper.kept, &y = lower.kept;
+  const int first = std::max(x.first, y.first), end = std::min(x.end, y.end);
+  if (first >= end) {
+    perform(upper);
+    perform(lower);
+    return;
+  }
+  perform({upper.first, lower.end, {first, end, false}});
+  const Strip &low = x.first < first ? upper : lower, &high = x.end > end ? upper : lower;
+  perform({low.first, low.end, {low.kept.first, first, false}});
+  perform({high.first, high.end, {end, high.kept.end, false}});
 }
 
 // ---- How much work a query tile is ---------------------------------------------------------------------------------
@@ -3096,6 +3119,48 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 // What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
 enum class PastEnd { last_row, zeros };
 
+// O of a query tile, unnormalised, as rows: rows of V are added to it, so that a product of 16 rows is as fast as a
+// wide one.
+template <int rows, int width> struct alignas(64) SumsInRows {
+  static constexpr bool in_rows = true;
+  static constexpr int ld = width;
+
+  // W neighbours of the numbers that the rows of a vector have, which are W times `width`; what goes with each of
+  // these, of a number of each row.
+  float* of(int vector, int d = 0) { return at + vector * W * ld + d * W; }
+  static fg::VecF beside(const fg::VecF& of_rows, int d) { return fg::broadcast(of_rows[d * W / ld]); }
+  // Its rows, to be read; to be written, and then taken.
+  const float* as_rows(int /*vectors*/) const { return at; }
+  float* new_rows() { return at; }
+  void take_rows(int /*rows*/) {}
+  void store(void* to, int element, int64_t first, int64_t stride, int columns, int count) const {
+    store_rows(to, element, first, stride, at, ld, columns, count);
+  }
+
+  float at[rows * ld];
+};
+
+// The same transposed: products are as wide as there are rows.
+template <int rows, int width> struct alignas(64) TransposedSums {
+  static constexpr bool in_rows = false;
+  static constexpr int ld = rows + W;
+
+  float* of(int vector, int d = 0) { return at + d * ld + vector * W; }
+  static fg::VecF beside(fg::VecF of_rows, int /*d*/) { return of_rows; }
+  const float* as_rows(int vectors) {
+    fg::transpose_to(turned, width, at, ld, width, vectors * W);
+    return turned;
+  }
+  float* new_rows() { return turned; }
+  void take_rows(int count) { fg::transpose_to(at, ld, turned, width, count, width); }
+  void store(void* to, int element, int64_t first, int64_t stride, int columns, int count) {
+    store_transposed(to, element, first, stride, at, ld, turned, width, columns, count);
+  }
+
+  float at[width * ld];
+  float turned[rows * width];
+};
+
 // What both kinds in vectors have in common: Terms says what 32 bits of an operand hold.
 template <class Terms> struct ProductsOfVectors {
   struct Thread {};  // what a thread holds while it multiplies
@@ -3104,7 +3169,8 @@ template <class Terms> struct ProductsOfVectors {
     return Terms::terms > 1 ? of_pairs : of_numbers;
   }
   static constexpr int key_multiple = MR;  // keys of a tile are padded to
-  static constexpr int trimmed_strip = 2;  // vectors of rows on the border of a mask, which meet some of a tile's keys
+  // vectors of rows on the border of a mask, which meet some of a tile's keys
+  static constexpr int trimmed_strip = W >= 16 ? 1 : 2;
   static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
   static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return int(round_up(n, Terms::terms)); }  // how many terms a sum of n takes
@@ -3138,6 +3204,20 @@ template <class Terms> struct ProductsOfVectors {
     fg::Begin begin;
     fg::Ahead& ahead;
   };
+
+  template <int rows, int width>
+  using Sums = std::conditional_t<W >= 16, SumsInRows<rows, width>, TransposedSums<rows, width>>;
+  // O += P V, of vectors of rows first … first + vectors - 1, and `count` keys from `key` on.
+  template <class Values, class Weights, class O>
+  static Later values(
+      int first, int vectors, int key, int count, const Values& v, const Weights& p, O& o, fg::Ahead& ahead) {
+    if constexpr (O::in_rows)
+      return {count > 0 ? vectors * W : 0, O::ld / W, depth(count), p.by_row(first, key), v.of_features(key),
+              o.of(first), O::ld, fg::Begin::accumulate, ahead};
+    else
+      return {count > 0 && vectors > 0 ? DVP : 0, vectors, depth(count), v.by_feature(key), p.of_keys(first, key),
+              o.of(first), O::ld, fg::Begin::accumulate, ahead};
+  }
 };
 
 struct VectorProducts : ProductsOfVectors<fg::Numbers> {
@@ -3153,6 +3233,7 @@ struct VectorProducts : ProductsOfVectors<fg::Numbers> {
     // From a key on.
     Left by_key(int key = 0) const { return {at.at + key * at.ld, at.ld, 1}; }
     Left by_feature(int key = 0) const { return {at.at + key * at.ld, 1, at.ld}; }
+    Right of_features(int key) const { return {at.at + key * at.ld, at.ld}; }
 
     float copy[round_up(most, MR) * ld];
     Rows at;
@@ -3187,6 +3268,7 @@ struct VectorProducts : ProductsOfVectors<fg::Numbers> {
     }
     void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
     Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
+    Left by_row(int vector, int key) const { return {scores + key * ld + vector * W, 1, ld}; }
     Right of_keys(int vector, int key = 0) const { return {scores + key * ld + vector * W, ld}; }
 
     float scores[round_up(keys, MR) * ld];
@@ -3251,6 +3333,7 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
     // From a key on.
     Left by_key(int key = 0) const { return {as_pairs(rows.at + key * rows.row), rows.row / 2, 1}; }
     Left by_feature(int key = 0) const { return {features + key / 2 * ld, 1, ld}; }
+    Right of_features(int key) const { return {features + key / 2 * ld, ld}; }
 
     fg::Images rows;
     alignas(64) fg::bf16 copy[round_up(most, MR) * copy_ld];
@@ -3295,6 +3378,7 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
       if (left && first < end) std::fill_n(weights + first * weights_ld, (end - first) * weights_ld, fg::bf16{0});
     }
     Left by_key(int vector) const { return {as_pairs(weights + vector * W), weights_ld / 2, 1}; }
+    Left by_row(int vector, int key) const { return {scores + key * ld + vector * W, 1, 2 * ld}; }
     Right of_keys(int vector, int key = 0) const { return {scores + key * ld + vector * W, 2 * ld}; }
 
     float scores[round_up(keys, MR) * ld];
@@ -3340,6 +3424,13 @@ template <int parts> struct MatrixProducts {
    private:
     fg::MatrixProduct<row_vectors, parts> product_;
   };
+
+  template <int rows, int width> using Sums = TransposedSums<rows, width>;
+  template <class Values, class Weights, class O>
+  static Later values(int first, int vectors, int key, int count, Values& v, Weights& p, O& o, fg::Ahead& ahead) {
+    return {count > 0 && vectors > 0 ? DVP : 0, vectors, depth(count), v.by_feature(key), p.of_keys(first, key),
+            o.of(first), O::ld, fg::Begin::accumulate, ahead};
+  }
 
   // Images in the order that products read them: of a block those of `terms`, of these the parts.
   static fg::NewImages in_order(fg::bf16* at, int terms, bool finite = true) {
@@ -3513,7 +3604,7 @@ inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] 
 }  // namespace
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
-// Query tiles outside, key tiles inside: Algorithm 1 of FlashAttention-2. O is kept transposed and unnormalised.
+// Query tiles outside, key tiles inside: Algorithm 1 of FlashAttention-2. O is kept unnormalised.
 //   P = exp(S) / Σ exp(S)
 
 namespace forward {
@@ -3524,14 +3615,13 @@ template <class Products>
 constexpr int BC = Products::tile(FLASHGEN_BC, FLASHGEN_PAIR_BC, FLASHGEN_MATRIX_BC, FLASHGEN_SPLIT_BC);
 
 template <class Products> struct alignas(64) Scratch {
-  static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W)), ld = rows + W;
+  static constexpr int rows = int(round_up(BR<Products>, Products::row_vectors * W));
 
   typename Products::template Queries<rows, D, false> q;
   typename Products::template Keys<BC<Products>, D, false> k;
   typename Products::template Keys<BC<Products>, DV, true> v;
   typename Products::template Scores<BC<Products>, rows, false, true> s;  // Sᵀ, then Pᵀ
-  float ot[DVP * ld];  // Oᵀ
-  float o[rows * DVP];
+  typename Products::template Sums<rows, DVP> o;  // unnormalised
   float row_max[rows], row_sum[rows];
   Column columns[BC<Products>];
 };
@@ -3544,6 +3634,15 @@ FG_INLINE fg::VecF offset_of(fg::VecF row_max) { return fg::select(is_far(row_ma
 __attribute__((noinline)) static void count_from_maxima(float* s, int ld, int columns, fg::VecF row_max) {
   const fg::VecF top = fg::select(is_far(row_max) && fg::ne(row_max, -INFINITY), row_max, 0.0f);
   for (int j = 0; j < columns; ++j) fg::store(s + int64_t(j) * ld, fg::load(s + int64_t(j) * ld) - top);
+}
+
+// All of O of the rows of a vector times a number of each; and zeros for those of the first ones.
+template <class Sums> FG_INLINE void multiply_rows(Sums& o, int vector, const fg::VecF& by) {
+  for (int d = 0; d < DVP; ++d) fg::store(o.of(vector, d), fg::load(o.of(vector, d)) * o.beside(by, d));
+}
+template <class Sums> FG_INLINE void clear_rows(Sums& o, int vectors) {
+  for (int n = 0; n < vectors; ++n)
+    for (int d = 0; d < DVP; ++d) fg::store(o.of(n, d), fg::VecF{});
 }
 
 // What is multiplied beside the weights of a strip: those of the one before with V, then the scores of the next.
@@ -3585,7 +3684,7 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
     if (fg::any(grown)) {
       const fg::VecF shrink = fg::select(grown, fg::exp2_bounded((old_max - row_max) * SCORE_FACTOR), 1.0f);
       row_sum = row_sum * shrink;
-      for (int d = 0; d < DVP; ++d) fg::store(t.ot + d * t.ld + n * W, fg::load(t.ot + d * t.ld + n * W) * shrink);
+      multiply_rows(t.o, n, shrink);
       fg::store(t.row_max + n * W, row_max);
     }
     const auto weighed = [&](int64_t j) {
@@ -3705,7 +3804,8 @@ static void visit_keys_by_few(const Call& a, const Launch& u, const Place& place
       lds = int(round_up(BC<Products>, W)) + W;
   const Head& x = place.x;
   const int rows = place.rows;
-  float *const q = t.q.copy, *const o = t.o;
+  float *const q = t.q.copy, *const o = t.o.new_rows();
+  float so_far[fg::most_few_rows * DVP];
   alignas(64) float s[fg::most_few_rows * lds];
   by_key::Row of_rows[fg::most_few_rows];
   fg::VecF row_sum[fg::most_few_rows] = {};
@@ -3741,15 +3841,13 @@ static void visit_keys_by_few(const Call& a, const Launch& u, const Place& place
     for_each_run<DV>(v, keys, next, t.v.copy, ldv,
                      [&](int first, int count, const auto* at, int64_t ld, const auto* ahead) {
       fg::rows_together(rows, [&](int row, auto together) {
-        const fg::RunOfKeys run = {t.ot + row * DVP, first == 0, first + count == keys.count};
+        const fg::RunOfKeys run = {so_far + row * DVP, first == 0, first + count == keys.count};
         fg::values_of_rows<together, DV>(
             count, at, ld, s + row * lds + first, lds, o + row * DVP, DVP, run, row == 0 ? ahead : nullptr);
       });
     });
   }
-  constexpr int ld = Scratch<Products>::ld;
-  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, place.vectors * W, 0.0f);
-  fg::transpose_to(t.ot, ld, o, DVP, rows, DVP);
+  t.o.take_rows(rows);
   std::fill_n(t.row_max, t.rows, -INFINITY);
   std::copy_n(row_max, rows, t.row_max);
   std::fill_n(t.row_sum, t.rows, 0.0f);
@@ -3767,7 +3865,6 @@ constexpr int64_t ALL_KEYS = INT64_MAX;
 template <class Products>
 static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTiles among,
                        Visit* visits, Scratch<Products>& t) {
-  constexpr int ld = Scratch<Products>::ld;
   const Head& x = place.x;
   const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0, i0 = place.i0;
   const int rows = place.rows, places = place.places, vectors = place.vectors;
@@ -3790,7 +3887,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     }
   }
   t.q.load(q, row0, rows, vectors * W, PastEnd::last_row);
-  for (int d = 0; d < DVP; ++d) std::fill_n(t.ot + d * ld, vectors * W, 0.0f);
+  clear_rows(t.o, vectors);
   std::fill_n(t.row_max, t.rows, -INFINITY);
   std::fill_n(t.row_sum, t.rows, 0.0f);
 
@@ -3819,49 +3916,74 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     const Computed part = computed<Products>(visit);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
     if (to - n <= LAST_VISITS) next_k.then = &next_q, next_v.then = &own_o;
-    // Where the mask may cut a strip off from some keys, it is no wider than products are, and these are left out.
-    constexpr int whole = decltype(t.s)::strip;
-    const bool is_trimmed = part.masked && Products::trimmed_strip > 0;
-    const int strip = is_trimmed ? Products::trimmed_strip : whole;
-    const auto kept_by = [&](int first) -> KeptKeys {
-      if (first >= part.last) return {};
-      if (!is_trimmed) return {0, columns, part.masked};
-      return kept_keys(a, u, x, i0, places, first, part.end_of_strip(first, strip), keys);
-    };
-    // Of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ, Oᵀ += Vᵀ Pᵀ.
+    // Of vectors first … end - 1, or of none, and some keys: Sᵀ = K Qᵀ, O += P V.
     using Later = typename Products::Later;
-    const auto scores = [&](int first, KeptKeys kept) {
-      return Later{Products::key_rows(kept.end - kept.first), part.end_of_strip(first, strip) - first,
-                   Products::depth(D), t.k.by_key(kept.first), t.q.by_feature(first),
+    const auto scores = [&](int first, int end, KeptKeys kept) {
+      return Later{Products::key_rows(kept.end - kept.first), end - first, Products::depth(D), t.k.by_key(kept.first),
+                   t.q.by_feature(first),
                    t.s.of(first, kept.first), t.s.ld, fg::Begin::zero, next_k};
     };
     const auto values = [&](int first, int end, KeptKeys kept) {
-      return Later{first < end && kept.first < kept.end ? DVP : 0, end - first, Products::depth(kept.end - kept.first),
-                   t.v.by_feature(kept.first), t.s.of_keys(first, kept.first),
-                   t.ot + first * W, ld, fg::Begin::accumulate, next_v};
+      return Products::values(first, end - first, kept.first, kept.end - kept.first, t.v, t.s, t.o, next_v);
     };
-    // While one strip is weighed, the one before it meets V and the next one is scored.
-    KeptKeys kept_before{}, kept = kept_by(part.first);
-    scores(part.first, kept).finish();
-    int before = part.first;
-    for (int first = part.first, end; first < part.last; before = first, first = end) {
-      end = part.end_of_strip(first, strip);
-      const KeptKeys kept_next = kept_by(end);
-      Beside<Products> following{values(before, first, kept_before), scores(end, kept_next)};
+    // Weighs vectors first … end - 1, while the strip `before` them meets V and the `next` one is scored.
+    const auto weigh = [&](const Strip& before, const Strip& strip, const Strip& next) {
+      const int first = strip.first, end = strip.end;
+      const KeptKeys kept = strip.kept;
+      Beside<Products> following{
+          values(before.first, before.end, before.kept), scores(next.first, next.end, next.kept)};
       (kept.masked ? pairs<true, Products> : pairs<false, Products>)(
           a, u, x, i0, places, first, end, kept, following, t);
       following.finish();
       t.s.clear(columns, Products::depth(columns));
-      kept_before = kept, kept = kept_next;
+    };
+    // Scores, or values, of a strip alone.
+    const auto score = [&](const Strip& strip) {
+      scores(strip.first, strip.end, strip.kept).finish();
+    };
+    const auto add_values = [&](const Strip& strip) {
+      values(strip.first, strip.end, strip.kept).finish();
+    };
+    // On the border of the mask a narrow strip leaves out the keys that its rows do not meet; those that two neighbours
+    // meet are scored at once.
+    if constexpr (Products::trimmed_strip > 0) {
+      if (part.masked) {
+        const auto strip_at = [&](int first) -> Strip {
+          if (first >= part.last) return {first, first, {}};
+          const int end = part.end_of_strip(first, Products::trimmed_strip);
+          return {first, end, kept_keys(a, u, x, i0, places, first, end, keys)};
+        };
+        for (int first = part.first; first < part.last;) {
+          const Strip upper = strip_at(first), lower = strip_at(upper.end);
+          for_each_block(upper, lower, score);
+          for (const Strip* strip : {&upper, &lower}) {
+            if (strip->kept.first == strip->kept.end) continue;
+            weigh({}, *strip, {});
+            add_values(*strip);
+          }
+          first = lower.end;
+        }
+        continue;
+      }
     }
-    values(before, part.last, kept_before).finish();
+    const auto strip_from = [&](int first) -> Strip {
+      return {first, part.end_of_strip(first, decltype(t.s)::strip),
+              first < part.last ? KeptKeys{0, columns, part.masked} : KeptKeys{}};
+    };
+    Strip before = {part.first, part.first, {}}, strip = strip_from(part.first);
+    score(strip);
+    for (; strip.first < part.last;) {
+      const Strip next = strip_from(strip.end);
+      weigh(before, strip, next);
+      before = strip, strip = next;
+    }
+    add_values(before);
   }
   return true;
 }
 
 // Closes the rows of a query tile: o and lse of what `t` holds.
 template <class Products> static void close(const Call& a, const Launch& u, const Place& place, Scratch<Products>& t) {
-  constexpr int ld = Scratch<Products>::ld;
   [[maybe_unused]] const Head& x = place.x;
   const int64_t b = place.b, h = place.h, row0 = place.row0;
   const int rows = place.rows;
@@ -3886,15 +4008,15 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
       a.lse_parts[2 * row] = extreme ? row_max[l] : 0.0f;
       a.lse_parts[2 * row + 1] = extreme ? float(below + log) : 0.0f;
     }
-    for (int d = 0; d < DV; ++d) fg::store(t.ot + d * ld + n * W, fg::load(t.ot + d * ld + n * W) * factor);
+    multiply_rows(t.o, n, factor);
   }
   if (a.queries == a.q_len) {
-    store_transposed(a.o, a.element, a.rows_of_o.at(b, h, row0), a.rows_of_o.n, t.ot, ld, t.o, DVP, DV, rows);
+    t.o.store(a.o, a.element, a.rows_of_o.at(b, h, row0), a.rows_of_o.n, DV, rows);
     return;
   }
-  fg::transpose_to(t.o, DVP, t.ot, ld, DVP, int(round_up(rows, W)));
+  const float* const o = t.o.as_rows(int(ceil_div(rows, W)));
   for (int row = 0; row < rows; ++row)
-    store_rows(a.o, a.element, a.at(a.rows_of_o, b, h, row0 + row), 0, t.o + row * DVP, DVP, DV, 1);
+    store_rows(a.o, a.element, a.at(a.rows_of_o, b, h, row0 + row), 0, o + row * DVP, DVP, DV, 1);
 }
 
 template <class Products>
@@ -3922,7 +4044,7 @@ template <class Products> static KeyTiles tiles_of_split(const Arguments& a, int
   return {tiles * split / splits, tiles * (split + 1) / splits};
 }
 
-// What a split leaves: whether it visited any keys, as a number, then row_max, row_sum and Oᵀ of each vector of rows.
+// What a split leaves: whether it visited any keys, as a number, then row_max, row_sum and O of each vector of rows.
 template <class Products> static int64_t floats_of_split(const Arguments& a) {
   return W + (2 + DVP) * round_up(ceil_div(tile_rows<Products>(a), W), Products::row_vectors) * W;
 }
@@ -3938,7 +4060,7 @@ static void split(const Call& a, const Launch& u, int64_t b, int64_t h, int64_t 
   for (int n = 0; n < place.vectors; ++n, at += (2 + DVP) * W) {
     fg::store(at, fg::load(t.row_max + n * W));
     fg::store(at + W, fg::load(t.row_sum + n * W));
-    for (int d = 0; d < DVP; ++d) fg::store(at + (2 + d) * W, fg::load(t.ot + d * t.ld + n * W));
+    for (int d = 0; d < DVP; ++d) fg::store(at + (2 + d) * W, fg::load(t.o.of(n, d)));
   }
 }
 
@@ -3951,7 +4073,7 @@ static void merge(const Call& a, const Launch& u, int64_t b, int64_t h, int64_t 
   for (int n = 0; n < place.vectors; ++n) {
     fg::VecF row_sum{};
     fg::VecF row_max = fg::broadcast(-INFINITY);
-    for (int d = 0; d < DVP; ++d) fg::store(t.ot + d * t.ld + n * W, fg::VecF{});
+    for (int d = 0; d < DVP; ++d) fg::store(t.o.of(n, d), fg::VecF{});
     for (int64_t s = 0; s < splits; ++s) {
       if (left[s * each] == 0.0f) continue;
       const float* const at = left + s * each + W + n * (2 + DVP) * W;
@@ -3962,8 +4084,8 @@ static void merge(const Call& a, const Launch& u, int64_t b, int64_t h, int64_t 
       const fg::VecF shrink = counted_from_top(row_max), factor = counted_from_top(own);
       row_max = top, row_sum = row_sum * shrink + fg::load(at + W) * factor;
       for (int d = 0; d < DVP; ++d)
-        fg::store(
-            t.ot + d * t.ld + n * W, fg::load(t.ot + d * t.ld + n * W) * shrink + fg::load(at + (2 + d) * W) * factor);
+        fg::store(t.o.of(n, d),
+                  fg::load(t.o.of(n, d)) * t.o.beside(shrink, d) + fg::load(at + (2 + d) * W) * t.o.beside(factor, d));
     }
     fg::store(t.row_max + n * W, row_max);
     fg::store(t.row_sum + n * W, row_sum);

@@ -19,8 +19,12 @@ FLOAT, BFLOAT16 = 4, 2
 # A row keeps half of so many keys, on average, unless its mask is a window.
 TYPICAL_LENGTH = 4096
 # Measured: 128 keys run 1 % faster than 64 where a core's caches are its own, and 3 to 15 % slower where another guest
-# of the host runs on the core's second thread.
+# of the host runs on the core's second thread. A window's rows keep few keys, so that visits weigh more: forward it
+# takes 128 where so much of the L1 cache holds K (a Zen 5, D 64: 0.97 of the time; D 128, where it does not, 1.01).
 ROOMY_COLUMNS, CROWDED = 64, 0.06
+WINDOW_COLUMNS, L1_FOR_KEYS = 128, 2 / 3
+# Vectors of so many lanes keep O as rows, shorter ones transposed.
+LANES_OF_ROWS = 16
 # Rows that keep nothing of a tile are left out in groups of so many.
 VECTOR_ROWS = 16
 # Beside products of one part in matrix registers the mask shows, in all rows of a tile on the border: as so many more.
@@ -67,7 +71,7 @@ def working_set(variant: Variant, products: Products, name: str, Br: int, Bc: in
 
 
 def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """Qᵀ, K, V, Sᵀ, Oᵀ and the row state."""
+    """Qᵀ, K, V, Sᵀ, O or Oᵀ, and the row state."""
     D, Dp, Dvp = _padded(variant, lanes)
     ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
     floats = {
@@ -75,7 +79,7 @@ def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
         "K": bc * Dp,
         "V": bc * Dvp,
         "S, then P": bc * ld,
-        "O": Dvp * ld,
+        "O": Dvp * (Br if lanes >= LANES_OF_ROWS else ld),
         "row state": 2 * Br,
         "diagonals": _diagonals(variant, Br, Bc, lanes),
     }
@@ -192,19 +196,26 @@ def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int)
     }
 
 
-def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int) -> float:
+def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int, l1_bytes: int) -> float:
     """Work beside the products, as a fraction of theirs."""
     is_forward = name in ("forward", "jvp")
     if products.in_vectors:
         group = KEY_MULTIPLE if is_forward and not is_irregular(variant.keep) else Bc
         in_pairs = products is Products.PAIRS
-        beside = _pair_overhead(Br, Bc, is_forward=is_forward) if in_pairs else _vector_overhead(Br, Bc)
+        roomy = _roomy_columns(variant, l1_bytes) if name == "forward" else ROOMY_COLUMNS
+        beside = _pair_overhead(Br, Bc, is_forward=is_forward) if in_pairs else _vector_overhead(Br, Bc, roomy)
         return beside + _border(variant, group, VECTOR_ROWS)
     border = _border(variant, Bc, MATRIX_DEPTH + MASKED / products.multiplications * Br)
     return border + (_matrix_forward_overhead if is_forward else _matrix_backward_overhead)(products.parts, Br, Bc)
 
 
-def _vector_overhead(Br: int, Bc: int) -> float:
+def _roomy_columns(variant: Variant, l1_bytes: int) -> int:
+    """Keys of a tile that leave room for the next ones."""
+    held = FLOAT * variant.head_dim.qk * WINDOW_COLUMNS <= L1_FOR_KEYS * l1_bytes
+    return WINDOW_COLUMNS if held and window_width(variant.keep) is not None else ROOMY_COLUMNS
+
+
+def _vector_overhead(Br: int, Bc: int, roomy: int) -> float:
     """Without the border, for both passes.
 
     A key tile is copied once for Br rows; Oᵀ, or dQᵀ, is read and written once for Bc keys; on the border of the mask
@@ -212,7 +223,7 @@ def _vector_overhead(Br: int, Bc: int) -> float:
     window of 256: where all keys of a tile are computed, 128 × 32 takes 0.93 of the time of 128 × 16 and of 128 × 64;
     where they are trimmed, 128 × 64 takes 0.90 (D 64) and 0.87 (D 128) of that of 128 × 32.
     """
-    crowded = CROWDED * max(0.0, Bc / ROOMY_COLUMNS - 1.0)
+    crowded = CROWDED * max(0.0, Bc / roomy - 1.0)
     return 5.0 / Br + 4.0 / Bc + crowded
 
 

@@ -102,7 +102,8 @@ def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str
             if smallest is None or tile.sram_bytes < smallest.sram_bytes:
                 smallest = tile
             if tile.sram_bytes <= budget:
-                fitting.append((overhead(variant, each.products, each.name, Br, Bc), tile))
+                cost = overhead(variant, each.products, each.name, Br, Bc, device.l1_bytes)
+                fitting.append((cost, tile))
             else:
                 reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
                 rejected.append(Rejection(each.title, Br, Bc, reason))

@@ -106,15 +106,17 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
   }
 }
 
-// All rows of a panel of V vectors: blocks of 6, then of 4. B's panel stays in L1.
+// All rows of a panel of V vectors: blocks of 6, then of 4; of one vector alone of 8, as sums wait for the last one. B's panel stays in L1.
 template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
-    const int rows = left == 8 || left < 6 ? 4 : 6;
+    const int rows = V == 1 && left >= 8 ? 8 : left == 8 || left < 6 ? 4 : 6;
     Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
-    if (rows == 6)
+    if (V == 1 && rows == 8)
+      product_block<Terms, 8, 1>(p);
+    else if (rows == 6)
       product_block<Terms, 6, V>(p);
     else
       product_block<Terms, 4, V>(p);
