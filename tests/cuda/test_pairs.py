@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +15,12 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import stored_tensors
+from flashgen.runtime.emulator import EmulatorError
 from flashgen.targets.gpu.near import FAR
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
-from tests.cuda.hopper import hopper
+from tests.cuda.hopper import changed, hopper
 from tests.cuda.targets import each_by_kind, emulated
 from tests.numeric.helpers import failures, normal
 from tests.slices import one_of
@@ -42,6 +45,14 @@ SPECS = {
         Shape(2, 2, 1, 70, 142),
     ),
     "sigmoid": (f"head_dim 64  {BIAS}  weights sigmoid(s - 3)", Shape(1, 2, 1, 66, 134)),
+    # Whole chunks, where warps copy: what pairs read comes by way of shared memory.
+    "chunks": (f"head_dim 128  {BIAS}  mask causal", Shape(2, 2, 1, 150, 264)),
+    "chunks_of_a_mask": ("head_dim 128  tensor keep: bool[B, Nq, Nk]  mask keep[b, i, j]", Shape(2, 2, 1, 70, 144)),
+    "chunks_sigmoid": (f"head_dim 128  {BIAS}  mask causal  weights sigmoid(s - 3)", Shape(1, 2, 1, 140, 136)),
+    "shared_by_three": (
+        "head_dim 64  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  mask causal",
+        Shape(3, 2, 1, 130, 136),
+    ),
     "halves": (f"head_dim 192/128  {BIAS}  mask window_left(70)", Shape(1, 2, 2, 100, 102)),
     "wide": (f"head_dim 256  {BIAS}", Shape(1, 2, 1, 70, 90)),
 }
@@ -69,6 +80,72 @@ def test_gradients(name: str, target: str) -> None:
 def test_what_is_read_ahead(body: str, ahead: str | None) -> None:
     found = recipe_of(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).ahead
     assert (None if found is None else text(found)) == ahead
+
+
+STAGED = {"bias": "head_dim 128  tensor bias: bf16[H, Nq, Nk]  score s + bias[h, i, j]  mask causal",
+          "keep": "head_dim 128  tensor keep: bool[H, Nq, Nk]  mask keep[h, i, j]"}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [256, 259])
+@pytest.mark.parametrize("name", STAGED)
+def test_where_rows_lie_changes_no_bit(name: str, columns: int) -> None:
+    """Rows of whole chunks, such rows that end within one, rows that begin within one, columns that lie apart."""
+    op = hopper(STAGED[name])
+    assert all(each.elements[0].forward.pairs_staged for each in op.plan.values())
+    q, k, v = (normal(2, 2, n, 128, seed=n).bfloat16() for n in (150, columns, columns))
+    numbers = normal(2, 150, columns, seed=4)
+    own = numbers > -0.5 if name == "keep" else numbers.bfloat16()
+    wide = own.new_zeros(2, 150, 304)
+    wide[..., :columns], later = own, wide.clone()
+    later[..., 3 : columns + 3] = own
+    apart = own.transpose(1, 2).contiguous().transpose(1, 2)
+    views: list[dict[str, Any]] = [{name: x} for x in (own, wide[..., :columns], later[..., 3 : columns + 3], apart)]
+    found = [op(q, k, v, **each) for each in views]
+    exact = op.reference(q.double(), k.double(), v.double(), dtype=torch.float64, **views[0])
+    assert (found[0].double() - exact).abs().max() < 1.5e-2
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("start", [200, 203])
+def test_chunks_of_a_shard(start: int) -> None:
+    op = hopper(STAGED["bias"])
+    q, k, v = (normal(1, 2, n, 128, seed=n).bfloat16() for n in (170, 200, 200))
+    whole: dict[str, Any] = {"q_start": 301, "kv_start": start, "q_total": 600, "kv_total": 696}
+    bias = normal(2, 600, 696, seed=4).bfloat16()
+    exact = op.reference(q.double(), k.double(), v.double(), dtype=torch.float64, bias=bias, **whole)
+    assert (op(q, k, v, bias=bias, **whole).double() - exact).abs().max() < 1.5e-2
+
+
+MISTAKES = {
+    "nobody waits": (r"fg::copy_async_wait<0>\(\);\n( +fg::warp_barrier\(\);\n +staged_pairs)", r"\1"),
+    "lanes do not meet": (r"fg::warp_barrier\(\);\n( +staged_pairs)", r"\1"),
+    "copied while it is read": (r"fg::warp_barrier\(\);  // all have read what lies there\n", ""),
+    "rows behind the last one": (r"row \+ own_row\(\) < row_count && ", ""),
+    "the place of another warp": (r"Memory::PAIRS \+ fg::warp_index\(\)", "Memory::PAIRS + 1 / (1 + fg::warp_index())"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_staging_are_seen(name: str) -> None:
+    op = changed(f"planted_pairs_{list(MISTAKES).index(name)}", STAGED["bias"], "forward", *MISTAKES[name])
+    q, k, v = (normal(1, 1, n, 128, seed=n).bfloat16() for n in (130, 520, 520))
+    with pytest.raises(EmulatorError):
+        op(q, k, v, bias=normal(1, 130, 520, seed=4).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("body", "is_shared"),
+    [
+        (BIAS, False),
+        (STAGED["bias"].removeprefix("head_dim 128  "), True),
+        ("tensor bias: f32[Nk, Nq]  score s + bias[j, i]", True),
+        ("tensor bias: bf16[H, Nk]  score s + bias[h, j]", False),
+        ("tensor keep: bool[Nq, Nk]  mask keep[i, j]", True),
+        (f"{BIAS} + table[i, j]  tensor table: f16[Nq, Nk]", True),
+    ],
+)
+def test_which_tiles_take_their_batch_entries_together(body: str, *, is_shared: bool) -> None:
+    assert recipe_of(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).batch_inside is is_shared
 
 
 @pytest.mark.parametrize(

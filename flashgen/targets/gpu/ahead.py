@@ -1,7 +1,7 @@
 """Stage 3, plan for GPUs: which element of a captured tensor kernels read before they need a pair's score.
 
 In: a ``Variant``. Out: the load, if there is one: of 1 or 2 bytes, with the key's position as its last index and the
-query's as another, so that what neighbouring keys read lies side by side.
+query's as another, so that what neighbouring keys read lies side by side; whether batch entries share such elements.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ def _lies_side_by_side(variant: Variant, load: Load) -> bool:
         return False
     clamped = clamped_dimensions(load, variant.proofs)
     return not clamped[-1] and not clamped[load.indices.index(ROW)]
+
+
+def is_shared(variant: Variant) -> bool:
+    """Whether batch entries read, or add to, one element for each query and key."""
+    if variant.cached or variant.ragged or variant.f8 or variant.tangent is not None:
+        return False
+    loads = (each for root in (variant.score, variant.keep_of_pairs) for each in walk(root) if isinstance(each, Load))
+    return any(
+        {ROW, COLUMN} <= set(each.indices) and not any("b" in index_set(index) for index in each.indices)
+        for each in loads
+    )
 
 
 def element_of(variant: Variant, load: Load) -> ElementType:

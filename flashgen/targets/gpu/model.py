@@ -12,6 +12,7 @@ from flashgen.analysis.levels import Level
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
+from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.layout import Layout, Part, Words
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
@@ -146,6 +147,16 @@ def visit_list(variant: Variant) -> int:
     return VISIT_LIST + WORD * SEQUENCE * variant.ragged
 
 
+def staged_row(variant: Variant, Bc: int) -> int:
+    """Bytes of a row of what pairs read ahead by way of shared memory: an odd number of chunks of 16 bytes.
+
+    So the 8 rows that ldmatrix reads at once begin in different banks.
+    """
+    load = recipe_of(variant).ahead
+    assert load is not None
+    return 16 * (Bc * element_of(variant, load).bytes // 16 | 1)
+
+
 def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
@@ -153,7 +164,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     there once more, with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
 
     Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
-    its list of visits, and for its Q. O takes the place of all at the end, unless blocks are persistent.
+    its list of visits, and for its Q. Where pairs read ahead by way of shared memory each warp has a tile of its own
+    rows. O takes the place of all at the end, unless blocks are persistent.
     """
     Br, Bc, stages, seen = tiles.Br, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
@@ -171,6 +183,12 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             *("V", "V"),
             stages * (tile_bytes(Dv, Bc, of_keys) if variant.f8 else tile_bytes(Bc, Dv, of_keys)),
             "stages * VTile::bytes",
+        ),
+        Part(
+            "PAIRS",
+            "what pairs read",
+            Br * staged_row(variant, Bc) if tiles.pairs_staged else 0,
+            "P::pairs_staged * P::warps * StagedPairs::bytes",
         ),
         Part("UNITS", "units of Q", variant.f8_cached * FLOAT * Br, "4 * BR"),
         Part("SUMS", "sums of tiles", variant.f8 * FLOAT * Br * 8 * shared_sums(variant), "32 * BR * P::shared_sums"),

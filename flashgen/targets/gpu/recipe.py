@@ -24,7 +24,7 @@ from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
-from flashgen.targets.gpu.ahead import read_ahead
+from flashgen.targets.gpu.ahead import is_shared, read_ahead
 from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, has_runs, with_diagonals
 from flashgen.targets.gpu.near import Near, near_tanh
 
@@ -57,7 +57,7 @@ class Recipe:
     ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
     ``ahead``: an element that pairs read, which warpgroups read before their products are there; ``near``: scores where
     they need no special function. ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their
-    lengths.
+    lengths; ``batch_inside``: where there are none they take a tile's batch entries one after another.
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
@@ -77,6 +77,7 @@ class Recipe:
     cuts: bool
     lists: Lists
     longest_first: bool
+    batch_inside: bool
     dq: SumsOfDq
     row_state: bool
     key_gradients: tuple[CapturedGradient, ...]
@@ -146,6 +147,7 @@ def recipe_of(variant: Variant) -> Recipe:
         cuts=cuts,
         lists=lists,
         longest_first=longest_first,
+        batch_inside=is_shared(variant),
         dq=dq,
         row_state=variant.has_row_state,
         key_gradients=keys,
@@ -273,6 +275,7 @@ def _decisions(
         yield Decision.by("keys of a tile", "as many as leave room for others", rules.WARPS_OF_A_MULTIPROCESSOR)
     else:
         order = ("longest lists first", rules.LONGEST_FIRST) if longest_first else ("by position", rules.BY_POSITION)
+        order = ("a tile's batch entries", rules.BATCH_INSIDE) if is_shared(variant) and not longest_first else order
         yield Decision.by("which tile comes next", *order)
         by_distance = ("read from a table", rules.DIAGONALS) if numbers else ("for each pair", rules.PAIR_BY_PAIR)
         yield Decision.by("numbers by distance", *by_distance)

@@ -90,6 +90,11 @@ BY_POSITION = Rule(
     "the longest",
     "not measured apart",
 )
+BATCH_INSIDE = Rule(
+    "batch inside",
+    "batch entries share what pairs read or add to: blocks of one tile run side by side, so that the last cache has it",
+    "not measured",
+)
 DIAGONALS = Rule(
     "diagonals",
     "what i - j alone decides and takes longer than a read is computed once for each diagonal, into the workspace",

@@ -44,7 +44,8 @@ class ForwardTiles(Tiles):
     ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``producers``
     more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
     bring K and V, one thread starts them, and blocks take one query tile after another; ``begins_next``: Q, the list
-    and the first K of the next one come while this one is worked on. ``registers`` of a thread that multiplies,
+    and the first K of the next one come while this one is worked on; ``pairs_staged``: what pairs read of a captured
+    tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a thread that multiplies,
     ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
     of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. ``scores_ahead``: of 8
     bits, S of the next tile is there while one is weighed. Two warpgroups for which others copy weigh key tiles in turns.
@@ -58,6 +59,7 @@ class ForwardTiles(Tiles):
     blocks: int = 1
     tensor_copies: bool = False
     begins_next: bool = False
+    pairs_staged: bool = False
     registers: int = 0
     producer_registers: int = 0
     split: int = 1

@@ -57,7 +57,13 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         rows = [row for row in rows if not row.producers]
     if not _weighs_in_turns(variant):
         rows = [row for row in rows if not row.takes_turns]
-    return others.after(rows, whys)
+    return others.after(_with_staged_pairs(rows) if recipe_of(variant).ahead is not None else rows, whys)
+
+
+def _with_staged_pairs(rows: list[ForwardChoice]) -> list[ForwardChoice]:
+    """A block that has its multiprocessor to itself stages what pairs read, the widest tile that leaves room for it."""
+    staged = [replace(row, pairs_staged=row.producers > 0 and not row.takes_turns) for row in rows]
+    return staged + [row for row in rows if row.producers]
 
 
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
@@ -116,6 +122,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         begins_next = copies and not has_producers and recipe.longest_first
         reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
+        reads += [Decision.by("staging of pairs", "async copies", rules.STAGED_PAIRS)] if row.pairs_staged else []
         near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
         reads += [near] if recipe.near is not None else []
         return Candidate(

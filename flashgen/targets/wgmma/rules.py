@@ -67,6 +67,12 @@ READ_AHEAD = Rule(
     "an H200, a bias of [B, H, Nq, Nk], causal, D 128, 4k: forward 0.43 ms, while products are waited for 0.51, pair "
     "by pair 0.68 (an H100)",
 )
+STAGED_PAIRS = Rule(
+    "staged pairs",
+    "rows of a tile are whole lines of memory, lanes' fragments of 16 bytes are not: warps copy their own rows to "
+    "shared memory two tiles ahead, and have them from there as fragments",
+    "not measured",
+)
 NEAR_SCORES = Rule(
     "near scores",
     "a tanh asks the special function unit twice, which takes eight clocks for what others do in one: all pairs of a "

@@ -87,6 +87,11 @@ class ForwardCode:
         return any(each.tensor_copies and each.begins_next for each in self.tiles.values())
 
     @property
+    def pairs_staged(self) -> bool:
+        """Whether in some what pairs read comes by way of shared memory."""
+        return any(each.pairs_staged for each in self.tiles.values())
+
+    @property
     def divided(self) -> bool:
         """Whether warps share rows, and scores of each key tile."""
         return any(each.split > 1 and not each.takes_turns for each in self.tiles.values())
@@ -159,10 +164,12 @@ def forward_code(
     """The forward pass of some element types."""
     layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
     has_measurers = variant.uses_sqdist and any(each.forward.producers for each in elements)
+    pairs_staged = any(each.forward.pairs_staged for each in elements)
 
     def constants(element: ElementType, tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"q_in_registers": int(tiles.q_in_registers)}
         more |= _role_constants(tiles) if of_warpgroups else {}
+        more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
         if variant.cached:
             more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
             more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
