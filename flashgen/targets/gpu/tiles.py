@@ -48,7 +48,8 @@ class ForwardTiles(Tiles):
     tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a thread that multiplies,
     ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
     of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. ``scores_ahead``: of 8
-    bits, S of the next tile is there while one is weighed. Two warpgroups for which others copy weigh key tiles in turns.
+    bits, S of the next tile is there while one is weighed. Two warpgroups for which others copy weigh key tiles in
+    turns.
     """
 
     warps: int

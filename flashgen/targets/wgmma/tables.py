@@ -57,8 +57,8 @@ def _hopper_halves_of_dq(sent: int) -> BackwardChoice:
     return BackwardChoice(64, 128, 8, stages=2, warpgroups=True, producers=4, dq_sent=sent)
 
 
-# Two warpgroups share 64 rows: each has half of O's columns, and scores of half a tile's keys, or of whole tiles in turns.
-# An H200 at 512, causal and nothing masked: 332 and 326 TFLOP/s, in turns 508 and 513.
+# Two warpgroups share 64 rows: each has half of O's columns, and scores of half a tile's keys, or of whole tiles in
+# turns. An H200 at 512, causal and nothing masked: 332 and 326 TFLOP/s, in turns 508 and 513.
 _HOPPER_DIVIDED = ForwardChoice(64, 64, 8, warpgroups=True, split=2)
 _HOPPER_TURNS = ForwardChoice(64, 64, 8, warpgroups=True, producers=4, split=2)
 
