@@ -20,8 +20,7 @@ class ForwardChoice:
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
     next one begins with comes while this one is worked on. ``pairs_staged``: what pairs read comes by way of shared
-    memory. ``scores_ahead``: of 8 bits, S of the next tile is there while one is weighed. Two warpgroups that share
-    rows, and for which others copy, weigh key tiles in turns.
+    memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in turns.
     """
 
     Br: int
@@ -37,7 +36,6 @@ class ForwardChoice:
     pairs_staged: bool = False
     split: int = 1
     weighed: int = 0
-    scores_ahead: bool = False
 
     @property
     def takes_turns(self) -> bool:

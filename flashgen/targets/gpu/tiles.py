@@ -47,9 +47,8 @@ class ForwardTiles(Tiles):
     and the first K of the next one come while this one is worked on; ``pairs_staged``: what pairs read of a captured
     tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a thread that multiplies,
     ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
-    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. ``scores_ahead``: of 8
-    bits, S of the next tile is there while one is weighed. Two warpgroups for which others copy weigh key tiles in
-    turns.
+    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. Two warpgroups for which
+    others copy weigh key tiles in turns instead.
     """
 
     warps: int
@@ -65,7 +64,6 @@ class ForwardTiles(Tiles):
     producer_registers: int = 0
     split: int = 1
     weighed: int = 0
-    scores_ahead: bool = False
 
     @property
     def takes_turns(self) -> bool:

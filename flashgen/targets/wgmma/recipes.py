@@ -114,10 +114,6 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
     if isinstance(row, ForwardChoice):
-        if variant.f8:
-            ahead = row.scores_ahead and variant.weights.form.exponential
-            whole = replace(row, tensor_copies=True, scores_ahead=ahead)
-            return Candidate(whole, (*common, *_order_of_8_bits(scores_ahead=ahead)))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         begins_next = copies and not has_producers and recipe.longest_first
@@ -239,14 +235,6 @@ def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...
     if not begins_next:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
-
-
-def _order_of_8_bits(*, scores_ahead: bool) -> tuple[Decision, ...]:
-    order = _order_of_queries(copies=True, begins_next=False)
-    if scores_ahead:
-        beside = Decision.by("overlap", "exponentials beside S of the next tile", rules.SCORES_AHEAD)
-        order = (*order[:-1], beside)
-    return (*order, Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD))
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:

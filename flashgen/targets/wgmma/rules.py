@@ -151,19 +151,8 @@ WEIGHED_AT_A_TIME = Rule(
 
 EIGHT_BITS = Rule(
     "eight bits",
-    "products of 8 bits are short: a wide tile waits less for them; sums of a few tiles are added up in shared memory",
-    "forward at D 128, 16k tokens: 128 × 224 864 TFLOP/s, 128 × 128 811, 128 × 96 with scores ahead 783; at D 64 "
-    "192 × 160 621, 128 × 224 570, 128 × 160 522",
-)
-TURNED_AHEAD = Rule(
-    "turned ahead",
-    "products of 8 bits read V along its keys: turned once for a call, it comes as K does, no block turns tiles",
-    "33 MB each way at 16k tokens, 16 heads of 128; two warps that turned V took 1,300 clocks a tile",
-)
-SCORES_AHEAD = Rule(
-    "scores ahead",
-    "where O takes most registers and tiles are narrow, S of the next tile is there before it is needed",
-    "forward of 8 bits at D 256, 16k tokens: 955 to 1,008 TFLOP/s, causal 865 to 963",
+    "q, k and v of 8 bits leave registers and shared memory for a second set of sums and for V transposed: wide tiles",
+    "not measured",
 )
 
 # -- which tiles -------------------------------------------------------------------------------------------------------

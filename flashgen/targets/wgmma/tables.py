@@ -26,8 +26,9 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
 
 
-def _hopper_f8(Bc: int, Br: int = 128, *, ahead: bool = False) -> ForwardChoice:
-    return ForwardChoice(Br, Bc, Br // 16, stages=2, warpgroups=True, producers=4, scores_ahead=ahead)
+def _hopper_f8(Bc: int, stages: int = 3) -> ForwardChoice:
+    """Of 8 bits: V is there a stage before it is multiplied, so that it can be transposed."""
+    return ForwardChoice(128, Bc, 8, stages=stages, warpgroups=True, producers=4)
 
 
 def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
@@ -111,12 +112,11 @@ HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (192, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
     *HOPPER_SHORT_FORWARD[3:],
 )
-# Of 8 bits. What a step waits for is a smaller share of a wide one; where O leaves registers for 64 keys, S of the next
-# tile is there before it is needed. Sums take 64 KiB of shared memory at D 128, 124 at D 256.
+# Of 8 bits, where P·V of a tile is summed up by itself: 128 × 128 at D 128 has 208 registers of sums and operands.
 HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (64, (_hopper_f8(160, 192), _hopper_f8(128), _hopper_f8(64))),
-    (128, (_hopper_f8(224), _hopper_f8(128), _hopper_f8(64))),
-    (256, (_hopper_f8(64, ahead=True), _hopper_f8(32, ahead=True))),
+    (64, (_hopper_f8(160), _hopper_f8(128), _hopper_f8(64))),
+    (128, (_hopper_f8(128), _hopper_f8(96), _hopper_f8(64))),
+    (256, (_hopper_f8(64), _hopper_f8(64, stages=2), _hopper_f8(32, stages=2))),
     (WIDEST, ()),
 )
 # dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever shares them.

@@ -11,7 +11,6 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
-from flashgen.plan.launches import TURNED_KEYS
 from flashgen.plan.operands import Elements
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.launches import captured_elements, operands_of
@@ -34,16 +33,15 @@ class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
     Batches are ``ragged``, or k and v are ``cached`` (``f8_cached``: of 8 bits), or q, k and v are of 8 bits
-    (``f8``), V turned in blocks of ``turned_keys``. ``slices``: rows of queries are some of those of tensors.
-    ``written`` and ``written_of_keys``: the type of elements of o and dq, and of dk and dv: T, that of the call, or
-    another. ``of_sequences`` are fields, and those of their tables.
+    (``f8``). ``slices``: rows of queries are some of those of tensors. ``written`` and ``written_of_keys``: the type of
+    elements of o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of
+    their tables.
     """
 
     ragged: bool
     cached: bool
     f8_cached: bool
     f8: bool
-    turned_keys: int
     slices: bool
     written: str
     written_of_keys: str
@@ -64,7 +62,6 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         cached=variant.cached,
         f8_cached=variant.f8_cached,
         f8=variant.f8,
-        turned_keys=TURNED_KEYS,
         slices=variant.slices,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),

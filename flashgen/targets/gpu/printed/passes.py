@@ -14,12 +14,13 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
-    KEYS_OF_SUMS,
+    F8_TRANSPOSERS,
     MEASURERS,
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
     backward_layout,
+    columns_at_a_time,
     finds_selected,
     forward_layout,
     merging_shares,
@@ -27,7 +28,6 @@ from flashgen.targets.gpu.model import (
     padded,
     query_layout,
     row_words,
-    shared_sums,
     spans_of_half,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
@@ -62,8 +62,6 @@ class ForwardCode:
     @property
     def across(self) -> str:
         """What starts P·V."""
-        if "f8e4m3" in self.tiles:
-            return "start_product_of_turned"
         return "start_wide_across" if self.wide else "start_product_across"
 
     @property
@@ -100,11 +98,6 @@ class ForwardCode:
     def turns(self) -> bool:
         """Whether two warpgroups share rows, and weigh key tiles in turns: then all types' do."""
         return any(each.takes_turns for each in self.tiles.values())
-
-    @property
-    def scores_ahead(self) -> bool:
-        """Whether S of the next tile is there while one is weighed."""
-        return any(each.scores_ahead for each in self.tiles.values())
 
 
 @dataclass(frozen=True)
@@ -174,8 +167,7 @@ def forward_code(
             more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
             more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
-        if variant.f8:
-            more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc), "shared_sums": shared_sums(variant)}
+        more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
         more |= {"measurers": MEASURERS if tiles.producers else 0} if has_measurers else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
@@ -267,7 +259,8 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
-            widths |= {each.forward.weighed or each.forward.Bc, *_widths_of_o(Dv, each.element, each.forward)}
+            of_o = (columns_at_a_time(variant),) if variant.f8 else _widths_of_o(Dv, each.element, each.forward)
+            widths |= {each.forward.weighed or each.forward.Bc, *of_o}
         if each.backward.dq_in_halves:
             of_dq = spans_of_half(D, each.element)
             of_keys = (*of_dq, *spans_of_half(Dv, each.element)) if each.backward.shares_keys else (D, Dv)
