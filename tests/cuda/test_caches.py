@@ -132,16 +132,16 @@ MISTAKES_OF_MANY = {
 # Of first tiles that are asked for before any is listed.
 MISTAKES_OF_FIRST = {
     "the first tile alone": (
-        "k_rows, unsigned(a.k_stride_n), (first + n) * BC);",
-        "k_rows, unsigned(a.k_stride_n), first * BC);",
+        "k_rows, rows_of_k<T>(a, 0).by_row, (first + n) * BC);",
+        "k_rows, rows_of_k<T>(a, 0).by_row, first * BC);",
     ),
     "where something is masked": ("k_rows && !whole.may_be_false", "k_rows"),
     "Q comes behind the second keys": ("if (n == 0) load_q(place);", "if (n == 1) load_q(place);"),
     "they are asked for again": ("if (!asked) {", "if (true) {"),
     "they are one group": ("(first + n) * BC); fg::copy_async_commit(); if (n == 0)", "(first + n) * BC); if (n == 0)"),
-    "padding is seen": ("unsigned(a.kv_start) * unsigned(by_row) + unsigned(first)", "unsigned(first)"),
-    "keys of the first head": ("a.k, entry, first_of_k(a, 0, place.head)", "a.k, entry, 0"),
-    "the first entry": ("a.v, entry, first_of_v", "a.v, 0, first_of_v"),
+    "padding is seen": ("entry * by_entry + unsigned(first) * by_row", "entry * by_entry"),
+    "keys of the first head": ("(a, first_of_k(a, 0, place.head)).in_entry()", "(a, 0).in_entry()"),
+    "the first entry": ("base + entry * by_entry + unsigned(first)", "base + unsigned(first)"),
 }
 
 

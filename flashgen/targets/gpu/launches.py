@@ -28,9 +28,8 @@ from flashgen.plan.operands import (
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import MERGING_THREADS, merging_shares, padded, panel_width
+from flashgen.targets.gpu.model import MERGING_THREADS, MOST_MERGED_ALONE, merging_shares, padded, panel_width
 from flashgen.targets.gpu.recipe import recipe_of
-from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
@@ -195,7 +194,7 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
         "merges_apart",
         "arrivals",
         ("group_rows", tiles.Br, 4 * padded(variant.head_dim.v)),
-        LAST_BLOCK_MERGES.limit,
+        MOST_MERGED_ALONE,
         blocks,
         Count((Factor("kv_len", tiles.Bc),)),
         at_a_time,

@@ -15,6 +15,7 @@ from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.layout import Layout, Part, Words
 from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
@@ -69,6 +70,7 @@ _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
+MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
 MERGING_THREADS = 512  # of a block that merges and does nothing else, so that a thread has 128 registers
 
 
