@@ -199,3 +199,10 @@ def test_a_load_stays_behind_its_condition() -> None:
     lines = nvrtc.getPTX(program).decode().split(".entry loop", 1)[1].splitlines()
     load = next(n for n, line in enumerate(lines) if "ld.global.nc.u32" in line)
     assert any(" bra " in line for line in lines[load - 6 : load]), lines[load - 6 : load]
+
+
+def test_dropout_where_scores_need_the_product_again() -> None:
+    """Above D 128 two warpgroups have half of the columns each: they draw while products run, too."""
+    text = "attention capped { head_dim 256 dtype bf16 score softcap(s, 50.0) mask causal dropout 0.1 }"
+    kernels = {each.name for each in compiled(text, "sm_90a", "FORWARD").kernels}
+    assert {"capped_d256_backward_bf16_dropout", "capped_d256_keys_bf16_dropout"} <= kernels
