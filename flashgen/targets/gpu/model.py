@@ -366,7 +366,6 @@ def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Lay
         Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("DS", "dS", (tiles.split > 1) * tile_bytes(Br, Bc, element), "PTile::bytes"),
         Part("ROWS", "lse, delta", 2 * FLOAT * Br, "8 * BR"),
-        Part("QQ", "norms", norms * FLOAT * Br, "4 * BR"),
         Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
         Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
     )
