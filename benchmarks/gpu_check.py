@@ -27,6 +27,7 @@ import flashgen
 from benchmarks import gpu_batches, gpu_variants
 from benchmarks.gpu_speed import overhead, speed
 from benchmarks.report import Report
+from benchmarks.speed import names_of
 from flashgen.analysis.variant import analyse
 from flashgen.backends import gpu_at_hand
 from flashgen.compiled import assembled
@@ -179,11 +180,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for report.md, report.json and logs")
     parser.add_argument("--seconds", type=float, default=540.0, help="stop starting new work after this")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
+    known = ", ".join(SECTIONS)
+    parser.add_argument("--only", type=names_of(SECTIONS), default=[*SECTIONS], help=f"with commas: {known}")
     given = parser.parse_args()
     report = Report(given.out, time.monotonic() + given.seconds)
     environment(report)
-    for name in given.only.split(","):
+    for name in given.only:
         if report.seconds_left() < 30:
             report.text(f"## {name}\n\nNot run: out of time.")
             continue
