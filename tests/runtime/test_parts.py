@@ -89,6 +89,21 @@ def test_where_warpgroups_divide_columns(head_dim: str, deterministic: bool) -> 
         assert (wide - truth).norm() < 0.9 * (narrow - truth).norm() < 0.004 * truth.norm()
 
 
+# In turns, one step after another with an odd number of panels of V, by warps.
+@pytest.mark.parametrize(("head_dim", "target"), [("384", "sm_90a"), ("448", "sm_90a"), ("448", "sm_80")])
+def test_where_those_who_share_rows_divide_columns_of_o(head_dim: str, target: str) -> None:
+    text = f"attention parts_of_o {{ head_dim {head_dim}  dtype bf16  mask window(60) }}"
+    op = flashgen.loads(text, backend="emulator", target=target)
+    _, tensors = call_of(op, torch.bfloat16)
+    o, lse, _ = op._registered.engine.attend(tensors, (OFFSETS, False))
+    wide, of_parts, _ = op.engine_of_parts.attend(tensors, (OFFSETS, False))
+    assert wide.dtype is torch.float32
+    assert torch.equal(wide.to(o.dtype), o)
+    assert lse is not None
+    assert of_parts is not None
+    assert torch.equal(of_parts, lse)
+
+
 def test_calls_in_float32_take_the_kernels_that_others_take() -> None:
     op = flashgen.loads(TEXT, backend="cpu")
     inputs, tensors = call_of(op, torch.float32)
