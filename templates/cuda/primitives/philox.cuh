@@ -82,15 +82,16 @@ struct Dropout {
   FG_DEVICE bool draws_squares(int32_t i, int32_t j) const { return ((i | j) & 15) == 0 && threshold <= most_by_halves; }
 };
 
-// The decisions for an array of accumulators: of a square of two a word's halves have four bits each.
+// The decisions for an array of accumulators: of a square of two a word's halves have four bits each. One tile of columns is a half
+// of a square.
 template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {
-  static_assert(n_tiles % 2 == 0, "accumulators are squares");
-  static constexpr int squares = m_tiles * n_tiles / 2, at_once = 4;
+  static_assert(n_tiles == 1 || n_tiles % 2 == 0, "accumulators are squares, or halves of them");
+  static constexpr int beside = (n_tiles + 1) / 2, squares = m_tiles * beside, at_once = 4;
   uint32_t bits[(squares + at_once - 1) / at_once];
 
   // x where the pair is kept, else 0.
   FG_DEVICE float of(int m, int n, int e, float x) const {
-    const int square = m * (n_tiles / 2) + n / 2, word = rows_are_keys ? e / 2 * 2 + n % 2 : n % 2 * 2 + e / 2;
+    const int square = m * beside + n / 2, word = rows_are_keys ? e / 2 * 2 + n % 2 : n % 2 * 2 + e / 2;
     return where_bit(bits[square / at_once], 1u << (square % at_once * 4 + word + e % 2 * 16), x);
   }
   // All bits of the halves whose pairs are kept, as `Dropout::keeps`.
@@ -118,8 +119,8 @@ FG_DEVICE void draw_pairs(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, cons
     for (int n = 0; n < 8 * min(Kept::squares - first, Kept::at_once); ++n) {
       const int square = first + n / 8, word = n / 2 % 4, half = n % 2;
       const int down = rows_are_keys ? word / 2 : word % 2, along = rows_are_keys ? word % 2 : word / 2;
-      const int row = square / (n_tiles / 2) * 16 + down * 8 + across;
-      const int column = square % (n_tiles / 2) * 16 + along * 8 + 2 * pair + half;
+      const int row = square / Kept::beside * 16 + down * 8 + across;
+      const int column = square % Kept::beside * 16 + along * 8 + 2 * pair + half;
       const bool keeps = rows_are_keys ? dropout.keeps_one(i + column, j + row) : dropout.keeps_one(i + row, j + column);
       bits |= uint32_t(keeps) << (n / 8 * 4 + word + 16 * half);
     }
@@ -128,16 +129,15 @@ FG_DEVICE void draw_pairs(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, cons
 }
 
 template <bool rows_are_keys, int m_tiles, int n_tiles>
-FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
+FG_DEVICE void draw_squares(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
   using Kept = KeptPairs<rows_are_keys, m_tiles, n_tiles>;
-  if (!dropout.draws_squares(i, j)) return draw_pairs(kept, dropout, i, j);
   const uint32_t row = dropout_row(i + lane_index() / 4), column = dropout_column(j + lane_index() % 4 * 2);
 #pragma unroll
   for (int first = 0; first < Kept::squares; first += Kept::at_once) {
     uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < min(Kept::squares - first, Kept::at_once); ++n) {
-      const uint32_t down = (first + n) / (n_tiles / 2), along = (first + n) % (n_tiles / 2);
+      const uint32_t down = (first + n) / Kept::beside, along = (first + n) % Kept::beside;
       const Words words = dropout.keeps(
           dropout.row_of(row + 8 * (rows_are_keys ? along : down)), dropout.column_of(column + 4 * (rows_are_keys ? down : along)));
 #pragma unroll
@@ -145,6 +145,17 @@ FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Drop
     }
     kept.bits[first / Kept::at_once] = rows_are_keys ? exchanged_in_columns(bits) : bits;
   }
+}
+
+template <bool rows_are_keys, int m_tiles, int n_tiles>
+FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
+  const int32_t within = n_tiles == 1 ? (rows_are_keys ? i : j) & 8 : 0;  // a square, the half that is wanted
+  (rows_are_keys ? i : j) -= within;
+  if (dropout.draws_squares(i, j)) draw_squares(kept, dropout, i, j);
+  else draw_pairs(kept, dropout, i, j);
+  if (within == 0) return;
+#pragma unroll
+  for (uint32_t& bits : kept.bits) bits >>= rows_are_keys ? 1 : 2;
 }
 
 // What is dropped of an operand whose rows are queries becomes 0.
