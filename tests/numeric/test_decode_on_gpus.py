@@ -346,3 +346,17 @@ def test_latent_keys_are_values_too() -> None:
     lengths = i32(50, 23)
     found = op.decode(q, k, k[..., :512], lengths, num_splits=2)
     assert relative_error(found, op.reference.decode(q, k, k[..., :512], lengths)) < TOLERANCE[torch.bfloat16]
+
+
+def test_of_blocks_that_merge_columns_one_writes_lse() -> None:
+    """Where warps share rows several blocks have columns of the first warp's."""
+    op = emulated("attention wide_cache { head_dim 400/384 }")
+    q, k, v = (
+        random(1, 4, 17, 400).bfloat16(),
+        random(1, 1, 90, 400, seed=1).bfloat16(),
+        random(1, 1, 90, 384).bfloat16(),
+    )
+    found, lse = op.decode(q, k, v, i32(90), num_splits=2, return_lse=True)
+    exact, exact_lse = op.reference.decode(q, k, v, i32(90), return_lse=True)
+    assert relative_error(found, exact) < TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
