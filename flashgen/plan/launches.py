@@ -94,7 +94,8 @@ class Launch:
 
     A kernel with ``boxes`` takes a map of each, in this order, behind ``struct Arguments``. Blocks of one with
     ``tile_counter`` are persistent: no more of them are started than run at a time, and what is left they count in the
-    buffer of that name. One that ``makes`` lists, those of this field, is started where they are made.
+    buffer of that name. One that ``makes`` lists, those of this field, is started where they are made. ``cluster``
+    blocks run together.
     """
 
     kernel: str
@@ -104,6 +105,7 @@ class Launch:
     boxes: tuple[Box, ...] = ()
     tile_counter: TileCounter | None = None
     makes: str = ""
+    cluster: int = 1
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,8 @@ def _part(
 def _step(launch: Launch, sizes: Mapping[str, int], device: DeviceSize) -> Step:
     grid = launch.grid.value(sizes)
     if launch.tile_counter:
-        grid = min(grid, launch.tile_counter.blocks * device.multiprocessors)
+        most = launch.tile_counter.blocks * device.multiprocessors
+        grid = min(grid, max(1, most // launch.cluster) * launch.cluster)
     return Step(launch.kernel, grid, launch.threads, launch.shared_bytes, launch.boxes)
 
 

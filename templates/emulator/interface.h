@@ -36,8 +36,10 @@ enum class Together : int {
   mma_f16,
   mma_bf16,
   mma_tf32,
-  mbarrier_arrive,  // these two of a barrier in shared memory
+  mbarrier_arrive,  // these three of a barrier in shared memory
+  mbarrier_arrive_at,  // of another block of the cluster, by one arrival
   mbarrier_wait,
+  cluster_barrier,
   warpgroup_arrive,  // these four by the four warps of a warpgroup
   warpgroup_multiply,
   warpgroup_commit,
@@ -50,7 +52,7 @@ struct Call {
   const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product;
                       // mbarrier: where it lies
   int number;         // shuffle: the lane that is read; load_matrix: how many; ballot: the condition; warpgroup_wait: the groups left;
-                      // barrier: its number; mbarrier_wait: the parity
+                      // barrier: its number; mbarrier_wait: the parity; mbarrier_arrive_at: the block in its cluster
   int bytes;          // shuffle: the size of the value; barrier: the threads that it is for
 };
 
@@ -83,6 +85,7 @@ struct PanelCopy {
   MappedTensor from;
   int column, row, slab, more[2];  // of the first element
   const void* signal;
+  int blocks;  // of the cluster that get it, by a bit each; 0: this one
 };
 
 class Machine {
@@ -90,8 +93,10 @@ class Machine {
   virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
   virtual void global_arrive(const void* p, int line) = 0;
   virtual void global_add(float* p, const float* values, unsigned count, int line) = 0;  // one access of all of them
+  virtual int cluster_rank() = 0;
   virtual char* shared_memory() = 0;
   virtual void shared_access(Access access, const void* p, unsigned bytes, int line) = 0;
+  virtual void* shared_store_at(const void* p, unsigned bytes, int rank, int line) = 0;  // where it is in that block
   virtual void copy_async(void* shared, const void* global, unsigned bytes, bool valid, int line) = 0;
   virtual void copy_async_commit(int line) = 0;
   virtual void copy_async_wait(int pending, int line) = 0;
@@ -165,6 +170,7 @@ struct Launch {
   Registers* (*registers)();  // of the calling host thread
   const void* arguments;
   Index3 grid, block;
+  int cluster;  // blocks, neighbours in dimension x, that run together
   uint64_t shared_bytes;
   uint64_t seed;
   int host_threads;

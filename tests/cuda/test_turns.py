@@ -24,33 +24,41 @@ from tests.numeric.helpers import failures
 
 TARGET = GPUS["sm_90a"]
 CAUSAL, LATENT, ALL = "head_dim 384  mask causal", "head_dim 576/512  mask causal", "head_dim 384"
+PINNED = "schedule { Br = 64  Bc = 64  warps = 8 }"  # without a cluster
+NONE = "head_dim 384  mask j > 1000"
 FEW = "head_dim 384  mask j < 40"  # one tile of keys: the warpgroups do not wait for each other
 
 
+# How many blocks share copies, of those that take turns; 0: none take turns.
 @pytest.mark.parametrize(
-    ("text", "turns"),
+    ("text", "blocks"),
     [
-        ("head_dim 512  mask causal", True),
-        ("head_dim 576/512", True),
-        ("head_dim 384  score softcap(s, 30)  dropout 0.1", True),
-        ("head_dim 512  layout block 64: random_blocks(0.1, 1)", True),
-        ("head_dim 336", True),  # padded to 384
-        ("head_dim 448", False),  # V has an odd number of panels
-        ("head_dim 510", False),  # rows that are no multiples of 16 bytes
-        ("head_dim 512  weights sigmoid(s)", False),
-        ("head_dim 512  score -sqdist", False),
-        ("head_dim 512  tensor doc: i32[B, Nk]  mask same_document(doc)", False),  # what a mask reads by column
-        ("head_dim 320", False),  # a warpgroup has whole rows
+        ("head_dim 512  mask causal", 2),
+        ("head_dim 576/512", 2),
+        ("head_dim 384  score softcap(s, 30)  dropout 0.1", 2),
+        ("head_dim 512  layout block 64: random_blocks(0.1, 1)", 1),  # each visits what the other's rows keep
+        ("head_dim 512  mask causal and window_left(4000)", 2),
+        ("head_dim 512  mask causal and window_left(1000)", 1),
+        ("head_dim 336", 2),  # padded to 384
+        ("head_dim 64/512", 0),  # K has no two halves
+        ("head_dim 448", 0),  # V has an odd number of panels
+        ("head_dim 510", 0),  # rows that are no multiples of 16 bytes
+        ("head_dim 512  weights sigmoid(s)", 0),
+        ("head_dim 512  score -sqdist", 0),
+        ("head_dim 512  tensor doc: i32[B, Nk]  mask same_document(doc)", 0),  # what a mask reads by column
+        ("head_dim 320", 0),  # a warpgroup has whole rows
     ],
 )
-def test_who_takes_turns(text: str, turns: bool) -> None:
+def test_who_takes_turns(text: str, blocks: int) -> None:
     _, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
     (tiles,) = (each.forward for each in plan.elements)
     assert tiles.warpgroups
-    assert tiles.takes_turns is turns
-    assert ("turns" in tiles.kind) is turns
-    if turns:
-        assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.weighed) == (64, 64, 8, 2, 64)
+    assert tiles.takes_turns is (blocks > 0)
+    assert ("turns" in tiles.kind) is (blocks > 0)
+    assert (f"{blocks} blocks a cluster" in tiles.kind) is (blocks > 1)
+    if blocks:
+        assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.weighed) == (64 * blocks, 64, 8, 2, 64)
+        assert (tiles.cluster, tiles.rows) == (blocks, 64)
         assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
 
 
@@ -66,6 +74,7 @@ SPECS = {
     "latent": (LATENT, (1, 2, 1, 130, 200)),
     "one tile": (ALL, (1, 3, 1, 5, 33)),
     "all": (ALL, (2, 1, 1, 129, 320)),
+    "alone": (f"{CAUSAL}  {PINNED}", (1, 4, 2, 200, 330)),
     "window": ("head_dim 512  mask causal and window_left(60)", (1, 2, 2, 300, 130)),
     "capped": ("head_dim 400/384  score softcap(s, 20)  mask causal  dropout 0.2", (1, 1, 1, 129, 257)),
     "sink": ("head_dim 384  tensor sink: f32[H]  weights softmax(sink = sink[h])  mask causal", (1, 2, 1, 100, 150)),
@@ -73,8 +82,9 @@ SPECS = {
     "bias": ("head_dim 384  tensor bias: bf16[H, Nq, Nk]  score s + bias[h, i, j]", (1, 2, 1, 70, 150)),
     "blocks": ("head_dim 384  layout block 64: popcount(I ^ J) == 1", (1, 2, 1, 300, 330)),
     "pairs": ("head_dim 384  tensor keep_: bool[Nq, Nk]  mask keep_[i, j]", (1, 2, 1, 130, 200)),
+    "listed": ("head_dim 384  tensor keep_: bool[Nq, Nk]  mask causal or keep_[i, j]", (1, 2, 1, 200, 330)),
 }
-QUICK = ("causal", "latent", "capped")
+QUICK, ALONE = ("causal", "latent", "capped"), ("alone", "window", "blocks", "pairs")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,7 @@ def test_results_and_bytes(name: str) -> None:
         ).spec
         op = load_spec(spec, "emulator", "sm_90a")
         assert all(each.elements[0].forward.takes_turns for each in op.plan.values())
+        assert all((each.elements[0].forward.cluster == 1) is (name in ALONE) for each in op.plan.values())
         case = verify_case(op, spec.head_dims[0], element, Shape(*shape))
         assert case.ok, failures(case)
         assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
@@ -120,12 +131,12 @@ def test_maxima_that_grow_from_tile_to_tile(shift: float) -> None:
     assert error(op, shift) < 0.01
 
 
-@pytest.mark.parametrize("text", [CAUSAL, ALL])
+@pytest.mark.parametrize("text", [CAUSAL, ALL, f"{ALL}  {PINNED}"])
 def test_windows_of_a_few_tiles(text: str) -> None:
     """Turns go on from window to window, whatever number of tiles each has."""
     windows = r"(window \+=? |first\(\) \+ )WINDOW"
     for tiles in (1, 2, 3):
-        op = changed(f"windows_{tiles}_{text == ALL}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
+        op = changed(f"windows_{tiles}_{len(text)}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
         for shift in (0.0, 9.0):
             assert error(op, shift) < 0.01
 
@@ -150,6 +161,11 @@ def test_sequences() -> None:
         assert torch.equal(whole[rows], beside[rows])
 
 
+# Masks under which a mistake shows, where others keep the blocks and warpgroups together.
+OTHERS = {
+    "sums take the place of what is read": FEW,
+    "a number in the place of one that is read": NONE,
+}
 # What was planted, what the emulator may call it.
 LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
 EARLY = LATE | {FaultKind.MBARRIER}
@@ -189,6 +205,32 @@ MISTAKES = {
         "",
         LATE,
     ),
+    "a copy over what the other block reads": ("if (own) await_half(of, number);", "if (own) ;", EARLY),
+    "bytes of a phase that is not there yet": (
+        "else if (number >= ring) of.await(number - ring);",
+        "",
+        {FaultKind.MBARRIER, FaultKind.DEADLOCK},
+    ),
+    "copies to a block that has not begun": (
+        "fg::cluster_barrier();\n    const int warp",
+        "fg::block_barrier();\n    const int warp",
+        EARLY | {FaultKind.NOT_PUBLISHED},
+    ),
+    "arrivals at the block's own signals": (
+        "fg::mbarrier_arrive_at(of.empty(half_of(n, h)), h)",
+        "fg::mbarrier_arrive_at(of.empty(half_of(n, h)), fg::cluster_rank())",
+        EARLY | {FaultKind.DEADLOCK},
+    ),
+    "a number in the place of one that is read": (
+        "      number_signals().await_room(n);\n",
+        "",
+        EARLY | {FaultKind.DEADLOCK},
+    ),
+    "a number that is not there yet": (
+        "    fg::mbarrier_wait_for_cluster(number_signals().full(n), NumberSignals::parity(n));\n",
+        "",
+        EARLY | {FaultKind.DEADLOCK},
+    ),
     "nobody awaits room": ("if (number >= 2) fg::mbarrier_wait(", "if (number < 0) fg::mbarrier_wait(", EARLY),
 }
 
@@ -198,7 +240,7 @@ MISTAKES = {
 )
 def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     old, new, kinds = MISTAKES[name]
-    text = FEW if name == "sums take the place of what is read" else CAUSAL
+    text = OTHERS.get(name, CAUSAL)
     op = changed(f"turns_{list(MISTAKES).index(name)}", text, "forward", re.escape(old), new)
     with pytest.raises(EmulatorError) as caught:
         error(op)

@@ -15,7 +15,7 @@ from pathlib import Path
 from flashgen.cache import Cache
 from flashgen.runtime.compiler import Compiler, compile_sources, find_compiler, load_library
 from flashgen.runtime.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
-from flashgen.runtime.emulator.source import kernel_names, kernel_source, machine_source
+from flashgen.runtime.emulator.source import blocks_of_cluster, kernel_names, kernel_source, machine_source
 from flashgen.runtime.emulator.trace import lines_of
 
 _KINDS = tuple(FaultKind)
@@ -64,6 +64,7 @@ class _Launch(ctypes.Structure):
         ("arguments", ctypes.c_char_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_int),
         ("shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("host_threads", ctypes.c_int),
@@ -124,6 +125,7 @@ class Program:
                     arguments,
                     grid,
                     block,
+                    blocks_of_cluster(self.source, kernel),
                     shared_bytes,
                     seed,
                     host_threads,

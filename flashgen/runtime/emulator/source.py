@@ -19,8 +19,9 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 _COMMENT = re.compile(r"//.*")
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_CLUSTER = r"(?:__cluster_dims__\(\d+, 1, 1\)\s*)?"
 _KERNEL = re.compile(
-    rf"\b__global__\s+(?:__launch_bounds__\s*{_NESTED}\s*)?void\s+(?:__launch_bounds__\s*{_NESTED}\s*)?(\w+)\s*\("
+    rf"\b__global__\s+(?:__launch_bounds__\s*{_NESTED}\s*)?void\s+{_CLUSTER}(?:__launch_bounds__\s*{_NESTED}\s*)?(\w+)\s*\("
 )
 
 _REGISTERS = 'extern "C" void* flashgen_registers() { return &fg::emulator::registers; }\n'
@@ -42,6 +43,15 @@ class HostSource:
 def kernel_names(text: str) -> tuple[str, ...]:
     """The kernels that a source defines, in its order."""
     return tuple(dict.fromkeys(_KERNEL.findall(_COMMENT.sub("", text))))
+
+
+def blocks_of_cluster(text: str, kernel: str) -> int:
+    """How many blocks of a kernel run together."""
+    for found in _KERNEL.finditer(_COMMENT.sub("", text)):
+        if found[1] == kernel:
+            size = re.search(r"__cluster_dims__\((\d+)", found[0])
+            return int(size[1]) if size else 1
+    return 1
 
 
 def kernel_source(text: str, name: str, kernels: Collection[str] | None = None) -> HostSource:

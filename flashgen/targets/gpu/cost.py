@@ -111,6 +111,8 @@ def _main_kernel(
     per_head = counts.column_tiles if isinstance(tiles, BackwardTiles) else counts.row_tiles
     if isinstance(tiles, BackwardTiles):
         per_head = per_head * (shape.heads // max(shape.kv_heads, 1))
+    sharers = _sharers(tiles)
+    per_head = np.repeat(per_head, sharers)  # each block of a cluster has the tiles of all
     blocks = heads * len(per_head)
     resident = max(1, min(resident, -(-blocks // gpu.sms)))
     tile = _tile(name, variant, element, tiles, gpu, work)
@@ -122,7 +124,11 @@ def _main_kernel(
     makespan, busy = _dealt(lengths, heads, gpu.sms * resident)
     slots = gpu.sms * resident
     alone = {
-        each: counts.visited * (value + (partial * tile.mask if each == "other" else 0.0)) / gpu.sms / gpu.clock_hz
+        each: sharers
+        * counts.visited
+        * (value + (partial * tile.mask if each == "other" else 0.0))
+        / gpu.sms
+        / gpu.clock_hz
         for each, value in tile.units.items()
     }
     total = sum(moved.values()) + (ADDITION - 1) * moved.get("workspace.dq", 0)
@@ -164,8 +170,8 @@ def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
 
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gpu: Gpu, work: PairWork) -> _Tile:
-    unit = multiprocessor_of(gpu.target)
-    pairs = tiles.Br * tiles.Bc
+    unit, sharers = multiprocessor_of(gpu.target), _sharers(tiles)
+    pairs = tiles.Br * tiles.Bc // sharers
     products = [padded(each) for each in work.products]
     rate = _product_rate(gpu, element, warpgroups=tiles.warpgroups)
     D, Dv = padded(variant.head_dim.qk) * element.bytes, padded(variant.head_dim.v) * element.bytes
@@ -179,9 +185,14 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
             "shared": (_shared_bytes(name, tiles, element, D, Dv) + loaded) / unit.shared_bytes_per_clock / ISSUE,
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
-        loaded=loaded,
+        loaded=loaded / sharers,
         added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk)) if name == "backward" else 0.0,
     )
+
+
+def _sharers(tiles: AnyTiles) -> int:
+    """Blocks that have a part of a tile's rows each, and copy a part of what they all read."""
+    return tiles.cluster if isinstance(tiles, ForwardTiles) else 1
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
@@ -203,7 +214,7 @@ def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: 
     readers = tiles.warps / 4 if tiles.warpgroups else tiles.warps
     match tiles:
         case ForwardTiles():
-            own = 0 if tiles.q_in_registers else _weighing(tiles) * tiles.Br * D
+            own = 0 if tiles.q_in_registers else _weighing(tiles) * tiles.rows * D
             return own + readers / tiles.split * tiles.Bc * (D + Dv) + _exchanged(tiles, element)
         case BackwardTiles():
             # Each warp has keys of its own, and reads Q and dO for two products each.
@@ -224,7 +235,8 @@ def _weighing(tiles: ForwardTiles | QueryTiles) -> int:
 
 def _exchanged(tiles: ForwardTiles | QueryTiles, element: ElementType) -> int:
     """P or dS of warps that share rows: stored, and read by each."""
-    return (1 + tiles.split) * tiles.Br * tiles.Bc * element.bytes if tiles.split > 1 else 0
+    rows = tiles.Br // _sharers(tiles)
+    return (1 + tiles.split) * rows * tiles.Bc * element.bytes if tiles.split > 1 else 0
 
 
 def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gpu) -> float:

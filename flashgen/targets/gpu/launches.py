@@ -145,17 +145,18 @@ def forward_launches(
     """The forward pass."""
     tiles = plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
-    grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)))
+    grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)), tiles.cluster)
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
-        boxes = (*_boxes(("q",), tiles.Br, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+        boxes = (*_boxes(("q",), tiles.rows, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
         if variant.tangent is not None:
             boxes += (
                 *_boxes(("t_q",), tiles.Br, variant, element),
                 *_boxes(("t_k", "t_v"), tiles.Bc, variant, element),
             )
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
-    launch = Launch(name, grid, 32 * (tiles.warps + tiles.producers), tiles.sram_bytes, boxes, tile_counter)
+    threads = 32 * (tiles.warps + tiles.producers)
+    launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
     buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)

@@ -178,7 +178,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     its list of visits, and for its Q. Where pairs read ahead by way of shared memory each warp has a tile of its own
     rows. O takes the place of all at the end, unless blocks are persistent.
     """
-    Br, Bc, stages, seen = tiles.Br, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
+    Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next, variant.uses_sqdist
@@ -226,6 +226,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part("V_SIGNALS", "signals", turns * 4 * SIGNAL, "VSignals::bytes", SIGNAL),
         Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
+        Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
+        Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
         Part("TRANSPOSED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TransposedSignals::bytes", SIGNAL),
         Part(

@@ -31,6 +31,7 @@ class WarpgroupProducts:
     elements: tuple[ElementType, ...]
     spans: bool = False  # some have more columns than an instruction, or half of those of a tile
     turns: bool = False  # some are of half of a tile's panels
+    clusters: bool = False  # blocks share copies
 
 
 def primitives(
@@ -70,13 +71,13 @@ def _warpgroup_primitives(
         return ()
     elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
     template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
-    instructions = template.render(tiles=products.tiles, elements=elements).lstrip()
+    instructions = template.render(tiles=products.tiles, elements=elements, clusters=products.clusters).lstrip()
     folder = templates_folder() / "cuda" / "primitives"
     of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
     more = {"warpgroup_spans.cuh": bool(products.spans)}
     more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": True, "sequence_copies.cuh": sequence_copies}
     more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
-    more |= {"warpgroup_turns.cuh": products.turns}
+    more |= {"warpgroup_turns.cuh": products.turns, "clusters.cuh": products.clusters}
     others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
     return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
 

@@ -294,6 +294,7 @@ def _problems(choice: AnyChoice) -> Iterator[str]:
 
 def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
     rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
+    rows = choice.rows if isinstance(choice, ForwardChoice) else rows
     if choice.warps % (4 * choice.split) or rows != 16 * (choice.warps // choice.split):
         yield "a warpgroup has 64 rows"
     if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):

@@ -40,11 +40,12 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
     D, Dv, pairs = padded(variant.head_dim.qk), padded(variant.head_dim.v), tiles.Br * tiles.Bc
     match tiles:
         case ForwardTiles() | ForwardChoice():  # O, S, and their tangents
-            numbers = tiles.Br * Dv + max(pairs, tiles.Br * tiles.weighed * tiles.split)
+            rows, pairs = tiles.rows, pairs // tiles.cluster
+            numbers = rows * Dv + max(pairs, rows * tiles.weighed * tiles.split)
             numbers *= 1 if variant.tangent is None else 2
-            numbers += tiles.Br * D * element.bytes // 4 if tiles.q_in_registers else 0
+            numbers += rows * D * element.bytes // 4 if tiles.q_in_registers else 0
             if variant.f8:  # P, and what it sums up of a tile
-                numbers += pairs // 4 + tiles.Br * columns_at_a_time(variant)
+                numbers += pairs // 4 + rows * columns_at_a_time(variant)
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
             at_a_time = tiles.weighed * tiles.split * tiles.Bc
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too

@@ -20,7 +20,8 @@ class ForwardChoice:
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
     next one begins with comes while this one is worked on. ``pairs_staged``: what pairs read comes by way of shared
-    memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in turns.
+    memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in turns. ``cluster`` blocks have
+    a part of the B_r rows each, of so many warps, and share their copies of K and V.
     """
 
     Br: int
@@ -36,11 +37,17 @@ class ForwardChoice:
     pairs_staged: bool = False
     split: int = 1
     weighed: int = 0
+    cluster: int = 1
 
     @property
     def takes_turns(self) -> bool:
         """Whether two warpgroups share rows, and weigh key tiles in turns."""
         return self.warpgroups and self.split > 1 and self.producers > 0
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.Br // self.cluster
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class ForwardTiles(Tiles):
     tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a thread that multiplies,
     ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
     of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. Two warpgroups for which
-    others copy weigh key tiles in turns instead.
+    others copy weigh key tiles in turns instead. ``cluster`` blocks have a part of the rows each, of so many warps, and
+    share their copies of K and V.
     """
 
     warps: int
@@ -64,6 +65,7 @@ class ForwardTiles(Tiles):
     producer_registers: int = 0
     split: int = 1
     weighed: int = 0
+    cluster: int = 1
 
     @property
     def takes_turns(self) -> bool:
@@ -71,11 +73,18 @@ class ForwardTiles(Tiles):
         return self.warpgroups and self.split > 1 and self.producers > 0
 
     @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.Br // self.cluster
+
+    @property
     def kind(self) -> tuple[str, ...]:
         split = ("split head dimension",) if self.split > 1 else ()
         if self.warpgroups:
             turns = ("turns",) if self.takes_turns else ()
-            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *split, *turns)
+            cluster = (f"{self.cluster} blocks a cluster",) if self.cluster > 1 else ()
+            roles = _of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies)
+            return (*roles, *split, *turns, *cluster)
         q = ("Q in registers",) if self.q_in_registers else ()
         return ("warps", f"{min(self.stages, 2)} stage{'s' * (self.stages > 1)}", *q, *split)
 

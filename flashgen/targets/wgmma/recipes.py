@@ -23,9 +23,6 @@ from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoi
 from flashgen.targets.wgmma import rules, tables
 
 PERSISTENT = "persistent"  # a choice of which tile comes next
-_LENGTH = rules.LONG_ROWS.limit
-_FAR = _LENGTH - 128
-_FAR_SIZES = {"B": 1, "H": 1, "Hkv": 1, "Nq": _LENGTH, "Nk": _LENGTH}
 
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
@@ -57,6 +54,8 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         rows = [row for row in rows if not row.producers]
     if not _weighs_in_turns(variant):
         rows = [row for row in rows if not row.takes_turns]
+    if not _shares_copies(variant):
+        rows = [row for row in rows if row.cluster == 1]
     return others.after(_with_staged_pairs(rows) if recipe_of(variant).ahead is not None else rows, whys)
 
 
@@ -166,7 +165,8 @@ def _with_halves_of_dq(
 
 
 def _in_turns(row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
-    """Two warpgroups that share rows, and weigh key tiles in turns."""
+    """Two warpgroups that share rows, and weigh key tiles in turns; the blocks of a cluster share copies."""
+    cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.CLUSTERS)] if row.cluster > 1 else []
     return Candidate(
         replace(row, tensor_copies=True, weighed=row.Bc),
         (
@@ -175,6 +175,7 @@ def _in_turns(row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice
             Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
             Decision.by("head dimension", "divided among 2 warpgroups", rules.TURNS),
             Decision.by("tile order", PERSISTENT, rules.PERSISTENT),
+            *cluster,
         ),
     )
 
@@ -213,13 +214,13 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
 
 
 def _weighs_in_turns(variant: Variant) -> bool:
-    """Whether two warpgroups may weigh key tiles in turns, each with whole panels of V's columns.
+    """Whether two warpgroups may weigh key tiles in turns, each with whole panels of V's columns; K has two or more.
 
     Weights are counted from maxima, which each hands the other; nobody takes norms, or what a mask reads by column.
     """
     recipe = recipe_of(variant)
     plain = variant.weights.form.exponential and not variant.uses_sqdist and not recipe.observed_columns
-    return plain and padded(variant.head_dim.v) % 128 == 0
+    return plain and padded(variant.head_dim.v) % 128 == 0 and padded(variant.head_dim.qk) > 64
 
 
 def _divides_values(variant: Variant, split: int) -> bool:
@@ -264,13 +265,28 @@ def has_long_rows(variant: Variant) -> bool:
 
     Then a block has tiles enough to hide what it begins and ends with.
     """
-    far = Tile(IntRange(0, 0), IntRange(0, 0), IntRange(_FAR, _FAR + 127), IntRange(0, 127), _FAR_SIZES)
+    return _keeps_as_far_as(variant, rules.LONG_ROWS.limit)
+
+
+def _keeps_as_far_as(variant: Variant, length: int) -> bool:
+    """Whether the last queries of so many positions keep the first keys, or the mask relates no queries to keys."""
+    last = IntRange(length - 128, length - 1)
+    sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": length, "Nk": length}
+    far = Tile(IntRange(0, 0), IntRange(0, 0), last, IntRange(0, 127), sizes)
     return has_whole_rows(variant) or classify(variant.keep, far) is TileClass.FULL
 
 
 def has_small_blocks(variant: Variant) -> bool:
     """Whether the mask is drawn in blocks of fewer positions than a wide tile has."""
     return any(size < rules.SMALL_BLOCKS.limit for axis in (ROW, COLUMN) for size in block_sizes(variant.keep, axis))
+
+
+def _shares_copies(variant: Variant) -> bool:
+    """Whether the blocks of a cluster may share copies, and gain by it: each visits what rows of the other keep, too.
+
+    In ragged batches a block asks for the next tile of some sequence by itself.
+    """
+    return not variant.ragged and _keeps_as_far_as(variant, rules.CLUSTERS.limit)
 
 
 def has_whole_rows(variant: Variant) -> bool:

@@ -62,6 +62,7 @@ def _hopper_halves_of_dq(sent: int) -> BackwardChoice:
 # turns. An H200 at 512, causal and nothing masked: 332 and 326 TFLOP/s, in turns 508 and 513.
 _HOPPER_DIVIDED = ForwardChoice(64, 64, 8, warpgroups=True, split=2)
 _HOPPER_TURNS = ForwardChoice(64, 64, 8, warpgroups=True, producers=4, split=2)
+_HOPPER_CLUSTER = ForwardChoice(128, 64, 8, warpgroups=True, producers=4, split=2, cluster=2)
 
 HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (
@@ -79,7 +80,7 @@ HOPPER_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (192, (_hopper(128, 112, 8), _hopper(128, 80, 8), _hopper(128, 48, 8))),
     (256, (_hopper(128, 64, 8), _hopper(128, 48, 8))),
     (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
-    (WIDEST, (_HOPPER_TURNS, _HOPPER_DIVIDED)),
+    (WIDEST, (_HOPPER_CLUSTER, _HOPPER_TURNS, _HOPPER_DIVIDED)),
 )
 # Forward mode has the sums of O twice, and of scores, too. Where rows are no whole numbers of 16 bytes all copy.
 _HOPPER_JVP_ALONE = (
@@ -103,7 +104,7 @@ HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (192, (_hopper(128, 112, 8), _hopper(128, 80, 8), _hopper(128, 48, 8))),
     (256, (_hopper(128, 64, 8), _hopper(128, 48, 8))),
     (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
-    (WIDEST, (_HOPPER_TURNS, _HOPPER_DIVIDED)),
+    (WIDEST, (_HOPPER_CLUSTER, _HOPPER_TURNS, _HOPPER_DIVIDED)),
 )
 # The same where they are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (

@@ -18,7 +18,7 @@ namespace emulator {
 constexpr int warpgroup_warps = 4;
 
 // Step, line, publications, flags and thread in 64 bits; zero is "nobody". A product has its number for a step, and the
-// first of its warps; what a tensor copy brought has the phase of its signal for a step, and the signal for a lane.
+// first of its warps; what a tensor copy brought has the phase of its signal for a step, and the signal for a thread.
 class Mark {
  public:
   static constexpr uint64_t atomic = 1u << 10, in_flight = 1u << 11, tensor = 1u << 31;  // of writers
@@ -40,7 +40,7 @@ class Mark {
   int warp() const { return static_cast<int>(bits_ >> 5 & 31); }
   int lane() const { return static_cast<int>(bits_ & 31); }
   bool has_landed() const { return has(tensor) && !has(in_flight); }  // a writer: a tensor copy that was waited for
-  int clock() const { return has_landed() ? Clocks::of_signal(lane()) : warp(); }  // that `step` is of
+  int clock() const { return has_landed() ? Clocks::of_signal(warp() * warp_lanes + lane()) : warp(); }  // that `step` is of
 
  private:
   uint64_t bits_ = 0;

@@ -1,4 +1,5 @@
-// Who has seen what: one vector clock a warp, over the steps of all warps and the phases of all signals (mbarriers.h).
+// Who has seen what: one vector clock a warp, over the steps of all warps and the phases of all signals (mbarriers.h), of
+// all blocks of a cluster.
 //
 // Contract: a barrier ends a step of each warp that comes to it; those that wait there have seen what the others had
 // seen when they came. An access carries the step of its warp; another warp has seen it if their barriers say so, and
@@ -17,13 +18,12 @@ struct Thread {
 
 class Clocks {
  public:
-  static constexpr int most_warps = most_threads / warp_lanes, most_signals = 24;
+  static constexpr int most_warps = most_threads / warp_lanes, most_signals = 48;
   static constexpr int most = most_warps + most_signals;
   using Seen = uint32_t[most];
   static constexpr int of_signal(int signal) { return most_warps + signal; }
 
   void reset(int warps) {
-    warps_ = warps;
     for (int w = 0; w < warps; ++w) {
       for (int other = 0; other < most; ++other) seen_[w][other] = w == other ? 1 : 0;
       since_[w] = 1;
@@ -47,10 +47,11 @@ class Clocks {
   uint32_t together_since(int warp) const { return since_[warp]; }
 
   void warp_barrier(int warp) { since_[warp] = ++seen_[warp][warp]; }
-  void block_barrier() {
+  // Of `count` warps from `first` on.
+  void barrier(int first, int count) {
     Seen seen = {};
-    for (int w = 0; w < warps_; ++w) collect(w, seen);
-    for (int w = 0; w < warps_; ++w) join(w, seen);
+    for (int w = first; w < first + count; ++w) collect(w, seen);
+    for (int w = first; w < first + count; ++w) join(w, seen);
   }
 
   // A barrier in parts: what each that comes has seen, its next step if it does not wait, what it learns if it does.
@@ -72,7 +73,6 @@ class Clocks {
   }
 
  private:
-  int warps_ = 0;
   Seen seen_[most_warps];
   uint32_t since_[most_warps];
 };

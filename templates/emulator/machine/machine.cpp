@@ -1,4 +1,4 @@
-// A launch: the blocks of a grid in random order over one or several host threads. The library's one function.
+// A launch: the blocks of a grid, or its clusters, in random order over one or several host threads. The library's one function.
 //
 // Contract: with one host thread the result, the counts and the first fault depend on the seed alone. With several,
 // atomic additions of different blocks come in any order, and of several faults any may be reported.
@@ -20,7 +20,7 @@ uint64_t volume(Index3 size) { return uint64_t{size.x} * size.y * size.z; }
 
 class Grid {
  public:
-  explicit Grid(const Launch& launch) : launch_(launch), shadow_(launch), order_(volume(launch.grid)) {
+  explicit Grid(const Launch& launch) : launch_(launch), shadow_(launch), order_(volume(launch.grid) / static_cast<uint64_t>(launch.cluster)) {
     std::iota(order_.begin(), order_.end(), uint64_t{0});
     Random random(launch.seed, UINT64_MAX - 1);
     for (size_t k = order_.size(); k > 1; --k) std::swap(order_[k - 1], order_[random.below(static_cast<unsigned>(k))]);
@@ -46,12 +46,8 @@ class Grid {
     for (;;) {
       const size_t next = next_++;
       if (next >= order_.size() || failed_) break;
-      const uint64_t number = order_[next];
-      const unsigned x = launch_.grid.x, y = launch_.grid.y;
-      const Index3 index = {static_cast<unsigned>(number % x), static_cast<unsigned>(number / x % y),
-                            static_cast<unsigned>(number / x / y)};
-      if (!block.run(index, number)) {
-        fail(index, block.faults.failure);
+      if (!block.run(order_[next] * static_cast<uint64_t>(launch_.cluster))) {
+        fail(block.index(), block.faults.failure);
         break;
       }
     }
@@ -111,6 +107,10 @@ const char* impossible(const Launch& launch) {
   if (threads % warp_lanes != 0) return "the emulator runs whole warps: a block's threads must be a multiple of 32";
   if (volume(launch.grid) == 0) return "a grid has at least one block in each dimension";
   if (launch.grid.y > 65535 || launch.grid.z > 65535) return "a grid has at most 65535 blocks in dimensions y and z";
+  if (launch.cluster < 1 || launch.cluster > Mbarriers::most_blocks) return "the emulator runs clusters of one block or two";
+  if (launch.cluster > 1 && (launch.grid.x % static_cast<unsigned>(launch.cluster) != 0 || threads % (warp_lanes * Warpgroups::warps) != 0))
+    return "a grid has whole clusters, the emulator those of whole warpgroups";
+  if (static_cast<uint64_t>(launch.cluster) * threads > most_threads) return "the emulator runs clusters of at most 1024 threads";
   if (launch.grid.x > INT32_MAX) return "a grid has at most 2147483647 blocks in dimension x";
   return nullptr;
 }

@@ -23,9 +23,11 @@ class Mbarriers {
  public:
   static constexpr unsigned bytes = 8;
   static constexpr int most_arrivals = (1 << 20) - 1, most_bytes = (1 << 20) - 1;  // of a phase
+  static constexpr int most_blocks = 2, most = Clocks::most_signals / most_blocks;
 
-  Mbarriers(SharedMemory& shared, GlobalMemory& global, Clocks& clocks, Faults& faults)
-      : shared_(shared), global_(global), clocks_(clocks), faults_(faults) {}
+  // Of the block of that number in its cluster.
+  Mbarriers(SharedMemory& shared, GlobalMemory& global, Clocks& clocks, Faults& faults, int rank)
+      : shared_(shared), global_(global), clocks_(clocks), faults_(faults), first_(rank * most) {}
 
   void reset() {
     for (Signal& signal : signals_) signal = {};
@@ -45,7 +47,7 @@ class Mbarriers {
     }
     if (!free)
       faults_.report(Fault::mbarrier, line, 0, "the emulator follows %d mbarriers, and this is one more",
-                     Clocks::most_signals);
+                     most);
     shared_.write(thread, offset, bytes, line);
     const uint32_t step = free->step;  // clocks go on
     *free = {};
@@ -73,15 +75,19 @@ class Mbarriers {
     signal.expected += count;
     come(signal, 1, line);
   }
-  // One of each lane of the warp, after all that it did.
-  void arrive(int warp, const void* place, int line) {
+  // So many of the warp, after all that its lanes did.
+  void arrive(int warp, const void* place, int arrivals, int line) {
     Signal& signal = of({warp, 0}, place, line);
     clocks_.collect(warp, signal.coming);
     clocks_.go_on(warp);
-    come(signal, warp_lanes, line);
+    come(signal, arrivals, line);
   }
 
-  void copy(Thread thread, GlobalShadow::Writer writer, const PanelCopy& wanted, int line) {
+  // The same place of this block, of one in another.
+  const void* place(const void* theirs, SharedMemory& other) { return shared_.data() + (static_cast<const char*>(theirs) - other.data()); }
+
+  // `counts`: what it reads is counted.
+  void copy(Thread thread, GlobalShadow::Writer writer, const PanelCopy& wanted, bool counts, int line) {
     Signal& signal = of(thread, wanted.signal, line);
     shared_.require_published(thread, signal.offset, line);
     const MappedTensor& from = wanted.from;
@@ -116,7 +122,7 @@ class Mbarriers {
         const uint64_t plain = start + row * row_bytes + at;
         Chunk chunk = {plain ^ (plain >> 3 & mask), {}};
         fetch(chunk, from, wanted.column + static_cast<int>(at / element_bytes), wanted.row + static_cast<int>(row),
-              begin, writer, line);
+              begin, writer, counts, line);
         shared_.place("copies to", shared_.data() + chunk.offset, warpgroup::chunk_bytes, line);
         shared_.begin_copy(thread, chunk.offset, warpgroup::chunk_bytes, line);
         copy.chunks.push_back(chunk);
@@ -219,7 +225,7 @@ class Mbarriers {
 
   void complete(Signal& signal) {
     ++signal.step;
-    const int number = static_cast<int>(&signal - signals_);
+    const int number = first_ + static_cast<int>(&signal - signals_);
     for (const Copy& copy : signal.copies)
       for (const Chunk& chunk : copy.chunks)
         shared_.end_copy(number, signal.step, chunk.offset, chunk.data, warpgroup::chunk_bytes, copy.line);
@@ -234,7 +240,7 @@ class Mbarriers {
 
   // 16 bytes, or as many of them as lie in the tensor.
   void fetch(Chunk& chunk, const MappedTensor& from, int column, int row, uint64_t begin, GlobalShadow::Writer writer,
-             int line) {
+             bool counts, int line) {
     if (row < 0 || column < 0 || static_cast<uint64_t>(row) >= from.extents[1]) return;
     const uint64_t first = static_cast<uint64_t>(column);
     if (first >= from.extents[0]) return;
@@ -244,7 +250,7 @@ class Mbarriers {
     const unsigned step = left < whole ? element_bytes : count;
     const uint64_t address = begin + static_cast<uint64_t>(row) * from.strides[0] + first * element_bytes;
     const char* source = reinterpret_cast<const char*>(address);
-    for (unsigned at = 0; at < count; at += step) global_.access(Access::load, source + at, step, writer, line);
+    for (unsigned at = 0; counts && at < count; at += step) global_.access(Access::load, source + at, step, writer, line);
     memcpy(chunk.data, source, count);
   }
 
@@ -252,7 +258,8 @@ class Mbarriers {
   GlobalMemory& global_;
   Clocks& clocks_;
   Faults& faults_;
-  Signal signals_[Clocks::most_signals];
+  int first_;  // of its signals, in the clocks
+  Signal signals_[most];
 };
 
 }  // namespace emulator

@@ -96,7 +96,7 @@ class SharedMemory {
   }
   void end_copy(int signal, uint32_t phase, size_t offset, const void* data, unsigned bytes, int line) {
     memcpy(data_ + offset, data, bytes);
-    const Mark mark(phase, line, {0, signal}, Mark::tensor);
+    const Mark mark(phase, line, {signal / warp_lanes, signal % warp_lanes}, Mark::tensor);
     for (size_t at = offset / unit; at <= last(offset, bytes); ++at) shadow_[at].writer = mark;
   }
   Mark writer(size_t offset) const { return shadow_[offset / unit].writer; }

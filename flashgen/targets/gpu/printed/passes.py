@@ -99,6 +99,11 @@ class ForwardCode:
         """Whether two warpgroups share rows, and weigh key tiles in turns: then all types' do."""
         return any(each.takes_turns for each in self.tiles.values())
 
+    @property
+    def cluster(self) -> int:
+        """Blocks that share copies of K and V."""
+        return max(each.cluster for each in self.tiles.values())
+
 
 @dataclass(frozen=True)
 class BackwardCode:
@@ -163,6 +168,7 @@ def forward_code(
         more = {"q_in_registers": int(tiles.q_in_registers)}
         more |= _role_constants(tiles) if of_warpgroups else {}
         more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
+        more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
         if variant.cached:
             more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
             more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
@@ -278,7 +284,8 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
         for tiles in (each.forward for each in plan.elements)
     )
     turns = any(each.forward.takes_turns for each in plan.elements)
-    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans, turns)
+    clusters = any(each.forward.cluster > 1 for each in plan.elements)
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans, turns, clusters)
 
 
 def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[int, ...]:

@@ -1,0 +1,63 @@
+// Layer 1 of the CUDA primitives, Hopper's part: blocks of a cluster, which run together and see each other's shared memory.
+//
+// Contract: a block arrives at mbarriers of another, and copies into its shared memory, once cluster_barrier has ordered
+// that after these were made, and before a cluster_barrier that all come to at the end.
+#ifndef FLASHGEN_EMULATOR
+namespace fg {
+
+// This block's number in its cluster.
+FG_DEVICE int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+// All threads of all blocks. What was written before is there after, mbarriers included.
+FG_DEVICE void cluster_barrier() {
+  __syncwarp();
+  asm volatile("fence.mbarrier_init.release.cluster;"
+               " barrier.cluster.arrive.release.aligned;"
+               " barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// One arrival of the warp, after all that its lanes have read, at the mbarrier in this place of the block of that number. What they
+// wrote there is another block's to see after mbarrier_tell alone, which waits for it.
+FG_DEVICE void mbarrier_arrive_at(uint64_t* signal, int rank) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("{ .reg .b32 there;"
+                 " mapa.shared::cluster.u32 there, %0, %1;"
+                 " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(signal)), "r"(rank)
+                 : "memory");
+}
+FG_DEVICE void mbarrier_tell(uint64_t* signal, int rank) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("{ .reg .b32 there;"
+                 " mapa.shared::cluster.u32 there, %0, %1;"
+                 " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(signal)), "r"(rank)
+                 : "memory");
+}
+// To the same place of the block of that number, by this thread.
+FG_DEVICE void shared_store_at(int* p, int value, int rank) {
+  asm volatile("{ .reg .b32 there;"
+               " mapa.shared::cluster.u32 there, %0, %1;"
+               " st.shared::cluster.s32 [there], %2; }" ::"r"(shared_address(p)), "r"(rank), "r"(value)
+               : "memory");
+}
+// As mbarrier_wait, for what threads of other blocks wrote.
+FG_DEVICE void mbarrier_wait_for_cluster(uint64_t* signal, int parity) {
+  asm volatile("{ .reg .pred there;"
+               " again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], %1;"
+               " @!there bra again; }" ::"r"(shared_address(signal)), "r"(parity) : "memory");
+}
+// As copy_panel_async, to the same place of all blocks whose bits are set, each of which counts it at the signal in this place.
+template <class T>
+FG_DEVICE void copy_panel_to_all(T* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal, int blocks) {
+  static_assert(sizeof(T) == 2, "maps are of 2-byte elements");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+               "l"(&map), "r"(column), "r"(row), "r"(slab), "r"(shared_address(signal)), "h"(uint16_t(blocks))
+               : "memory");
+}
+
+}  // namespace fg
+#endif  // FLASHGEN_EMULATOR

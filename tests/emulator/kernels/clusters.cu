@@ -1,0 +1,134 @@
+// Two blocks of a cluster: one kernel that shares copies and numbers, then one for each mistake; marks as in faults.cu.
+#include "flashgen_emulator.h"
+
+struct Arguments {
+  const uint16_t* x;
+  float* y;
+};
+struct Maps {
+  fg::TensorMap x;  // boxes of 8 rows of 128 bytes
+};
+
+constexpr int box_bytes = 1024, warps = 4;
+
+FG_DEVICE int thread() { return int(threadIdx.x); }
+FG_DEVICE int warp() { return thread() / 32; }
+FG_DEVICE fg::half_t* place(int box = 0) { return reinterpret_cast<fg::half_t*>(fg::shared_memory() + box * box_bytes); }
+FG_DEVICE int* number() { return reinterpret_cast<int*>(fg::shared_memory() + 2048); }
+// 0 and 1: a box is there; 2 and 3: all are done with it; 4: a number is there.
+FG_DEVICE uint64_t* signal(int n) { return reinterpret_cast<uint64_t*>(fg::shared_memory() + 3072) + n; }
+
+FG_DEVICE void make(int users) {
+  if (thread() == 0) {
+    for (int n = 0; n < 5; ++n) fg::mbarrier_init(signal(n), n < 2 || n == 4 ? 1 : users);
+    fg::publish_shared();
+  }
+}
+// Block h brings box h to both; each expects what comes.
+FG_DEVICE void bring(const Maps& maps, int h, int row) {
+  fg::mbarrier_expect(signal(h), box_bytes);
+  if (fg::cluster_rank() == h) fg::copy_panel_to_all(place(h), maps.x, 0, row, 0, signal(h), 3);  // BRING
+}
+
+// Rows 16 n + 8 h … of x come as box h, for all n; each block adds up what its threads read.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) shared_copies(const Arguments p, const Maps maps) {
+  make(2 * (warps - 1));
+  fg::cluster_barrier();
+  constexpr int rounds = 4;
+  if (warp() == 0) {
+    for (int n = 0; n < rounds; ++n)
+      for (int h = 0; h < 2; ++h) {
+        if (fg::cluster_rank() == h && n > 0) fg::mbarrier_wait(signal(2 + h), (n - 1) % 2);
+        if (fg::cluster_rank() != h && n > 0) fg::mbarrier_wait(signal(h), (n - 1) % 2);
+        if (thread() == 0) bring(maps, h, 16 * n + 8 * h);
+      }
+  } else {
+    float sum = 0.0f;
+    for (int n = 0; n < rounds; ++n)
+      for (int h = 0; h < 2; ++h) {
+        fg::mbarrier_wait(signal(h), n % 2);
+        for (int k = thread() - 32; k < 512; k += 96) sum += float(fg::shared_load(reinterpret_cast<const uint16_t*>(place(h)) + k));
+        fg::mbarrier_arrive_at(signal(2 + h), h);
+      }
+    fg::global_store(p.y + fg::block_index() * 128 + thread(), sum);
+  }
+  fg::cluster_barrier();
+}
+// Block 0 tells a number to each.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) told_numbers(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (fg::cluster_rank() == 0 && warp() == 0)
+    for (int rank = 0; rank < 2; ++rank) {
+      if (thread() == 0) fg::shared_store_at(number(), 7 + rank, rank);
+      fg::mbarrier_tell(signal(4), rank);
+    }
+  fg::mbarrier_wait_for_cluster(signal(4), 0);
+  fg::global_store(p.y + fg::block_index() * 128 + thread(), float(fg::shared_load(number())));
+  fg::cluster_barrier();
+}
+
+// ---- mistakes ------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) copied_before_all_have_begun(const Arguments p, const Maps maps) {
+  make(1);
+  fg::block_barrier();
+  if (thread() == 0) bring(maps, 0, 0);  // FAULT
+  fg::mbarrier_wait(signal(0), 0);
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) copied_over_what_the_other_reads(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (thread() == 0) bring(maps, 0, 0);
+  fg::mbarrier_wait(signal(0), 0);
+  fg::shared_load(place() + thread());  // READ
+  fg::block_barrier();  // its own threads are done
+  if (thread() == 0) bring(maps, 0, 8);
+  fg::mbarrier_wait(signal(0), 1);
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) read_without_a_wait(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (thread() == 0) bring(maps, 0, 0);
+  if (fg::cluster_rank() == 0) fg::mbarrier_wait(signal(0), 0);
+  fg::cluster_barrier();
+  fg::shared_load(place() + thread());  // FAULT
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) told_without_a_signal(const Arguments p, const Maps maps) {
+  make(1);
+  if (thread() == 0) fg::shared_store(number(), 0);  // OTHER
+  fg::cluster_barrier();
+  if (fg::cluster_rank() == 0 && thread() == 0) fg::shared_store_at(number(), 7, 1);  // FAULT
+  if (fg::cluster_rank() == 1) fg::shared_load(number());  // FAULT
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) arrival_of_the_other_missing(const Arguments p, const Maps maps) {
+  make(2);
+  fg::cluster_barrier();
+  if (fg::cluster_rank() == 0 && warp() == 0) {
+    fg::mbarrier_arrive_at(signal(2), 0);  // OTHER
+    fg::mbarrier_wait(signal(2), 0);  // FAULT
+  }
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) arrives_where_all_have_ended(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (fg::cluster_rank() == 1) return;
+  for (int n = 0; n < 64; ++n) fg::block_barrier();
+  if (warp() == 0) fg::mbarrier_arrive_at(signal(2), 1);  // FAULT
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) a_block_that_is_not_there(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (warp() == 0) fg::mbarrier_arrive_at(signal(2), 2);  // FAULT
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) half_a_cluster_barrier(const Arguments p, const Maps maps) {
+  if (fg::cluster_rank() == 0) fg::cluster_barrier();  // FAULT
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) a_barrier_of_the_block_for_the_cluster(const Arguments p, const Maps maps) {
+  if (warp() == 0) fg::block_barrier();  // FAULT
+  else fg::cluster_barrier();  // OTHER
+}
