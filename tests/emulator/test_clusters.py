@@ -12,7 +12,7 @@ from tests.emulator.helpers import Outcome, kernel, launch
 
 SOURCE = kernel("clusters")
 ROWS = 64
-RIGHT = ("shared_copies", "told_numbers")
+RIGHT = ("shared_copies", "told_numbers", "exchanged")
 # Name, kinds, what messages say: which block comes first is the scheduler's choice.
 FAULTS = [
     (
@@ -27,6 +27,13 @@ FAULTS = [
     ("arrives_where_all_have_ended", {FaultKind.MBARRIER}, "block 1 of the cluster, which has ended"),
     ("a_block_that_is_not_there", {FaultKind.MBARRIER}, "block 2 of a cluster of 2"),
     ("half_a_cluster_barrier", {FaultKind.DEADLOCK}, "'cluster_barrier' for warp 4, which has ended"),
+    ("sent_over_what_the_other_reads", {FaultKind.RACE, FaultKind.MBARRIER}, "byte"),
+    (
+        "sent_before_all_have_begun",
+        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_PUBLISHED},
+        "mbarrier|barrier between",
+    ),
+    ("sent_more_than_expected", {FaultKind.MBARRIER, FaultKind.DEADLOCK}, "what a thread sends|expects 256 bytes"),
     ("a_barrier_of_the_block_for_the_cluster", {FaultKind.DEADLOCK}, "waits at 'block_barrier'"),
 ]
 
@@ -60,6 +67,12 @@ def test_blocks_share_copies(seed: int) -> None:
 def test_blocks_tell_each_other_numbers(seed: int) -> None:
     told = run("told_numbers", seed=seed).arrays["y"].reshape(2, 128)
     assert (told == [[7], [8]]).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_exchange_numbers(seed: int) -> None:
+    sums = run("exchanged", seed=seed).arrays["y"].reshape(2, 128)[:, :64]
+    assert (sums == 8 * (np.array([[2], [1]]) + np.arange(64))).all()
 
 
 @pytest.mark.parametrize(("name", "kinds", "says"), FAULTS, ids=[name for name, *_ in FAULTS])

@@ -53,6 +53,7 @@ from flashgen.targets.gpu.model import (
     finds_selected,
     merging_shares,
     padded,
+    panel_width,
 )
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan, ForwardTiles
@@ -311,9 +312,11 @@ _KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
 
 
 def _accesses(
-    kernel: str, recipe: Recipe, operands: Mapping[str, Operand], sharers: int, *, divided: bool, asks_lse: bool
+    kernel: str, recipe: Recipe, operands: Mapping[str, Operand], tiles: ElementPlan, *, divided: bool, asks_lse: bool
 ) -> tuple[Access, ...]:
-    """What a kernel does with whole rows of operands; ``sharers``: warps that share the rows of dQ."""
+    """What a kernel does with whole rows of operands. Warps that share the rows of dQ all read what these carry, and so
+    do the blocks of a cluster.
+    """
     state, of_row = recipe.row_state, _INVERSE if divided else OPERANDS["lse"]
     match kernel:
         case "forward":
@@ -322,11 +325,12 @@ def _accesses(
         case "rows":
             return (Access(DELTA),)
         case "backward" | "keys":
-            carried = tuple(Access(each, by_tile=True) for each in (of_row, DELTA)) if state else ()
+            blocks = tiles.backward.cluster
+            carried = tuple(Access(each, by_tile=True, times=blocks) for each in (of_row, DELTA)) if state else ()
             return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
         case "queries":
             rows = (of_row, DELTA, *((OPERANDS["d_lse"],) if asks_lse and recipe.norms_by_lse else ()))
-            carried = tuple(Access(each, times=_LANES * sharers) for each in rows) if state else ()
+            carried = tuple(Access(each, times=_LANES * tiles.queries.split) for each in rows) if state else ()
             return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
         case "convert":
             return once("dq")
@@ -352,10 +356,10 @@ class _Account:
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        operands, sharers = operands_of(self.variant), self.tiles.queries.split
+        operands = operands_of(self.variant)
         divided = self.variant.weights.form.divided
         accesses = _accesses(
-            kernel, recipe_of(self.variant), operands, sharers, divided=divided, asks_lse=self.asks_lse
+            kernel, recipe_of(self.variant), operands, self.tiles, divided=divided, asks_lse=self.asks_lse
         )
         own = (
             replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
@@ -364,6 +368,10 @@ class _Account:
         found = moved(own, head_dim, element, self.sizes, counts)
         if kernel == "rows":
             found.update(self._rows())
+        if kernel in ("backward", "keys"):
+            assert counts is not None
+            for name, width in (("q", head_dim.qk), ("d_o", head_dim.v)):
+                found[name] += counts.rows * self._beyond(width) * element
         if kernel == "backward":
             assert counts is not None
             found["workspace.dq"] += counts.groups * GROUP * padded(head_dim.qk) * FLOAT
@@ -371,6 +379,13 @@ class _Account:
             found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
         found.update(self._reading_lists(kernel))
         return found
+
+    def _beyond(self, width: int) -> int:
+        """Columns that blocks of a cluster bring beside their own, as copies are of whole panels."""
+        blocks, panel = self.tiles.backward.cluster, panel_width(width, self.tiles.element)
+        own = width // blocks
+        brought = (min(-(-own // panel) * panel, width - number * own) for number in range(blocks))
+        return sum(brought) - width if blocks > 1 else 0
 
     def _rows(self) -> Mapping[str, int]:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""

@@ -111,7 +111,7 @@ def _main_kernel(
     per_head = counts.column_tiles if isinstance(tiles, BackwardTiles) else counts.row_tiles
     if isinstance(tiles, BackwardTiles):
         per_head = per_head * (shape.heads // max(shape.kv_heads, 1))
-    sharers = _sharers(tiles)
+    sharers = _cluster(tiles)
     per_head = np.repeat(per_head, sharers)  # each block of a cluster has the tiles of all
     blocks = heads * len(per_head)
     resident = max(1, min(resident, -(-blocks // gpu.sms)))
@@ -170,24 +170,30 @@ def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
 
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gpu: Gpu, work: PairWork) -> _Tile:
-    unit, sharers = multiprocessor_of(gpu.target), _sharers(tiles)
-    pairs = tiles.Br * tiles.Bc // sharers
+    unit = multiprocessor_of(gpu.target)
+    rows, columns = _sharers(tiles), _cluster(tiles) // _sharers(tiles)  # parts of a tile that blocks have
+    pairs = tiles.Br * tiles.Bc // rows
     products = [padded(each) for each in work.products]
     rate = _product_rate(gpu, element, warpgroups=tiles.warpgroups)
-    D, Dv = padded(variant.head_dim.qk) * element.bytes, padded(variant.head_dim.v) * element.bytes
+    D, Dv = (padded(each) // columns * element.bytes for each in (variant.head_dim.qk, variant.head_dim.v))
     moved = tiles.Br if isinstance(tiles, BackwardTiles) else tiles.Bc
     loaded = float(moved * (D + Dv))
     return _Tile(
         units={
-            "tensor": 2.0 * pairs * sum(products) / rate / ISSUE,
+            "tensor": 2.0 * pairs * sum(products) / columns / rate / ISSUE,
             "special": pairs * work.specials / unit.specials / ISSUE,
             "other": pairs * work.others / unit.float_lanes / ISSUE + _instructions(tiles),
             "shared": (_shared_bytes(name, tiles, element, D, Dv) + loaded) / unit.shared_bytes_per_clock / ISSUE,
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
-        loaded=loaded / sharers,
-        added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk)) if name == "backward" else 0.0,
+        loaded=loaded / rows,
+        added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk) // columns) if name == "backward" else 0.0,
     )
+
+
+def _cluster(tiles: AnyTiles) -> int:
+    """Blocks that have a part of a tile each: of its rows, or of all columns."""
+    return 1 if isinstance(tiles, QueryTiles) else tiles.cluster
 
 
 def _sharers(tiles: AnyTiles) -> int:
@@ -222,7 +228,10 @@ def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: 
             streamed = 2 * readers / tiles.split * tiles.Br * (D + Dv)
             through = (2 if tiles.split > 1 else 0) * tiles.Br * tiles.Bc * element.bytes
             dq = (3 * tiles.Br * tiles.Bc * element.bytes + 2 * tiles.Bc * D) if name == "backward" else 0
-            return own + streamed + through + dq
+            sent = (
+                (tiles.cluster > 1) * 4 * tiles.Br * tiles.Bc * FLOAT
+            )  # S and dP come from the other block, and are read
+            return own + streamed + through + dq + sent
         case QueryTiles():
             own = _weighing(tiles) * tiles.Br * (D + Dv)
             return own + readers / tiles.split * tiles.Bc * (2 * D + Dv) + _exchanged(tiles, element)

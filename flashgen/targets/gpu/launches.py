@@ -225,7 +225,8 @@ def backward_launches(
     recipe = recipe_of(variant)
     tiles = plan.by_element[element]
     suffix = f"{element}{'_dropout' if dropped else ''}"
-    key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)))
+    cluster = tiles.backward.cluster
+    key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)
     query_grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.queries.Br)))
     boxes = _boxes(("q", "d_o"), tiles.backward.Br, variant, element) if tiles.backward.tensor_copies else ()
 
@@ -244,7 +245,8 @@ def backward_launches(
             if kernel == "backward" and tiles.backward.persistent
             else None
         )
-        return Launch(f"{symbol}_{kernel}_{suffix}{how}", key_grid, threads, shared, boxes, tile_counter)
+        name = f"{symbol}_{kernel}_{suffix}{how}"
+        return Launch(name, key_grid, threads, shared, boxes, tile_counter, cluster=cluster)
 
     def queries(how: str = "") -> Launch:
         name = f"{symbol}_queries_{suffix}{how}"

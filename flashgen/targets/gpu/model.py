@@ -282,10 +282,12 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
-    tiles have room for the next one's list of visits. Where warpgroups have halves of dQ, Q alone has stages.
+    tiles have room for the next one's list of visits. Where warpgroups have halves of dQ, Q alone has stages. Blocks of
+    a cluster have a part of the columns each, and places for what others send of S and dP.
     """
     Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
-    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    D, Dv = padded(variant.head_dim.qk) // tiles.cluster, padded(variant.head_dim.v) // tiles.cluster
+    exchanged = (tiles.cluster > 1) * 2
     halves = tiles.dq_in_halves
     more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
     ds = (stages if tiles.producers and not halves else 1) * (with_dq or split > 1)
@@ -311,6 +313,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("O", "dO", more * tile_bytes(Br, Dv, element), "more_stages * OTile::bytes"),
         Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
         Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
+        Part("EXCHANGE", "S and dP", exchanged * FLOAT * Br * Bc, "(P::cluster > 1) * 2 * 4 * BR * BC"),
         Part("T_K", "tangents of K", tangents * tile_bytes(Bc, D, element), "KTile::bytes"),
         Part("T_V", "tangents of V", tangents * tile_bytes(Bc, Dv, element), "VTile::bytes"),
         Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
@@ -327,6 +330,11 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
         Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", halves * 2 * stages * SIGNAL, "P::tensor_copies * QSignals::bytes", SIGNAL),
+        Part(
+            *("EXCHANGE_SIGNALS", "signals", exchanged * tiles.warps * SIGNAL),
+            "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))",
+            SIGNAL,
+        ),
     )
     return Layout(parts)
 

@@ -49,7 +49,7 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
             at_a_time = tiles.weighed * tiles.split * tiles.Bc
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too
-            numbers = tiles.Bc * (D + Dv) + 2 * pairs
+            numbers = tiles.Bc * (D + Dv) // tiles.cluster + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
             numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
         case QueryTiles() | QueryChoice():  # dQ, S, dP

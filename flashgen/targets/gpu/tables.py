@@ -58,7 +58,8 @@ class BackwardChoice:
     variant: ``tensor_copies`` bring Q and dO; a block that adds up dK, dV and dQ may be ``persistent``: it takes one
     key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
     queries whose scores a warp has in registers at a time. ``dq_sent``: of two warpgroups that have half of dQ's
-    columns each, as many leave by way of shared memory, at most; None where all do.
+    columns each, as many leave by way of shared memory, at most; None where all do. ``cluster`` blocks have a part of
+    the columns each, and exchange what they sum up of S and dP.
     """
 
     Br: int
@@ -74,6 +75,7 @@ class BackwardChoice:
     begins_next: bool = False
     weighed: int = 0
     dq_sent: int | None = None
+    cluster: int = 1
 
     @property
     def dq_in_halves(self) -> bool:

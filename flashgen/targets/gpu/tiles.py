@@ -101,7 +101,8 @@ class BackwardTiles(Tiles):
     ``persistent``: they take one key tile after another; ``begins_next``: the list of the next one comes while this one
     is worked on. ``weighed``: queries whose scores a warp has in registers at a time. Where two warpgroups have half of
     dQ's columns each, there is one stage of dO and dS, and ``dq_sent`` of these columns leave by way of shared memory;
-    None where all of dQ does.
+    None where all of dQ does. ``cluster`` blocks have a part of the columns each, and exchange what they sum up of S
+    and dP.
     """
 
     warps: int
@@ -119,6 +120,7 @@ class BackwardTiles(Tiles):
     dq_sent: int | None = None
     registers: int = 0
     producer_registers: int = 0
+    cluster: int = 1
 
     @property
     def dq_in_halves(self) -> bool:
@@ -133,7 +135,8 @@ class BackwardTiles(Tiles):
     @property
     def kind(self) -> tuple[str, ...]:
         if self.warpgroups:
-            shared = ("split head dimension",) if self.shares_keys else ()
+            shared: tuple[str, ...] = ("split head dimension",) if self.shares_keys else ()
+            shared += (f"{self.cluster} blocks a cluster",) if self.cluster > 1 else ()
             return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *shared)
         split = ("split head dimension",) if self.split > 1 else ()
         return ("warps", f"{self.stages} stage{'s' * (self.stages > 1)}", *split)

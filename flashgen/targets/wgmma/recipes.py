@@ -16,7 +16,7 @@ from flashgen.ir.interval import IntRange
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.model import MOST_COLUMNS, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
@@ -150,6 +150,7 @@ def _with_halves_of_dq(
     divided = ("divided among 2 warpgroups", rules.SHARED_KEYS)
     if not row.shares_keys:
         divided = ("whole rows of dK and dV", rules.OWN_KEYS)
+    cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.EXCHANGE)] if row.cluster > 1 else []
     return Candidate(
         replace(row, tensor_copies=True, weighed=row.Br // 2, dq_sent=sent),
         (
@@ -157,6 +158,7 @@ def _with_halves_of_dq(
             Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
             Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
             Decision.by("head dimension", *divided),
+            *cluster,
             _order_of_keys(variant, recipe, copies=True, has_producers=True),
             Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
             Decision.by("weights", *kept),
@@ -205,10 +207,12 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
     By whole rows, registers have to hold them beside scores that are weighed before dP is there, and by nothing more:
     with the derivative that P takes in products of 192/128 wait for each other (C7512).
     """
-    widths = _padded_widths(variant)
-    if variant.ragged or not _copies_tensors(variant, element) or any(width % 32 for width in widths):
+    widths, recipe = _padded_widths(variant), recipe_of(variant)
+    if variant.ragged or not _copies_tensors(variant, element) or any(width % (32 * row.cluster) for width in widths):
         return False
-    recipe = recipe_of(variant)
+    if row.cluster > 1:
+        whole = widths == (variant.head_dim.qk, variant.head_dim.v)
+        return whole and max(widths) <= MOST_COLUMNS * row.cluster
     weighed = recipe.weights_first and not recipe.folded
     return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
 

@@ -143,6 +143,12 @@ CLUSTERS = Rule(
     "a window of 4000 0.96 of the time, of 1500 1.00, of 512 1.05",
     limit=2048,
 )
+EXCHANGE = Rule(
+    "exchange",
+    "above D 256 registers do not hold dK and dV of 64 keys beside S and dP: two blocks of a cluster have half of the "
+    "columns each, and send each other what they sum up of S and dP",
+    "not measured",
+)
 OWN_KEYS = Rule(
     "own keys",
     "above D 128 a thread has registers for dK and dV of 64 keys by 320 columns together, beside 32 queries at a time: "

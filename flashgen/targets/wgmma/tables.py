@@ -45,12 +45,12 @@ def _hopper_shared_backward(Br: int, blocks: int) -> BackwardChoice:
     return BackwardChoice(Br, 64, 4, stages=2, warpgroups=True, blocks=blocks)
 
 
-def _hopper_shared_keys(sent: int) -> BackwardChoice:
+def _hopper_shared_keys(sent: int, cluster: int = 1) -> BackwardChoice:
     """Two warpgroups share 64 keys: each has half of the columns of dK, dV and dQ, and scores of half a tile's queries.
 
     As many columns of dQ as shared memory has room for leave by way of it.
     """
-    return BackwardChoice(64, 64, 8, stages=2, split=2, warpgroups=True, producers=4, dq_sent=sent)
+    return BackwardChoice(64, 64, 8, stages=2, split=2, warpgroups=True, producers=4, dq_sent=sent, cluster=cluster)
 
 
 def _hopper_halves_of_dq(sent: int) -> BackwardChoice:
@@ -125,8 +125,9 @@ HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
     (192, (_hopper_halves_of_dq(0), _hopper_shared_keys(64))),
-    (320, (_hopper_shared_keys(0),)),
-    (WIDEST, ()),
+    (256, (_hopper_shared_keys(0),)),
+    (320, (_hopper_shared_keys(0, cluster=2), _hopper_shared_keys(0))),
+    (WIDEST, (_hopper_shared_keys(0, cluster=2),)),
 )
 HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_shared_backward(64, 3), _hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),

@@ -59,5 +59,34 @@ FG_DEVICE void copy_panel_to_all(T* to, const TensorMap& map, int column, int ro
                : "memory");
 }
 
+// Starts the stores of each lane's fours to these places of the block of that number, `apart` fours from one to the next, whose bytes the
+// signal in this place there counts. Who waits for them has them, and what the warp read before may be overwritten then.
+template <int apart, int count>
+FG_DEVICE void send_async(float4* to, const float (&fours)[count][4], uint64_t* signal, int rank) {
+  __syncwarp();
+  uint32_t place, counter;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared_address(to)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared_address(signal)), "r"(rank));
+#pragma unroll
+  for (int n = 0; n < count; ++n)
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     place + n * apart * int(sizeof(float4))),
+                 "f"(fours[n][0]), "f"(fours[n][1]), "f"(fours[n][2]), "f"(fours[n][3]), "r"(counter)
+                 : "memory");
+}
+
 }  // namespace fg
 #endif  // FLASHGEN_EMULATOR
+
+namespace fg {
+
+// Starts the copy of rows first … of a slab, from `column` on, to a whole tile, Tile::bytes in all, by this thread. The map's box is one
+// panel.
+template <class Tile>
+FG_DEVICE void copy_columns_async(Tile to, const TensorMap& map, int column, int first, int slab, uint64_t* signal) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::panels; ++panel)
+    copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, column + panel * Tile::width, first, slab, signal);
+}
+
+}  // namespace fg

@@ -68,5 +68,11 @@ FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int 
   emulator::registers.machine->copy_panel(copy, line);
 }
 FG_PRIMITIVE void prefetch_map(const TensorMap&) {}
+// They land as boxes do.
+template <int apart, int count>
+FG_PRIMITIVE void send_async(float4* to, const float (&fours)[count][4], uint64_t* signal, int rank, int line = __builtin_LINE()) {
+  emulator::registers.machine->together({emulator::Together::warp_barrier, line, nullptr, {}, 0, 0});
+  for (int n = 0; n < count; ++n) emulator::registers.machine->send_async(to + n * apart, fours[n], signal, rank, line);
+}
 
 }  // namespace fg

@@ -181,6 +181,10 @@ class Block final : public Machine {
       counts = false;
     }
   }
+  void send_async(const void* to, const void* from, const void* signal, int rank, int line) override {
+    Mbarriers& theirs = block_at(rank, line).mbarriers;
+    theirs.send(thread_, theirs.place(to, shared()), from, theirs.place(signal, shared()), line);
+  }
   void together(const Call& call) override {
     current().call = call;
     current().place = __builtin_return_address(0);

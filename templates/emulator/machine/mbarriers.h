@@ -109,12 +109,7 @@ class Mbarriers {
                        4 + n, static_cast<unsigned long long>(from.extents[3 + n]));
       begin += static_cast<uint64_t>(wanted.more[n]) * from.strides[2 + n];
     }
-    signal.copied += static_cast<int>(all);
-    if (signal.pending == 0 && signal.copied > signal.expected)
-      faults_.report(Fault::mbarrier, line, signal.last_line,
-                     "a tensor copy brings %u bytes to the mbarrier at byte %zu, whose phase has all its arrivals and "
-                     "expects %d more",
-                     all, signal.offset, signal.expected - signal.copied + static_cast<int>(all));
+    bring(signal, "a tensor copy", all, line);
     Copy copy = {line, {}, {}};
     here(copy.asked);
     for (unsigned row = 0; row < rows; ++row)
@@ -127,6 +122,19 @@ class Mbarriers {
         shared_.begin_copy(thread, chunk.offset, warpgroup::chunk_bytes, line);
         copy.chunks.push_back(chunk);
       }
+    signal.copies.push_back(copy);
+  }
+
+  // 16 bytes of a thread of another block. What it did before it sent them, who waits for them has behind it.
+  void send(Thread thread, const void* to, const void* from, const void* place, int line) {
+    Signal& signal = of(thread, place, line);
+    const size_t offset = shared_.place("sends to", to, warpgroup::chunk_bytes, line);
+    bring(signal, "what a thread sends", warpgroup::chunk_bytes, line);
+    clocks_.collect_lane(thread.warp, signal.coming);
+    Copy copy = {line, {}, {{offset, {}}}};
+    here(copy.asked);
+    memcpy(copy.chunks[0].data, from, warpgroup::chunk_bytes);
+    shared_.begin_copy(thread, offset, warpgroup::chunk_bytes, line);
     signal.copies.push_back(copy);
   }
 
@@ -212,6 +220,14 @@ class Mbarriers {
         return signal;
       }
     faults_.report(Fault::mbarrier, line, 0, "there is no mbarrier at byte %zu", offset);
+  }
+
+  void bring(Signal& signal, const char* what, unsigned count, int line) {
+    signal.copied += static_cast<int>(count);
+    if (signal.pending == 0 && signal.copied > signal.expected)
+      faults_.report(Fault::mbarrier, line, signal.last_line,
+                     "%s brings %u bytes to the mbarrier at byte %zu, whose phase has all its arrivals and expects %d more",
+                     what, count, signal.offset, signal.expected - signal.copied + static_cast<int>(count));
   }
 
   void come(Signal& signal, int arrivals, int line) {

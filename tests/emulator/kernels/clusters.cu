@@ -67,6 +67,33 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) told_numbers(const Argument
   fg::global_store(p.y + fg::block_index() * 128 + thread(), float(fg::shared_load(number())));
   fg::cluster_barrier();
 }
+// Each warp sends its numbers to the same one of the other block, over what that has read of those before: it got the other's last ones.
+// Places and signals of two kinds take turns.
+FG_DEVICE float4* sent(int kind) { return reinterpret_cast<float4*>(fg::shared_memory()) + kind * 64 + thread(); }
+FG_DEVICE void send(int kind, float value) {
+  const float fours[1][4] = {{value, value, value, value}};
+  if (thread() % 32 == 0) fg::mbarrier_expect(signal(2 * kind + warp()), 512);
+  fg::send_async<32>(sent(kind), fours, signal(2 * kind + warp()), fg::cluster_rank() ^ 1);
+}
+FG_DEVICE float receive(int kind, int parity) {
+  fg::mbarrier_wait(signal(2 * kind + warp()), parity);
+  const float4 four = fg::shared_load(sent(kind));
+  return four.x + four.w;
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) exchanged(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (warp() < 2) {
+    float sum = 0.0f;
+    for (int n = 0; n < 4; ++n) {
+      send(0, float(fg::cluster_rank() + 1));
+      sum += receive(0, n % 2);
+      send(1, float(thread()));
+      sum += receive(1, n % 2);
+    }
+    fg::global_store(p.y + fg::block_index() * 128 + thread(), sum);
+  }
+}
 
 // ---- mistakes ------------------------------------------------------------------------------------------------------
 
@@ -131,4 +158,37 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) half_a_cluster_barrier(cons
 extern "C" __global__ void __cluster_dims__(2, 1, 1) a_barrier_of_the_block_for_the_cluster(const Arguments p, const Maps maps) {
   if (warp() == 0) fg::block_barrier();  // FAULT
   else fg::cluster_barrier();  // OTHER
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) sent_over_what_the_other_reads(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (warp() < 2) {
+    send(0, 1.0f);
+    send(1, 1.0f);  // says nothing of what was read
+    receive(0, 0);  // READ
+    receive(1, 0);
+    send(0, 2.0f);  // FAULT
+    receive(0, 1);
+  }
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) sent_before_all_have_begun(const Arguments p, const Maps maps) {
+  make(1);
+  fg::block_barrier();
+  if (warp() < 2) {
+    send(0, 1.0f);  // FAULT
+    receive(0, 0);
+  }
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) sent_more_than_expected(const Arguments p, const Maps maps) {
+  make(1);
+  fg::cluster_barrier();
+  if (warp() == 0) {
+    const float fours[1][4] = {};
+    if (thread() == 0) fg::mbarrier_expect(signal(0), 256);
+    fg::send_async<32>(sent(0), fours, signal(0), fg::cluster_rank() ^ 1);  // FAULT
+    fg::mbarrier_wait(signal(0), 0);  // FAULT
+  }
+  fg::cluster_barrier();
 }

@@ -142,6 +142,11 @@ class BackwardCode:
         """Whether two warpgroups have half of the columns of dQ each."""
         return any(each.dq_in_halves for each in self.tiles.values())
 
+    @property
+    def cluster(self) -> int:
+        """Blocks that have a part of the columns each, of some types."""
+        return max(each.cluster for each in self.tiles.values())
+
 
 @dataclass(frozen=True)
 class QueryCode:
@@ -216,10 +221,12 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
         for atomic in ((True, False) if recipe.one_pass else (False,))
     }
     of_warpgroups, in_halves = has_warpgroups(plan), _has_dq_in_halves(plan)
+    clusters = any(each.backward.cluster > 1 for each in plan.elements)
 
     def constants(tiles: BackwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"split": tiles.split, "weighed": tiles.weighed}
         more |= {"dq_sent": tiles.dq_sent or 0} if in_halves else {}
+        more |= {"cluster": tiles.cluster} if clusters else {}
         if of_warpgroups:
             more |= _role_constants(tiles)
             more |= {"dq_column_groups": tiles.dq_column_groups, "persistent": int(tiles.persistent)}
@@ -268,8 +275,9 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
             of_o = (columns_at_a_time(variant),) if variant.f8 else _widths_of_o(Dv, each.element, each.forward)
             widths |= {each.forward.weighed or each.forward.Bc, *of_o}
         if each.backward.dq_in_halves:
-            of_dq = spans_of_half(D, each.element)
-            of_keys = (*of_dq, *spans_of_half(Dv, each.element)) if each.backward.shares_keys else (D, Dv)
+            of_dq = spans_of_half(D // each.backward.cluster, each.element)
+            of_dv = spans_of_half(Dv // each.backward.cluster, each.element)
+            of_keys = (*of_dq, *of_dv) if each.backward.shares_keys else (D, Dv)
             pieces = (min(64, span) for span in of_dq)  # where registers are few
             widths |= {each.backward.weighed, *of_dq, *of_keys, *pieces}
         elif each.backward.warpgroups:
@@ -284,7 +292,7 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
         for tiles in (each.forward for each in plan.elements)
     )
     turns = any(each.forward.takes_turns for each in plan.elements)
-    clusters = any(each.forward.cluster > 1 for each in plan.elements)
+    clusters = any(each.forward.cluster > 1 or each.backward.cluster > 1 for each in plan.elements)
     return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), elements, spans, turns, clusters)
 
 
