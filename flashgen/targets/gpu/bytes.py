@@ -382,8 +382,9 @@ class _Account:
 
     def _beyond(self, width: int) -> int:
         """Columns that blocks of a cluster bring beside their own, as copies are of whole panels."""
-        blocks, panel = self.tiles.backward.cluster, panel_width(width, self.tiles.element)
+        blocks = self.tiles.backward.cluster
         own = width // blocks
+        panel = panel_width(own, self.tiles.element)
         brought = (min(-(-own // panel) * panel, width - number * own) for number in range(blocks))
         return sum(brought) - width if blocks > 1 else 0
 

@@ -204,10 +204,12 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
     return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
 
 
-def _boxes(tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType) -> tuple[Box, ...]:
-    """One panel each of a tile of these tensors."""
+def _boxes(
+    tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType, parts: int = 1
+) -> tuple[Box, ...]:
+    """One panel each of a tile of these tensors, or of so many parts of their columns."""
     operands = operands_of(variant)
-    widths = {name: padded(operands[name].columns(variant.head_dim)) for name in tensors}
+    widths = {name: padded(operands[name].columns(variant.head_dim)) // parts for name in tensors}
     return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
 
 
@@ -228,7 +230,8 @@ def backward_launches(
     cluster = tiles.backward.cluster
     key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)
     query_grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.queries.Br)))
-    boxes = _boxes(("q", "d_o"), tiles.backward.Br, variant, element) if tiles.backward.tensor_copies else ()
+    brought = ("q", "d_o") if tiles.backward.tensor_copies else ()
+    boxes = _boxes(brought, tiles.backward.Br, variant, element, cluster)
 
     def rows(how: str = "", *, clears: bool = False) -> list[Launch]:
         if not recipe.row_state:
