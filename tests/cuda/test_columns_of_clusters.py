@@ -74,6 +74,7 @@ def test_other_types_have_blocks_of_their_own() -> None:
 SPECS = {
     "causal": ("head_dim 512  mask causal", (1, 2, 1, 70, 90)),
     "narrow": ("head_dim 512/64  mask causal", (1, 2, 1, 90, 130)),
+    "wide values": ("head_dim 64/384", (1, 2, 1, 90, 130)),
     "panels": ("head_dim 320  mask causal", (1, 1, 1, 130, 70)),
     "window": ("head_dim 448/384  mask causal and window_left(60)", (1, 2, 2, 190, 130)),
     "dropout": ("head_dim 384  score softcap(s, 20)  mask causal  dropout 0.2", (1, 1, 1, 70, 90)),
