@@ -147,7 +147,7 @@ EXCHANGE = Rule(
     "exchange",
     "above D 256 registers do not hold dK and dV of 64 keys beside S and dP: two blocks of a cluster have half of the "
     "columns each, and send each other what they sum up of S and dP",
-    "not measured",
+    "an H200, causal of 8k with forward, D 512: 353 TFLOP/s, mma.sync 185, D 256 432; D 384 314 and 178",
 )
 OWN_KEYS = Rule(
     "own keys",

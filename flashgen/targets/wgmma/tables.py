@@ -120,7 +120,8 @@ HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (256, (_hopper_f8(64), _hopper_f8(64, stages=2), _hopper_f8(32, stages=2))),
     (WIDEST, ()),
 )
-# dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever shares them.
+# dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever of a block shares them,
+# above 256 few.
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
