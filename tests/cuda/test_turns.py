@@ -68,6 +68,13 @@ def test_smaller_head_dimensions_have_nothing_of_it() -> None:
         assert "PanelHalf" not in emit_cuda(variant, TARGET.plan(variant)).text
 
 
+def test_turns_have_one_stage() -> None:
+    """Pinned to two, others multiply."""
+    _, plan = planned("attention a { dtype bf16  head_dim 384  schedule { stages = 2 } }", "sm_90a")
+    (tiles,) = (each.forward for each in plan.elements)
+    assert (tiles.takes_turns, tiles.stages) == (False, 2)
+
+
 # One tile and many, even and odd; grouped heads; rows and keys that are none; lists; whatever scores and weights read.
 SPECS = {
     "causal": (CAUSAL, (1, 4, 2, 200, 330)),

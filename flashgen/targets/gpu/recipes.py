@@ -297,6 +297,8 @@ def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
     rows = choice.rows if isinstance(choice, ForwardChoice) else rows
     if choice.warps % (4 * choice.split) or rows != 16 * (choice.warps // choice.split):
         yield "a warpgroup has 64 rows"
+    if isinstance(choice, ForwardChoice) and choice.takes_turns and choice.stages > 1:
+        yield "warpgroups that weigh key tiles in turns have one stage"
     if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):
         yield "a warpgroup has 64 rows of dQ"
     if (choice.stages != 2 and choice.split == 1) or width > 256:
