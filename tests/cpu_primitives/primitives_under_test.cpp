@@ -217,11 +217,11 @@ void philox_block(uint32_t* out, const uint32_t* counter, uint64_t seed) {
                                philox_key(seed));
   for (int w = 0; w < 4; ++w) out[w] = static_cast<uint32_t>(words.word[w]);
 }
-// Whether the pairs i = first_i + lane, j = 16 block + n are kept, as out[n][lane].
+// Whether the pairs i = first_i + lane, j = 32 block + n are kept, as out[n][lane].
 void dropout_lanes(uint8_t* out, uint64_t seed, int b, int h, int first_i, int block, uint32_t threshold) {
   const VecU kept = dropout_keeps(seed, b, h, first_i + iota(), block, threshold);
-  for (int n = 0; n < 16; ++n)
-    for (int l = 0; l < W; ++l) out[n * W + l] = (kept[l] & dropout_bit(16 * block + n)) != 0;
+  for (int n = 0; n < dropout_columns; ++n)
+    for (int l = 0; l < W; ++l) out[n * W + l] = (kept[l] & dropout_bit(dropout_columns * block + n)) != 0;
 }
 
 void product(int M, int vectors, int K, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t ldb,

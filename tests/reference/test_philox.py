@@ -40,23 +40,63 @@ def test_threshold(probability: float, threshold: int) -> None:
     assert survivor_scale(threshold) * (1 - threshold / 2**15) == pytest.approx(1.0, rel=1e-15)
 
 
-@pytest.mark.parametrize(("i", "j"), [(7, 10), (7, 11), (8, 2), (15, 9), (31, 3), (1000, 1001)])
+@pytest.mark.parametrize(("i", "j"), [(7, 10), (7, 11), (8, 2), (15, 9), (31, 3), (8, 19), (3, 30), (1000, 1001)])
 def test_one_decision_by_hand(i: int, j: int) -> None:
     b, h, seed = 3, 1, 0x1234_5678_9ABC_DEF0
-    counter = (word(h), word(8 * (i // 16) + i % 8), word(b), word(4 * (j // 16) + j % 8 // 2))
+    counter = (word(h), word(8 * (i // 16) + i % 8), word(b), word(4 * (j // 32) + j % 8 // 2))
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    at = int(words[2 * (j % 16 // 8) + i % 16 // 8]) >> 16 * (j % 2) & 0x7FFF
+    word_of_both = int(words[2 * (j % 16 // 8) + i % 16 // 8])
+    at = of_square(word_of_both, j // 16 % 2) >> 16 * (j % 2) & 0x7FFF
     for threshold in (at, at + 1):
         kept = kept_pairs(seed, threshold, word(b)[None], word(h)[None], word(i)[None], word(j)[None])
         assert bool(kept) == (at >= threshold)
 
 
-def test_every_pair_of_a_square_has_a_number_of_its_own() -> None:
+def of_square(word: int, right: int) -> int:
+    return (word << 8 & 0xFFFFFFFF | word >> 24) if right else word
+
+
+def test_every_pair_has_high_bits_of_its_own() -> None:
     found = set()
     for i in range(32):
-        for j in range(32):
-            found.add((8 * (i // 16) + i % 8, 4 * (j // 16) + j % 8 // 2, 2 * (j % 16 // 8) + i % 16 // 8, j % 2))
-    assert len(found) == 32 * 32
+        for j in range(64):
+            byte = (1, 3)[j % 2] if j // 16 % 2 == 0 else (0, 2)[j % 2]
+            assert of_square(0xFF << 8 * byte, j // 16 % 2) >> 16 * (j % 2) & 0x7FFF == 0x7F00
+            found.add((8 * (i // 16) + i % 8, 4 * (j // 32) + j % 8 // 2, 2 * (j % 16 // 8) + i % 16 // 8, byte))
+    assert len(found) == 32 * 64
+
+
+def agreement(threshold: int) -> float:
+    """The correlation of two decisions where the low bits of one's number are the high ones of the other's."""
+    shared = torch.arange(256, dtype=torch.float64)
+    whole, rest = threshold >> 8, threshold & 255
+    by_low_bits = (whole + (shared < rest).double()) / 128
+    high = shared % 128
+    by_high_bits = (high < whole).double() + (high == whole).double() * rest / 256
+    p = threshold / 2**15
+    assert by_low_bits.mean().item() == by_high_bits.mean().item() == p
+    return ((by_low_bits * by_high_bits).mean().item() - p * p) / (p * (1 - p))
+
+
+def test_numbers_that_share_bits_agree_by_chance() -> None:
+    found = [agreement(threshold) for threshold in range(1, 2**15)]
+    assert min(found) > -1e-12
+    assert max(found) < 1 / 256
+    assert agreement(drop_threshold(0.1)) == pytest.approx(0.00173, abs=1e-5)
+
+
+def test_what_is_drawn_agrees_as_much() -> None:
+    threshold = drop_threshold(0.2)  # of which it is most
+    kept = kept_pairs(3, threshold, torch.arange(8), torch.arange(8), torch.arange(512), torch.arange(512))
+    left, right = kept.double().view(8, 8, 512, 16, 2, 16).sub_(1 - threshold / 2**15).unbind(4)
+    variance = threshold / 2**15 * (1 - threshold / 2**15)
+    noise = 5 / left.numel() ** 0.5
+    assert abs((left * right).mean().item() / variance - agreement(threshold)) < noise < agreement(threshold) / 2
+    crossed = right.reshape(-1, 8, 2).flip(-1).reshape(left.shape)
+    assert abs((left * crossed).mean().item() / variance - agreement(threshold)) < noise
+    others = left[..., 2::2] * right[..., 1:-1:2], left[..., ::2] * left[..., 1::2], left[:, :, 1:] * right[:, :, :-1]
+    for each in others:
+        assert abs(each.mean().item() / variance) < 5 / each.numel() ** 0.5
 
 
 def test_a_shard_draws_what_the_whole_draws() -> None:

@@ -1,9 +1,10 @@
 // Layer 2 of the CPU primitives: the counter-based random numbers of dropout, Philox4x32-7 (Salmon et al., 2011).
 //
-// Contract, the same on every backend: a call draws for eight pairs of a square of 16 x 16, rows r and r + 8 by columns
-// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 16) + j % 8 // 2), key = (low, high word
-// of the seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8: the low 15 bits of its
-// half j % 2. The pair is kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
+// Contract, the same on every backend: a call draws for sixteen pairs of two squares of 16 x 16 side by side, rows r and
+// r + 8 by columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of each. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 32) + j % 8 // 2),
+// key = (low, high word of the seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8,
+// which in the right square (j // 16 odd) is rotated to the left by eight bits: the low 15 bits of its half j % 2. The pair is
+// kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
 #pragma once
 #include "vector.h"
 
@@ -39,16 +40,19 @@ FG_INLINE auto philox(C0 c0, C1 c1, C2 c2, C3 c3, PhiloxKey key) {
   }
 }
 
-// Whether pairs of a row and 16 columns are kept: column j is bit j % 16 / 2, of odd columns 16 + j % 16 / 2.
-FG_INLINE uint32_t dropout_bit(int32_t j) { return 1u << ((j & 15) / 2 + (j & 1) * 16); }
+// Whether pairs of a row and 32 columns are kept: column j is bit j % 32 / 2, of odd columns 16 + j % 32 / 2.
+constexpr int dropout_columns = 32;
+FG_INLINE uint32_t dropout_bit(int32_t j) { return 1u << ((j & 31) / 2 + (j & 1) * 16); }
 
-// Of a word's halves, each of which is a number: bit n of the half.
+// Of a word's halves, each of which is a number, bit n of the half for the left square, and bit n + 8 for the right one.
 FG_INLINE VecU dropout_bits(VecU words, int n, uint32_t threshold) {
   const uint32_t carries = (0x8000u - threshold) * 0x10001u;  // into bit 15 of what is kept
-  return ((words & 0x7fff7fffu) + carries) >> (15 - n) & (0x10001u << n);
+  const VecU rotated = words << 8 | words >> 24;
+  return (((words & 0x7fff7fffu) + carries) >> (15 - n) & (0x10001u << n)) |
+         (((rotated & 0x7fff7fffu) + carries) >> (7 - n) & (0x1000100u << n));
 }
 
-// Bits of the columns 16 block ... 16 block + 15 for any rows i.
+// Bits of the columns 32 block ... 32 block + 31 for any rows i.
 FG_INLINE VecU dropout_keeps_of_rows(uint64_t seed, int32_t b, int32_t h, VecI i, int32_t block, uint32_t threshold) {
   const VecUL rows = reinterpret_cast<VecUL>((i >> 4 << 3) | (i & 7));
   const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b);

@@ -1,9 +1,10 @@
 // Layer 3 of the CUDA primitives: the counter-based random numbers of dropout, Philox4x32-7 (Salmon et al., 2011).
 //
-// Contract, the same on every backend: a call draws for eight pairs of a square of 16 x 16, rows r and r + 8 by columns
-// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 16) + j % 8 // 2), key = (low, high word of the
-// seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8: the low 15 bits of its half j % 2.
-// The pair is kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
+// Contract, the same on every backend: a call draws for sixteen pairs of two squares of 16 x 16 side by side, rows r and r + 8
+// by columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of each. counter = (h, 8 (i // 16) + i % 8, b, 4 (j // 32) + j % 8 // 2), key = (low,
+// high word of the seed). The number of the pair (b, h, i, j) is in output word 2 (j % 16 // 8) + i % 16 // 8, which in the right
+// square (j // 16 odd) is rotated to the left by eight bits: the low 15 bits of its half j % 2. The pair is kept iff
+// number >= threshold, threshold = round(p 2^15). All indices are global ones.
 //
 // So words are the registers of a lane that has a square of accumulators, or of an operand of them.
 #pragma once
@@ -16,9 +17,11 @@ struct Words {
   uint32_t word[4];
 };
 
-// A number of the counter for rows, and one for columns: the eight pairs of a lane.
+// A number of the counter for rows, and one for columns: those of a lane's pairs.
 FG_DEVICE uint32_t dropout_row(int32_t i) { return uint32_t(i >> 4) * 8 + (i & 7); }
-FG_DEVICE uint32_t dropout_column(int32_t j) { return uint32_t(j >> 4) * 4 + (j >> 1 & 3); }
+FG_DEVICE uint32_t dropout_column(int32_t j) { return uint32_t(j >> 5) * 4 + (j >> 1 & 3); }
+// Whether a column, or a square that begins with it, is in the right one of two squares.
+FG_DEVICE bool right_square(int32_t j) { return (j & 16) != 0; }
 
 // What a block draws its decisions from; b and h are the head's. Of three rounds, half follow from the row alone, half from the
 // column; the first multiplies neither.
@@ -65,28 +68,42 @@ struct Dropout {
     return {{c0, c1, c2, c3}};
   }
 
+  // Of a call's words, the numbers of its left or its right square.
+  FG_DEVICE static uint32_t numbers(uint32_t word, bool right) { return __funnelshift_l(word, word, right ? 8 : 0); }
   // All bits of the halves whose pairs are kept. The threshold is at most `most_by_halves`.
-  FG_DEVICE Words keeps(const OfRow& row, const OfColumn& column) const {
-    Words kept = words(row, column);
+  FG_DEVICE Words keeps(const Words& words, bool right) const {
+    Words kept;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) kept.word[n] = halves_not_below(kept.word[n], threshold | threshold << 16);
+    for (int n = 0; n < 4; ++n)
+      kept.word[n] = halves_not_below(numbers(words.word[n], right), threshold | threshold << 16);
     return kept;
   }
   // One pair, for any threshold.
   FG_DEVICE bool keeps_one(int32_t i, int32_t j) const {
     const Words all = words(row_of(dropout_row(i)), column_of(dropout_column(j)));
     const uint32_t low = i & 8 ? all.word[1] : all.word[0], high = i & 8 ? all.word[3] : all.word[2];
-    return ((j & 8 ? high : low) >> (j & 1) * 16 & 0x7fffu) >= threshold;
+    return (numbers(j & 8 ? high : low, right_square(j)) >> (j & 1) * 16 & 0x7fffu) >= threshold;
   }
-  // Whether lanes draw for the eight pairs that they have: squares of the contract begin where those of accumulators do.
-  FG_DEVICE bool draws_squares(int32_t i, int32_t j) const { return ((i | j) & 15) == 0 && threshold <= most_by_halves; }
+  // Whether lanes draw for the pairs that they have: squares of the contract, or two side by side, begin where those of
+  // accumulators do.
+  template <int together> FG_DEVICE bool draws_squares(int32_t i, int32_t j) const {
+    return (i & 15 | j & 16 * together - 1) == 0 && threshold <= most_by_halves;
+  }
 };
+
+// How many of so many squares side by side a lane draws for by a call.
+FG_CONSTEXPR int squares_together(int squares) { return squares % 2 == 0 ? 2 : 1; }
+// The number of a lane's columns in a square: `column` is the lane's first one in the first square.
+template <int together> FG_DEVICE uint32_t dropout_column_of(int32_t column, int square) {
+  return together == 2 ? dropout_column(column) + 2 * square : dropout_column(column + 16 * square);
+}
 
 // The decisions for an array of accumulators: of a square of two a word's halves have four bits each. One tile of columns is a half
 // of a square.
 template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {
   static_assert(n_tiles == 1 || n_tiles % 2 == 0, "accumulators are squares, or halves of them");
   static constexpr int beside = (n_tiles + 1) / 2, squares = m_tiles * beside, at_once = 4;
+  static constexpr int together = squares_together(rows_are_keys ? m_tiles : beside);  // their keys side by side
   uint32_t bits[(squares + at_once - 1) / at_once];
 
   // x where the pair is kept, else 0.
@@ -131,19 +148,28 @@ FG_DEVICE void draw_pairs(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, cons
 template <bool rows_are_keys, int m_tiles, int n_tiles>
 FG_DEVICE void draw_squares(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
   using Kept = KeptPairs<rows_are_keys, m_tiles, n_tiles>;
-  const uint32_t row = dropout_row(i + lane_index() / 4), column = dropout_column(j + lane_index() % 4 * 2);
+  const uint32_t row = dropout_row(i + lane_index() / 4);
+  const int32_t column = j + lane_index() % 4 * 2;
 #pragma unroll
-  for (int first = 0; first < Kept::squares; first += Kept::at_once) {
-    uint32_t bits = 0;
+  for (uint32_t& bits : kept.bits) bits = 0;
 #pragma unroll
-    for (int n = 0; n < min(Kept::squares - first, Kept::at_once); ++n) {
-      const uint32_t down = (first + n) / Kept::beside, along = (first + n) % Kept::beside;
-      const Words words = dropout.keeps(
-          dropout.row_of(row + 8 * (rows_are_keys ? along : down)), dropout.column_of(column + 4 * (rows_are_keys ? down : along)));
+  for (int square = 0; square < Kept::squares; ++square) {
+    const int down = square / Kept::beside, along = square % Kept::beside;
+    const int keys = rows_are_keys ? down : along, queries = rows_are_keys ? along : down;
+    if (keys % Kept::together != 0) continue;
+    const Words words = dropout.words(dropout.row_of(row + 8 * queries), dropout.column_of(dropout_column_of<Kept::together>(column, keys)));
 #pragma unroll
-      for (int w = 0; w < 4; ++w) bits |= words.word[w] & 0x10001u << (4 * n + w);
+    for (int n = 0; n < Kept::together; ++n) {
+      const bool right = Kept::together == 2 ? n == 1 : right_square(j + 16 * keys);
+      const Words all = dropout.keeps(words, right);
+      const int own = square + n * (rows_are_keys ? Kept::beside : 1);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) kept.bits[own / Kept::at_once] |= all.word[w] & 0x10001u << (own % Kept::at_once * 4 + w);
     }
-    kept.bits[first / Kept::at_once] = rows_are_keys ? exchanged_in_columns(bits) : bits;
+  }
+  if constexpr (rows_are_keys) {
+#pragma unroll
+    for (uint32_t& bits : kept.bits) bits = exchanged_in_columns(bits);
   }
 }
 
@@ -151,7 +177,7 @@ template <bool rows_are_keys, int m_tiles, int n_tiles>
 FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Dropout& dropout, int32_t i, int32_t j) {
   const int32_t within = n_tiles == 1 ? (rows_are_keys ? i : j) & 8 : 0;  // a square, the half that is wanted
   (rows_are_keys ? i : j) -= within;
-  if (dropout.draws_squares(i, j)) draw_squares(kept, dropout, i, j);
+  if (dropout.template draws_squares<KeptPairs<rows_are_keys, m_tiles, n_tiles>::together>(i, j)) draw_squares(kept, dropout, i, j);
   else draw_pairs(kept, dropout, i, j);
   if (within == 0) return;
 #pragma unroll
@@ -161,15 +187,19 @@ FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Drop
 // What is dropped of an operand whose rows are queries becomes 0.
 template <class T, int inner> FG_DEVICE void drop(LeftRows<T, 1, inner>& p, const Dropout& dropout, int32_t i, int32_t j) {
   static_assert(sizeof(T) == 2, "a register has two columns");
-  constexpr int squares = inner / 16;
-  if (dropout.draws_squares(i, j)) {
+  constexpr int squares = inner / 16, together = squares_together(squares);
+  if (dropout.template draws_squares<together>(i, j)) {
     const auto row = dropout.row_of(dropout_row(i + lane_index() / 4));
-    const uint32_t column = dropout_column(j + lane_index() % 4 * 2);
+    const int32_t column = j + lane_index() % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < squares; ++n) {
-      const Words kept = dropout.keeps(row, dropout.column_of(column + 4 * n));
+    for (int first = 0; first < squares; first += together) {
+      const Words words = dropout.words(row, dropout.column_of(dropout_column_of<together>(column, first)));
 #pragma unroll
-      for (int w = 0; w < 4; ++w) p.at[0][n].r[w] &= kept.word[w];
+      for (int n = first; n < first + together; ++n) {
+        const Words kept = dropout.keeps(words, together == 2 ? n > first : right_square(j + 16 * n));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) p.at[0][n].r[w] &= kept.word[w];
+      }
     }
   } else {
     KeptPairs<false, 1, inner / 8> kept;
