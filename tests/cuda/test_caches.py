@@ -25,13 +25,13 @@ from flashgen.runtime.kernel import ArgumentLayout, PassName
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
 from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
 
 from .test_sequences import planted, random, squeezed
 
-TARGET = GPUS["sm_80"]
 TEXT = """
 attention planted_cache {
     head_dim WIDTH
@@ -67,18 +67,26 @@ MISTAKES = {
     "the first page is that of all": ("page = known_page(n - first_known)", "page = known_page(0)"),
     "padding is seen": ("a.kv_start = padding, a.kv_len = length - padding;", "a.kv_start = 0, a.kv_len = length;"),
     "the last row is not seen": ("a.kv_len = length - padding;", "a.kv_len = length - padding - 1;"),
-    "queries begin at 0": ("a.q_start = length > call.q_len ? length - call.q_len : 0", "a.q_start = 0"),
+    "queries begin at 0": ("a.q_start = length > q_len ? length - q_len : 0", "a.q_start = 0"),
     "the first sequence's b": ("a.b_start = call.b_start + n", "a.b_start = call.b_start"),
-    "Nk of the whole cache": ("a.kv_total = length > 1 ? length : 1", "a.kv_total = call.kv_total"),
-    "Q of the first sequence": ("fg::moved<T>(call.q, int64_t(n) * call.q_stride_b)", "call.q"),
+    "Nk of the whole cache": (", a.kv_total = fg::max(length, 1);", ";"),
+    "Q of the first sequence": ("(a.sequence * a.q_stride_b + first)", "first"),
+    "O of the first sequence": (
+        "return a.sequence * a.heads + kv_head * group_of(a);",
+        "return kv_head * group_of(a);",
+    ),
     "heads one behind the other": (
         "heads[r] = head_of(place.head * group_of(a) + (number - n * group_of(a)));",
         "heads[r] = head_of(place.head * group_of(a));",
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
-    "lse by position": ("(kv_head * group + (row - n * group)) * a.q_len + n", "kv_head * group * a.q_len + row"),
+    "lse by position": (
+        "(first_head(a, kv_head) + (row - n * group)) * a.q_len + n",
+        "first_head(a, kv_head) * a.q_len + row",
+    ),
     "parts overlap": ("fg::min(first_tile + own_tiles, tiles())", "tiles()"),
-    "Q comes behind the second keys": ("if (begins && n == 0) load_q(place);", "if (begins && n == 1) load_q(place);"),
+    "no Q comes": ("load_q(place);  // while the length is on its way", ""),
+    "a quotient by three heads": ("return by & (by - 1) ? x / by : x >>", "return x >>"),
     "maxima of parts do not count": ("return from == top ? 1.0f : shrink;", "return 1.0f;"),
     "the last part does not count": (
         "32 * k + lane < span ? fg::global_load_left",
@@ -136,9 +144,11 @@ MISTAKES_OF_FIRST = {
         "k_rows, rows_of_k<T>(a, 0).by_row, first * BC);",
     ),
     "where something is masked": ("k_rows && !whole.may_be_false", "k_rows"),
-    "Q comes behind the second keys": ("if (n == 0) load_q(place);", "if (n == 1) load_q(place);"),
     "they are asked for again": ("if (!asked) {", "if (true) {"),
-    "they are one group": ("(first + n) * BC); fg::copy_async_commit(); if (n == 0)", "(first + n) * BC); if (n == 0)"),
+    "they are one group": (
+        "(first + n) * BC); fg::copy_async_commit(); if (n == stages",
+        "(first + n) * BC); if (n == stages",
+    ),
     "padding is seen": ("entry * by_entry + unsigned(first) * by_row", "entry * by_entry"),
     "keys of the first head": ("(a, first_of_k(a, 0, place.head)).in_entry()", "(a, 0).in_entry()"),
     "the first entry": ("base + entry * by_entry + unsigned(first)", "base + unsigned(first)"),
@@ -149,7 +159,7 @@ MISTAKES_OF_FIRST = {
 class Kind:
     """What is planted in: kernels of an element type over a kind of cache, at a head dimension; rows of its pages.
 
-    ``tolerance``: what is more is an error.
+    ``tolerance``: what is more is an error. ``few_rows``: tiles are those of calls that have few, not the planner's.
     """
 
     element: ElementType
@@ -158,6 +168,8 @@ class Kind:
     page: int
     tolerance: float
     text: str = TEXT
+    target: str = "sm_80"
+    few_rows: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,7 +196,9 @@ NARROW_SINGLE = Kind(ElementType.F32, RowsOf.F8_CACHED, 16, 8, 1e-5)
 def emitted(kind: Kind) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     text = kind.text.replace("WIDTH", str(kind.width)).replace("ELEMENT", str(kind.element))
     spec = flashgen.loads(text, backend="reference").spec
-    return spec, compiled(kernel_variant(spec, spec.head_dims[0], kind.rows), TARGET)
+    variant, target = kernel_variant(spec, spec.head_dims[0], kind.rows), GPUS[kind.target]
+    own = compiled(variant, target)
+    return spec, compiled(variant, target, pins_of_rows(variant, own.plan, kind.element, 1)) if kind.few_rows else own
 
 
 def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE, apart: bool = False) -> AttentionOp:
@@ -376,14 +390,12 @@ def test_mistakes_with_rows_that_are_copied_together_show(
     assert shows(changed(name, mistakes[mistake], kind=kind), without_padding(kind), kind.tolerance)
 
 
-LENGTH, BEFORE = "fg::global_load(call.cache_lengths + n)", "number_of(call.cache_padding, n, 0)"
-PLACE = "number_of(a.cache_places, a.sequence, a.sequence)"
 # What keeps kernels inside, the same without it, and which numbers show it.
 BOUNDS = {
     "pages": ("clamp(global_load(pages + min(number, columns - 1)), 0, entries - 1)", "global_load(pages + number)"),
-    "lengths": (f"within({LENGTH}, call.kv_len)", LENGTH),
-    "padding": (f"within({BEFORE}, length)", BEFORE),
-    "entries": (f"int(within({PLACE}, a.cache_entries - 1))", PLACE),
+    "lengths": ("within(fg::again(a.length_read), int(a.kv_len))", "fg::again(a.length_read)"),
+    "padding": ("within(a.padding_read, length)", "a.padding_read"),
+    "entries": ("within(a.entry_read, int(a.cache_entries) - 1)", "a.entry_read"),
 }
 
 

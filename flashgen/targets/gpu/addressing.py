@@ -1,9 +1,11 @@
 """Stage 4, emit for GPUs: how kernels find the rows of an operand. No template computes a stride.
 
 In: a table of operands. Out: C++ functions of ``struct Arguments``, for each operand: where rows are read and where
-they are written. In ragged batches and over caches kernels see one sequence at a time; ``sequence_code`` moves the
-pointers to it. Over caches a tile has the queries of all heads that share a key/value head, head by head within each
-position, and finds keys through a sequence's entry or pages: ``templates/cuda/cached.cuh.jinja`` has these rows.
+they are written. In ragged batches and over caches kernels see one sequence at a time; in the former ``sequence_code``
+moves the pointers to it. Over caches rows are counted from the first sequence's where they are asked for, so that
+nothing is computed ahead of the first keys that they do without. There a tile has the queries of all heads that share a
+key/value head, head by head within each position, and finds keys through a sequence's entry or pages:
+``templates/cuda/cached.cuh.jinja`` has these rows.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ def addressing_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> str:
 
 def sequence_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> tuple[str, ...]:
     """Statements that move the pointers of ``a`` to a sequence's rows, which begin at ``q_begin`` and ``kv_begin``."""
-    if operands["k"].rows is Rows.CACHED:
-        return tuple(_moved_to_entry(each, head_dim) for each in operands.values() if each.of_queries)
     return tuple(_moved(each, head_dim) for each in operands.values())
 
 
@@ -105,25 +105,19 @@ template <class T> FG_DEVICE fg::CachedRows<T> rows_of_{name}(const Arguments& a
 
 
 def _of_group(q: Operand, o: Operand, head_dim: HeadDim) -> str:
-    _, by_head, by_row = (f"a.{field}" for field in q.stride_fields)
-    return f"""// q and o, of a sequence {q.shape[4:]}: the rows of the heads of a key/value head.
+    by_batch, by_head, by_row = (f"a.{field}" for field in q.stride_fields)
+    return f"""// q and o, of the block's sequence {q.shape[4:]}: the rows of the heads of a key/value head.
 FG_DEVICE int first_of_q(const Arguments& a, int64_t, int64_t h) {{ return int(h * {by_head}); }}
 template <class T> FG_DEVICE fg::GroupRows<const T> rows_of_q(const Arguments& a, int first) {{
-  return {{static_cast<const T*>(a.q) + first, group_of(a), 0, {by_head}, {by_row}}};
+  return {{static_cast<const T*>(a.q) + (a.sequence * {by_batch} + first), group_of(a), 0, {by_head}, {by_row}}};
 }}
-template <class T> FG_DEVICE fg::GroupRows<T> rows_of_o(const Arguments& a, int64_t kv_head, int first) {{
+FG_DEVICE int64_t first_head(const Arguments& a, int kv_head) {{ return a.sequence * a.heads + kv_head * group_of(a); }}
+template <class T> FG_DEVICE fg::GroupRows<T> rows_of_o(const Arguments& a, int kv_head, int first) {{
   const int64_t by_row = {o.columns(head_dim)}, by_head = a.q_len * by_row;
-  return {{static_cast<T*>(a.o) + kv_head * group_of(a) * by_head, group_of(a), first, by_head, by_row}};
+  return {{static_cast<T*>(a.o) + first_head(a, kv_head) * by_head, group_of(a), first, by_head, by_row}};
 }}
 // The number of one of these rows in lse.
-FG_DEVICE int64_t query_row(const Arguments& a, int64_t kv_head, int row) {{
+FG_DEVICE int64_t query_row(const Arguments& a, int kv_head, int row) {{
   const int group = group_of(a), n = int(fg::position_of(row, group));
-  return (kv_head * group + (row - n * group)) * a.q_len + n;
+  return (first_head(a, kv_head) + (row - n * group)) * a.q_len + n;
 }}"""
-
-
-def _moved_to_entry(each: Operand, head_dim: HeadDim) -> str:
-    columns, (_, heads, rows) = each.columns(head_dim), each.counts
-    by_batch = f"call.{each.stride_fields[0]}" if each.rows.has_strides else f"(call.{heads} * call.{rows} * {columns})"
-    element = "float" if each.elements is Elements.FLOAT32 else "T"
-    return f"a.{each.name} = fg::moved<{element}>(call.{each.name}, int64_t(n) * {by_batch});"

@@ -177,14 +177,13 @@ def bytes_of_caches(
 ) -> Mapping[str, int]:
     """Of a call over a cache: K and V once for a tile of the rows of all heads that share them, Q once for each part.
 
+    Parts without keys ask for it, too: they do not know yet.
     What says where rows lie comes from caches, and is left out.
     """
     head_dim, element = variant.head_dim, tiles.element.bytes
     keys = sum(_keys_of_group(variant, tiles, {**values, **own}, captured) for own in sequences)
     rows = math.prod(int(values[each]) for each in ("batch", "heads", "q_len"))
-    parts = sum(_parts_with_tiles(tiles.forward, {**values, **own}) for own in sequences)  # others do not ask for Q
-    rows_of_one = math.prod(int(values[each]) for each in ("heads", "q_len"))
-    found = Counter({"q": parts * rows_of_one * head_dim.qk * element, "o": rows * head_dim.v * element})
+    found = Counter({"q": int(values["splits"]) * rows * head_dim.qk * element, "o": rows * head_dim.v * element})
     of_keys = keys * ELEMENT_BYTES[int(values["key_element"])]
     found.update({"k": of_keys * head_dim.qk, "v": of_keys * head_dim.v})
     if values["lse"]:
