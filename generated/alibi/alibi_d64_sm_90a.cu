@@ -2878,7 +2878,6 @@ template <class T> struct Block {
     Team::barrier();
     finish(here);
   }
-
   FG_DEVICE void load_q(const Place& place) {
     const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
     fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
