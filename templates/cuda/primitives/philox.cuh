@@ -40,15 +40,6 @@ struct Dropout {
   struct OfColumn {
     uint32_t c0, c2, c3;
   };
-  // Of the head, what columns take.
-  struct OfHead {
-    uint32_t h, b;
-  };
-  // What does not change along a row.
-  struct AlongRow {
-    OfRow row;
-    OfHead head;
-  };
 
   FG_DEVICE uint32_t key0(int round) const { return uint32_t(seed) + round * 0x9E3779B9u; }
   FG_DEVICE uint32_t key1(int round) const { return uint32_t(seed >> 32) + round * 0xBB67AE85u; }
@@ -60,16 +51,12 @@ struct Dropout {
     const uint64_t second = wide_product(times1, high(first) ^ uint32_t(of_h) ^ key1(1));
     return {high(second) ^ key0(2), uint32_t(second), uint32_t(first) ^ key1(2)};
   }
-  FG_DEVICE OfHead head() const {
-    return {high(wide_product(times0, uint32_t(h))) ^ key1(0), uint32_t(wide_product(times1, uint32_t(b))) ^ key0(1)};
-  }
-  FG_DEVICE static OfColumn column_of(const OfHead& head, uint32_t number) {
-    const uint64_t second = wide_product(times1, head.h ^ number);
-    const uint64_t first = wide_product(times0, high(second) ^ head.b);
+  FG_DEVICE OfColumn column_of(uint32_t number) const {
+    const uint64_t of_h = wide_product(times0, uint32_t(h)), of_b = wide_product(times1, uint32_t(b));
+    const uint64_t second = wide_product(times1, high(of_h) ^ number ^ key1(0));
+    const uint64_t first = wide_product(times0, high(second) ^ uint32_t(of_b) ^ key0(1));
     return {uint32_t(second), high(first), uint32_t(first)};
   }
-  // Of the first row of this lane's pairs, where a square of rows begins with i.
-  FG_DEVICE AlongRow along_row(int32_t i) const { return {row_of(dropout_row(i + lane_index() / 4)), head()}; }
   FG_DEVICE Words words(const OfRow& row, const OfColumn& column) const {
     uint32_t c0 = row.c0 ^ column.c0, c1 = row.c1, c2 = row.c2 ^ column.c2, c3 = column.c3;
 #pragma unroll
@@ -93,7 +80,7 @@ struct Dropout {
   }
   // One pair, for any threshold.
   FG_DEVICE bool keeps_one(int32_t i, int32_t j) const {
-    const Words all = words(row_of(dropout_row(i)), column_of(head(), dropout_column(j)));
+    const Words all = words(row_of(dropout_row(i)), column_of(dropout_column(j)));
     const uint32_t low = i & 8 ? all.word[1] : all.word[0], high = i & 8 ? all.word[3] : all.word[2];
     return (numbers(j & 8 ? high : low, right_square(j)) >> (j & 1) * 16 & 0x7fffu) >= threshold;
   }
@@ -165,13 +152,12 @@ FG_DEVICE void draw_squares(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, co
   const int32_t column = j + lane_index() % 4 * 2;
 #pragma unroll
   for (uint32_t& bits : kept.bits) bits = 0;
-  const auto head = dropout.head();
 #pragma unroll
   for (int square = 0; square < Kept::squares; ++square) {
     const int down = square / Kept::beside, along = square % Kept::beside;
     const int keys = rows_are_keys ? down : along, queries = rows_are_keys ? along : down;
     if (keys % Kept::together != 0) continue;
-    const Words words = dropout.words(dropout.row_of(row + 8 * queries), dropout.column_of(head, dropout_column_of<Kept::together>(column, keys)));
+    const Words words = dropout.words(dropout.row_of(row + 8 * queries), dropout.column_of(dropout_column_of<Kept::together>(column, keys)));
 #pragma unroll
     for (int n = 0; n < Kept::together; ++n) {
       const bool right = Kept::together == 2 ? n == 1 : right_square(j + 16 * keys);
@@ -198,35 +184,16 @@ FG_DEVICE void draw(KeptPairs<rows_are_keys, m_tiles, n_tiles>& kept, const Drop
   for (uint32_t& bits : kept.bits) bits >>= rows_are_keys ? 1 : 2;
 }
 
-// The calls for a lane's pairs of an operand whose rows are queries, so many squares side by side. Some are made early: where other
-// units work, and registers are left. They are of use where squares begin as those of the contract do.
-template <int squares> struct OperandCalls {
-  static constexpr int together = squares_together(squares), count = squares / together, early = count < 2 ? count : 2;
-  Words words[early];
-};
-template <int squares>
-FG_DEVICE Words operand_call(const Dropout& dropout, const Dropout::AlongRow& row, int32_t j, int number) {
-  constexpr int together = OperandCalls<squares>::together;
-  const uint32_t column = dropout_column_of<together>(j + lane_index() % 4 * 2, together * number);
-  return dropout.words(row.row, dropout.column_of(row.head, column));
-}
-template <int squares>
-FG_DEVICE void call_early(OperandCalls<squares>& calls, const Dropout& dropout, const Dropout::AlongRow& row, int32_t j) {
-#pragma unroll
-  for (int n = 0; n < calls.early; ++n) calls.words[n] = operand_call<squares>(dropout, row, j, n);
-}
-
 // What is dropped of an operand whose rows are queries becomes 0.
-template <class T, int inner>
-FG_DEVICE void drop(LeftRows<T, 1, inner>& p, const OperandCalls<inner / 16>& calls, const Dropout& dropout,
-                    const Dropout::AlongRow& row, int32_t i, int32_t j) {
+template <class T, int inner> FG_DEVICE void drop(LeftRows<T, 1, inner>& p, const Dropout& dropout, int32_t i, int32_t j) {
   static_assert(sizeof(T) == 2, "a register has two columns");
   constexpr int squares = inner / 16, together = squares_together(squares);
   if (dropout.template draws_squares<together>(i, j)) {
+    const auto row = dropout.row_of(dropout_row(i + lane_index() / 4));
+    const int32_t column = j + lane_index() % 4 * 2;
 #pragma unroll
     for (int first = 0; first < squares; first += together) {
-      const int number = first / together;
-      const Words words = number < calls.early ? calls.words[number < calls.early ? number : 0] : operand_call<squares>(dropout, row, j, number);
+      const Words words = dropout.words(row, dropout.column_of(dropout_column_of<together>(column, first)));
 #pragma unroll
       for (int n = first; n < first + together; ++n) {
         const Words kept = dropout.keeps(words, together == 2 ? n > first : right_square(j + 16 * n));
