@@ -19,7 +19,14 @@ from flashgen.choice import TileChoices, tile_choices
 from flashgen.compiled import compiled, with_reasons
 from flashgen.diagnostics import quoted_list
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.emulator_backend import EmulatorProvider, cached_kernel, f8_kernel, ragged_kernel
+from flashgen.emulator_backend import (
+    EmulatorProvider,
+    block_kernel,
+    cached_kernel,
+    dense_kernel,
+    f8_kernel,
+    ragged_kernel,
+)
 from flashgen.gpu_backend import CudaProvider, Package
 from flashgen.gpu_calls import (
     ELEMENTS,
@@ -27,6 +34,7 @@ from flashgen.gpu_calls import (
     GPU_TANGENTS_BACKWARD,
     RowsOf,
     call_of,
+    is_by_blocks,
     is_cached,
     is_f8,
     kernel_variant,
@@ -64,8 +72,11 @@ __all__ = [
     "launches_of",
     "providers",
     "RowsOf",
+    "block_kernel",
     "cached_kernel",
+    "dense_kernel",
     "f8_kernel",
+    "is_by_blocks",
     "is_cached",
     "is_f8",
     "ragged_kernel",

@@ -18,6 +18,7 @@ from flashgen.gpu_calls import (
     RowsOf,
     call_of,
     check_element,
+    has_blocks,
     is_f8,
     jvp_kernel,
     kernel_variant,
@@ -160,11 +161,12 @@ class EmulatorProvider:
         layout = ArgumentLayout(cuda_fields(variant))
         varlen, cached = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED))
         parts, slices = (other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
+        by_blocks = other(RowsOf.BY_BLOCKS) if has_blocks(self.spec, head_dim, self.target) else None
         f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
         jvp, back = self._forward_mode(head_dim), self._forward_mode_backward(head_dim)
         return EmulatedKernel(
-            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, slices=slices, f8=f8, jvp=jvp,
-            jvp_backward=back,
+            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, slices=slices, by_blocks=by_blocks,
+            f8=f8, jvp=jvp, jvp_backward=back,
         )  # fmt: skip
 
     def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
@@ -180,6 +182,11 @@ class EmulatorProvider:
         return functools.cache(lambda: jvp_kernel(back(head_dim, 0), back.compiled(head_dim).plan, "backward"))
 
 
+def dense_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What dense calls run on the emulator of a target."""
+    return compiled(kernel_variant(spec, head_dim), GPUS[target])
+
+
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What ragged batches run on the emulator of a target."""
     return compiled(kernel_variant(spec, head_dim, RowsOf.RAGGED), GPUS[target])
@@ -191,6 +198,11 @@ def cached_kernel(
     """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
     variant, element = kernel_variant(spec, head_dim, rows_of_call(RowsOf.CACHED, values)), call_of(values)[0]
     return compiled(variant, GPUS[target], pins_of_call(compiled(variant, GPUS[target]), element, values))
+
+
+def block_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
+    """What calls by blocks of keys run on the emulator of a target."""
+    return compiled(kernel_variant(spec, head_dim, RowsOf.BY_BLOCKS), GPUS[target])
 
 
 def f8_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:

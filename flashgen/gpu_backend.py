@@ -24,6 +24,7 @@ from flashgen.gpu_calls import (
     RowsOf,
     call_of,
     check_element,
+    has_blocks,
     is_f8,
     jvp_kernel,
     kernel_variant,
@@ -232,6 +233,7 @@ class CudaProvider:
         is_edited = brought is not None and brought.is_edited  # what a text says that was edited, no other kernel does
         varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
         parts, slices = (None if is_edited else other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
+        by_blocks = None if is_edited or not has_blocks(self.spec, head_dim, board.target) else other(RowsOf.BY_BLOCKS)
         f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
         dense = self.rows is RowsOf.DENSE
         jvp = self._moving(RowsOf.MOVING, "forward", head_dim, index) if dense and has_jvp(variant) else None
@@ -249,6 +251,7 @@ class CudaProvider:
             cached=cached,
             parts=parts,
             slices=slices,
+            by_blocks=by_blocks,
             f8=f8,
             jvp=jvp,
             jvp_backward=back,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
 from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
@@ -34,8 +35,9 @@ from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.explain import GpuPass, explain_jvp, explain_jvp_backward
-from flashgen.targets.gpu.launches import backward_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.launches import LISTED, backward_launches, block_launches, cached_launches, forward_launches
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
+from flashgen.targets.gpu.model import fits_blocks
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -62,6 +64,7 @@ class RowsOf(Enum):
     PARTS = "parts"
     SLICES = "slices"
     F8 = "of 8 bits"
+    BY_BLOCKS = "by blocks of keys"
     MOVING = "dense, with their tangents"
     MOVING_BACK = "the same, backward"
 
@@ -72,6 +75,8 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf
 
     It is remembered, as each pass of a call asks for it.
     """
+    if rows is RowsOf.BY_BLOCKS:
+        return with_listed_blocks(spec, head_dim)
     variant = analyse(spec, head_dim)
     if rows is RowsOf.MOVING:
         return with_tangent(variant)
@@ -90,6 +95,14 @@ def takes_f8(variant: Variant, target: GpuTarget) -> bool:
     return variant.spec.takes_f8 and target.takes_f8(variant)
 
 
+def has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
+    """Whether there are kernels by blocks of keys, of all element types."""
+    if not takes_blocks(spec, head_dim):
+        return False
+    variant = with_listed_blocks(spec, head_dim)
+    return all(fits_blocks(variant, each, target.block_bytes) for each in spec.dtypes or ELEMENTS[:3])
+
+
 def launches_of(
     variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
@@ -98,6 +111,8 @@ def launches_of(
         return lambda name, values: forward_launches(
             symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
         )
+    if variant.listed is not None:
+        return lambda _name, _values: block_launches(symbol, variant, plan, element)
     if variant.cached:
         return lambda _name, _values: cached_launches(symbol, variant, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
@@ -212,6 +227,11 @@ def rows_of_call(rows: RowsOf, values: Mapping[str, float]) -> RowsOf:
 def is_f8(values: Mapping[str, float]) -> bool:
     """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
     return values["element"] == F8_CODE
+
+
+def is_by_blocks(launches: PassLaunches) -> bool:
+    """Whether these are of a call by blocks of keys."""
+    return any(each.name == LISTED for each in launches.buffers)
 
 
 def is_cached(values: Mapping[str, float]) -> bool:

@@ -58,6 +58,21 @@ class Selection:
         return tuple(each for each in self.tensors if each in (self.bits, self.tiles))
 
 
+@dataclass(frozen=True)
+class ListedBlocks:
+    """How kernels read the lists themselves: ``first`` is the first number of a query's, behind which the others lie,
+    each of a ``block`` of so many keys.
+    """
+
+    first: Load
+    block: int
+
+    @property
+    def axis(self) -> int:
+        """The dimension of the tensor whose elements are a list."""
+        return len(self.first.indices) - 1
+
+
 @functools.lru_cache(maxsize=256)
 def selection_of(spec: AttentionSpec) -> Selection | None:
     """What is made of the lists; None where the spec has none."""
@@ -124,6 +139,11 @@ def reads_tiles(keep: Expr, tensors: Iterable[CapturedTensor]) -> bool:
 def list_read(select: Select) -> Load:
     """The list of a query, as an expression: a read without an index for the last dimension."""
     return Load(ScalarType.INT, tensor=select.tensor, indices=select.indices, span=select.span)
+
+
+def first_number(select: Select) -> Load:
+    """The first number of a query's list."""
+    return Load(ScalarType.INT, tensor=select.tensor, indices=(*select.indices, literal(0)), span=select.span)
 
 
 def _of_pair(found: Selection) -> Expr:

@@ -26,7 +26,7 @@ from flashgen.analysis.bounds import IndexProof, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.levels import Level, level_of_indices
 from flashgen.analysis.masked_score import split_masked_score
-from flashgen.analysis.selection import lowered
+from flashgen.analysis.selection import ListedBlocks, lowered
 from flashgen.analysis.simplify import canonical_weights, simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import (
@@ -178,7 +178,8 @@ class Variant:
     queries of more; ``parts``: kernels are over some of the keys of rows, and write what others are added to, in
     float32; ``slices``: o, lse and dQ are rows of larger tensors, and gradients of keys float32, which others are added
     to; ``f8``: they multiply q, k and v of 8 bits; ``tangent``: they compute tangents beside o and lse; None: they do
-    not. Over caches, of 8 bits and with tangents they have a forward pass alone, or, of tangents with slopes, a
+    not; ``listed``: they go through blocks of keys, each for the queries whose lists name it (``by_blocks.py``). Over
+    caches, by blocks, of 8 bits and with tangents they have a forward pass alone, or, of tangents with slopes, a
     backward pass alone.
     """
 
@@ -199,11 +200,18 @@ class Variant:
     slices: bool = False
     f8: bool = False
     tangent: Tangent | None = None
+    listed: ListedBlocks | None = None
 
     @property
     def forward_only(self) -> bool:
         """Whether kernels have no backward pass."""
-        return self.cached or self.f8 or (self.tangent is not None and not self.backward_only)
+        is_forward_mode = self.tangent is not None and not self.backward_only
+        return self.has_rows_of_heads or self.f8 or is_forward_mode
+
+    @property
+    def has_rows_of_heads(self) -> bool:
+        """Whether the rows of a tile are of the heads that share keys, at positions that need not be neighbours."""
+        return self.cached or self.listed is not None
 
     @property
     def backward_only(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashgen.backends import cached_kernel, is_cached, is_f8, ragged_kernel
+from flashgen.backends import cached_kernel, is_by_blocks, is_cached, is_f8, ragged_kernel
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import head_dim_of
 from flashgen.fuzz.parts import has_parts
@@ -36,6 +36,8 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         ragged += of_parts
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
     symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
+    if plan and any(is_by_blocks(each.launches) for each in counted):
+        return (f"forward: by blocks of keys, {', '.join(tiles['forward'].kind[:1])}",)
     over_cache = [each for each in counted if is_cached(each.values)]
     if plan and over_cache:
         cached = cached_kernel(spec, head_dim, plan.target, over_cache[0].values)

@@ -337,9 +337,27 @@ def _call(
     lossy = machine.backend == "tiled" and drawn.extremes
     if drawn.order == 1 and drawn.seed // _ORDERS % _NARROW == 0:
         return dataclasses.replace(drawn, eight_bits=True)
+    if "select" in text and drawn.order == 1 and drawn.seed % 2:
+        return _of_blocks(drawn)
     if drawn.order == 1 and not lossy and chance.random() < 0.15:
         return dataclasses.replace(drawn, parts=chance.choice((2, 3)), wide=drawn.seed % 3 > 0)
     return drawn
+
+
+def _of_blocks(drawn: CallDraw) -> CallDraw:
+    """Many heads that share keys, and keys of which a list names few: by a number that is drawn anyhow."""
+    own = random.Random(drawn.seed)
+    kv_heads = own.choice((1, 1, 2))
+    shape = (
+        own.choice((1, 1, 2)),
+        kv_heads * own.choice((8, 8, 16, 24)),
+        kv_heads,
+        own.choice((70, 97, 130)),
+        own.choice((130, 257, 400)),
+    )
+    return dataclasses.replace(
+        drawn, shape=shape, starts=(0, 0, own.choice((0, 0, 33)), 0), more=(0,) * 4, totals=False, views=()
+    )
 
 
 def _of_cache(chance: random.Random, drawn: CallDraw) -> CallDraw:

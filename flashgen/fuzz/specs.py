@@ -26,9 +26,11 @@ from flashgen.fuzz.tables import (
     MASKS,
     NORMALIZED,
     POINTWISE,
+    QUERY_LISTS,
     SCALES,
     SCORES,
     SELECTED,
+    TILES,
     Dimension,
 )
 from flashgen.ir.interval import FloatRange, IntRange, Range
@@ -237,6 +239,13 @@ class Builder:
 
     def select(self) -> Statement:
         """Lists of key blocks, one for each query, for some together, or for all."""
+        if self.chance.random() < 1 / 3:
+            sizes = (*self.chance.choice((("B",), ("B", "Hkv"), ("Hkv",), ())), "Nq")
+            tensor = self.tensor(
+                INT, "select", *map(QUERY_LISTS.__getitem__, sizes), Dimension(self.chance.choice("123"), ())
+            )
+            slots = ", ".join((*(QUERY_LISTS[size].ways[0].text for size in sizes), ":"))
+            return Statement("select", f"select {self.chance.choice(TILES)}: {tensor.name}[{slots}]")
         fitting = [each for each in DIMENSIONS if each.fits(_INDICES["select"])]
         dimensions = [self.chance.choice(fitting) for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3)))]
         place = self.place("select")

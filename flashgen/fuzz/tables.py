@@ -138,6 +138,9 @@ LAYOUTS = (
 BLOCKS = (8, 16, 16, 32, 32, 64, 64, 128, 24, 5, 1, 100)
 # Blocks of a selection, and as how many a list names.
 SELECTED = (1, 1, 4, 8, 16, 16, 32, 64, 64, 128, 24, 3, 100)
+# Those of lists that kernels may go through by blocks, and what a list is of beside queries.
+TILES = (16, 16, 16, 32, 64)
+QUERY_LISTS = {"B": _B, "Hkv": _HKV, "Nq": _ROW}
 LISTED = ("1", "2", "3", "5", "8", "40", "ceildiv(Nk, 16)", "D")
 
 

@@ -122,6 +122,7 @@ class CudaKernel:
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
     slices: Callable[[], Kernel] | None = None
+    by_blocks: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None

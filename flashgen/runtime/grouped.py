@@ -3,8 +3,9 @@
 In: the arguments of an op's engine. Out: what it computes; None where its own kernels are to run. A tile of many
 queries of one head reads nearly every key, for each query selects others. The heads of a group select the same. The
 forward pass runs kernels for caches, which have them as the rows of a tile, one query a tile, and read what it selects
-once for all of them. The backward pass runs dense kernels of a spec whose rows are the heads of a group, query by query
-(``analysis/grouped.py``), over copies of q, o and d_o in that order.
+once for all of them, where no blocks of keys are gone through (``block_order.py``). The backward pass runs dense
+kernels of a spec whose rows are the heads of a group, query by query (``analysis/grouped.py``), over copies of q, o and
+d_o in that order.
 
     an H100, 32k causal, 16 blocks of 64 of 512: see benchmarks/README.md, "Caches and selected keys"
 """
@@ -21,14 +22,16 @@ from torch import Tensor
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.selection import has_list_for_each_query, lowered
 from flashgen.ir.spec import AttentionSpec
+from flashgen.plan.by_blocks import KEPT
 from flashgen.runtime.cached import CachedEngine
-from flashgen.runtime.call import Call, Rest
+from flashgen.runtime.call import Call, CallChecker, Rest
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import KernelProvider, LibraryKernel, of_spec
 from flashgen.runtime.schedule import MOST_ELEMENTS
 
 LEAST_GROUP = 8  # heads that share a list: a tile has 16 rows, and queries that are in one read each other's keys
-KEPT = 8  # a query reads at most one key of so many
+
+_CHUNK = torch.complex128
 
 MakesDense = Callable[[AttentionSpec, Mapping[str, KernelProvider | None]], Engine]
 
@@ -42,11 +45,11 @@ class GroupedCalls:
         takes = has_list_for_each_query(engine.spec.tensors) and spec.dropout is None
         self._cached = CachedEngine(lowered(spec), engine.kernels) if takes else None
         self._of_rows = functools.cache(self._make_of_rows)
+        self._checker = CallChecker(spec, engine.kernels, is_reference=False)
 
-    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool, numbers: int) -> Attended | None:
-        """``o``, ``lse`` and its parts; ``tensors`` are of the lowered spec, ``numbers`` those of a list."""
-        if self._cached is None or self._taken(tensors, rest, numbers) is None:
-            return None
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended:
+        """``o``, ``lse`` and its parts of a call that goes this way; ``tensors`` are of the lowered spec."""
+        assert self._cached is not None, "the call goes this way"
         q, k = tensors[0], tensors[1]
         given: Any = rest[0]
         whole: Any = (given[2], given[3], given[6], given[7], 1), rest[1]
@@ -56,10 +59,10 @@ class GroupedCalls:
         return self._cached.attend((*tensors, *places), whole, keeps_lse)
 
     def gradients(
-        self, d_o: Tensor, rows: Rows, given: Tensors, own: Tensors, rest: Rest, needs: Sequence[bool], numbers: int
+        self, d_o: Tensor, rows: Rows, given: Tensors, rest: Rest, needs: Sequence[bool], numbers: int
     ) -> list[Any] | None:
-        """The gradients that are needed, of the tensors that were ``given``; ``own`` are those of the lowered spec."""
-        call = self._taken(own, rest, numbers)
+        """The gradients that are needed, of the tensors that were ``given``: those of the spec."""
+        call = self._taken(given, rest, numbers)
         if call is None or self._spec.layout is not None or call.shard.q_start != 0:
             return None
         group, shard = call.shard.group, call.shard
@@ -75,13 +78,13 @@ class GroupedCalls:
         return found
 
     def takes(self, tensors: Tensors, rest: Rest, numbers: int) -> bool:
-        """Whether a call goes this way."""
+        """Whether a call goes this way; ``tensors`` are of the spec, ``numbers`` those of a list."""
         return self._taken(tensors, rest, numbers) is not None
 
     def _taken(self, tensors: Tensors, rest: Rest, numbers: int) -> Call | None:
         if self._cached is None:
             return None
-        call = self._engine.checker.find(tensors, rest)
+        call = self._checker.find(tensors, rest)
         kernel, shard = call.kernel, call.shard
         if kernel is None or isinstance(kernel, LibraryKernel) or call.is_empty:
             return None
@@ -110,11 +113,21 @@ def _totals(given: Any, group: int) -> tuple[int | None, ...]:
 
 def _by_rows(x: Tensor, group: int) -> Tensor:
     """[B, Hkv, N · group, …] of [B, H, N, …]: the heads of a position one behind the other."""
-    apart = x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:])
-    return apart.transpose(2, 3).flatten(2, 3)
+    wide = _in_chunks(x)
+    apart = wide.reshape(wide.shape[0], wide.shape[1] // group, group, *wide.shape[2:])
+    return apart.transpose(2, 3).flatten(2, 3).view(x.dtype)
 
 
 def _by_heads(x: Tensor, group: int) -> Tensor:
     """[B, H, N, …] of [B, Hkv, N · group, …]."""
-    apart = x.reshape(*x.shape[:2], x.shape[2] // group, group, *x.shape[3:])
-    return apart.transpose(2, 3).flatten(1, 2)
+    wide = _in_chunks(x)
+    apart = wide.reshape(*wide.shape[:2], wide.shape[2] // group, group, *wide.shape[3:])
+    return apart.transpose(2, 3).flatten(1, 2).view(x.dtype)
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """Rows of whole chunks as fewer elements of 16 bytes: PyTorch copies element by element, a third as fast."""
+    each = _CHUNK.itemsize // x.element_size()
+    if x.dim() < 4 or x.stride(-1) != 1 or x.shape[-1] % each or x.data_ptr() % _CHUNK.itemsize:
+        return x
+    return x if any(step % each for step in (*x.stride()[:-1], x.storage_offset())) else x.view(_CHUNK)

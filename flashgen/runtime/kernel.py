@@ -145,6 +145,13 @@ class Kernel(Protocol):
         """The same for the one whose o, lse and dq are rows of larger tensors; gradients of keys are float32."""
 
     @property
+    def by_blocks(self) -> Callable[[], Kernel] | None:
+        """The same for the one that goes through blocks of keys, each for the queries whose lists name it.
+
+        o and lse are rows of larger tensors, captured are the lists themselves, and there is no backward pass.
+        """
+
+    @property
     def f8(self) -> Callable[[], Kernel] | None:
         """The same for the one that multiplies q, k and v of 8 bits."""
 
@@ -240,6 +247,7 @@ class LibraryKernel:
     cached: Callable[[], Kernel] | None = None
     parts: Callable[[], Kernel] | None = None
     slices: Callable[[], Kernel] | None = None
+    by_blocks: Callable[[], Kernel] | None = None
     f8: Callable[[], Kernel] | None = None
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None

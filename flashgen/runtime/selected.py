@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.expr import Load, walk
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.runtime.plain import lies_in_memory
 
@@ -31,10 +31,9 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
     found = selection_of(spec)
     if found is None:
         return dict(tensors)
+    check_numbers(found.select, tensors, sizes)
     listed = tensors[found.select.tensor]
     blocks = -(-sizes["Nk"] // found.select.block)
-    if os.environ.get(CHECK_SELECTION, "").strip() not in ("", "0"):
-        _check(found, listed, blocks)
     made = {found.bits.name: _bits(listed, blocks)}
     if found.tiles is not None:
         made[found.tiles.name] = _tiles(found, tensors, sizes, blocks)
@@ -42,13 +41,17 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
     return {name: x for name, x in {**tensors, **made}.items() if name in wanted}
 
 
-def _check(found: Selection, listed: Tensor, blocks: int) -> None:
+def check_numbers(select: Select, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+    """Where it is asked for: raise ``ValueError`` for a number that is no block's. It waits for the device."""
+    if os.environ.get(CHECK_SELECTION, "").strip() in ("", "0"):
+        return
+    listed, blocks = tensors[select.tensor], -(-sizes["Nk"] // select.block)
     outside = (listed < -1) | (listed >= blocks)
     if outside.any():
         place = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"tensor '{found.select.tensor}' names block {int(listed[tuple(place)])} at {place}; there are {blocks} "
-            f"blocks of {found.select.block} keys, and -1 is none"
+            f"tensor '{select.tensor}' names block {int(listed[tuple(place)])} at {place}; there are {blocks} "
+            f"blocks of {select.block} keys, and -1 is none"
         )
 
 
@@ -133,6 +136,21 @@ def _find_lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes:
     return which
 
 
+def numbers_of_queries(
+    spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], params: Mapping[str, float]
+) -> Tensor:
+    """[B, Hkv, Nq, numbers]: the list of each query, where heads that share keys share it."""
+    found = selection_of(spec)
+    assert found is not None, "keys are selected"
+    assert "h" not in found.axes, "a list is of a key/value head"
+    listed = tensors[found.select.tensor]
+    rows = torch.arange(listed.shape[:-1].numel(), device=listed.device).view(*listed.shape[:-1], 1)
+    which = _lists(found, tensors, sizes, rows, params)[..., 0]
+    lengths = {"b": sizes["B"], "hkv": sizes["Hkv"], "i": sizes["Nq"]}
+    which = which.view([size if axis in found.axes else 1 for axis, size in lengths.items()]).expand(*lengths.values())
+    return listed.reshape(-1, listed.shape[-1])[which]
+
+
 def _pieces(count: int, width: int) -> Iterator[slice]:
     """Of so many rows those to go through at a time, so that what is made on the way stays small."""
     step = max(1, _AT_ONCE // max(1, width))
@@ -143,7 +161,13 @@ def _pieces(count: int, width: int) -> Iterator[slice]:
 _NUMBERS = "numbers of lists"  # no name of a tensor: indices may read the lists themselves
 
 
-def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], numbers: Tensor) -> Tensor:
+def _lists(
+    found: Selection,
+    tensors: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    numbers: Tensor,
+    params: Mapping[str, float] | None = None,
+) -> Tensor:
     """Of ``numbers``, which lie as the lists do, those of each query's, over those axes that it depends on."""
     device = numbers.device
 
@@ -160,7 +184,8 @@ def _lists(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, 
         symbols["hkv"] = positions("Hkv", 1)
     symbols |= {name: torch.tensor(value, device=device) for name, value in sizes.items()}
     known = {**tensors, _NUMBERS: numbers}
-    lists = Evaluator(symbols, {}, known, torch.float32, Guard()).listed(_NUMBERS, found.select.indices)
+    own = {name: torch.tensor(value, device=device) for name, value in (params or {}).items()}
+    lists = Evaluator(symbols, own, known, torch.float32, Guard()).listed(_NUMBERS, found.select.indices)
     lists = lists.reshape((1,) * (5 - lists.dim()) + lists.shape)  # [b, h, i, j, numbers]
     axes = {"b": 0, "h": 1, "hkv": 1, "i": 2}
     others = [axis for axis in (0, 1, 2, 3) if axis not in {axes[each] for each in found.axes}]

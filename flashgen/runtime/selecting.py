@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flashgen.analysis.selection import lowered, selection_of
 from flashgen.ir.spec import AttentionSpec
 from flashgen.reference.programs import Forward, Program, Reverse
+from flashgen.runtime.block_order import BlockEngine
 from flashgen.runtime.cached import Cache, CachedChecker
 from flashgen.runtime.call import Rest, check_captured_type, check_shapes
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
@@ -61,6 +62,7 @@ class SelectingEngine(Engine):
         shared = selection_of(spec)
         is_shared = type(inner) is Engine and shared is not None and "h" not in shared.axes
         self._grouped = GroupedCalls(spec, inner, functools.partial(engine_of, Engine)) if is_shared else None
+        self._blocks = BlockEngine(spec, inner.kernels) if is_shared else None
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:
         """The engine that runs, and its tensors."""
@@ -75,11 +77,12 @@ class SelectingEngine(Engine):
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts."""
+        found = None if self._blocks is None else self._blocks.attend_by_blocks(tensors, rest, keeps_lse)
+        if found is not None:
+            return found
         inner, own = self.resolved(tensors, rest)
-        if self._grouped is not None:
-            found = self._grouped.attend(own, rest, keeps_lse, tensors[self._listed].shape[-1])
-            if found is not None:
-                return found
+        if self._grouped is not None and self._grouped.takes(tensors, rest, tensors[self._listed].shape[-1]):
+            return self._grouped.attend(own, rest, keeps_lse)
         return inner.attend(own, rest, keeps_lse)
 
     def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
@@ -89,22 +92,24 @@ class SelectingEngine(Engine):
 
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
         """As ``Engine`` has it."""
-        _, own = self.resolved(tensors, rest)
-        if self._grouped is None or not self._grouped.takes(own, rest, tensors[self._listed].shape[-1]):
+        by_blocks = self._blocks is not None and self._blocks.order(tensors, rest) is not None
+        grouped = self._grouped is not None and self._grouped.takes(tensors, rest, tensors[self._listed].shape[-1])
+        if not (by_blocks or grouped):
             return ""
-        return (
-            "the heads that share a list are the rows of a tile: forward kernels for caches run, a query a tile, "
-            "backward dense ones of a spec of such rows"
-        )
+        forward = "forward kernels for caches run, a query a tile"
+        if by_blocks:
+            forward = "forward kernels by blocks of keys run, each for the queries that list it"
+        backward = "dense ones of a spec of such rows" if grouped else "dense ones"
+        return f"the heads that share a list are the rows of a tile: {forward}, backward {backward}"
 
     def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
-        inner, own = self.resolved(tensors, rest)
         if self._grouped is not None:
             numbers = tensors[self._listed].shape[-1]
-            found = self._grouped.gradients(d_o, rows, tensors, own, rest, needs, numbers)
+            found = self._grouped.gradients(d_o, rows, tensors, rest, needs, numbers)
             if found is not None:
                 return found
+        inner, own = self.resolved(tensors, rest)
         return inner.gradients(d_o, rows, own, rest, self._needs(needs))
 
     def gradients_of_part(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:

@@ -8,26 +8,34 @@ read of them depends on the scores.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
 from flashgen.backends import (
     ELEMENTS,
     RowsOf,
+    block_kernel,
     cached_kernel,
+    dense_kernel,
     f8_kernel,
+    is_by_blocks,
     is_cached,
     is_f8,
     kernel_variant,
     launches_of,
     ragged_kernel,
 )
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.arguments import param_field
 from flashgen.plan.operands import PARTS, SLICES
 from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.selected import lowered_tensors
+from flashgen.runtime.selected import lowered_tensors, numbers_of_queries
+from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_caches, bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
 from flashgen.verification.inputs import Inputs
@@ -46,19 +54,29 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
     plans = op.plan if counted else {}
     if head_dim not in plans:
         return {}
-    variant, plan = kernel_variant(op.spec, head_dim), plans[head_dim]
     source = next(source for source in op.sources if source.head_dim == head_dim)
     found: dict[str, HbmBytes] = {}
     for each in counted:
         if each.name not in found:
-            element, symbol = ELEMENTS[int(each.values["element"])], source.symbol
-            tensors = lowered_tensors(op.spec, inputs.captured, _sizes(each.values))
+            variant, plan, symbol = kernel_variant(op.spec, head_dim), plans[head_dim], source.symbol
+            spec, element = _spec_of_rows(op.spec, each), ELEMENTS[int(each.values["element"])]
+            if spec is not op.spec:
+                kernel = dense_kernel(spec, head_dim, plan.target)
+                variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
+            tensors = lowered_tensors(spec, inputs.captured, _sizes(each.values))
             captured = {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in tensors.items()}
             if is_cached(each.values):
                 kernel = cached_kernel(op.spec, head_dim, plan.target, each.values)
                 own = kernel.plan.by_element[element]
                 predicted = bytes_of_caches(each.sequences, kernel.variant, own, each.values, captured)
                 found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
+                continue
+            if is_by_blocks(each.launches):
+                kernel = block_kernel(op.spec, head_dim, plan.target)
+                predicted = bytes_of_blocks(
+                    kernel.variant, kernel.plan.by_element[element], each.values, _numbers(op, inputs, each.values)
+                )
+                found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, kernel.variant))
                 continue
             if is_f8(each.values):
                 kernel = f8_kernel(op.spec, head_dim, plan.target)
@@ -74,6 +92,24 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
             found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
     return found
+
+
+def _spec_of_rows(spec: AttentionSpec, counted: Counted) -> AttentionSpec:
+    """That of a pass: the op's own, or the one whose rows are the heads of a group."""
+    kernel = counted.launches.launches[0].kernel
+    found = re.match(rf"{re.escape(spec.name)}_by_([0-9]+)_d", kernel)
+    narrow = ELEMENTS[int(counted.values["element"])].bytes == 2
+    return spec if found is None else by_groups(spec, int(found[1]), narrow=narrow)
+
+
+def _numbers(op: AttentionOp, inputs: Inputs, values: Mapping[str, float]) -> Any:
+    """The lists of the queries of a call."""
+    params = {each.name: values[param_field(each.name)] for each in op.spec.params}
+    whole = numbers_of_queries(op.spec, inputs.captured, _sizes(values), params)
+    group = int(values["heads"]) // int(values["kv_heads"])
+    own = (("b_start", "batch", 1), ("h_start", "kv_heads", group), ("q_start", "q_len", 1))
+    begins = [(int(values[start]) // each, int(values[count])) for start, count, each in own]
+    return whole[tuple(slice(first, first + count) for first, count in begins)].long().numpy()
 
 
 def _counted(each: Counted, variant: Variant) -> int:

@@ -33,6 +33,7 @@ from flashgen.plan.launches import PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
 from flashgen.plan.operands import ELEMENT_BYTES, OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
+from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
 from flashgen.targets.gpu.launches import (
     CLEARS,
     PART_O,
@@ -76,7 +77,8 @@ _LANES = 4  # that share a row, and read what it carries one by one
 
 def counted(variant: Variant) -> tuple[str, ...]:
     """The buffers whose bytes are known."""
-    return (*COUNTED, *((_PARTS.name,) if variant.weights.form.divided else ()))
+    of_blocks = BLOCK_BUFFERS if variant.listed is not None else ()
+    return (*COUNTED, *of_blocks, *((_PARTS.name,) if variant.weights.form.divided else ()))
 
 
 def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def cuda_symbol(variant: Variant) -> str:
 
 
 def _form(variant: Variant) -> str:
-    kinds = {"_f8_cached": variant.f8_cached, "_cached": variant.cached}
+    kinds = {"_f8_cached": variant.f8_cached, "_cached": variant.cached, "_by_blocks": variant.listed is not None}
     kinds |= {"_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
     kinds |= {"_slices": variant.slices, "_jvp": variant.tangent is not None}
     return next((kind for kind, holds in kinds.items() if holds), "")

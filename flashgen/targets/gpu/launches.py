@@ -8,11 +8,15 @@ the buffers from here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from flashgen.analysis.by_blocks import UNIT
+from flashgen.analysis.selection import ListedBlocks
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, QUERIES, STATE_BYTES, part_bytes
 from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
 from flashgen.plan.operands import (
     CACHED,
@@ -28,7 +32,16 @@ from flashgen.plan.operands import (
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
-from flashgen.targets.gpu.model import MERGING_THREADS, MOST_MERGED_ALONE, merging_shares, padded, panel_width
+from flashgen.targets.gpu.model import (
+    LIST_STARTS_BYTES,
+    LISTERS,
+    MERGING_THREADS,
+    MERGING_WARPS,
+    MOST_MERGED_ALONE,
+    merging_shares,
+    padded,
+    panel_width,
+)
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 
@@ -38,6 +51,9 @@ CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ 
 # What a part of a sequence's keys leaves for the merge: O as lanes hold it, and of each row what its sums are of.
 PART_O, PART_ROWS = "part_o", "part_rows"
 MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them bring it no faster
+# By blocks of keys: the queries that list each, what of them a block of threads takes, and how many it is.
+LISTED, ITEMS, ITEM_COUNTS = "listed", "items", "item_counts"
+COUNTS, RANKS = "counts", "ranks"  # of each block of keys, how many list it; of each number of a list, which it is
 LEAST_KEYS = 128  # of a part that nobody asked for
 GRANULE = 16  # rows or columns of one range of what the mask reads
 
@@ -58,7 +74,7 @@ def operands_of(variant: Variant) -> Mapping[str, Operand]:
         return CACHED
     if variant.parts:
         return PARTS
-    if variant.slices:
+    if variant.slices or variant.listed is not None:
         return SLICES
     if variant.f8:
         return F8
@@ -202,6 +218,60 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
         max(1, LEAST_KEYS // tiles.Bc),
     )
     return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
+
+
+def _lists_turned() -> tuple[Factor, ...]:
+    """Blocks of threads that turn lists: of some queries of a key/value head."""
+    return (Factor("batch"), Factor("kv_heads"), Factor("q_len", QUERIES))
+
+
+def _numbers(listed: ListedBlocks) -> Factor:
+    return Factor(dimension_field(listed.first.tensor, listed.axis))
+
+
+def _items(listed: ListedBlocks) -> Sum:
+    """The most that there may be: each key block has one more than it fills."""
+    batch, _, spans = turned = _lists_turned()
+    filled = Count((batch, Factor("heads"), spans, _numbers(listed)), QUERIES, UNIT * ITEM)
+    return Sum((filled, Count((*turned, Factor("kv_len", listed.block)))))
+
+
+def _item_bytes(listed: ListedBlocks) -> Sum:
+    """Of all of them, as code counts them, which divides nothing."""
+    filled, more = _items(listed).counts
+    return Sum((replace(filled, times=16 * filled.times // filled.divide, divide=1), replace(more, times=16)))
+
+
+def block_buffers(variant: Variant, element: ElementType) -> tuple[Buffer, ...]:
+    """The workspace by blocks of keys: what parts leave, the queries that list a block, and who takes which of them."""
+    listed = variant.listed
+    assert listed is not None, "kernels go through blocks of keys"
+    parts = (Factor("batch"), Factor("heads"), Factor("q_len"), _numbers(listed))
+    turned = _lists_turned()
+    return (
+        Buffer(PART_O, Count(parts, part_bytes(variant.head_dim, element.bytes) // UNIT)),
+        Buffer(PART_ROWS, Count(parts, STATE_BYTES)),
+        Buffer(LISTED, Count((*turned, _numbers(listed)), 4 * QUERIES)),
+        Buffer(ITEMS, _item_bytes(listed)),
+        Buffer(ITEM_COUNTS, Count(turned, 4)),
+        Buffer(RANKS, Count((Factor("batch"), Factor("kv_heads"), Factor("q_len"), _numbers(listed)), 4)),
+        Buffer(COUNTS, Count((*turned, Factor("kv_len", listed.block)), 4), clear=True),
+    )
+
+
+def block_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
+    """The forward pass by blocks of keys: lists are turned, parts computed, and merged."""
+    listed, tiles = variant.listed, plan.by_element[element].forward
+    assert listed is not None, "kernels go through blocks of keys"
+    merged = Count((Factor("batch"), Factor("heads"), Factor("q_len")), divide=16 * MERGING_WARPS)
+    turned = _lists_turned()
+    launches = (
+        Launch(f"{symbol}_count_{element}", Count(turned, QUERIES // COUNTED), LISTERS, 0),
+        Launch(f"{symbol}_bring_{element}", Count(turned, QUERIES // BROUGHT), LISTERS, LIST_STARTS_BYTES),
+        Launch(f"{symbol}_forward_{element}", _items(listed), 32 * tiles.warps, tiles.sram_bytes),
+        Launch(f"{symbol}_merge_{element}", merged, 32 * MERGING_WARPS, 0),
+    )
+    return PassLaunches(block_buffers(variant, element), launches, operands=operands_of(variant))
 
 
 def _boxes(

@@ -47,7 +47,8 @@ def cuda_fields(variant: Variant) -> tuple[Field, ...]:
         return cached_fields(variant.spec)
     if variant.tangent is not None:
         return (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec)
-    fields = (f8_fields if variant.f8 else sliced_fields if variant.slices else argument_fields)(variant.spec)
+    has_head_rows = variant.slices or variant.listed is not None
+    fields = (f8_fields if variant.f8 else sliced_fields if has_head_rows else argument_fields)(variant.spec)
     if not recipe_of(variant).has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"

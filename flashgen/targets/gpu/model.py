@@ -12,6 +12,7 @@ from flashgen.analysis.levels import Level
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
+from flashgen.plan.by_blocks import ITEM, MOST_BLOCKS
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.layout import Layout, Part, Words
 from flashgen.targets.gpu.recipe import recipe_of
@@ -56,6 +57,7 @@ COPIED_LIST = 16 + 2 * WINDOW
 MOST_COLUMNS = 256  # of a product of warpgroups
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
+OPERAND = 1024  # where an operand of warpgroups begins: 8 rows of 128 bytes
 MEASURERS = 2  # warps that take norms of keys, where others copy
 F8_TRANSPOSERS = 2  # warps that bring V of 8 bits into the order that products want
 
@@ -71,6 +73,9 @@ _MOST_REGISTERS = 240
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
+MERGING_WARPS = 4  # by blocks of keys: of a block of threads that merges, 16 rows each
+LISTERS = 256  # threads of a block that turns lists
+LIST_STARTS_BYTES = 4 * (MOST_BLOCKS + 2 * LISTERS // 32)  # where each block of keys begins, sums of warps
 MERGING_THREADS = 512  # of a block that merges and does nothing else, so that a thread has 128 registers
 
 
@@ -178,6 +183,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     its list of visits, and for its Q. Where pairs read ahead by way of shared memory each warp has a tile of its own
     rows. O takes the place of all at the end, unless blocks are persistent.
     """
+    if variant.listed is not None:
+        return _block_layout(variant, element, tiles)
     Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
@@ -248,6 +255,26 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )
+
+
+def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+    """K and V of a block of keys, for each four warps two tiles of Q, and what an item has."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    of_q = 2 * (tiles.warps // 4) * tile_bytes(64, D, element)
+    return Layout(
+        (
+            Part("K", "K", tile_bytes(tiles.Bc, D, element), "KTile::bytes"),
+            Part("V", "V", tile_bytes(tiles.Bc, Dv, element), "VTile::bytes", OPERAND),
+            Part("Q", "Q", of_q, "2 * groups * QTile::bytes", OPERAND),
+            Part("NOTES", "units of rows of an item", 16 * ITEM, "16 * ITEM"),
+        )
+    )
+
+
+def fits_blocks(variant: Variant, element: ElementType, block_bytes: int) -> bool:
+    """By blocks of keys: whether four warps have room for what they multiply."""
+    assert variant.listed is not None, "kernels go through blocks of keys"
+    return _block_layout(variant, element, ForwardChoice(64, variant.listed.block, 4)).bytes <= block_bytes
 
 
 def merging_bytes(Br: int, Dv: int) -> int:

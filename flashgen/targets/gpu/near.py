@@ -36,7 +36,13 @@ def near_tanh(variant: Variant) -> Near | None:
 
     Nor for squared distances, which no warpgroup multiplies.
     """
-    if variant.cached or variant.f8 or variant.tangent is not None or variant.gradients or variant.uses_sqdist:
+    if (
+        variant.has_rows_of_heads
+        or variant.f8
+        or variant.tangent is not None
+        or variant.gradients
+        or variant.uses_sqdist
+    ):
         return None
     found = {each for each in walk(variant.score) if isinstance(each, Apply) and each.op == "tanh"}
     if not variant.weights.form.exponential or len(found) != 1:

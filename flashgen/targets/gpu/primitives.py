@@ -40,6 +40,7 @@ def primitives(
     f8_cached: bool = False,
     f8: bool = False,
     parts: bool = False,
+    listed: bool = False,
     warpgroups: WarpgroupProducts | None = None,
     pieces: bool = False,
     sequence_copies: bool = False,
@@ -47,7 +48,7 @@ def primitives(
     pairs: bool = False,
 ) -> tuple[str, ...]:
     """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
-    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts}
+    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts, "units.cuh": listed}
     more |= dict.fromkeys(("narrow_instructions.cuh", "narrow_tile.cuh"), f8_cached)
     more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
     names = (

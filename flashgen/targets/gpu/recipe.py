@@ -129,7 +129,7 @@ def recipe_of(variant: Variant) -> Recipe:
     """The recipe of a variant."""
     computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
     # A tile of a cache is visited once: to look at what its mask reads would take as long as to look at the pairs.
-    rows, columns = ((), ()) if variant.cached else observed_loads(variant.keep)
+    rows, columns = ((), ()) if variant.has_rows_of_heads else observed_loads(variant.keep)
     of_pairs = [each for each in computed.gradients if each.of_pairs]
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
@@ -170,7 +170,7 @@ def recipe_of(variant: Variant) -> Recipe:
 
 
 def _lists(variant: Variant, *, observed: bool) -> Lists:
-    if variant.ragged or variant.cached:  # lists are of shapes, and those of sequences lie on the device
+    if variant.ragged or variant.has_rows_of_heads:  # lists are of shapes, and those of sequences lie on the device
         return Lists.NONE
     if variant.tangent is not None:  # to find visits takes little beside six products
         return Lists.NONE
@@ -217,7 +217,12 @@ def _is_bounded(computed: Variant) -> bool:
 
 def _exponent(computed: Variant) -> Expr | None:
     """A tile of a cache has few rows, and waits for memory."""
-    if not computed.weights.form.exponential or computed.tangent is not None or computed.cached or computed.f8:
+    if (
+        not computed.weights.form.exponential
+        or computed.tangent is not None
+        or computed.has_rows_of_heads
+        or computed.f8
+    ):
         return None
     if kept_level(computed.score) is not Level.PAIR:
         return None
@@ -273,6 +278,9 @@ def _decisions(
     if variant.cached:
         yield Decision.by("rows of a tile", "the query heads of a key/value head", rules.FEW_ROWS)
         yield Decision.by("keys of a tile", "as many as leave room for others", rules.WARPS_OF_A_MULTIPROCESSOR)
+    elif variant.listed is not None:
+        yield Decision.by("rows of a tile", "the heads of queries whose lists name its keys", rules.BY_BLOCKS)
+        yield Decision.by("rows that visit a block", f"of {rules.NEAR_QUERIES.limit} queries", rules.NEAR_QUERIES)
     else:
         order = ("longest lists first", rules.LONGEST_FIRST) if longest_first else ("by position", rules.BY_POSITION)
         order = ("a tile's batch entries", rules.BATCH_INSIDE) if is_shared(variant) and not longest_first else order

@@ -79,6 +79,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         width = padded(variant.head_dim.v)
         rows = [row for row in rows_for(variant, table) if width % (16 * row.split) == 0]  # parts of one length
         return Considered(rows, (rules.FEW_ROWS,))
+    if variant.listed is not None:
+        rows = [ForwardChoice(16 * warps, variant.listed.block, warps) for warps in (8, 4)]
+        return Considered(rows, (rules.BY_BLOCKS,))
     if variant.tangent is not None:
         table = tables.SINGLE_JVP if element is ElementType.F32 else tables.HALF_JVP
         return Considered(rows_for(variant, table), (rules.WARPS,))

@@ -12,12 +12,18 @@ from flashgen.analysis.variant import Variant
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
 from flashgen.targets.gpu.diagonals import DIAGONALS, ELEMENTS
 from flashgen.targets.gpu.launches import (
+    COUNTS,
     GRANULE,
+    ITEM_COUNTS,
+    ITEMS,
     KEY_TILE_COUNTER,
+    LISTED,
     PART_O,
     PART_ROWS,
+    RANKS,
     TILE_COUNTER,
     atomic_buffers,
+    block_buffers,
     exact_buffers,
     forward_buffers,
     part_buffers,
@@ -45,6 +51,8 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
     if variant.cached:
         return _of_caches(variant, plan)
+    if variant.listed is not None:
+        return _by_blocks(variant, plan)
     lines = []
     code = _of_ragged_batches if variant.ragged else count_code
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
@@ -86,6 +94,31 @@ def _of_caches(variant: Variant, plan: GpuPlan) -> str:
             "  }",
             "};",
         ]
+    return "\n".join(lines)
+
+
+def _by_blocks(variant: Variant, plan: GpuPlan) -> str:
+    """What parts leave, and behind it lists, by element type."""
+    types = {
+        PART_O: "char",
+        PART_ROWS: "float2",
+        LISTED: "uint32_t",
+        ITEMS: "uint4",
+        ITEM_COUNTS: "uint32_t",
+        RANKS: "uint32_t",
+        COUNTS: "uint32_t",
+    }
+    lines = ["template <class T> struct Parts;"]
+    for each in plan.elements:
+        lines.append(f"template <> struct Parts<{C_TYPES[each.element]}> {{")
+        at = "0"
+        for buffer in block_buffers(variant, each.element):
+            name, c_type = buffer.name.removeprefix("part_"), types[buffer.name]
+            lines.append(f"  static FG_DEVICE {c_type}* {name}(const Arguments& a) {{")
+            lines.append(f"    return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});")
+            lines.append("  }")
+            at += f" + {_aligned_code(buffer.bytes, count_code)}"
+        lines.append("};")
     return "\n".join(lines)
 
 

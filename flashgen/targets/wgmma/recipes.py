@@ -34,6 +34,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         return others
     if variant.backward_only:
         return others
+    if variant.listed is not None:
+        rows = [replace(row, warpgroups=True, blocks=2) for row in others.rows]
+        return others.after(rows, others.rules)
     if variant.tangent is not None:
         rows = rows_for(variant, tables.HOPPER_JVP)
         rows = [row for row in rows if _copies_tensors(variant, element) or not row.producers]
@@ -101,7 +104,12 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
         return _with_halves_of_dq(variant, recipe, row, products)
     if isinstance(row, ForwardChoice) and row.takes_turns:
         return _in_turns(row, products)
-    if isinstance(row, QueryChoice) or row.split > 1 or (variant.tangent is not None and not row.producers):
+    if (
+        isinstance(row, QueryChoice)
+        or row.split > 1
+        or variant.listed is not None
+        or (variant.tangent is not None and not row.producers)
+    ):
         alike = WARPS.complete(variant, recipe, element, row)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)

@@ -16,10 +16,14 @@ from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.ir.expr import Expr
+from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
+from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, MOST_BLOCKS, MOST_NUMBERS, QUERIES
+from flashgen.plan.operands import stride_of
 from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
     FEW_QUERIES,
+    MERGING_WARPS,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
@@ -68,6 +72,33 @@ class Selected:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """By blocks of keys: of a query's list where its first number lies in the field ``tensor``, how far apart the
+    others do, and the field that says how many there are, each of a ``block`` of keys.
+
+    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are. Lists of so many ``queries`` are
+    turned together, for blocks of threads that take as many units of rows as an ``item`` has; ``most_blocks`` of keys
+    have counters, lists ``most_numbers``; blocks of threads count queries and bring them to their places, so many at a
+    time, and so many warps merge parts.
+    """
+
+    tensor: str
+    offset: str
+    stride: str
+    numbers: str
+    heads_apart: str
+    rows_apart: str
+    block: int
+    queries: int
+    item: int
+    most_blocks: int
+    most_numbers: int
+    counted: int
+    brought: int
+    merging_warps: int
+
+
+@dataclass(frozen=True)
 class MaskCode:
     """Which tiles and pairs are kept.
 
@@ -78,6 +109,7 @@ class MaskCode:
 
     keep_range: RangeCode
     selected: Selected | None
+    listed: Listed | None
     by_head: bool
     pieces: Pieces | None
     lists: Lists | None
@@ -98,6 +130,7 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCod
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
         selected=_selected(variant, placement),
+        listed=_listed(variant, placement),
         by_head="h" in mask_axes(variant.keep),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
         lists=_lists(variant, recipe),
@@ -128,6 +161,29 @@ def _selected(variant: Variant, placement: Placement) -> Selected | None:
     if asked is None:
         return None
     return Selected(range_code(asked, placement), block_of(variant.spec.tensors), FEW_QUERIES)
+
+
+def _listed(variant: Variant, placement: Placement) -> Listed | None:
+    listed = variant.listed
+    if listed is None:
+        return None
+    name = listed.first.tensor
+    return Listed(
+        tensor=tensor_field(name),
+        offset=placement.offset_of_pair(listed.first),
+        stride=stride_field(name, listed.axis),
+        numbers=dimension_field(name, listed.axis),
+        heads_apart=stride_of("q", "h"),
+        rows_apart=stride_of("q", "n"),
+        block=listed.block,
+        queries=QUERIES,
+        item=ITEM,
+        most_blocks=MOST_BLOCKS,
+        most_numbers=MOST_NUMBERS,
+        counted=COUNTED,
+        brought=BROUGHT,
+        merging_warps=MERGING_WARPS,
+    )
 
 
 def _pieces(keep: Expr) -> Pieces:

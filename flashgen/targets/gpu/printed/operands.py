@@ -33,7 +33,8 @@ class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
     Batches are ``ragged``, or k and v are ``cached`` (``f8_cached``: of 8 bits), or q, k and v are of 8 bits
-    (``f8``). ``slices``: rows of queries are some of those of tensors. ``written`` and ``written_of_keys``: the type of
+    (``f8``). ``slices``: rows of queries are some of those of tensors. ``heads_by_row``: a tile has rows of several
+    heads. ``written`` and ``written_of_keys``: the type of
     elements of o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of
     their tables.
     """
@@ -43,6 +44,7 @@ class OperandCode:
     f8_cached: bool
     f8: bool
     slices: bool
+    heads_by_row: bool
     written: str
     written_of_keys: str
     addressing: str
@@ -63,6 +65,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         f8_cached=variant.f8_cached,
         f8=variant.f8,
         slices=variant.slices,
+        heads_by_row=variant.has_rows_of_heads,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),
         addressing=addressing_code(operands_of(variant), variant.head_dim),

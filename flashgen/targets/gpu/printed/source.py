@@ -78,6 +78,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             f8_cached=variant.f8_cached,
             f8=variant.f8,
             parts=variant.parts or variant.slices or variant.cached,
+            listed=variant.listed is not None,
             warpgroups=warpgroups,
             pieces=recipe.cuts,
             sequence_copies=variant.ragged,
