@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from flashgen.plan.operands import OPERANDS, Operand
 
 ALIGNMENT = 256  # of every buffer in the workspace
+TURNED_KEYS = 128  # of a block of V of 8 bits, whose columns become rows
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ class Buffer:
 class Box:
     """What one tensor copy brings of ``tensor``, a field of ``struct Arguments``: ``rows`` of ``columns`` elements.
 
-    Of so many bytes each.
+    Of so many bytes each. ``turned``: of the tensor with columns as rows, as it stands at the start of the workspace.
     """
 
     tensor: str
     rows: int
     columns: int
     element_bytes: int = 2
+    turned: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from flashgen.runtime.kernel import (
 )
 from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
-from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, tensor_map
+from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -165,7 +165,7 @@ class CudaKernel:
     def _maps(self, step: Step, values: Values, operands: Mapping[str, Operand]) -> LaunchMaps | None:
         """The maps that a kernel takes, as its second parameter."""
         known, slots = self.layout.named(values), self.layout.slots
-        maps = [(slots[box.tensor], tensor_map(box, self.head_dim, known, operands)) for box in step.boxes]
+        maps = [(slots[map_field(box)], tensor_map(box, self.head_dim, known, operands)) for box in step.boxes]
         return LaunchMaps(maps, self.driver.encode) if maps else None
 
     def _run(

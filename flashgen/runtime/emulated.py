@@ -26,7 +26,7 @@ from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
 from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
-from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, tensor_map
+from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
 
 # Small, so that persistent blocks take turns, and few heads make a group.
 SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
@@ -230,7 +230,7 @@ class EmulatedKernel:
     def _maps(self, step: Step, operands: Mapping[str, Operand], known: Mapping[str, float], behind: int) -> bytes:
         """The maps that a kernel takes, as its second parameter."""
         maps = (
-            map_bytes(tensor_map(box, self.head_dim, known, operands), int(known[box.tensor]), emulated)
+            map_bytes(tensor_map(box, self.head_dim, known, operands), int(known[map_field(box)]), emulated)
             for box in step.boxes
         )
         return bytes(-behind % PARAMETER_ALIGNMENT) + b"".join(maps) if step.boxes else b""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.launches import Box
+from flashgen.plan.launches import TURNED_KEYS, Box
 from flashgen.plan.operands import OPERANDS, Operand
 from flashgen.runtime.kernel import Values
 
@@ -120,6 +120,8 @@ def tensor_map(
 ) -> TensorMap:
     """The map of a box for values of ``struct Arguments`` by name, whose strides are multiples of 16 bytes."""
     operand = operands[box.tensor]
+    if box.turned:
+        return _turned(box, operand, head_dim, known)
     if operand.rows.is_packed:
         return _of_sequences(box, operand, head_dim, known)
     width = operand.columns(head_dim)
@@ -139,6 +141,26 @@ def tensor_map(
         box=(box.columns, box.rows),
         batch_slabs=batch_slabs,
         head_slabs=head_slabs,
+        element_bytes=box.element_bytes,
+    )
+
+
+def map_field(box: Box) -> str:
+    """The field that says where the tensor of a box begins."""
+    return "workspace" if box.turned else box.tensor
+
+
+def _turned(box: Box, operand: Operand, head_dim: HeadDim, known: Mapping[str, float]) -> TensorMap:
+    rows = operand.columns(head_dim)
+    batch, heads, keys = (int(known[name]) for name in operand.counts)
+    row_bytes = -(-keys // TURNED_KEYS) * TURNED_KEYS * box.element_bytes
+    return TensorMap(
+        tensor=map_field(box),
+        extents=(row_bytes // box.element_bytes, rows, batch * heads),
+        strides=(row_bytes, rows * row_bytes),
+        box=(box.columns, box.rows),
+        batch_slabs=heads,
+        head_slabs=1,
         element_bytes=box.element_bytes,
     )
 

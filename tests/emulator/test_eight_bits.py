@@ -22,11 +22,11 @@ def weigh(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """O in bfloat16, and the sums that it is made of."""
     arrays: dict[str, Array | int] = {
         "p": p.numpy(),
-        "v": v.to(F8).view(torch.uint16).numpy(),
+        "v": v.to(F8).view(torch.uint32).numpy(),
         "o": np.zeros((64, 64), np.uint16),
         "sums": np.zeros((64, 64), np.float32),
     }
-    found = launch(SOURCE, arrays, name="weigh", threads=128, shared_bytes=8192).arrays
+    found = launch(SOURCE, arrays, name="weigh", threads=128, shared_bytes=4096).arrays
     o = torch.from_numpy(found["o"].copy()).view(torch.bfloat16)
     return o, torch.from_numpy(found["sums"].copy())[:, PLACES]
 
@@ -57,7 +57,7 @@ def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
     x = torch.cat([x, x.new_zeros(-len(x) % 512)])
     arrays: dict[str, Array | int] = {
         "p": x.numpy(),
-        "v": np.zeros(1, np.uint16),
+        "v": np.zeros(1, np.uint32),
         "o": np.zeros(1, np.uint16),
         "sums": np.zeros(len(x) // 4, np.float32),
     }
@@ -70,7 +70,7 @@ def test_what_is_beyond_the_largest_becomes_it() -> None:
     x = torch.tensor([449.0, 1e30, -torch.inf, torch.nan]).repeat(128)
     arrays: dict[str, Array | int] = {
         "p": x.numpy(),
-        "v": np.zeros(1, np.uint16),
+        "v": np.zeros(1, np.uint32),
         "o": np.zeros(1, np.uint16),
         "sums": np.zeros(128, np.float32),
     }

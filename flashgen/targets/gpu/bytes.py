@@ -29,7 +29,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Expr
 from flashgen.ir.shape import Shape
 from flashgen.plan.arguments import ARRIVALS, param_field
-from flashgen.plan.launches import PassLaunches, VisitLists
+from flashgen.plan.launches import TURNED_KEYS, PassLaunches, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
 from flashgen.plan.operands import ELEMENT_BYTES, OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, Call, TileCounts, counts_of_call, tile_counts
@@ -38,9 +38,11 @@ from flashgen.targets.gpu.launches import (
     CLEARS,
     PART_O,
     PART_ROWS,
+    TURNED_V,
     dq_sums,
     operands_of,
     rows_of_a_block,
+    turned_v,
     work_tiles,
 )
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
@@ -60,9 +62,10 @@ from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan, ForwardTiles
 
 DELTA = Operand("workspace.delta", QUERIES, Width.ONE, elements=Elements.FLOAT32)
+_TURNED = f"workspace.{TURNED_V}"
 COUNTED = (
     *(name for name in OPERANDS if name != "lse_parts"),  # of extreme rows, whose number nobody knows
-    *(DELTA.name, "workspace.dq"),
+    *(DELTA.name, "workspace.dq", _TURNED),
     *(OF_QUERIES, OF_KEYS, f"workspace.{OF_QUERIES}", f"workspace.{OF_KEYS}"),
     *(f"workspace.{PART_O}", f"workspace.{PART_ROWS}", *ARRIVALS),
 )
@@ -84,7 +87,7 @@ def counted(variant: Variant) -> tuple[str, ...]:
 def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
     """The kernels of a pass that touch operands, where gradients are summed by atomic additions."""
     if name == "forward":
-        return ("forward",)
+        return ("turn", "forward") if recipe.computed.f8 else ("forward",)
     rows = ("rows",) if recipe.row_state else ()
     return (*rows, *(("backward", "convert") if recipe.one_pass else ("keys", "queries")))
 
@@ -309,7 +312,7 @@ def _as_passed(value: Any) -> float:
     return ctypes.c_float(value).value if isinstance(value, float) else value
 
 
-_KERNELS = ("forward", "rows", "backward", "keys", "queries", "convert")
+_KERNELS = ("turn", "forward", "rows", "backward", "keys", "queries", "convert")
 
 
 def _accesses(
@@ -322,7 +325,10 @@ def _accesses(
     match kernel:
         case "forward":
             written = (*(["lse"] if state else []), *([_PARTS.name] if divided else []))
-            return (*once("q", "o", *written, of=operands), *by_tile("k", "v"))
+            read = ("k",) if recipe.computed.f8 else ("k", "v")
+            return (*once("q", "o", *written, of=operands), *by_tile(*read))
+        case "turn":
+            return once("v", of=operands)
         case "rows":
             return (Access(DELTA),)
         case "backward" | "keys":
@@ -373,6 +379,11 @@ class _Account:
             assert counts is not None
             for name, width in (("q", head_dim.qk), ("d_o", head_dim.v)):
                 found[name] += counts.rows * self._beyond(width) * element
+        if kernel == "turn":
+            found[_TURNED] += turned_v(self.variant).value(self.sizes)
+        if kernel == "forward" and self.variant.f8:
+            assert counts is not None
+            found[_TURNED] += self._turned(counts)
         if kernel == "backward":
             assert counts is not None
             found["workspace.dq"] += counts.groups * GROUP * padded(head_dim.qk) * FLOAT
@@ -388,6 +399,15 @@ class _Account:
         panel = panel_width(own, self.tiles.element)
         brought = (min(-(-own // panel) * panel, width - number * own) for number in range(blocks))
         return sum(brought) - width if blocks > 1 else 0
+
+    def _turned(self, counts: TileCounts) -> int:
+        """V as it is turned: a tile's panels are whole, and end with the last block of keys."""
+        Bc, heads = self.tiles.forward.Bc, self.sizes["batch"] * self.sizes["heads"]
+        keys = -(-self.sizes["kv_len"] // TURNED_KEYS) * TURNED_KEYS
+        panel = panel_width(Bc, self.tiles.element)
+        width = -(-Bc // panel) * panel
+        read = sum(float(visits) * min(width, keys - n * Bc) for n, visits in enumerate(counts.column_tiles))
+        return round(heads * read) * self.variant.head_dim.v
 
     def _rows(self) -> Mapping[str, int]:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""

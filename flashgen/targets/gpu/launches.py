@@ -17,7 +17,18 @@ from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import dimension_field, gradient_field
 from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, QUERIES, STATE_BYTES, part_bytes
-from flashgen.plan.launches import Box, Buffer, Count, Factor, Launch, PassLaunches, Splits, Sum, TileCounter
+from flashgen.plan.launches import (
+    TURNED_KEYS,
+    Box,
+    Buffer,
+    Count,
+    Factor,
+    Launch,
+    PassLaunches,
+    Splits,
+    Sum,
+    TileCounter,
+)
 from flashgen.plan.operands import (
     CACHED,
     F8,
@@ -48,6 +59,8 @@ from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
 TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
 CLEARS = "_clear"  # the end of the name of a kernel that clears the sums of dQ as well
+# V of 8 bits with its columns as rows.
+TURNED_V = "turned_v"
 # What a part of a sequence's keys leaves for the merge: O as lanes hold it, and of each row what its sums are of.
 PART_O, PART_ROWS = "part_o", "part_rows"
 MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them bring it no faster
@@ -119,7 +132,13 @@ def _observe(symbol: str, variant: Variant) -> list[Launch]:
 
 def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace of the forward pass whose blocks are persistent."""
-    return (*observed_buffers(variant), Buffer(TILE_COUNTER, Count((), 4), clear=True))
+    first = (Buffer(TURNED_V, turned_v(variant)),) if variant.f8 else ()
+    return (*first, *observed_buffers(variant), Buffer(TILE_COUNTER, Count((), 4), clear=True))
+
+
+def turned_v(variant: Variant) -> Count:
+    """Bytes of V of 8 bits, turned, in whole blocks of keys."""
+    return Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)), TURNED_KEYS * variant.head_dim.v)
 
 
 def atomic_buffers(variant: Variant, *, persistent: bool) -> tuple[Buffer, ...]:
@@ -165,6 +184,8 @@ def forward_launches(
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
         boxes = (*_boxes(("q",), tiles.rows, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+        if variant.f8:
+            boxes = (*boxes[:-1], Box("v", variant.head_dim.v, panel_width(tiles.Bc, element), 1, turned=True))
         if variant.tangent is not None:
             boxes += (
                 *_boxes(("t_q",), tiles.Br, variant, element),
@@ -174,7 +195,9 @@ def forward_launches(
     threads = 32 * (tiles.warps + tiles.producers)
     launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
-    launches = (*_observe(symbol, variant), *made_in_workspace(lists), launch)
+    turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
+    turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.f8 else ()
+    launches = (*_observe(symbol, variant), *made_in_workspace(lists), *turn, launch)
     buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)
     return PassLaunches(buffers, launches, lists, operands_of(variant))
 

@@ -58,8 +58,8 @@ MOST_COLUMNS = 256  # of a product of warpgroups
 BINS = 256  # of a warp's histogram of contributions to a captured gradient
 SIGNAL = 8  # an mbarrier
 OPERAND = 1024  # where an operand of warpgroups begins: 8 rows of 128 bytes
+KEYS_OF_SUMS = 448  # whose products of 8 bits are summed up before they go to sums of many tiles
 MEASURERS = 2  # warps that take norms of keys, where others copy
-F8_TRANSPOSERS = 2  # warps that bring V of 8 bits into the order that products want
 
 # Tiles that are weighed up, or chosen.
 _Forward: TypeAlias = ForwardChoice | ForwardTiles
@@ -92,23 +92,9 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
 
 def finders(variant: Variant, tiles: ForwardTiles) -> int:
     """Of the producer warps of the forward pass those that find visits: one copies, or two where warpgroups take turns,
-    others turn V of 8 bits, or take norms of keys.
+    others take norms of keys.
     """
-    return (
-        tiles.producers
-        - 1
-        - tiles.takes_turns
-        - (F8_TRANSPOSERS if variant.f8 else MEASURERS if variant.uses_sqdist else 0)
-    )
-
-
-def columns_at_a_time(variant: Variant) -> int:
-    """Of O, to which products of 8 bits are added once they are summed up over a tile: what leaves registers for them.
-
-    A whole row of 128 lets the sum run beside the weights of the next tile; of a wider one parts follow each other.
-    """
-    width = padded(variant.head_dim.v)
-    return width if width <= 128 else next(each for each in (64, 32) if width % each == 0)
+    return tiles.producers - 1 - tiles.takes_turns - (MEASURERS if variant.uses_sqdist else 0)
 
 
 def padded(head_dim: int) -> int:
@@ -197,7 +183,11 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     parts = (
         Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
-        Part("V", "V", stages * tile_bytes(Bc, Dv, of_keys), "stages * VTile::bytes"),
+        Part(
+            *("V", "V"),
+            stages * (tile_bytes(Dv, Bc, of_keys) if variant.f8 else tile_bytes(Bc, Dv, of_keys)),
+            "stages * VTile::bytes",
+        ),
         Part(
             "PAIRS",
             "what pairs read",
@@ -205,12 +195,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             "P::pairs_staged * P::warps * StagedPairs::bytes",
         ),
         Part("UNITS", "units of Q", variant.f8_cached * FLOAT * Br, "4 * BR"),
-        Part(
-            "TRANSPOSED",
-            "V, transposed",
-            variant.f8 * stages * tile_bytes(Dv, Bc, element),
-            "stages * TransposedTile::bytes",
-        ),
+        Part("SUMS", "sums of tiles", variant.f8 * 2 * Br * Dv, "2 * BR * DVP"),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
@@ -236,7 +221,6 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
         Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
-        Part("TRANSPOSED_SIGNALS", "signals", variant.f8 * 2 * stages * SIGNAL, "TransposedSignals::bytes", SIGNAL),
         Part(
             "NORM_SIGNALS",
             "signals",

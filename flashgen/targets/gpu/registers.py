@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Spill
-from flashgen.targets.gpu.model import columns_at_a_time, padded
+from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipes import AnyChoice
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
@@ -44,8 +44,7 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
             numbers = rows * Dv + max(pairs, rows * tiles.weighed * tiles.split)
             numbers *= 1 if variant.tangent is None else 2
             numbers += rows * D * element.bytes // 4 if tiles.q_in_registers else 0
-            if variant.f8:  # P, and what it sums up of a tile
-                numbers += pairs // 4 + rows * columns_at_a_time(variant)
+            numbers += pairs // 4 if variant.f8 else 0  # P
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
             at_a_time = tiles.weighed * tiles.split * tiles.Bc
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too

@@ -22,6 +22,7 @@ from flashgen.targets.gpu.launches import (
     PART_ROWS,
     RANKS,
     TILE_COUNTER,
+    TURNED_V,
     atomic_buffers,
     block_buffers,
     exact_buffers,
@@ -44,6 +45,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     ELEMENTS: ("elements_by_distance", "int32_t"),
     TILE_COUNTER: ("tile_counter_of", "uint32_t"),
     KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
+    TURNED_V: ("turned_v_of", "uint8_t"),
 }
 
 
@@ -57,7 +59,8 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     code = _of_ragged_batches if variant.ragged else count_code
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
     persistent = any(each.backward.persistent for each in plan.elements)
-    for buffers in (*forward, atomic_buffers(variant, persistent=persistent), exact_buffers(variant)):
+    backward = () if variant.f8 else (atomic_buffers(variant, persistent=persistent), exact_buffers(variant))
+    for buffers in (*forward, *backward):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes, code) for each in before) or "0"

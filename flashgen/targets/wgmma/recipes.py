@@ -121,6 +121,8 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
     if isinstance(row, ForwardChoice):
+        if variant.f8:
+            return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits()))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         begins_next = copies and not has_producers and recipe.longest_first
@@ -248,6 +250,11 @@ def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...
     if not begins_next:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+
+
+def _order_of_8_bits() -> tuple[Decision, ...]:
+    turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
+    return (*_order_of_queries(copies=True, begins_next=False), turned)
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:

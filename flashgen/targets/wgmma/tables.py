@@ -26,9 +26,8 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
 
 
-def _hopper_f8(Bc: int, stages: int = 3) -> ForwardChoice:
-    """Of 8 bits: V is there a stage before it is multiplied, so that it can be transposed."""
-    return ForwardChoice(128, Bc, 8, stages=stages, warpgroups=True, producers=4)
+def _hopper_f8(Bc: int, Br: int = 128) -> ForwardChoice:
+    return ForwardChoice(Br, Bc, Br // 16, stages=2, warpgroups=True, producers=4)
 
 
 def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
@@ -113,11 +112,12 @@ HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (192, (_hopper(128, 80, 8), _hopper(128, 48, 8))),
     *HOPPER_SHORT_FORWARD[3:],
 )
-# Of 8 bits, where P·V of a tile is summed up by itself: 128 × 128 at D 128 has 208 registers of sums and operands.
+# Of 8 bits. What a step waits for is a smaller share of a wide one, and products of it read Q less often.
+# Sums take 32 KiB of shared memory at D 128, 64 at D 256.
 HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (64, (_hopper_f8(160), _hopper_f8(128), _hopper_f8(64))),
-    (128, (_hopper_f8(128), _hopper_f8(96), _hopper_f8(64))),
-    (256, (_hopper_f8(64), _hopper_f8(64, stages=2), _hopper_f8(32, stages=2))),
+    (64, (_hopper_f8(160, 192), _hopper_f8(128), _hopper_f8(64))),
+    (128, (_hopper_f8(224), _hopper_f8(128), _hopper_f8(64))),
+    (256, (_hopper_f8(96), _hopper_f8(64), _hopper_f8(32))),
     (WIDEST, ()),
 )
 # dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever of a block shares them,

@@ -17,6 +17,9 @@ FG_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
   return r;
 }
 
+FG_DEVICE int larger(int a, int b) { return max(a, b); }
+FG_DEVICE int largest(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+
 // As of wider elements: maps are of bytes.
 FG_DEVICE void copy_panel_async(f8e4m3* to, const TensorMap& map, int column, int row, int slab, uint64_t* signal) {
   asm volatile(

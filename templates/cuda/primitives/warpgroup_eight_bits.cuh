@@ -1,12 +1,12 @@
 // Layer 3 of the CUDA primitives, Hopper's part: operands of 8 bits, float8_e4m3fn, of warpgroups' products.
 //
 // Such products read both operands along their rows, and have 32 inner indices in the place of 16. Of O += P V that are
-// keys, which run across the rows of V: so V is transposed, and in the order that accumulators have as operand A. A lane has
-// columns 2p and 2p + 1 of each tile of 8 in P, and as operand 4p … 4p + 3 of 16: within 16 keys, number 8u + 2p + v
-// takes place 4p + 2u + v of both. The columns of V are rows of what was transposed in an order of their own, so that a
-// lane's words fall into banks of their own: of 16 the even ones come first. A lane of O has so the columns 4p … 4p + 3.
+// keys, which run across the rows of V: so V is turned, its columns become rows, with keys in the order that accumulators
+// have as operand A. A lane has columns 2p and 2p + 1 of each tile of 8 in P, and as operand 4p … 4p + 3 of 16: within 16
+// keys, number 8u + 2p + v takes place 4p + 2u + v of both. Of 16 columns of V the even ones come first: so a lane of O
+// has 4p … 4p + 3 of them, which it stores together.
 //
-// Contract: as warpgroup.cuh. What transpose() stores is there for products after publish_shared() and a signal.
+// Contract: as warpgroup.cuh.
 #pragma once
 #include "eight_bits_instructions.cuh"
 #include "warpgroup.cuh"
@@ -40,16 +40,15 @@ FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, SharedTile<f8e4m3, a_r
     warpgroup_multiply<f8e4m3, false, false>(d.at[0], advance(left, bytes_along_f8(a, inner)),
                                              advance(right, bytes_along_f8(b, inner)), inner > 0);
 }
-// Starts D = A Bᵀ of an A in registers; B's columns are rows row_b … of its tile.
+// Starts D += A Bᵀ of an A in registers; B's columns are the rows of its tile.
 template <int n_tiles, int inner_size, int b_rows>
-FG_DEVICE void start_product_of_rows(Accumulators<1, n_tiles>& d, const LeftRows<f8e4m3, 1, inner_size>& a,
-                                     SharedTile<f8e4m3, b_rows, inner_size> b, int row_b) {
-  static_assert(b_rows % (8 * n_tiles) == 0 && inner_size % 32 == 0, "whole products");
-  const SharedMatrix right = rows_of(b, row_b);
+FG_DEVICE void start_product_of_turned(Accumulators<1, n_tiles>& d, const LeftRows<f8e4m3, 1, inner_size>& a,
+                                       SharedTile<f8e4m3, b_rows, inner_size> b) {
+  static_assert(b_rows == 8 * n_tiles && inner_size % 32 == 0, "whole products");
+  const SharedMatrix right = rows_of(b, 0);
 #pragma unroll
   for (int inner = 0; inner < inner_size; inner += 32)
-    warpgroup_multiply<f8e4m3, false>(d.at[0], a.at[0][inner / 32].r, advance(right, bytes_along_f8(b, inner)),
-                                      inner > 0);
+    warpgroup_multiply<f8e4m3, false>(d.at[0], a.at[0][inner / 32].r, advance(right, bytes_along_f8(b, inner)), true);
 }
 
 // A row of accumulators, rounded, as operand A; keys in the order that is said above.
@@ -66,35 +65,38 @@ FG_DEVICE void round_into(LeftRows<f8e4m3, 1, inner>& a, const Accumulators<1, n
     }
 }
 
-// Transposes a tile of keys, by so many threads of which this is one, 16 keys by 32 columns a warp at a time. Warps take turns
-// along the keys: what is a warp's own are then two addresses, all else constants.
-template <int threads, int rows, int columns>
-FG_DEVICE void transpose(SharedTile<f8e4m3, columns, rows> to, SharedTile<f8e4m3, rows, columns> from, int thread) {
-  static_assert(threads == 64 && rows % 32 == 0 && columns % 32 == 0, "two warps have squares side by side");
-  const unsigned lane = unsigned(thread) % 32, own_key = unsigned(thread) / 32 * 16;
-  const SharedTile<f8e4m3, rows, columns> own{from.base + own_key * SharedTile<f8e4m3, rows, columns>::width};
+// Turns 16 keys of 4 columns, of which a word is one key's: a row of 16 bytes each, keys in the order that is said above.
+FG_DEVICE void turn(uint4 (&rows)[4], const uint32_t (&keys)[16]) {
+  uint32_t turned[4][4];
 #pragma unroll
-  for (int column = 0; column < columns; column += 32)
+  for (int p = 0; p < 4; ++p) {
+    const uint32_t a = keys[2 * p], b = keys[2 * p + 1], c = keys[2 * p + 8], d = keys[2 * p + 9];
+    const uint32_t low[2] = {__byte_perm(a, b, 0x5140), __byte_perm(c, d, 0x5140)};
+    const uint32_t high[2] = {__byte_perm(a, b, 0x7362), __byte_perm(c, d, 0x7362)};
+    turned[0][p] = __byte_perm(low[0], low[1], 0x5410), turned[1][p] = __byte_perm(low[0], low[1], 0x7632);
+    turned[2][p] = __byte_perm(high[0], high[1], 0x5410), turned[3][p] = __byte_perm(high[0], high[1], 0x7632);
+  }
 #pragma unroll
-    for (int key = 0; key < rows; key += 32) {
-      uint32_t r[4];
-      load_square<Order::down, true>(r, own, key, column, lane);
+  for (int e = 0; e < 4; ++e) rows[e] = make_uint4(turned[e][0], turned[e][1], turned[e][2], turned[e][3]);
+}
+// The row of a column of V, once it is turned: of 16 the even ones come first.
+FG_DEVICE int row_of_turned(int column) { return column / 16 * 16 + column % 2 * 8 + column % 16 / 2; }
+
+// Starts the copy of a tile of V as it is turned: keys first … are columns. The map's box is one panel.
+template <int rows, int columns>
+FG_DEVICE void copy_turned_async(SharedTile<f8e4m3, rows, columns> to, const TensorMap& map, int first, int slab,
+                                 uint64_t* signal) {
+  using Tile = SharedTile<f8e4m3, rows, columns>;
+  static_assert(rows <= 256, "a panel is one box");
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = column + 16 * half;
-        const unsigned own_place = own_key + lane % 4 * 4;
-        shared_store(reinterpret_cast<uint32_t*>(place_of(to, row, key, lane / 4, own_place)),
-                     __byte_perm(r[2 * half], r[2 * half + 1], 0x6420));
-        shared_store(reinterpret_cast<uint32_t*>(place_of(to, row + 8, key, lane / 4, own_place)),
-                     __byte_perm(r[2 * half], r[2 * half + 1], 0x7531));
-      }
-    }
+  for (int panel = 0; panel < Tile::panels; ++panel)
+    copy_panel_async(to.base + panel * rows * Tile::width, map, first + panel * Tile::width, 0, slab, signal);
 }
 
-// Stores rows of O, whose columns are those of what was transposed, from row `row` of `width` elements on; there are `count`
+// Stores rows of O, whose columns are those of V as it is turned, from row `row` of `width` elements on; there are `count`
 // rows.
 template <int width, class To, int n_tiles>
-FG_DEVICE void store_transposed_fragments(To to, const float (&d)[n_tiles][4], int row, int count) {
+FG_DEVICE void store_turned_fragments(To to, const float (&d)[n_tiles][4], int row, int count) {
   static_assert(width % 16 == 0 && width <= 8 * n_tiles, "whole groups of columns");
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

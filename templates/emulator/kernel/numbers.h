@@ -24,6 +24,8 @@ FG_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 FG_DEVICE uint32_t widen_e4m3(uint16_t pair) {
   return pack_f16(emulator::float_of_e4m3(pair & 0xff), emulator::float_of_e4m3(pair >> 8));
 }
+FG_DEVICE int larger(int a, int b) { return a > b ? a : b; }
+FG_DEVICE int largest(int a, int b, int c) { return larger(larger(a, b), c); }
 FG_DEVICE uint32_t even_bytes_first(uint32_t word) { return __byte_perm(word, 0, 0x3120); }
 
 namespace emulator {

@@ -11,6 +11,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
+from flashgen.plan.launches import TURNED_KEYS
 from flashgen.plan.operands import Elements
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.launches import captured_elements, operands_of
@@ -33,16 +34,17 @@ class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
     Batches are ``ragged``, or k and v are ``cached`` (``f8_cached``: of 8 bits), or q, k and v are of 8 bits
-    (``f8``). ``slices``: rows of queries are some of those of tensors. ``heads_by_row``: a tile has rows of several
-    heads. ``written`` and ``written_of_keys``: the type of
-    elements of o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of
-    their tables.
+    (``f8``), V turned in blocks of ``turned_keys``. ``slices``: rows of queries are some of those of tensors.
+    ``heads_by_row``: a tile has rows of several heads. ``written`` and ``written_of_keys``: the type of elements of
+    o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of their
+    tables.
     """
 
     ragged: bool
     cached: bool
     f8_cached: bool
     f8: bool
+    turned_keys: int
     slices: bool
     heads_by_row: bool
     written: str
@@ -64,6 +66,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         cached=variant.cached,
         f8_cached=variant.f8_cached,
         f8=variant.f8,
+        turned_keys=TURNED_KEYS,
         slices=variant.slices,
         heads_by_row=variant.has_rows_of_heads,
         written=_written(variant, "o", "dq"),

@@ -14,13 +14,12 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
-    F8_TRANSPOSERS,
+    KEYS_OF_SUMS,
     MEASURERS,
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
     backward_layout,
-    columns_at_a_time,
     finds_selected,
     forward_layout,
     merging_shares,
@@ -62,6 +61,8 @@ class ForwardCode:
     @property
     def across(self) -> str:
         """What starts P·V."""
+        if "f8e4m3" in self.tiles:
+            return "start_product_of_turned"
         return "start_wide_across" if self.wide else "start_product_across"
 
     @property
@@ -178,7 +179,8 @@ def forward_code(
             more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
             more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
-        more |= {"transposers": F8_TRANSPOSERS, "columns_at_a_time": columns_at_a_time(variant)} if variant.f8 else {}
+        if variant.f8:
+            more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
         more |= {"measurers": MEASURERS if tiles.producers else 0} if has_measurers else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
@@ -272,8 +274,7 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
-            of_o = (columns_at_a_time(variant),) if variant.f8 else _widths_of_o(Dv, each.element, each.forward)
-            widths |= {each.forward.weighed or each.forward.Bc, *of_o}
+            widths |= {each.forward.weighed or each.forward.Bc, *_widths_of_o(Dv, each.element, each.forward)}
         if each.backward.dq_in_halves:
             of_dq = spans_of_half(D // each.backward.cluster, each.element)
             of_dv = spans_of_half(Dv // each.backward.cluster, each.element)
