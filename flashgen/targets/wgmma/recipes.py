@@ -30,9 +30,7 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     if variant.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(variant, element, on)
-    if element is ElementType.F32 or variant.cached:  # few rows: a warpgroup has 64 at least
-        return others
-    if variant.backward_only:
+    if element is ElementType.F32 or variant.cached or variant.backward_only:  # few rows: a warpgroup has 64 at least
         return others
     if variant.listed is not None:
         rows = [replace(row, warpgroups=True, blocks=2) for row in others.rows]
