@@ -104,8 +104,7 @@ def _rivals_of_pass(variant: Variant, gpu: Gpu, own: ElementPlan, name: str) -> 
 
 
 def typical(shape_class: ShapeClass, group: int) -> Shape:
-    """The shape that stands for a class: its largest, where that is no longer than a long one."""
-    kv_heads = max(1, min(shape_class.heads, LONG.heads) // group)
-    return Shape(
-        1, kv_heads * group, kv_heads, min(shape_class.q_len, LONG.q_len), min(shape_class.kv_len, LONG.kv_len)
-    )
+    """The shape that stands for a class: its largest, where that has no longer rows, and no more, than a long one."""
+    q_len, kv_len = min(shape_class.q_len, LONG.q_len), min(shape_class.kv_len, LONG.kv_len)
+    kv_heads = max(1, min(shape_class.heads, LONG.heads * LONG.q_len // max(q_len, 1)) // group)
+    return Shape(1, kv_heads * group, kv_heads, q_len, kv_len)
