@@ -26,6 +26,7 @@ from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.ahead import is_shared, read_ahead
 from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, has_runs, with_diagonals
+from flashgen.targets.gpu.lengths import has_growing_rows
 from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
@@ -57,7 +58,8 @@ class Recipe:
     ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
     ``ahead``: an element that pairs read, which warpgroups read before their products are there; ``near``: scores where
     they need no special function. ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their
-    lengths; ``batch_inside``: where there are none they take a tile's batch entries one after another.
+    lengths; ``in_groups``: where there are none those with warps that copy take the longest tiles of several heads
+    before shorter ones; ``batch_inside``: or all a tile's batch entries one after another.
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
@@ -77,6 +79,7 @@ class Recipe:
     cuts: bool
     lists: Lists
     longest_first: bool
+    in_groups: bool
     batch_inside: bool
     dq: SumsOfDq
     row_state: bool
@@ -101,6 +104,11 @@ class Recipe:
     def one_pass(self) -> bool:
         """Whether one kernel computes dK, dV and, where results need not repeat, dQ."""
         return self.dq is SumsOfDq.ADDED_UP
+
+    @property
+    def cache_of_groups(self) -> int:
+        """Bytes: what blocks of a group of heads read."""
+        return rules.LONG_TILES.limit
 
     @property
     def norms_by_lse(self) -> bool:
@@ -135,6 +143,7 @@ def recipe_of(variant: Variant) -> Recipe:
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
     cuts, lists = is_cut(variant.keep), _lists(variant, observed=bool(rows or columns))
     longest_first = lists is not Lists.NONE and mask_axes(variant.keep) in _ORDERED
+    in_groups = not longest_first and _in_groups(variant)
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
     weights_first, exponent = folded or _weights_first(computed, keys), _exponent(computed)
@@ -147,7 +156,8 @@ def recipe_of(variant: Variant) -> Recipe:
         cuts=cuts,
         lists=lists,
         longest_first=longest_first,
-        batch_inside=is_shared(variant),
+        in_groups=in_groups,
+        batch_inside=is_shared(variant) and not in_groups,
         dq=dq,
         row_state=variant.has_row_state,
         key_gradients=keys,
@@ -178,6 +188,15 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
         return Lists.KEPT
     selects = reads_tiles(variant.keep, variant.spec.tensors) and mask_axes(variant.keep) in _ORDERED
     return Lists.OF_A_CALL if observed or selects else Lists.NONE
+
+
+def _in_groups(variant: Variant) -> bool:
+    """Not where sequences have tiles of their own, and where blocks of one tile share more than heads do."""
+    if variant.ragged or variant.cached or variant.has_rows_of_heads:
+        return False
+    if variant.tangent is not None and not variant.backward_only:
+        return True
+    return has_growing_rows(variant) and not is_shared(variant)
 
 
 def _headroom(variant: Variant) -> int:

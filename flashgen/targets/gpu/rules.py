@@ -113,6 +113,14 @@ BATCH_INSIDE = Rule(
     "batch entries share what pairs read or add to: blocks of one tile run side by side, so that the last cache has it",
     "an H200, causal, D 128, `[H, Nq, Nk]` with backward, beside staged pairs: 2.57 → 2.29 ms at 4k, B 2",
 )
+LONG_TILES = Rule(
+    "long tiles",
+    "a block has its multiprocessor to itself, and rows of tiles grow: the longest of as many heads as a cache holds "
+    "come before shorter ones, as the last ones of one head would leave most blocks idle",
+    "an H200, causal, 16k tokens, beside one head after another: forward at D 128 of 2k and 8k 0.90 and 0.92, D 256 of "
+    "8k 0.91; with backward 64/8 heads of 2k 0.93, D 128 0.96; with three blocks a multiprocessor 1.01 to 1.07",
+    limit=24 << 20,
+)
 DIAGONALS = Rule(
     "diagonals",
     "what i - j alone decides and takes longer than a read is computed once for each diagonal, into the workspace",

@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.constraints import COLUMN, ROW
-from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.pieces import block_sizes
-from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import Apply, Expr
-from flashgen.ir.interval import IntRange
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
+from flashgen.targets.gpu.rules import LONG_TILES
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
 PERSISTENT = "persistent"  # a choice of which tile comes next
+_LONG_TILES = Decision.by("heads", "the longest tiles of several first", LONG_TILES)
 
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
@@ -101,7 +99,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     if isinstance(row, BackwardChoice) and row.dq_in_halves:
         return _with_halves_of_dq(variant, recipe, row, products)
     if isinstance(row, ForwardChoice) and row.takes_turns:
-        return _in_turns(row, products)
+        return _in_turns(recipe, row, products)
     if (
         isinstance(row, QueryChoice)
         or row.split > 1
@@ -118,9 +116,10 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     has_producers = row.producers > 0
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
+    heads = _heads(recipe) if has_producers else ()
     if isinstance(row, ForwardChoice):
         if variant.f8:
-            return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits()))
+            return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         begins_next = copies and not has_producers and recipe.longest_first
@@ -130,7 +129,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
         reads += [near] if recipe.near is not None else []
         return Candidate(
             replace(row, tensor_copies=copies, begins_next=begins_next),
-            (*common, *_order_of_queries(copies=copies, begins_next=begins_next), *reads),
+            (*common, *_order_of_queries(copies=copies, begins_next=begins_next), *heads, *reads),
         )
     order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
@@ -168,13 +167,19 @@ def _with_halves_of_dq(
             Decision.by("head dimension", *divided),
             *cluster,
             _order_of_keys(variant, recipe, copies=True, has_producers=True),
+            *_heads(recipe),
             Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
             Decision.by("weights", *kept),
         ),
     )
 
 
-def _in_turns(row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
+def _heads(recipe: Recipe) -> tuple[Decision, ...]:
+    """Which head's tile comes next, in blocks with warps that copy."""
+    return (_LONG_TILES,) if recipe.in_groups else ()
+
+
+def _in_turns(recipe: Recipe, row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
     """Two warpgroups that share rows, and weigh key tiles in turns; the blocks of a cluster share copies."""
     cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.CLUSTERS)] if row.cluster > 1 else []
     return Candidate(
@@ -186,6 +191,7 @@ def _in_turns(row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice
             Decision.by("head dimension", "divided among 2 warpgroups", rules.TURNS),
             Decision.by("tile order", PERSISTENT, rules.PERSISTENT),
             *cluster,
+            *_heads(recipe),
         ),
     )
 
@@ -260,8 +266,7 @@ def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
         overlap = ("exponentials beside tS, O beside S", rules.OVERLAP_TANGENTS)
     else:
         overlap = ("O beside S", rules.TANGENTS_OF_PRODUCTS)
-    heads = Decision.by("heads", "the longest tiles of several first", rules.LONG_TILES)
-    return Decision.by("tile order", PERSISTENT, rules.PERSISTENT), heads, Decision.by("overlap", *overlap)
+    return Decision.by("tile order", PERSISTENT, rules.PERSISTENT), *_heads(recipe), Decision.by("overlap", *overlap)
 
 
 def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:
@@ -277,22 +282,6 @@ def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_produc
     return Decision.by("tile order", PERSISTENT, rules.PERSISTENT_KEYS)
 
 
-def has_long_rows(variant: Variant) -> bool:
-    """Whether queries keep keys however far back: for certain, or because the mask relates no queries to keys.
-
-    Then a block has tiles enough to hide what it begins and ends with.
-    """
-    return _keeps_as_far_as(variant, rules.LONG_ROWS.limit)
-
-
-def _keeps_as_far_as(variant: Variant, length: int) -> bool:
-    """Whether the last queries of so many positions keep the first keys, or the mask relates no queries to keys."""
-    last = IntRange(length - 128, length - 1)
-    sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": length, "Nk": length}
-    far = Tile(IntRange(0, 0), IntRange(0, 0), last, IntRange(0, 127), sizes)
-    return has_whole_rows(variant) or classify(variant.keep, far) is TileClass.FULL
-
-
 def has_small_blocks(variant: Variant) -> bool:
     """Whether the mask is drawn in blocks of fewer positions than a wide tile has."""
     return any(size < rules.SMALL_BLOCKS.limit for axis in (ROW, COLUMN) for size in block_sizes(variant.keep, axis))
@@ -303,15 +292,4 @@ def _shares_copies(variant: Variant) -> bool:
 
     In ragged batches a block asks for the next tile of some sequence by itself.
     """
-    return not variant.ragged and _keeps_as_far_as(variant, rules.CLUSTERS.limit)
-
-
-def has_whole_rows(variant: Variant) -> bool:
-    """Whether the mask relates no queries to keys: a row has all tiles, or those before a length."""
-    return not _relates_pairs(variant.keep)
-
-
-def _relates_pairs(condition: Expr) -> bool:
-    if isinstance(condition, Apply) and condition.op in ("and", "or", "not"):
-        return any(_relates_pairs(each) for each in condition.args)
-    return level_of(condition) is Level.PAIR
+    return not variant.ragged and keeps_as_far_as(variant, rules.CLUSTERS.limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashgen.plan.recipe import Rule
+from flashgen.targets.gpu.lengths import FAR
 
 WARPGROUPS = Rule(
     "warpgroups",
@@ -101,11 +102,6 @@ TANGENTS_OF_PRODUCTS = Rule(
     "what a score changes by asks for the dot product: S waits for its tangent, while the other warpgroup multiplies",
     "an H200, a soft-cap causal of 8k: D 64 334 TFLOP/s, 1.64 times the time of the forward pass",
 )
-LONG_TILES = Rule(
-    "long tiles",
-    "with six products a query tile takes so long that the last ones of one head would leave most blocks idle",
-    "an H200, causal of 8k at D 64: 0.80 ms, one head after another 0.82",
-)
 OVERLAP_BACKWARD = Rule(
     "dS a step late",
     "warpgroups take each other's dS a step late, so that one multiplies while another weighs",
@@ -186,7 +182,7 @@ LONG_ROWS = Rule(
     "long rows",
     "queries keep keys however far back: a block has tiles enough to hide what it begins and ends with",
     "from 8k tokens on the wide tiles win by 3 to 25 %",
-    limit=8192,
+    limit=FAR,
 )
 SMALL_BLOCKS = Rule(
     "small blocks",

@@ -1,0 +1,76 @@
+"""Where rows of tiles grow blocks with warps that copy take the longest ones of several heads before shorter ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.language import parse_text
+from flashgen.runtime.emulator import EmulatorError, FaultKind
+from flashgen.targets.gpu import rules
+from flashgen.targets.gpu.recipe import recipe_of
+from tests.cuda.hopper import changed, hopper, random
+
+# Texts of their own: another rule makes another source of the same spec.
+CAUSAL = "head_dim {}  score s * {}  mask causal"
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ((1, 1), (4, 2))]
+
+
+def variant(text: str) -> Variant:
+    spec = parse_text(f"attention a {{ {text} }}").specs[0]
+    return analyse(spec, spec.head_dims[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("head_dim 64  mask causal", True),
+        ("head_dim 64  mask causal  tensor m: f32[H]  score s - m[h] * (i - j)", True),
+        ("head_dim 64", False),  # rows of one length
+        ("head_dim 64  mask causal and window_left(100)", False),
+        ("head_dim 64  tensor doc: i32[B, Nk]  mask causal and same_document(doc)", False),
+        ("head_dim 64  tensor t: bf16[H, Nq, Nk]  score s + t[h, i, j]  mask causal", False),  # batch entries share it
+    ],
+)
+def test_where(text: str, expected: bool) -> None:
+    """Long rows of several lengths, whose heads share nothing that batch entries share, too."""
+    of = variant(text)
+    assert recipe_of(of).in_groups is expected
+    assert not recipe_of(replace(of, ragged=True)).in_groups
+    assert not recipe_of(replace(of, cached=True)).in_groups
+
+
+@pytest.mark.parametrize("heads", [*SLOW, (7, 7), (10, 5)])
+@pytest.mark.parametrize("limit", [1, 400_000, 10_000_000])
+def test_every_tile_once(limit: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one head, of several that are not of one size, and one of all; forward and backward."""
+    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=limit))
+    op = hopper(CAUSAL.format(128, 0.1 + 0.001 * len(str(limit))))
+    tiles = next(iter(op.plan.values())).elements[0]
+    assert tiles.forward.producers
+    assert tiles.backward.producers
+    many, few = heads
+    q, d_o = random(2, many, 300, 128, seed=0), random(2, many, 300, 128, seed=3)
+    k, v = random(2, few, 410, 128, seed=1), random(2, few, 410, 128, seed=2)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    o, wanted = op(*leaves), op.reference(*exact, dtype=torch.float64)
+    assert (o.double() - wanted).abs().max() < 0.02
+    found = torch.autograd.grad(o, leaves, d_o)
+    for x, y in zip(found, torch.autograd.grad(wanted, exact, d_o.double()), strict=True):
+        assert (x.double() - y).norm() < 0.01 * y.norm()
+
+
+def test_tiles_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks that take one tile are seen."""
+    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=400_000))
+    text = CAUSAL.format(128, 0.2)
+    op = changed("planted_groups", text, "forward", r"first \+ \(own - tile \* heads\)", "(own - tile * heads)")
+    q, k, v = random(1, 7, 300, 128, seed=0), random(1, 7, 410, 128, seed=1), random(1, 7, 410, 128, seed=2)
+    with pytest.raises(EmulatorError) as caught:
+        op(q, k, v)
+    assert caught.value.kind is FaultKind.GLOBAL_RACE
