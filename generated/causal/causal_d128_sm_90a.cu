@@ -2555,6 +2555,22 @@ struct VisitList {
   uint16_t tile[WINDOW];                             // counted from the first
 };
 
+// A block that has a multiprocessor to itself takes the longest tiles of several heads before shorter ones, as few long
+// ones at the end would keep most of them waiting. A group of heads is as large as a cache holds what its blocks read,
+// and has all `sharers` of each of the `total` heads of keys.
+struct TileOfGroup {
+  unsigned head, tile;  // the head counted through the batch
+};
+FG_DEVICE TileOfGroup tile_of_group(
+    unsigned number, unsigned tiles, unsigned total, unsigned sharers, int bytes_of_row, int rows) {
+  constexpr int CACHE = 25165824;
+  const unsigned most = fg::max(1, CACHE / bytes_of_row / fg::max(1, rows)), groups = fg::max(1, int(total / most));
+  const unsigned group = ((number / (tiles * sharers) + 1) * groups - 1) / total;  // of equal size, as nearly as may be
+  const unsigned first = group * total / groups * sharers, heads = (group + 1) * total / groups * sharers - first;
+  const unsigned own = number - first * tiles, tile = own / heads;
+  return {unsigned(fg::again(int(first + (own - tile * heads)))), unsigned(fg::again(int(tile)))};
+}
+
 static_assert(sizeof(VisitList) == 2348, "what the plan counts");
 // What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.
 struct QueryPlace {
@@ -2779,7 +2795,14 @@ template <class T> struct Block {
     int head, row0;  // counted through the batch; its first query
   };
   FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, head = number / tiles;
+    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR;
+    if constexpr (has_producers) {
+      constexpr int bytes_of_key = (DP + DVP) * int(sizeof(T));  // and its value
+      const TileOfGroup own = tile_of_group(number, tiles, unsigned(a.batch * a.kv_heads),
+                                            unsigned(a.heads) / unsigned(a.kv_heads), bytes_of_key, int(a.kv_len));
+      return {int(own.head), int(tiles - 1 - own.tile) * BR};
+    }
+    const unsigned head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
   }
   FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
@@ -3546,6 +3569,13 @@ template <class T, bool atomic> struct Block {
   // Which number of all key tiles this is.
   FG_DEVICE unsigned number() const { return block_number(a); }
   FG_DEVICE Place locate(unsigned number) const {
+    // few blocks of one length after another would all begin and end together
+    if (P::producers > 0 && key_tiles() >= 8) {
+      constexpr int bytes_of_query = (DP + DVP) * int(sizeof(T)) + DP * int(sizeof(float));  // Q, dO and the sums of dQ
+      const TileOfGroup own =
+          tile_of_group(number, key_tiles(), unsigned(a.batch * a.kv_heads), 1, bytes_of_query, int(a.q_len));
+      return place_of(own.head, own.tile);
+    }
     const unsigned head = number / key_tiles();
     return place_of(head, number - head * key_tiles());
   }

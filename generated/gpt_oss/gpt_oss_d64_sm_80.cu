@@ -2363,7 +2363,8 @@ template <class T> struct Block {
     int head, row0;  // counted through the batch; its first query
   };
   FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, head = number / tiles;
+    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR;
+    const unsigned head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
   }
   FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
