@@ -20,7 +20,7 @@ from flashgen.compiled import CompiledKernel, compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import gradient_field
+from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import PLANNERS_OWN, Pins
@@ -116,6 +116,7 @@ def launches_of(
     if variant.cached:
         return lambda _name, _values: cached_launches(symbol, variant, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
+    summed = [stored_field(each.name) for each in summed_tensors(variant.spec)]
 
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
         kind = kind_of(name, values)
@@ -129,6 +130,7 @@ def launches_of(
             dropped=bool(kind.dropped),
             deterministic=bool(kind.repeatable),
             captured=any(values[each] for each in gradients),
+            turns=any(values.get(each) for each in summed),
         )
 
     return find

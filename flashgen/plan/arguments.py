@@ -81,15 +81,29 @@ def stored_tensors(spec: AttentionSpec) -> tuple[CapturedTensor, ...]:
 
     It is a bias ``[B, H, Nq, Nk]``, in any order. One of float32 is what sums are made in.
     """
+    return _of_pairs(spec, "bhij")
+
+
+def summed_tensors(spec: AttentionSpec) -> tuple[CapturedTensor, ...]:
+    """Those of which batch entries alone share elements: a bias ``[H, Nq, Nk]``, in any order.
+
+    Kernels that add them up in turn store the sums, rounded once.
+    """
+    return _of_pairs(spec, "hij")
+
+
+def _of_pairs(spec: AttentionSpec, axes: str) -> tuple[CapturedTensor, ...]:
+    """Tensors of 16 bits with a gradient that are read once, where these axes say, each of them one of theirs."""
     roots = (spec.score, spec.mask, spec.weights.weight, spec.weights.sink)
     loads = {each for root in roots if root is not None for each in walk(root) if isinstance(each, Load)}
 
-    def is_stored(tensor: CapturedTensor) -> bool:
+    def is_one(tensor: CapturedTensor) -> bool:
         reads = [each for each in loads if each.tensor == tensor.name]
-        axes = [_AXES_OF_PAIRS.get(extent) for extent in tensor.shape]
-        return len(reads) == 1 and list(reads[0].indices) == axes and len(set(axes)) == len(_AXES_OF_PAIRS)
+        own = [_AXES_OF_PAIRS.get(extent) for extent in tensor.shape]
+        wanted = {index(name) for name in axes}
+        return len(reads) == 1 and list(reads[0].indices) == own and len(own) == len(axes) and set(own) == wanted
 
-    return tuple(each for each in spec.tensors if each.grad and each.element.bytes == 2 and is_stored(each))
+    return tuple(each for each in spec.tensors if each.grad and each.element.bytes == 2 and is_one(each))
 
 
 def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
@@ -104,7 +118,7 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         *(_place_of(param) for param in spec.params),
         *(_gradient_of(each.name, "contiguous") for each in spec.tensors if each.grad),
         *(_gradient_of(each.name, "[1]") for each in spec.params if each.grad),
-        *(_stored_gradient_of(each) for each in stored_tensors(spec)),
+        *(_stored_gradient_of(each) for each in (*stored_tensors(spec), *summed_tensors(spec))),
     ]
     fields = [dataclasses.replace(each, varies=True) for each in varying]
     fields += () if has_dropout else _dropout()

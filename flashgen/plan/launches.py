@@ -205,6 +205,8 @@ class PassLaunches:
 
     Among the ``launches`` are those that make lists in the workspace, not those of lists that the host keeps.
     ``operands`` say where the rows lie that they read and write, ``splits`` how many blocks share a sequence's keys.
+    ``whole`` are the gradients (``stored_field``) every element of which is stored, zeros included, by name with the
+    most batch entries of a call that is worth it for; None where they have elements of their own.
     """
 
     buffers: tuple[Buffer, ...]
@@ -212,6 +214,7 @@ class PassLaunches:
     lists: tuple[VisitLists, ...] = ()
     operands: Mapping[str, Operand] = field(default_factory=lambda: OPERANDS, repr=False, compare=False)
     splits: Splits | None = None
+    whole: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def kernels(self) -> Mapping[str, Launch]:

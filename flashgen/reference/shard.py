@@ -37,6 +37,14 @@ class Shard:
         return cls(batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], kv_len=k[2])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether there is no other part."""
+        starts = (self.b_start, self.h_start, self.q_start, self.kv_start)
+        totals = (self.b_total, self.h_total, self.q_total, self.kv_total)
+        local = (self.batch, self.heads, self.q_len, self.kv_len)
+        return not any(starts) and all(all_of_it in (None, own) for all_of_it, own in zip(totals, local, strict=True))
+
+    @property
     def group(self) -> int:
         """Query heads for each key/value head."""
         return max(1, self.heads // self.kv_heads) if self.kv_heads else 1

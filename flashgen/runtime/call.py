@@ -29,7 +29,7 @@ from flashgen.reference.dense import constant_number, drop_probability, param_va
 from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared
+from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 
@@ -59,7 +59,7 @@ class Call:
     or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
     elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
     dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
-    it is known whether there is one.
+    it is known whether there is one, ``stored`` the captured tensors whose gradients kernels store, once that is.
     """
 
     shard: Shard
@@ -84,6 +84,7 @@ class Call:
     backward: dict[object, Prepared] = field(default_factory=dict)
     params: dict[object, tuple[float, ...]] = field(default_factory=dict)
     nodes: list[Node | None] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
 
 
 def backward_key(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.plan.arguments import stored_tensors
+from flashgen.plan.arguments import stored_tensors, summed_tensors
 from flashgen.reference.dense import Dropout
 from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.runtime.call import Call, CallChecker
 from flashgen.runtime.conversion import check_scalar
+from flashgen.runtime.kernel import ADDED, Stored
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import Signature
 from flashgen.runtime.values import address
@@ -47,10 +48,12 @@ class CapturedValues:
         self._signature, self._checker = signature, checker
         self._tensors_end = 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
-        stored = stored_tensors(spec)
-        self._stored = [each in stored for each in spec.tensors if each.grad]
-        self._stored += [False for each in spec.params if each.grad]
-        self.no_gradients = [0] * (sum(self._learned) + sum(self._stored))
+        self._names = [each.name for each in spec.tensors if each.grad]
+        self._names += [each.name for each in spec.params if each.grad]
+        self.stored = frozenset(each.name for each in stored_tensors(spec))
+        self.summed = frozenset(each.name for each in summed_tensors(spec))
+        self._fields = [each.name for each in (*stored_tensors(spec), *summed_tensors(spec))]
+        self.no_gradients = [0] * (sum(self._learned) + len(self._fields))
 
     def read(self, call: Call, tensors: Sequence[Any]) -> Captured:
         """What a call is given beside q, k and v, checked.
@@ -98,25 +101,26 @@ class CapturedValues:
         return threshold > 0
 
     def sums(
-        self, call: Call, captured: Captured, needs: Sequence[bool], *, stores: bool = False
+        self, call: Call, captured: Captured, needs: Sequence[bool], stored: Stored = ADDED
     ) -> list[tuple[Tensor | None, Any]]:
-        """What kernels add to in float32, or ``stores`` in a tensor's own type where each pair has its own element.
+        """What kernels add to in float32, or store in the tensor's own type.
 
         With what it is the gradient of, for all that may have one.
         """
         all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
         learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
         types = [
-            x.dtype if x is not None and stored and stores else torch.float32
-            for (x, _), stored in zip(learned, self._stored, strict=True)
+            x.dtype if x is not None and name in stored.names else torch.float32
+            for (x, _), name in zip(learned, self._names, strict=True)
         ]
+        makes = (torch.empty if name in stored.whole else torch.zeros for name in self._names)
         return [
-            (torch.zeros(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
-            for (x, need), dtype in zip(learned, types, strict=True)
+            (make(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
+            for (x, need), dtype, make in zip(learned, types, makes, strict=True)
         ]
 
-    def addresses(self, sums: Sequence[tuple[Tensor | None, Any]], *, stores: bool = False) -> list[int]:
+    def addresses(self, sums: Sequence[tuple[Tensor | None, Any]], stored: Stored = ADDED) -> list[int]:
         """Of what is added to, and then of what is stored."""
-        found = [(address(x), stored) for (x, _), stored in zip(sums, self._stored, strict=True)]
-        own = [0 if stored and stores else at for at, stored in found]
-        return own + [at if stores else 0 for at, stored in found if stored]
+        found = {name: address(x) for (x, _), name in zip(sums, self._names, strict=True)}
+        own = [0 if name in stored.names else at for name, at in found.items()]
+        return own + [found[name] if name in stored.names else 0 for name in self._fields]

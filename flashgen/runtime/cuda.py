@@ -33,7 +33,16 @@ from flashgen.runtime.kernel import (
     Values,
 )
 from flashgen.runtime.lists import ListCache, SharedLists
-from flashgen.runtime.schedule import ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
+from flashgen.runtime.schedule import (
+    ROW_ALIGNMENT,
+    Compiled,
+    DeviceSize,
+    Part,
+    is_readable,
+    schedule,
+    stored_whole,
+    storing,
+)
 from flashgen.runtime.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
@@ -128,6 +137,12 @@ class CudaKernel:
     jvp_backward: Callable[[], JvpKernel] | None = None
     stores: bool = True
     reads = staticmethod(is_readable)
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        values = storing(self.layout, settled)
+        kernels = self.compiled("backward", self.layout.named(values))
+        launches = kernels.launches("backward", self.layout.named(values))
+        return stored_whole(launches, self.layout, self.head_dim, values, self.driver.size)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(name, self.layout.named(values))

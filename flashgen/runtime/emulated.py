@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,17 @@ from flashgen.runtime.emulator import DeviceMemory, EmulatorError, FaultKind, Pr
 from flashgen.runtime.extents import extents
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
 from flashgen.runtime.lists import ListCache, SharedLists
-from flashgen.runtime.schedule import MOST_ELEMENTS, ROW_ALIGNMENT, Compiled, DeviceSize, Part, is_readable, schedule
+from flashgen.runtime.schedule import (
+    MOST_ELEMENTS,
+    ROW_ALIGNMENT,
+    Compiled,
+    DeviceSize,
+    Part,
+    is_readable,
+    schedule,
+    stored_whole,
+    storing,
+)
 from flashgen.runtime.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
 
 # Small, so that persistent blocks take turns, and few heads make a group.
@@ -57,6 +67,12 @@ class Counted:
     lists: Report
     launches: PassLaunches
     sequences: tuple[Mapping[str, float], ...] = ()
+
+
+def _is_whole(known: Mapping[str, int]) -> bool:
+    """Whether the values are of a call on all of its problem."""
+    sizes = {"b": "batch", "h": "heads", "q": "q_len", "kv": "kv_len"}
+    return all(not known[f"{each}_start"] and known[f"{each}_total"] == known[size] for each, size in sizes.items())
 
 
 @contextlib.contextmanager
@@ -95,6 +111,12 @@ class EmulatedKernel:
     jvp_backward: Callable[[], JvpKernel] | None = None
     stores: bool = True
     reads = staticmethod(is_readable)
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        values = storing(self.layout, settled)
+        kernels = self.compiled("backward", self.layout.named(values))
+        launches = kernels.launches("backward", self.layout.named(values))
+        return stored_whole(launches, self.layout, self.head_dim, values, self.size, self.most)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels = self.compiled(name, self.layout.named(values))
@@ -160,14 +182,13 @@ class EmulatedKernel:
         allocations: dict[str, tuple[int, int]] = {}
         for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
             shift = address % _LINE
-            is_output = field in _WRITTEN[name]
             content = bytearray(ctypes.string_at(address, size))
-            for first, count in launches.operands[field].runs(self.head_dim, known, size) if is_output else ():
+            for first, count in self._written_whole(name, launches, field, known, size):
                 content[first : first + count] = _NAN * count
             place = memory.put(field, bytes(shift) + bytes(content)) + shift
             own[self.layout.slots[field]] = place
             allocations[field] = (place, size)
-            if is_output or field.startswith((gradient_field(""), stored_field(""))):
+            if field in _WRITTEN[name] or field.startswith((gradient_field(""), stored_field(""))):
                 written.append((address, place, size))
         workspace = memory.allocate("workspace", part.workspace_bytes)
         own[self.layout.slots["workspace"]] = workspace
@@ -204,6 +225,14 @@ class EmulatedKernel:
         for address, place, size in written:
             ctypes.memmove(address, place, size)
         return Report.total(reports), Report.total(made), places
+
+    def _written_whole(
+        self, name: PassName, launches: PassLaunches, field: str, known: Mapping[str, int], size: int
+    ) -> Iterable[tuple[int, int]]:
+        """The bytes of a tensor that a pass writes, whatever lies there: where they begin, and how many."""
+        if field in launches.whole and _is_whole(known):
+            return ((0, size),)
+        return launches.operands[field].runs(self.head_dim, known, size) if field in _WRITTEN[name] else ()
 
     def _make(
         self,

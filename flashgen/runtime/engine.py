@@ -24,11 +24,13 @@ from flashgen.runtime.call import ELEMENTS, Call, CallChecker, Rest, backward_ke
 from flashgen.runtime.captured import Captured, CapturedValues
 from flashgen.runtime.forward_mode import ForwardMode, Moved
 from flashgen.runtime.kernel import (
+    ADDED,
     JvpKernel,
     Kernel,
     KernelProvider,
     LibraryKernel,
     Node,
+    Stored,
     takes_tangents,
     takes_tangents_backward,
 )
@@ -216,9 +218,9 @@ class Engine:
         drops, sums = False, []
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            stores = kernel.stores and not (is_part or rest[1])
-            sums = self._values.sums(call, captured, needs[3:], stores=stores)
-            drops = self._values.add(values, call, captured, self._values.addresses(sums, stores=stores))
+            stored = self._stored(kernel, call) if kernel.stores and not (is_part or rest[1]) else ADDED
+            sums = self._values.sums(call, captured, needs[3:], stored)
+            drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
         strides = d_o.stride()
         key = backward_key(drops, strides, needs[3:], None if into is None else dq.stride(1))
         prepared = call.backward.get(key)
@@ -236,6 +238,14 @@ class Engine:
                 is_alike = is_part or (total.dtype is like.dtype and total.device == like.device)
                 found.append(total if is_alike else total.to(like))
         return found
+
+    def _stored(self, kernel: Kernel, call: Call) -> Stored:
+        """How its kernels store gradients of captured tensors, where results need not repeat."""
+        if not call.stored:
+            names, summed = self._values.stored, self._values.summed
+            whole = kernel.stored_whole(call.settled) if names or summed else frozenset()
+            call.stored.append(Stored(names | (summed & whole), whole if call.shard.is_whole else frozenset()))
+        return call.stored[0]
 
     def _gradients_without_kernel(
         self,

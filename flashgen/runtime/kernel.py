@@ -117,6 +117,17 @@ class Prepared:
 Node = Callable[..., object]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Captured tensors whose gradients the kernels of a call store, and those of these that they store ``whole``."""
+
+    names: frozenset[str]
+    whole: frozenset[str]
+
+
+ADDED = Stored(frozenset(), frozenset())  # none: all are added to
+
+
 class Kernel(Protocol):
     """Forward and backward of one spec at one head dimension, on one device."""
 
@@ -166,6 +177,12 @@ class Kernel(Protocol):
     @property
     def stores(self) -> bool:
         """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        """The captured tensors of whose gradients every element is stored, with these values of settled fields.
+
+        Among them are those that batch entries add to in turn, which else are added to.
+        """
 
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
@@ -252,6 +269,10 @@ class LibraryKernel:
     jvp: Callable[[], JvpKernel] | None = None
     jvp_backward: Callable[[], JvpKernel] | None = None
     stores: bool = False
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
+        """None: blocks add what they have."""
+        return frozenset()
 
     @classmethod
     def load(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flashgen.ir.spec import HeadDim
+from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
 from flashgen.plan.operands import Operand, Rows, span
 from flashgen.runtime.kernel import ArgumentLayout, PassName, Step, Values
@@ -116,6 +117,31 @@ def schedule(
         _part(launches, layout, head_dim, known, each, device, is_whole=is_whole, eager=eager) for each in shards
     )
     return Schedule(max(part.workspace_bytes for part in parts), parts)
+
+
+def storing(layout: ArgumentLayout, settled: Values) -> Values:
+    """Values of a call whose captured gradients are to be stored wherever they can be."""
+    stored = (int(name.startswith(stored_field(""))) for name in layout.names[: layout.varying])
+    return (*stored, *settled)
+
+
+def stored_whole(
+    launches: PassLaunches,
+    layout: ArgumentLayout,
+    head_dim: HeadDim,
+    values: Values,
+    device: DeviceSize,
+    most: int = MOST_ELEMENTS,
+) -> frozenset[str]:
+    """The captured tensors whose gradients are stored whole: not in parts, of which each would store its own sums.
+
+    Nor by batch entries in turn where there are more of them than it is worth.
+    """
+    if not launches.whole or len(schedule(launches, layout, head_dim, values, device, most).parts) > 1:
+        return frozenset()
+    batch = layout.named(values)["batch"]
+    worth = (name for name, entries in launches.whole.items() if entries is None or batch <= entries)
+    return frozenset(name.removeprefix(stored_field("")) for name in worth)
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:

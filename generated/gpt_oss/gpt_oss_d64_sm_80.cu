@@ -148,6 +148,22 @@ template <class T> FG_DEVICE T global_load_left(const T* p) {
   bits::load_left(value, p);
   return value;
 }
+// What threads hand on to another block's while both run: they store, and one of theirs leaves after a barrier of the
+// warp; another thread awaits so many that have left, and what it lets others of its block know they may load: from the
+// last cache.
+FG_DEVICE void global_hand(float4* p, float4 value) { __stcg(p, value); }
+FG_DEVICE float4 global_load_handed(const float4* p) { return __ldcg(p); }
+FG_DEVICE void global_leave(uint32_t* p) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+FG_DEVICE void global_await(const uint32_t* p, uint32_t count) {
+  uint32_t found = 0;
+  while (true) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(p) : "memory");
+    if (found >= count) return;
+    __nanosleep(64);
+  }
+}
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ struct Index3 {
 
 // ---- what a kernel asks for ----------------------------------------------------------------------------------------
 
-enum class Access : int { load, store, add, load_left };  // the last one of what other blocks of the launch have left
+// The last ones of what other blocks of the launch have left, and of what running ones hand on to each other.
+enum class Access : int { load, store, add, load_left, hand, load_handed };
 
 // What all lanes of a warp do together. The operands of one lane lie on its own stack while it waits.
 enum class Together : int {
@@ -92,6 +93,8 @@ class Machine {
  public:
   virtual void global_access(Access access, const void* p, unsigned bytes, int line) = 0;
   virtual void global_arrive(const void* p, int line) = 0;
+  virtual void global_leave(uint32_t* p, int line) = 0;
+  virtual void global_await(const uint32_t* p, uint32_t count, int line) = 0;
   virtual void global_add(float* p, const float* values, unsigned count, int line) = 0;  // one access of all of them
   virtual int cluster_rank() = 0;
   virtual char* shared_memory() = 0;

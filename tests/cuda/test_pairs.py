@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,24 @@ import torch
 from numpy.typing import NDArray
 
 from flashgen.analysis.variant import DOT
+from flashgen.backends import EmulatorProvider
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import stored_tensors
+from flashgen.runtime.emulated import EmulatedKernel, recording
 from flashgen.runtime.emulator import EmulatorError
+from flashgen.runtime.op import AttentionOp, OpParts
+from flashgen.targets.gpu.launches import MOST_IN_TURN
+from flashgen.targets.gpu.model import takes_turns
 from flashgen.targets.gpu.near import FAR
 from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
-from tests.cuda.hopper import changed, hopper
+from tests.cuda.hopper import TARGET, changed, hopper
 from tests.cuda.targets import each_by_kind, emulated
 from tests.numeric.helpers import failures, normal
 from tests.slices import one_of
@@ -52,6 +60,23 @@ SPECS = {
     "shared_by_three": (
         "head_dim 64  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  mask causal",
         Shape(3, 2, 1, 130, 136),
+    ),
+    # Batch entries take turns at a gradient: 64 keys a warpgroup, shared keys, heads of a group, sums that are scaled.
+    "turns": (
+        "head_dim 128  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  mask causal",
+        Shape(3, 2, 1, 150, 200),
+    ),
+    "turns_of_shared_keys": (
+        "head_dim 192  tensor bias: f16[Nk, H, Nq] grad  score s - 3 * bias[j, h, i]  mask window_left(70)",
+        Shape(2, 2, 2, 150, 141),
+    ),
+    "turns_with_dropout": (
+        "head_dim 64  tensor bias: bf16[Nq, H, Nk] grad  score s + bias[i, h, j]  dropout 0.2",
+        Shape(2, 4, 2, 140, 70),
+    ),
+    "shared_sigmoid": (
+        "head_dim 64  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  weights sigmoid(s - 3)",
+        Shape(4, 1, 1, 66, 134),
     ),
     "halves": (f"head_dim 192/128  {BIAS}  mask window_left(70)", Shape(1, 2, 2, 100, 102)),
     "wide": (f"head_dim 256  {BIAS}", Shape(1, 2, 1, 70, 90)),
@@ -106,6 +131,25 @@ def test_where_rows_lie_changes_no_bit(name: str, columns: int) -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("columns", [256, 259])
+def test_where_rows_lie_changes_no_bit_of_gradients(columns: int) -> None:
+    op = hopper(STAGED["bias"])
+    assert all(each.elements[0].backward.pairs_staged for each in op.plan.values())
+    q, k, v = (normal(2, 2, n, 128, seed=n).bfloat16().requires_grad_() for n in (150, columns, columns))
+    own, d_o = normal(2, 150, columns, seed=4).bfloat16(), normal(2, 2, 150, 128, seed=5).bfloat16()
+    wide = own.new_zeros(2, 150, 304)
+    wide[..., :columns], later = own, wide.clone()
+    later[..., 3 : columns + 3] = own
+    apart = own.transpose(1, 2).contiguous().transpose(1, 2)
+    views = (own, wide[..., :columns], later[..., 3 : columns + 3], apart)
+    found = [torch.autograd.grad(op(q, k, v, bias=x), (k, v), d_o) for x in views]
+    assert all(torch.equal(x, y) for each in found for x, y in zip(each, found[0], strict=True))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o = op.reference(*exact, dtype=torch.float64, bias=own)
+    for x, y in zip(found[0], torch.autograd.grad(o, exact[1:], d_o.double()), strict=True):
+        assert (x.double() - y).norm() < 4e-3 * y.norm()
+
+
 @pytest.mark.parametrize("start", [200, 203])
 def test_chunks_of_a_shard(start: int) -> None:
     op = hopper(STAGED["bias"])
@@ -133,6 +177,25 @@ def test_mistakes_in_staging_are_seen(name: str) -> None:
         op(q, k, v, bias=normal(1, 130, 520, seed=4).bfloat16())
 
 
+BEFORE = r"pair_signals\(\)\."
+MISTAKES_BACKWARD = {
+    "nobody waits": (r"fg::copy_async_wait<0>\(\);\n( +fg::mbarrier_arrive\(pair)", r"\1"),
+    "read before it is there": (rf"{BEFORE}await\(n\);\n", ""),
+    "copied while it is read": (rf"{BEFORE}await_room\(n\);\n", ""),
+    "room before it is read": (rf"( +staged_pairs.*load.*\n)( +if .*{BEFORE}release.*\n)", r"\2\1"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES_BACKWARD)
+def test_mistakes_in_staging_backward_are_seen(name: str) -> None:
+    text = STAGED["bias"].replace("[H, Nq, Nk]", "[H, Nq, Nk] grad")
+    case = f"planted_pairs_backward_{list(MISTAKES_BACKWARD).index(name)}"
+    op = changed(case, text, "backward", *MISTAKES_BACKWARD[name])
+    q, k, v = (normal(1, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (130, 520, 520))
+    with pytest.raises(EmulatorError):
+        torch.autograd.grad(op(q, k, v, bias=normal(1, 130, 520, seed=4).bfloat16()).sum(), k)
+
+
 @pytest.mark.parametrize(
     ("body", "is_shared"),
     [
@@ -146,6 +209,167 @@ def test_mistakes_in_staging_are_seen(name: str) -> None:
 )
 def test_which_tiles_take_their_batch_entries_together(body: str, *, is_shared: bool) -> None:
     assert recipe_of(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).batch_inside is is_shared
+
+
+IN_TURN = "head_dim 128  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  mask causal"
+MISTAKES_IN_TURN = {
+    "nobody waits": (r"fg::global_await\(.*?\);", ""),
+    "for fewer warps than there are": (r"number \* P::warps", "number * (P::warps - 1)"),
+    "for more than there are": (r"number \* P::warps", "number * (P::warps + 1)"),
+    "nobody leaves": (r"if \(fg::lane_index\(\) == 0\) fg::global_leave\(.*?\);", ""),
+    "sums of another tile": (r"tile_of_turn\(int n\) const {\n", "\\g<0>    n = 0;\n"),
+    "sums of another warp": (r"own = warp_key / 16 \*", "own = warp_key / 32 *"),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_few_batch_entries_take_turns(batch: int) -> None:
+    q, k, v = (normal(batch, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (130, 200, 200))
+    bias = normal(1, 130, 200, seed=4).bfloat16().requires_grad_()
+    with recording() as counted:
+        torch.autograd.grad(hopper(IN_TURN)(q, k, v, bias=bias).sum(), bias)
+    (backward,) = [each for each in counted if each.name == "backward"]
+    assert any(each.name == "turns" for each in backward.launches.buffers) is (batch <= MOST_IN_TURN)
+
+
+SHARED = "tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]"
+TURNED = "tensor bias: bf16[Nk, H, Nq] grad  score s + bias[j, h, i]"
+# Of what nobody visits: dS is not a number where nobody stores one, on the emulator.
+CLEARED = {
+    "bias": (f"head_dim 128  {BIAS}  mask causal and window_left(100)", (2, 2, 1, 300, 393)),
+    "odd": (f"head_dim 128  {BIAS}  mask causal and window_left(20)", (1, 2, 2, 290, 297)),
+    "turns": (
+        f"head_dim 128  {SHARED}  mask causal",
+        (2, 2, 1, 300, 520),
+    ),
+    "turned": (
+        f"head_dim 192  {TURNED}  mask i > j + 90",
+        (2, 1, 1, 200, 264),
+    ),
+    "cluster": (
+        f"head_dim 384  {BIAS}  mask causal",
+        (1, 1, 1, 70, 200),
+    ),
+    "turns_of_clusters": (
+        f"head_dim 320  {SHARED}  mask causal",
+        (2, 1, 1, 70, 200),
+    ),
+    "nothing": (
+        f"head_dim 64  {SHARED}  mask j < 0",
+        (2, 1, 1, 140, 150),
+    ),
+    "parts": (
+        f"head_dim 128  {SHARED}  mask j > i + 200",
+        (2, 2, 2, 70, 600),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLEARED)
+def test_what_nobody_visits_is_cleared(name: str) -> None:
+    body, (batch, heads, kv_heads, rows, columns) = CLEARED[name]
+    op = hopper(body)
+    width = op.spec.head_dims[0].qk
+    q, d_o = (normal(batch, heads, rows, width, seed=n).bfloat16() for n in (1, 2))
+    k, v = (normal(batch, kv_heads, columns, width, seed=n).bfloat16() for n in (3, 4))
+    sizes = {"B": batch, "H": heads, "Nq": rows, "Nk": columns}
+    bias = normal(*(sizes[str(text(each))] for each in op.spec.tensors[0].shape), seed=5).bfloat16().requires_grad_()
+    with recording() as counted:
+        found = torch.autograd.grad(op(q, k, v, bias=bias), bias, d_o)[0]
+    (whole,) = [set(each.launches.whole) for each in counted if each.name == "backward"]
+    assert whole == {"stored_bias"}
+    wide = bias.detach().double().requires_grad_()
+    o = op.reference(q.double(), k.double(), v.double(), dtype=torch.float64, bias=wide)
+    exact = torch.autograd.grad(o, wide, d_o.double())[0] if o.requires_grad else torch.zeros_like(wide)
+    assert bool(found.isfinite().all())
+    assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
+
+
+def test_what_nobody_clears_is_seen() -> None:
+    """Nobody, one tile too few, a tile that is visited, columns past the last one."""
+    changes = [
+        (r"if \(fg::ballot\(visited\) == 0\) clear_tile", "if (false) clear_tile"),
+        (r"tile < last; tile", "tile < last - 1; tile"),
+        (r"if \(fg::ballot\(visited\) == 0\)", "if (fg::ballot(visited) == 0 || tile == 1)"),
+        (r"if \(n % BC < keys\) ", ""),
+    ]
+    q, k, v = (normal(1, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (200, 300, 300))
+    for number, (old, new) in enumerate(changes):
+        op = changed(f"planted_clearing_{number}", f"head_dim 128  {BIAS}  mask causal", "backward", old, new)
+        bias = normal(1, 1, 200, 300, seed=4).bfloat16().requires_grad_()
+        try:
+            found = torch.autograd.grad(op(q, k, v, bias=bias).sum(), bias)[0]
+        except EmulatorError:
+            continue
+        assert bool(found.isnan().any())
+
+
+@pytest.mark.parametrize(("Br", "Bc", "warps"), [(64, 64, 4), (128, 64, 4), (64, 128, 8)])
+def test_pinned_tiles_stage_pairs_where_a_warp_is_left(Br: int, Bc: int, warps: int) -> None:
+    """Short calls take other tiles than the planner's own, of which no warp may be left that copies pairs."""
+    schedule = f"schedule {{ backward_Br = {Br}  backward_Bc = {Bc}  backward_warps = {warps} }}"
+    op = hopper(f"head_dim 64  {BIAS}  mask causal  {schedule}")
+    for each in op.plan.values():
+        tiles = each.elements[0].backward
+        assert (tiles.Br, tiles.Bc, tiles.warps) == (Br, Bc, warps)
+        assert not tiles.pairs_staged or 32 * tiles.producers > tiles.Br
+    q, d_o = (normal(2, 2, 140, 64, seed=n).bfloat16().requires_grad_() for n in (1, 2))
+    k, v = (normal(2, 2, 200, 64, seed=n).bfloat16().requires_grad_() for n in (3, 4))
+    bias = normal(2, 2, 140, 200, seed=5).bfloat16().requires_grad_()
+    found = torch.autograd.grad(op(q, k, v, bias=bias), (q, k, v, bias), d_o)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+    o = op.reference(*exact[:3], dtype=torch.float64, bias=exact[3])
+    for x, y in zip(found, torch.autograd.grad(o, exact, d_o.double()), strict=True):
+        assert (x.double() - y).norm() < 4e-3 * y.norm()
+
+
+@pytest.mark.parametrize("name", MISTAKES_IN_TURN)
+def test_mistakes_in_turns_are_seen(name: str) -> None:
+    case = f"planted_turns_{list(MISTAKES_IN_TURN).index(name)}"
+    op = changed(case, IN_TURN, "backward", *MISTAKES_IN_TURN[name])
+    q, k, v = (normal(2, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (130, 200, 200))
+    bias = normal(1, 130, 200, seed=4).bfloat16().requires_grad_()
+    with pytest.raises(EmulatorError):
+        torch.autograd.grad(op(q, k, v, bias=bias).sum(), bias)
+
+
+@pytest.mark.parametrize(
+    ("body", "takes"),
+    [
+        (IN_TURN, True),
+        (IN_TURN.replace("s + bias", "2 * s - bias"), True),
+        (IN_TURN.replace("s + bias", "s * bias"), False),  # dS is not what a pair adds
+        (IN_TURN.replace("bf16[", "f32["), False),  # one to add to in any case
+        (IN_TURN.replace("[H, Nq, Nk]", "[B, H, Nq, Nk]").replace("bias[", "bias[b, "), False),
+        (IN_TURN.replace("[H, Nq, Nk]", "[Nq, Nk]").replace("bias[h, ", "bias["), False),
+        (IN_TURN.replace("causal", "doc[b, j]  tensor doc: bool[B, Nk]"), False),  # tiles of some batch entries
+        (
+            f"{IN_TURN}  tensor more: bf16[H, Nk, Nq] grad".replace("bias[h, i, j]", "bias[h, i, j] + more[h, j, i]"),
+            False,
+        ),
+    ],
+)
+def test_which_gradients_batch_entries_take_turns_at(body: str, *, takes: bool) -> None:
+    variant = variant_of(f"attention turns {{ dtype bf16  {body} }}")
+    assert (recipe_of(variant).in_turn is not None) is takes
+    plan = GPUS["sm_90a"].plan(variant)
+    assert takes_turns(variant, plan.by_element[ElementType.BF16].backward) is takes
+    assert not any(takes_turns(variant, each.backward) for each in GPUS["sm_80"].plan(variant).elements)
+
+
+def emulated_op(spec: AttentionSpec, kernel: EmulatedKernel) -> AttentionOp:
+    return AttentionOp(OpParts(spec, {"cpu": lambda *_: kernel}, backend="emulator"))
+
+
+def test_a_divided_call_adds_up() -> None:
+    """Of a part the last one knows nothing of the others."""
+    op = hopper(IN_TURN)
+    q, k, v = (normal(4, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (70, 66, 66))
+    bias, d_o = normal(1, 70, 66, seed=4).bfloat16().requires_grad_(), normal(4, 1, 70, 128, seed=5).bfloat16()
+    whole = torch.autograd.grad(op(q, k, v, bias=bias), bias, d_o)[0]
+    kernel = EmulatorProvider(op.spec, TARGET)(op.spec.head_dims[0], 0)
+    divided = emulated_op(replace(op.spec, name="divided_turns"), replace(kernel, most=2 * 70 * 128))
+    assert (torch.autograd.grad(divided(q, k, v, bias=bias), bias, d_o)[0] - whole).abs().max() < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -163,7 +387,9 @@ def test_which_tiles_take_their_batch_entries_together(body: str, *, is_shared: 
 def test_what_pairs_store(body: str, stored: list[str]) -> None:
     source = f"attention kept {{ head_dim 64  dtype bf16  {body} }}"
     assert [each.name for each in stored_tensors(variant_of(source).spec)] == stored
-    assert ("void store_pairs(" in emitted(source, "sm_90a").text) == bool(stored)
+    in_turn, code = recipe_of(variant_of(source)).in_turn is not None, emitted(source, "sm_90a").text
+    assert ("void store_pairs(" in code) == (bool(stored) or in_turn)
+    assert ("void add_in_turn(" in code) == in_turn
 
 
 def test_a_gradient_that_repeats_is_the_stored_one_but_for_rounding() -> None:

@@ -15,7 +15,7 @@ from flashgen.analysis.selection import ListedBlocks
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import dimension_field, gradient_field
+from flashgen.plan.arguments import dimension_field, gradient_field, stored_field
 from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, QUERIES, STATE_BYTES, part_bytes
 from flashgen.plan.launches import (
     TURNED_KEYS,
@@ -49,9 +49,12 @@ from flashgen.targets.gpu.model import (
     MERGING_THREADS,
     MERGING_WARPS,
     MOST_MERGED_ALONE,
+    TURN,
     merging_shares,
     padded,
     panel_width,
+    stored_whole,
+    takes_turns,
 )
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
@@ -68,6 +71,11 @@ MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them br
 LISTED, ITEMS, ITEM_COUNTS = "listed", "items", "item_counts"
 COUNTS, RANKS = "counts", "ranks"  # of each block of keys, how many list it; of each number of a list, which it is
 LEAST_KEYS = 128  # of a part that nobody asked for
+# Where batch entries take turns at a gradient that they share: of each tile how many have claimed one, and how many
+# warps are done with theirs; what these have added up so far.
+TURNS, TURN_SUMS = "turns", "turn_sums"
+MOST_IN_TURN = 2  # batch entries that take turns: of four the last waits for three in every tile (rules.IN_TURN)
+LEAST_TURN = 64  # rows and columns of a tile that they take turns at, where it is small
 GRANULE = 16  # rows or columns of one range of what the mask reads
 
 
@@ -141,14 +149,27 @@ def turned_v(variant: Variant) -> Count:
     return Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)), TURNED_KEYS * variant.head_dim.v)
 
 
-def atomic_buffers(variant: Variant, *, persistent: bool) -> tuple[Buffer, ...]:
-    """The workspace where atomic additions of floats are allowed, of ``persistent`` blocks or others."""
+def atomic_buffers(variant: Variant, *, persistent: bool, turns: bool = False) -> tuple[Buffer, ...]:
+    """The workspace where atomic additions of floats are allowed, of ``persistent`` blocks or others.
+
+    With ``turns`` batch entries take them at the sums of a gradient.
+    """
     recipe = recipe_of(variant)
     if not recipe.one_pass:
         return (*observed_buffers(variant), *_delta(variant))
     clear = not recipe.row_state  # else the kernel of delta clears both
     dq, tile_counter = Buffer("dq", dq_sums(variant), clear=clear), Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear)
-    return (*observed_buffers(variant), *_delta(variant), dq, *((tile_counter,) if persistent else ()))
+    counters = (tile_counter,) if persistent else ()
+    return (*observed_buffers(variant), *_delta(variant), dq, *counters, *(_turn_buffers() if turns else ()))
+
+
+def _turn_buffers() -> tuple[Buffer, Buffer]:
+    """For as many tiles as there are at most: who has claimed a turn and who is done, and sums as lanes have them."""
+    least, most = (
+        Count((Factor("heads"), Factor("kv_len", each), Factor("q_len", each)), 1) for each in (LEAST_TURN, TURN)
+    )
+    counts, sums = replace(least, times=8), replace(most, times=4 * TURN * TURN)
+    return Buffer(TURNS, counts, clear=True), Buffer(TURN_SUMS, sums)
 
 
 def dq_sums(variant: Variant) -> Count:
@@ -315,8 +336,12 @@ def backward_launches(
     dropped: bool,
     deterministic: bool,
     captured: bool = True,
+    turns: bool = False,
 ) -> PassLaunches:
-    """The backward pass. ``deterministic``: every gradient is bitwise repeatable; ``captured``: one is wanted."""
+    """The backward pass. ``deterministic``: every gradient is bitwise repeatable; ``captured``: one is wanted.
+
+    With ``turns`` one that batch entries share is to be stored, if they can take turns.
+    """
     recipe = recipe_of(variant)
     tiles = plan.by_element[element]
     suffix = f"{element}{'_dropout' if dropped else ''}"
@@ -354,10 +379,17 @@ def backward_launches(
         convert = Count((*_heads(variant), _tiles(variant, "q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(clears=True), keys("backward"), convert_launch)
-        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent)
-        return PassLaunches(buffers, (*observe, *made_in_workspace(lists), *kernels), lists, operands_of(variant))
+        turns = turns and takes_turns(variant, tiles.backward)
+        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent, turns=turns)
+        launches = [*observe, *made_in_workspace(lists), *kernels]
+        in_turn = recipe.in_turn.name if recipe.in_turn is not None else None
+        whole = {
+            stored_field(each): MOST_IN_TURN if each == in_turn else None
+            for each in stored_whole(variant, tiles.backward)
+        }
+        return PassLaunches(buffers, tuple(launches), lists, operands_of(variant), whole=whole)
     lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
-    launches: list[Launch] = [*observe, *made_in_workspace(lists)]
+    launches = [*observe, *made_in_workspace(lists)]
     if not deterministic or not recipe.captured:
         buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant, persistent=False)
         return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists, operands_of(variant))

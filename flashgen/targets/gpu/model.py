@@ -21,6 +21,7 @@ from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoi
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
 FLOAT = WORD = 4
+TURN = 128  # rows and columns of a tile that batch entries take turns at, at most: smaller ones divide it
 WINDOW = 1024  # tiles that one list of visits covers
 # What a block keeps beside a list of visits, in words: which rows its list is of, and what comes next.
 PLACE_OF_QUERIES = Words(
@@ -315,7 +316,8 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
             "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
         )
     signals = copies * (3 if has_producers else 2) * more * SIGNAL
-    tangents = variant.backward_only
+    tangents, turns = variant.backward_only, with_dq and takes_turns(variant, tiles)
+    staged = with_dq and tiles.pairs_staged
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
         Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
@@ -330,6 +332,12 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
         Part("T_DS", "tangents of dS", tangents * with_dq * tile_bytes(Bc, Br, element), "atomic * PTile::bytes"),
         dq,
+        Part(
+            "PAIRS",
+            "what pairs read",
+            Br * staged_row(variant, Bc) if staged else 0,
+            "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes",
+        ),
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
@@ -339,6 +347,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
         Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
         Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
+        Part("TURN", "turns", turns * more * WORD, "takes_turns * more_stages * 4"),
         Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", halves * 2 * stages * SIGNAL, "P::tensor_copies * QSignals::bytes", SIGNAL),
         Part(
@@ -346,8 +355,29 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
             "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))",
             SIGNAL,
         ),
+        Part(
+            "PAIR_SIGNALS", "signals", staged * 2 * SIGNAL, "(P::pairs_staged && atomic) * PairSignals::bytes", SIGNAL
+        ),
     )
     return Layout(parts)
+
+
+def takes_turns(variant: Variant, tiles: _Backward) -> bool:
+    """Whether batch entries add to a gradient in turn: one of the warps that copy waits for a tile's."""
+    fits = TURN % tiles.Br == 0 and TURN % tiles.Bc == 0
+    return recipe_of(variant).in_turn is not None and _has_spare_warps(tiles) and fits
+
+
+def stored_whole(variant: Variant, tiles: _Backward) -> tuple[str, ...]:
+    """Captured tensors every element of whose gradients blocks store: warps that copy clear what nobody visits."""
+    recipe = recipe_of(variant)
+    stored = recipe.stored if _has_spare_warps(tiles) else ()
+    in_turn = (recipe.in_turn,) if recipe.in_turn is not None and takes_turns(variant, tiles) else ()
+    return tuple(each.name for each in (*stored, *in_turn))
+
+
+def _has_spare_warps(tiles: _Backward) -> bool:
+    return tiles.warpgroups and tiles.producers > 0 and tiles.tensor_copies and not tiles.persistent
 
 
 def row_words(variant: Variant) -> Words:

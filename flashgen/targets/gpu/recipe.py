@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,7 +21,7 @@ from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant
 from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
-from flashgen.plan.arguments import gradient_field
+from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.ahead import is_shared, read_ahead
@@ -68,6 +68,8 @@ class Recipe:
     maximum has grown by more, in base 2; exponents are counted from ``headroom`` below the maximum, so that weights
     reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
     for the weights. ``runs``: gradients of which it is written for runs of distances whether they add to one element.
+    ``stored``: those of which pairs store dS, each in an element of its own; ``in_turn``: the one to which batch
+    entries may add a tile one after another, the last of which stores it.
     ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
     at, which few tiles need. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
     """
@@ -94,6 +96,8 @@ class Recipe:
     headroom: int
     moves_apart: bool
     runs: tuple[CapturedGradient, ...]
+    stored: tuple[CapturedGradient, ...]
+    in_turn: CapturedGradient | None
     exponent: Expr | None
     ahead: Load | None
     near: Near | None
@@ -171,12 +175,37 @@ def recipe_of(variant: Variant) -> Recipe:
         headroom=_headroom(variant),
         moves_apart=_moves_apart(computed),
         runs=tuple(each for each in keys if weights_first and has_runs(variant, each)),
+        stored=_stored(variant, keys, dq) if weights_first else (),
+        in_turn=_in_turn(variant, keys, dq) if weights_first else None,
         exponent=exponent,
         ahead=read_ahead(computed),
         near=near_tanh(computed),
         norms=norms,
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first, exponent is not None, norms)),
     )
+
+
+def _stored(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -> tuple[CapturedGradient, ...]:
+    """dS but for a constant is what a pair adds."""
+    found = [each for each in keys if each.from_weight is None and isinstance(each.from_score, Literal)]
+    names = [each.name for each in stored_tensors(variant.spec)]
+    return tuple(each for each in found if each.name in names) if _stores(variant, dq) else ()
+
+
+def _in_turn(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -> CapturedGradient | None:
+    """The same, and a tile is visited for all batch entries or for none."""
+    if not _stores(variant, dq) or "b" in mask_axes(variant.keep):
+        return None
+    names = [each.name for each in summed_tensors(variant.spec)]
+    found = [each for each in keys if each.name in names]
+    by_constant = len(found) == 1 and found[0].from_weight is None and isinstance(found[0].from_score, Literal)
+    return found[0] if by_constant else None
+
+
+def _stores(variant: Variant, dq: SumsOfDq) -> bool:
+    if variant.ragged or variant.cached or variant.parts or variant.slices or variant.f8 or variant.tangent is not None:
+        return False
+    return dq is SumsOfDq.ADDED_UP and variant.spec.select is None
 
 
 def _lists(variant: Variant, *, observed: bool) -> Lists:

@@ -59,7 +59,8 @@ class BackwardChoice:
     key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
     queries whose scores a warp has in registers at a time. ``dq_sent``: of two warpgroups that have half of dQ's
     columns each, as many leave by way of shared memory, at most; None where all do. ``cluster`` blocks have a part of
-    the columns each, and exchange what they sum up of S and dP.
+    the columns each, and exchange what they sum up of S and dP. ``pairs_staged``: what pairs read comes by way of
+    shared memory.
     """
 
     Br: int
@@ -73,6 +74,7 @@ class BackwardChoice:
     tensor_copies: bool = False
     persistent: bool = False
     begins_next: bool = False
+    pairs_staged: bool = False
     weighed: int = 0
     dq_sent: int | None = None
     cluster: int = 1

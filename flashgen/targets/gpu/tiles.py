@@ -99,10 +99,10 @@ class BackwardTiles(Tiles):
     warpgroups share a tile of dQ. The compiler leaves registers for ``blocks`` blocks a multiprocessor.
     ``tensor_copies``: these bring Q and dO, and one thread starts them. Blocks that add up dQ, too, may be
     ``persistent``: they take one key tile after another; ``begins_next``: the list of the next one comes while this one
-    is worked on. ``weighed``: queries whose scores a warp has in registers at a time. Where two warpgroups have half of
-    dQ's columns each, there is one stage of dO and dS, and ``dq_sent`` of these columns leave by way of shared memory;
-    None where all of dQ does. ``cluster`` blocks have a part of the columns each, and exchange what they sum up of S
-    and dP.
+    is worked on; ``pairs_staged``: as forward, all by a warp that copies. ``weighed``: queries whose scores a warp has
+    in registers at a time. Where two warpgroups have half of dQ's columns each, there is one stage of dO and dS, and
+    ``dq_sent`` of these columns leave by way of shared memory; None where all of dQ does. ``cluster`` blocks have a
+    part of the columns each, and exchange what they sum up of S and dP.
     """
 
     warps: int
@@ -116,6 +116,7 @@ class BackwardTiles(Tiles):
     tensor_copies: bool = False
     persistent: bool = False
     begins_next: bool = False
+    pairs_staged: bool = False
     weighed: int = 0
     dq_sent: int | None = None
     registers: int = 0

@@ -22,14 +22,16 @@ from flashgen.targets.gpu.launches import (
     PART_ROWS,
     RANKS,
     TILE_COUNTER,
+    TURN_SUMS,
     TURNED_V,
+    TURNS,
     atomic_buffers,
     block_buffers,
     exact_buffers,
     forward_buffers,
     part_buffers,
 )
-from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.model import padded, takes_turns
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -43,6 +45,8 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "largest": ("largest_of", "uint32_t"),
     DIAGONALS: ("diagonals_of", "float"),
     ELEMENTS: ("elements_by_distance", "int32_t"),
+    TURNS: ("turns_of", "uint32_t"),
+    TURN_SUMS: ("turn_sums", "float4"),
     TILE_COUNTER: ("tile_counter_of", "uint32_t"),
     KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
     TURNED_V: ("turned_v_of", "uint8_t"),
@@ -59,7 +63,9 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     code = _of_ragged_batches if variant.ragged else count_code
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
     persistent = any(each.backward.persistent for each in plan.elements)
-    backward = () if variant.f8 else (atomic_buffers(variant, persistent=persistent), exact_buffers(variant))
+    turns = any(takes_turns(variant, each.backward) for each in plan.elements)
+    atomic = atomic_buffers(variant, persistent=persistent, turns=turns)
+    backward = () if variant.f8 else (atomic, exact_buffers(variant))
     for buffers in (*forward, *backward):
         before: list[Buffer] = []
         for buffer in buffers:

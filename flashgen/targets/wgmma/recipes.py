@@ -10,9 +10,10 @@ from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
+from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
-from flashgen.targets.gpu.model import MOST_COLUMNS, padded
+from flashgen.targets.gpu.model import MOST_COLUMNS, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES
@@ -77,7 +78,19 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
         table, why = tables.HOPPER_BLOCK_BACKWARD, (rules.SMALL_BLOCKS,)
     rows = rows_for(variant, table)
     rows = [row for row in rows if not row.dq_in_halves or _divides_dq(variant, element, row)]
-    return others.after(rows, why)
+    staged = [replace(row, pairs_staged=True) for row in rows if _has_copiers_of_pairs(variant, element, row)]
+    return others.after([*staged, *rows], why)
+
+
+def _has_copiers_of_pairs(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+    """Whether of the warps that copy one is left for elements of 16 bits that pairs read."""
+    recipe = recipe_of(variant)
+    if recipe.ahead is None or element_of(variant, recipe.ahead).bytes != 2 or not recipe.weights_first:
+        return False
+    if not recipe.one_pass:  # kernels that leave dQ to another do without
+        return False
+    carriers = -(-row.Br // 32) if recipe.row_state else 1
+    return row.producers > carriers and not row.dq_in_halves and _copies_tensors(variant, element)
 
 
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
@@ -138,14 +151,23 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
     reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
     reads = reads if recipe.ahead is not None and recipe.weights_first else []
     weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
+    staged = row.pairs_staged and _has_copiers_of_pairs(variant, element, row)  # a pinned tile may leave none
+    reads += [Decision.by("staging of pairs", "by warps that copy", rules.STAGED_PAIRS)] if staged else []
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
-    return Candidate(
-        replace(row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed),
-        (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads),
+    own = replace(
+        row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed, pairs_staged=staged
     )
+    decisions = (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads)
+    return Candidate(own, (*decisions, *_turns(variant, own)))
+
+
+def _turns(variant: Variant, row: BackwardChoice) -> list[Decision]:
+    """Where batch entries share a gradient of pairs."""
+    in_turn = takes_turns(variant, row)
+    return [Decision.by("sums over the batch", "in turn, a tile at a time", rules.IN_TURN)] if in_turn else []
 
 
 def _with_halves_of_dq(
@@ -158,8 +180,9 @@ def _with_halves_of_dq(
     if not row.shares_keys:
         divided = ("whole rows of dK and dV", rules.OWN_KEYS)
     cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.EXCHANGE)] if row.cluster > 1 else []
+    own = replace(row, tensor_copies=True, weighed=row.Br // 2, dq_sent=sent)
     return Candidate(
-        replace(row, tensor_copies=True, weighed=row.Br // 2, dq_sent=sent),
+        own,
         (
             products,
             Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
@@ -170,6 +193,7 @@ def _with_halves_of_dq(
             *_heads(recipe),
             Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
             Decision.by("weights", *kept),
+            *_turns(variant, own),
         ),
     )
 

@@ -91,6 +91,19 @@ template <class E, int columns> struct StagedPairs {
     }
     copy_async_commit();
   }
+  // Of rows from here on, over others behind: word t of r has rows 8 t + fragment_column(0) and the next one, at
+  // column first + fragment_row(2 r).
+  template <int tiles> FG_DEVICE void load_transposed(uint32_t (&words)[2][tiles], int first) const {
+    static_assert(sizeof(E) == 2 && tiles % 2 == 0, "four matrices at once");
+    const int lane = lane_index();
+    const char* const own = base + (lane / 16 * 8 + lane % 8) * row_bytes + 2 * (first + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int t = 0; t < tiles; t += 2) {
+      uint32_t r[4];
+      load_matrix_x4_transposed(r, own + 8 * t * row_bytes);
+      words[0][t] = r[0], words[1][t] = r[1], words[0][t + 1] = r[2], words[1][t + 1] = r[3];
+    }
+  }
   template <int tiles> FG_DEVICE void load(uint32_t (&words)[2][tiles]) const {
     static_assert(tiles * 8 == columns, "a fragment for each 8 columns");
     if constexpr (sizeof(E) == 2) {

@@ -68,6 +68,18 @@ template <class T> FG_PRIMITIVE T global_load_left(const T* p, int line = __buil
   emulator::registers.machine->global_access(emulator::Access::load_left, p, sizeof(T), line);
   return emulator::read(p);
 }
+FG_PRIMITIVE void global_hand(float4* p, float4 value, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_access(emulator::Access::hand, p, sizeof(float4), line);
+  memcpy(static_cast<void*>(p), &value, sizeof(float4));
+}
+FG_PRIMITIVE float4 global_load_handed(const float4* p, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_access(emulator::Access::load_handed, p, sizeof(float4), line);
+  return emulator::read(p);
+}
+FG_PRIMITIVE void global_leave(uint32_t* p, int line = __builtin_LINE()) { emulator::registers.machine->global_leave(p, line); }
+FG_PRIMITIVE void global_await(const uint32_t* p, uint32_t count, int line = __builtin_LINE()) {
+  emulator::registers.machine->global_await(p, count, line);
+}
 
 FG_PRIMITIVE char* shared_memory() { return emulator::registers.machine->shared_memory(); }
 template <class T> FG_PRIMITIVE T shared_load(const T* p, int line = __builtin_LINE()) {

@@ -6,7 +6,9 @@
 // Contract: all lanes of a warp make the same call from the same line; all warps of a block come to the same barrier. Otherwise
 // the launch fails: that is divergence within a warp, deadlock between warps. Warps are counted through a cluster.
 #pragma once
+#include <chrono>
 #include <memory>
+#include <thread>
 
 #include "banks.h"
 #include "barriers.h"
@@ -113,6 +115,23 @@ class Block final : public Machine {
   void global_arrive(const void* p, int line) override {
     global.access(Access::add, p, sizeof(uint32_t), writer(), line);
     global.arrive(writer().block);
+  }
+  void global_leave(uint32_t* p, int line) override {
+    global.access(Access::add, p, sizeof *p, writer(), line);
+    global.leave(writer(), p);
+    __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
+  }
+  // With one host thread blocks run one after another: what is not there by then never comes.
+  void global_await(const uint32_t* p, uint32_t count, int line) override {
+    global.access(Access::add, p, sizeof *p, writer(), line);
+    const auto begin = std::chrono::steady_clock::now();
+    while (__atomic_load_n(p, __ATOMIC_ACQUIRE) < count) {
+      if (launch_.host_threads < 2 || std::chrono::steady_clock::now() - begin > std::chrono::seconds(60))
+        faults.report(Fault::deadlock, line, 0, "waits for %u that have left, of which %u have", count,
+                      __atomic_load_n(p, __ATOMIC_ACQUIRE));
+      std::this_thread::yield();
+    }
+    global.await(writer().block, p, count);
   }
   void global_add(float* p, const float* values, unsigned count, int line) override {
     global.access(Access::add, p, count * static_cast<unsigned>(sizeof *p), writer(), line);

@@ -34,10 +34,12 @@ class GlobalMemory {
     const auto found = shadow_.access(static_cast<size_t>(index), access, offset, bytes, thread, line);
     if (found.conflict != GlobalShadow::Conflict::none) refuse(found, launch_.allocation[index], line);
     Traffic& count = traffic[static_cast<size_t>(index)];
-    (is_load(access) ? count.loaded : access == Access::store ? count.stored : count.added) += bytes;
+    (is_load(access) ? count.loaded : is_store(access) ? count.stored : count.added) += bytes;
   }
 
   void arrive(uint64_t block) { shadow_.arrive(block); }
+  void leave(GlobalShadow::Writer thread, const void* counter) { shadow_.leave(thread, counter); }
+  void await(uint64_t block, const void* counter, uint32_t count) { shadow_.await(block, counter, count); }
 
  private:
   int find(uint64_t address, unsigned bytes, int line) {
@@ -78,6 +80,7 @@ class GlobalMemory {
     const char* what = found.conflict == Conflict::loaded_after_write  ? "loaded and was written in this launch"
                        : found.conflict == Conflict::written_after_load ? "written and was loaded in this launch"
                        : found.conflict == Conflict::not_left           ? "loaded, and the block that stored it had not arrived by then"
+                       : found.conflict == Conflict::not_handed         ? "loaded or overwritten, and who stored it had not left, or nobody awaited that"
                        : found.conflict == Conflict::stored_twice       ? "stored and was stored by another thread"
                                                                         : "stored by one block and added to by another";
     const int other = found.conflict == Conflict::written_after_load ? found.mark.load_line() : found.mark.write_line();
@@ -85,9 +88,12 @@ class GlobalMemory {
                    what);
   }
 
-  static bool is_load(Access access) { return access == Access::load || access == Access::load_left; }
+  static bool is_load(Access access) {
+    return access == Access::load || access == Access::load_left || access == Access::load_handed;
+  }
+  static bool is_store(Access access) { return access == Access::store || access == Access::hand; }
   static const char* verb(Access access) {
-    return is_load(access) ? "reads" : access == Access::store ? "writes" : "adds to";
+    return is_load(access) ? "reads" : is_store(access) ? "writes" : "adds to";
   }
 
   static constexpr int most_remembered = 256;

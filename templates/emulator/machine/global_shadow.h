@@ -7,7 +7,10 @@
 #pragma once
 #include <stdlib.h>
 
+#include <map>
 #include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../interface.h"
@@ -33,7 +36,7 @@ class GlobalShadow {
     uint64_t block;
     uint32_t thread;
   };
-  enum class Conflict { none, loaded_after_write, written_after_load, stored_twice, stored_and_added, not_left };
+  enum class Conflict { none, loaded_after_write, written_after_load, stored_twice, stored_and_added, not_left, not_handed };
   struct Finding {
     Conflict conflict;
     uint64_t offset;
@@ -55,7 +58,21 @@ class GlobalShadow {
   // What the block has stored others may load, and it what those stored that have arrived.
   void arrive(uint64_t block) { __atomic_store_n(&arrived_.get()[block & block_bits], 1, __ATOMIC_RELEASE); }
 
+  // What the warp of this thread has handed others may load, once they have awaited as many at the counter as have left by now.
+  void leave(Writer writer, const void* counter) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const uint32_t number = ++left_[counter];
+    for (Handed* each : pending_[{writer.block, writer.thread / warp_lanes}]) each->counter = counter, each->number = number;
+    pending_.erase({writer.block, writer.thread / warp_lanes});
+  }
+  void await(uint64_t block, const void* counter, uint32_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    uint32_t& most = awaited_[{block, counter}];
+    if (count > most) most = count;
+  }
+
   Finding access(size_t allocation, Access access, uint64_t offset, unsigned bytes, Writer writer, int line) {
+    if (access == Access::hand || access == Access::load_handed) return access_handed(allocation, access, offset, bytes, writer, line);
     uint64_t* marks = marks_[allocation].get();
     for (uint64_t at = offset / 2; at <= (offset + bytes - 1) / 2; ++at) {
       const Mark mark = {__atomic_load_n(&marks[at], __ATOMIC_RELAXED)};
@@ -68,6 +85,32 @@ class GlobalShadow {
   }
 
  private:
+  // Two bytes that were handed on: at which counter, and as which number to leave there; null as long as nobody has.
+  struct Handed {
+    const void* counter;
+    uint32_t number;
+  };
+  // They have no other accesses: marks say that they are stored, and added to, which no other access allows.
+  Finding access_handed(size_t allocation, Access access, uint64_t offset, unsigned bytes, Writer writer, int line) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t* marks = marks_[allocation].get();
+    constexpr uint64_t handed = Mark::loaded | Mark::stored | Mark::added;
+    for (uint64_t at = offset / 2; at <= (offset + bytes - 1) / 2; ++at) {
+      const Mark mark = {__atomic_load_n(&marks[at], __ATOMIC_RELAXED)};
+      const auto found = handed_.find({allocation, at});
+      if (found == handed_.end() ? mark.bits != 0 || access == Access::load_handed : !may_reach(found->second, writer))
+        return {Conflict::not_handed, at * 2, mark};
+      if (access == Access::load_handed) continue;
+      Handed& own = handed_[{allocation, at}] = {nullptr, 0};
+      pending_[{writer.block, writer.thread / warp_lanes}].push_back(&own);
+      __atomic_store_n(&marks[at], handed | static_cast<uint64_t>(line & 0xffff) << 19, __ATOMIC_RELAXED);
+    }
+    return {Conflict::none, 0, {}};
+  }
+  bool may_reach(const Handed& handed, Writer writer) const {
+    const auto found = awaited_.find({writer.block, handed.counter});
+    return handed.counter && found != awaited_.end() && found->second >= handed.number;
+  }
   Conflict judge(Mark mark, Access access, Writer writer) {
     if (mark.bits == 0) return Conflict::none;
     if (access == Access::load_left) {
@@ -100,6 +143,11 @@ class GlobalShadow {
   using Marks = std::unique_ptr<uint64_t[], Free>;
   std::vector<Marks> marks_;
   std::unique_ptr<uint8_t[], Free> arrived_;  // by the number of a block
+  std::mutex mutex_;  // of what follows
+  std::map<std::pair<size_t, uint64_t>, Handed> handed_;  // by allocation and place
+  std::map<std::pair<uint64_t, uint32_t>, std::vector<Handed*>> pending_;  // of warps that have not left
+  std::map<const void*, uint32_t> left_;                               // how many have, by counter
+  std::map<std::pair<uint64_t, const void*>, uint32_t> awaited_;       // the most that a block has, by counter
 };
 
 }  // namespace emulator

@@ -16,7 +16,7 @@ from flashgen.emit.context import by_score, labels, moved_inputs
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.expr import Expr, Literal, Load, index_set
 from flashgen.ir.text import text
-from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors
+from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors, summed_tensors
 from flashgen.targets.gpu.diagonals import RUN
 from flashgen.targets.gpu.model import BINS
 from flashgen.targets.gpu.primitives import C_TYPES
@@ -50,6 +50,7 @@ class Gradient:
     runs: int | None  # which number it is of those whose elements are known for runs of distances
     factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
     stored: Stored | None  # where each pair of a call has an element of its own
+    summed: Stored | None  # where batch entries may add to it in turn
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
@@ -80,6 +81,16 @@ class GradientCode:
     def stored(self) -> tuple[Gradient, ...]:
         """Those that are stored a fragment of dS at a time, where that is all that follows the weights."""
         return tuple(each for each in self.pairs if each.stored is not None and each.factor is not None)
+
+    @property
+    def in_turn(self) -> Gradient | None:
+        """The one that batch entries may add to in turn."""
+        return next((each for each in self.pairs if each.summed is not None), None)
+
+    @property
+    def by_fragments(self) -> tuple[Gradient, ...]:
+        """All that are stored so."""
+        return (*self.stored, *(() if self.in_turn is None else (self.in_turn,)))
 
 
 def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientCode:
@@ -139,6 +150,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         runs=recipe.runs.index(gradient) if gradient in recipe.runs else None,
         factor=None if on_diagonal is None and strides is None else _constant(gradient),
         stored=_stored(variant, gradient),
+        summed=_summed(variant, gradient) if gradient == recipe.in_turn else None,
         strides=strides,
         comment=f"∂L/∂{text(read)}",
     )
@@ -147,6 +159,11 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
 def _stored(variant: Variant, gradient: CapturedGradient) -> Stored | None:
     found = (each for each in stored_tensors(variant.spec) if each.name == gradient.name)
     return next((Stored(stored_field(each.name), C_TYPES[each.element]) for each in found), None)
+
+
+def _summed(variant: Variant, gradient: CapturedGradient) -> Stored:
+    (found,) = (each for each in summed_tensors(variant.spec) if each.name == gradient.name)
+    return Stored(stored_field(found.name), C_TYPES[found.element])
 
 
 def _constant(gradient: CapturedGradient) -> str | None:

@@ -28,6 +28,8 @@ from flashgen.targets.gpu.model import (
     query_layout,
     row_words,
     spans_of_half,
+    stored_whole,
+    takes_turns,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
 from flashgen.targets.gpu.recipe import Recipe
@@ -112,7 +114,8 @@ class BackwardCode:
 
     ``persistent``: the types where blocks that add up dQ take one key tile after another. ``shows_rows``: what the
     mask reads by row comes with what rows carry, the ``row_words``; ``divided``: warps share the rows of dQ, and of
-    those that share keys some may weigh none.
+    those that share keys some may weigh none. ``has_turns``: batch entries take them at a
+    gradient; ``clears``: of one of pairs what nobody visits is cleared.
     """
 
     tiles: Mapping[str, BackwardTiles]
@@ -122,6 +125,9 @@ class BackwardCode:
     persistent: tuple[str, ...]
     shows_rows: bool
     divided: bool
+    pairs_staged: bool
+    clears: bool
+    has_turns: bool
 
     @property
     def mapped(self) -> tuple[str, ...]:
@@ -224,6 +230,7 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
     }
     of_warpgroups, in_halves = has_warpgroups(plan), _has_dq_in_halves(plan)
     clusters = any(each.backward.cluster > 1 for each in plan.elements)
+    pairs_staged = any(each.backward.pairs_staged for each in plan.elements)
 
     def constants(tiles: BackwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"split": tiles.split, "weighed": tiles.weighed}
@@ -232,6 +239,9 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
         if of_warpgroups:
             more |= _role_constants(tiles)
             more |= {"dq_column_groups": tiles.dq_column_groups, "persistent": int(tiles.persistent)}
+        more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
+        more |= {"stores_whole": int(bool(stored_whole(variant, tiles)))} if recipe.stored or recipe.in_turn else {}
+        more |= {"takes_turns": int(takes_turns(variant, tiles))} if recipe.in_turn is not None else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
     return BackwardCode(
@@ -246,6 +256,9 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
         persistent=tuple(str(each.element) for each in plan.elements if recipe.one_pass and each.backward.persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=any(each.queries.split > 1 for each in plan.elements),
+        pairs_staged=pairs_staged,
+        clears=any(stored_whole(variant, each.backward) for each in plan.elements),
+        has_turns=any(takes_turns(variant, each.backward) for each in plan.elements),
     )
 
 

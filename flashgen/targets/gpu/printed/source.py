@@ -57,7 +57,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
     """What the source of a variant says of itself."""
     spec, warpgroups = variant.spec, warpgroup_products(variant, plan)
     elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
-    reads_words = recipe.ahead is not None or bool(stored_tensors(spec)) or variant.uses_sqdist
+    reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
     return SourceCode(
         name=spec.name,
         symbol=symbol,
