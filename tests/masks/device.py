@@ -30,9 +30,13 @@ _MACHINE = """
 struct Memory final : fg::emulator::Machine {
   void global_access(fg::emulator::Access, const void*, unsigned, int) override {}
   void global_arrive(const void*, int) override { abort(); }
+  void global_leave(uint32_t*, int) override { abort(); }
+  void global_await(const uint32_t*, uint32_t, int) override { abort(); }
   void global_add(float*, const float*, unsigned, int) override { abort(); }
+  int cluster_rank() override { abort(); }
   char* shared_memory() override { abort(); }
   void shared_access(fg::emulator::Access, const void*, unsigned, int) override { abort(); }
+  void* shared_store_at(const void*, unsigned, int, int) override { abort(); }
   void copy_async(void*, const void*, unsigned, bool, int) override { abort(); }
   void copy_async_commit(int) override { abort(); }
   void copy_async_wait(int, int) override { abort(); }
@@ -44,6 +48,7 @@ struct Memory final : fg::emulator::Machine {
   void mbarrier_invalidate(const void*, int) override { abort(); }
   void mbarrier_expect(const void*, int, int) override { abort(); }
   void copy_panel(const fg::emulator::PanelCopy&, int) override { abort(); }
+  void send_async(const void*, const void*, const void*, int, int) override { abort(); }
   void together(const fg::emulator::Call&) override { abort(); }
 };
 """
