@@ -15,7 +15,7 @@ from flashgen.ir.spec import HeadDim
 
 QUERIES = 2048  # whose lists are turned together
 ITEM = 256  # units of rows that a block of threads takes for one block of keys
-MOST_BLOCKS = 8192  # of keys, for each of which there is a counter in shared memory
+MOST_BLOCKS = 8192  # of keys; where the queries of each begin stands in shared memory
 MOST_NUMBERS = 32  # of a list, a lane each, which compares it with those before
 COUNTED = 32  # queries whose lists a block of threads reads
 BROUGHT = 128  # that one brings to the blocks of keys that they list

@@ -47,15 +47,14 @@ class BlockEngine(Engine):
 
     def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:
         """The order of a call; None where it is not by blocks."""
-        call = self.checker.find(tensors, rest)
-        return None if call.is_empty else self._order(call, tensors)
+        return self._order(self.checker.find(tensors, rest), tensors)
 
     def attend_by_blocks(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
         """``o``, ``lse`` and its parts; None where the call is not by blocks."""
-        order = self.order(tensors, rest)
+        call, q = self.checker.find(tensors, rest), tensors[0]
+        order = self._order(call, tensors)
         if order is None:
             return None
-        call, q = self.checker.find(tensors, rest), tensors[0]
         named = {each.name: x for each, x in zip(self.spec.tensors, tensors[3:], strict=False)}
         check_numbers(self._select, named, call.sizes)
         o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
@@ -72,7 +71,7 @@ class BlockEngine(Engine):
 
     def _order(self, call: Call, tensors: Tensors) -> BlockOrder | None:
         shard = call.shard
-        if call.kernel is None or shard.kv_start != 0 or shard.kv_len != shard.totals()[3]:
+        if call.is_empty or call.kernel is None or shard.kv_start != 0 or shard.kv_len != shard.totals()[3]:
             return None
         shape = Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
         numbers = tensors[self._listed].shape[-1]

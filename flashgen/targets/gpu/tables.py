@@ -12,8 +12,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class RowsOfBlock:
+    """Who has which rows, of forward tiles that are considered or chosen."""
+
+    Br: int
+    warpgroups: bool
+    producers: int
+    split: int
+    cluster: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups share rows, and weigh key tiles in turns."""
+        return self.warpgroups and self.split > 1 and self.producers > 0
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.Br // self.cluster
+
+
 @dataclass(frozen=True)
-class ForwardChoice:
+class ForwardChoice(RowsOfBlock):
     """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them.
 
     ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a time.
@@ -38,16 +58,6 @@ class ForwardChoice:
     split: int = 1
     weighed: int = 0
     cluster: int = 1
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether two warpgroups share rows, and weigh key tiles in turns."""
-        return self.warpgroups and self.split > 1 and self.producers > 0
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return self.Br // self.cluster
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Plan, Tiles
+from flashgen.targets.gpu.tables import RowsOfBlock
 
 
 class Row(Protocol):
@@ -38,7 +39,7 @@ def _of_warpgroups(warps: int, producers: int, *, tensor_copies: bool) -> tuple[
 
 
 @dataclass(frozen=True)
-class ForwardTiles(Tiles):
+class ForwardTiles(RowsOfBlock, Tiles):
     """B_r query rows over ``warps``; K and V in rings of ``stages`` tiles. ``sram_bytes``: shared memory of a block.
 
     ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``producers``
@@ -66,16 +67,6 @@ class ForwardTiles(Tiles):
     split: int = 1
     weighed: int = 0
     cluster: int = 1
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether two warpgroups share rows, and weigh key tiles in turns."""
-        return self.warpgroups and self.split > 1 and self.producers > 0
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return self.Br // self.cluster
 
     @property
     def kind(self) -> tuple[str, ...]:
