@@ -6,6 +6,7 @@ In: a ``Row``. Out: tensors, and calls of FlexAttention and of PyTorch's own ker
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -169,6 +170,17 @@ def sdpa(row: Row, backend: SDPBackend | None) -> Attention:
             return scaled_dot_product_attention(q, k, v, **settings)
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, **settings)
+
+    return attention
+
+
+def flash4(row: Row) -> Attention:
+    """FlashAttention-4 (the wheel `flash-attn-4`); its kernels for Hopper are FlashAttention-3's in CuTe's DSL."""
+    flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal="causal" in row.body)
+        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)  # type: ignore[no-any-return]
 
     return attention
 

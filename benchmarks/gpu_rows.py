@@ -5,6 +5,7 @@ In: nothing. Out: tuples of ``Row``. A row is 16k tokens in all of 2048 channels
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ LEARNED: Goals = (0.75, 0.6)  # scores by distance, with gradients
 FLEX: Goals = (1.5, 1.5)
 ANY: Goals = (1.4, 1.4)
 CUDNN: Goals = (1.0, 1.0)
+
+# The wheel `flash-attn-4`; `flash-attn` has the same package without this folder.
+FLASH4_AT_HAND = bool(importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"))
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ def _dense(d: int, dv: int, heads: int, kv_heads: int, n: int, mask: str) -> Row
     kv_heads = min(kv_heads, heads)
     name = mask or "plain"
     batch = max(16384 // n, 1)
-    return Row(name, f"mask {mask}" if mask else "", (d, dv), n, batch, heads, kv_heads, {"cudnn": CUDNN})
+    peers = {"cudnn": CUDNN, **({"flash 4": CUDNN} if FLASH4_AT_HAND else {})}
+    return Row(name, f"mask {mask}" if mask else "", (d, dv), n, batch, heads, kv_heads, peers)
 
 
 DENSE = tuple(

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend
 
 import flashgen
 from benchmarks.gpu_batches import copy_rate, replay, warmed
-from benchmarks.gpu_peers import Attention, captured, flex, inputs, sdpa, sigmoid_formula
+from benchmarks.gpu_peers import Attention, captured, flash4, flex, inputs, sdpa, sigmoid_formula
 from benchmarks.gpu_rows import BIAS, BY_DISTANCE, DENSE, MASKS, SHORT, SOFTCAP, WINDOW, Row
 from benchmarks.gpu_speed import medians
 
@@ -64,6 +64,8 @@ def attentions(row: Row) -> tuple[dict[str, Attention], dict[str, Tensor]]:
                 found["flash"] = sdpa(row, SDPBackend.FLASH_ATTENTION)
             case "cudnn":
                 found["cudnn"] = sdpa(row, SDPBackend.CUDNN_ATTENTION)
+            case "flash 4":
+                found["flash 4"] = flash4(row)
             case "sdpa":
                 found["sdpa"] = sdpa(row, None)
     return found, of
