@@ -3911,6 +3911,9 @@ template <class T, bool atomic, Adding how> struct Block {
   static constexpr bool dq_late = has_producers && atomic;
   static constexpr bool tight = DP + DVP > 128;     // dK and dV leave no registers for what could be read ahead
   static constexpr int parts = BR / (8 * s_tiles);  // of a tile of queries
+  // Then dQ is multiplied in front of dK, and leaves while that is. Of two parts dK of the first one is under way by
+  // then.
+  static constexpr bool dq_in_front = dq_late && parts == 1;
   static constexpr int groups = P::warps / 4, PRODUCERS = 32 * P::producers, CONSUMERS = 128 * groups;
   FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
   // Of those who copy, the threads that bring what rows carry, and how much each.
@@ -4086,6 +4089,7 @@ template <class T, bool atomic, Adding how> struct Block {
     start_dp(dp[0], n, 0);
     follow_tile(n);
     if constexpr (dq_late && !first) hand_over(n - 1);  // while products run
+    fg::Accumulators<1, q_tiles> dq;
 #pragma unroll
     for (int k = 0; k < parts; ++k) {
       const bool more = k + 1 < parts;
@@ -4110,6 +4114,7 @@ template <class T, bool atomic, Adding how> struct Block {
       if constexpr (atomic) {
         if (dq_late && !first && k == 0) await_ds(n - 1);
         store_ds(ds[k], n);
+        if constexpr (dq_in_front && !first) start_dq(dq, n - 1);
       }
       fg::begin_products(dk, ds[k]);
       fg::start_product_across(dk, ds[k], q_tile(n), 8 * s_tiles * k);
@@ -4117,13 +4122,17 @@ template <class T, bool atomic, Adding how> struct Block {
       if (more) start_dp(dp[k + 1], n, k + 1);
     }
     part = 0;
-    if constexpr (atomic) {
+    if constexpr (dq_in_front) {
+      if constexpr (!first) {
+        fg::wait_products<1>(dv, p, dq);
+        put_dq(dq);
+      }
+    } else if constexpr (atomic) {
       // dQ += dS K
       if constexpr (!has_producers) {
         fg::publish_shared();
         Team::barrier();
       }
-      fg::Accumulators<1, q_tiles> dq;
       if constexpr (!first) start_dq(dq, dq_late ? n - 1 : n);
       fg::wait_products<0>(dv, dk, p, ds, dq);
       release_tile(n);
