@@ -10,15 +10,16 @@ import pytest
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.measured import spearman
+from flashgen.plan.measured import ShapeClass, spearman
 from flashgen.plan.plan import Tiles
 from flashgen.plan.prediction import PassTime
 from flashgen.plan.work import pair_work
 from flashgen.targets.cpu import cost as cpu_cost
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
-from flashgen.targets.device_table import known_devices
+from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
+from flashgen.targets.gpu.by_shape import rivals
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.registers import MOST, accumulators, registers
 from flashgen.targets.gpu.tiles import ElementPlan
@@ -74,6 +75,31 @@ def test_special_functions_cost_time() -> None:
     plain, capped = predicted("head_dim 64")[0], predicted("head_dim 64 score 30 * tanh(s / 30)")[0]
     assert capped.specials == 3 * plain.specials  # tanh takes two
     assert capped.main.alone["special"] > plain.main.alone["special"]
+
+
+@pytest.mark.parametrize("body", ["head_dim 128", "head_dim 192/128"])
+def test_memory_gives_each_operand_once(body: str) -> None:
+    """What many short sequences move fits the L2 cache: forward Q, K, V and O, backward a gradient beside each."""
+    each = variant(body).head_dim
+    for found, times in zip(predicted(body, GPUS["h100"], Shape(32, 16, 16, 512, 512))[:2], (1, 2), strict=True):
+        rate = gpu_cost.REACHED_BANDWIDTH * GPUS["h100"].bandwidth
+        operands = 2 * 32 * 16 * 512 * 2 * (each.qk + each.v)
+        assert found.main.alone["hbm"] * rate == pytest.approx(times * operands)
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"), [("head_dim 128", 3), ("head_dim 192/128", 3), ("head_dim 128 mask causal", 0)]
+)
+def test_short_calls_take_the_same_tiles_whatever_the_memory(body: str, shapes: int) -> None:
+    """A GPU is known by its architecture, so that an H200 has an H100's memory: products bound both."""
+    lengths = (256, 512, 1000, 8192)
+    for gpu in (product_of(TARGETS["sm_90a"]), GPUS["h200"]):
+        choices = rivals(variant(body), gpu, ElementType.BF16)
+        assert choices is not None
+        classes = (ShapeClass.of(Shape(16384 // n, 16, 16, n, n), ElementType.BF16) for n in lengths)
+        taken = [choices.of_class(of, 1).forward for of in classes]
+        assert [tile is not None for tile in taken] == [n < shapes for n in range(len(lengths))]
+        assert all((tile.Br, tile.Bc) == (128, 128) for tile in taken if tile is not None)
 
 
 def test_a_wave_that_is_hardly_filled_costs_a_wave() -> None:

@@ -133,9 +133,8 @@ def _main_kernel(
     }
     total = sum(moved.values()) + (ADDITION - 1) * moved.get("workspace.dq", 0)
     alone["l2"] = total / (_l2_bytes_per_clock(gpu) * gpu.clock_hz)
-    alone["hbm"] = _from_memory(variant, element, shape, gpu, moved, slots, len(per_head)) / (
-        REACHED_BANDWIDTH * gpu.bandwidth
-    )
+    missed = _from_memory(name, variant, element, shape, gpu, moved, slots, len(per_head))
+    alone["hbm"] = missed / (REACHED_BANDWIDTH * gpu.bandwidth)
     seconds = max(makespan / gpu.clock_hz, alone["l2"], alone["hbm"]) + LAUNCH_SECONDS
     idle = max(0.0, 1 - busy / (makespan * slots)) if makespan else 0.0
     used = min(wanted, _most_registers(tiles, gpu))
@@ -312,6 +311,7 @@ def _l2_bytes_per_clock(gpu: Gpu) -> float:
 
 
 def _from_memory(
+    name: str,
     variant: Variant,
     element: ElementType,
     shape: Shape,
@@ -322,11 +322,13 @@ def _from_memory(
 ) -> float:
     """Bytes that come from HBM: everything once, and again what the L2 cache does not hold until it is asked for again.
 
+    Of the forward pass that is Q, K, V and O; the backward pass has a gradient beside each of them.
     Blocks that run at a time belong to neighbouring heads; their operands have to stay.
     """
     numbers = shape.batch * shape.kv_heads * shape.kv_len, shape.batch * shape.heads * shape.q_len
     total = float(sum(moved.values()))
-    once = min(element.bytes * 2.0 * sum(numbers) * (variant.head_dim.qk + variant.head_dim.v), total)
+    each = 1.0 if name == "forward" else 2.0
+    once = min(element.bytes * each * sum(numbers) * (variant.head_dim.qk + variant.head_dim.v), total)
     heads = min(shape.batch * shape.heads, -(-slots // max(blocks_of_a_head, 1)))
     longest = max(shape.q_len, shape.kv_len)
     held = heads * longest * (variant.head_dim.qk + variant.head_dim.v) * element.bytes
