@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.cuda.hopper import changed, hopper, random
 
 # Texts of their own: another rule makes another source of the same spec.
 CAUSAL = "head_dim {}  score s * {}  mask causal"
+SHARED = "head_dim 128  tensor bias: bf16[H, Nq, Nk] grad  score s * {} + bias[h, i, j]  mask causal"
 
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ((1, 1), (4, 2))]
 
@@ -33,11 +35,12 @@ def variant(text: str) -> Variant:
         ("head_dim 64", False),  # rows of one length
         ("head_dim 64  mask causal and window_left(100)", False),
         ("head_dim 64  tensor doc: i32[B, Nk]  mask causal and same_document(doc)", False),
-        ("head_dim 64  tensor t: bf16[H, Nq, Nk]  score s + t[h, i, j]  mask causal", False),  # batch entries share it
+        ("head_dim 64  tensor t: bf16[H, Nq, Nk]  score s + t[h, i, j]  mask causal", True),
+        ("head_dim 64  tensor t: bf16[H, Nq, Nk]  score s + t[h, i, j]", False),
     ],
 )
 def test_where(text: str, expected: bool) -> None:
-    """Long rows of several lengths, whose heads share nothing that batch entries share, too."""
+    """Long rows of several lengths."""
     of = variant(text)
     assert recipe_of(of).in_groups is expected
     assert not recipe_of(replace(of, ragged=True)).in_groups
@@ -49,28 +52,47 @@ def test_where(text: str, expected: bool) -> None:
 def test_every_tile_once(limit: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of one head, of three and four, and one of all; forward, and backward with nine key tiles."""
     monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=limit))
-    op = hopper(CAUSAL.format(128, 0.1 + 0.001 * len(str(limit))))
+    check(CAUSAL.format(128, 0.1 + 0.001 * len(str(limit))), heads)
+
+
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 2_300_000])
+def test_every_tile_of_shared_pairs_once(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one head, and of two and three, each with its batch entries."""
+    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=limit))
+    check(SHARED.format(0.1 + 0.001 * len(str(limit))), (10, 5), bias=random(10, 300, 1100, seed=4))
+
+
+def check(text: str, heads: tuple[int, int], **captured: torch.Tensor) -> None:
+    op = hopper(text)
     tiles = next(iter(op.plan.values())).elements[0]
     assert tiles.forward.producers
     assert tiles.backward.producers
     many, few = heads
     q, d_o = random(2, many, 300, 128, seed=0), random(2, many, 300, 128, seed=3)
     k, v = random(2, few, 1100, 128, seed=1), random(2, few, 1100, 128, seed=2)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    o, wanted = op(*leaves), op.reference(*exact, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *captured.values())]
+    exact = [x.double().requires_grad_() for x in (q, k, v, *captured.values())]
+    named: dict[str, Any] = dict(zip(captured, leaves[3:], strict=True))
+    wide: dict[str, Any] = dict(zip(captured, exact[3:], strict=True))
+    o = op(leaves[0], leaves[1], leaves[2], **named)
+    wanted = op.reference(exact[0], exact[1], exact[2], dtype=torch.float64, **wide)
     assert (o.double() - wanted).abs().max() < 0.02
     found = torch.autograd.grad(o, leaves, d_o)
     for x, y in zip(found, torch.autograd.grad(wanted, exact, d_o.double()), strict=True):
         assert (x.double() - y).norm() < 0.01 * y.norm()
 
 
-def test_tiles_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks that take one tile are seen."""
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [(CAUSAL.format(128, 0.2), r"first \+ \(own - tile \* heads\)"), (SHARED.format(0.2), r"b \* total \* sharers \+")],
+)
+def test_tiles_of_others(text: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks that take one tile, of another group or batch entry, are seen."""
     monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=400_000))
-    text = CAUSAL.format(128, 0.2)
-    op = changed("planted_groups", text, "forward", r"first \+ \(own - tile \* heads\)", "(own - tile * heads)")
-    q, k, v = random(1, 7, 300, 128, seed=0), random(1, 7, 410, 128, seed=1), random(1, 7, 410, 128, seed=2)
+    new = "(own - tile * heads)" if "own" in place else ""
+    op = changed(f"planted_groups_{len(place)}", text, "forward", place, new)
+    q, k, v = random(2, 7, 300, 128, seed=0), random(2, 7, 410, 128, seed=1), random(2, 7, 410, 128, seed=2)
+    captured: dict[str, Any] = {"bias": random(7, 300, 410, seed=4)} if "bias" in text else {}
     with pytest.raises(EmulatorError) as caught:
-        op(q, k, v)
+        op(q, k, v, **captured)
     assert caught.value.kind is FaultKind.GLOBAL_RACE

@@ -59,7 +59,7 @@ class Recipe:
     ``ahead``: an element that pairs read, which warpgroups read before their products are there; ``near``: scores where
     they need no special function. ``cuts``: open tiles are cut in pieces. ``longest_first``: blocks take lists by their
     lengths; ``in_groups``: where there are none those with warps that copy take the longest tiles of several heads
-    before shorter ones; ``batch_inside``: or all a tile's batch entries one after another.
+    before shorter ones; ``batch_inside``: of a head they take a tile of all batch entries before the next tile.
 
     Of the backward pass: ``row_state``: rows carry lse and delta; which kernel sums up which captured gradient, and the
     fields of ``struct Arguments`` that receive them, in the order of their numbers; ``weights_first``: dot products are
@@ -69,7 +69,7 @@ class Recipe:
     reach 2^(lag + headroom). ``moves_apart``: of forward mode, what a score changes by needs no dot product, and waits
     for the weights. ``runs``: gradients of which it is written for runs of distances whether they add to one element.
     ``stored``: those of which pairs store dS, each in an element of its own; ``in_turn``: the one to which batch
-    entries may add a tile one after another, the last of which stores it.
+    entries may add in turn, a tile at a time, the last of which stores it.
     ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
     at, which few tiles need. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
     """
@@ -161,7 +161,7 @@ def recipe_of(variant: Variant) -> Recipe:
         lists=lists,
         longest_first=longest_first,
         in_groups=in_groups,
-        batch_inside=is_shared(variant) and not in_groups,
+        batch_inside=is_shared(variant),
         dq=dq,
         row_state=variant.has_row_state,
         key_gradients=keys,
@@ -220,12 +220,12 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
 
 
 def _in_groups(variant: Variant) -> bool:
-    """Not where sequences have tiles of their own, and where blocks of one tile share more than heads do."""
+    """Not where sequences have tiles of their own."""
     if variant.ragged or variant.cached or variant.has_rows_of_heads:
         return False
     if variant.tangent is not None and not variant.backward_only:
         return True
-    return has_growing_rows(variant) and not is_shared(variant)
+    return has_growing_rows(variant)
 
 
 def _headroom(variant: Variant) -> int:
