@@ -74,7 +74,7 @@ LEAST_KEYS = 128  # of a part that nobody asked for
 # Where batch entries take turns at a gradient that they share: of each tile how many have claimed one, and how many
 # warps are done with theirs; what these have added up so far.
 TURNS, TURN_SUMS = "turns", "turn_sums"
-MOST_IN_TURN = 2  # batch entries that take turns: of four the last waits for three in every tile (rules.IN_TURN)
+MOST_IN_TURN = 4  # batch entries that take turns (rules.IN_TURN): of more no time was measured
 LEAST_TURN = 64  # rows and columns of a tile that they take turns at, where it is small
 GRANULE = 16  # rows or columns of one range of what the mask reads
 

@@ -80,7 +80,7 @@ class GlobalMemory {
     const char* what = found.conflict == Conflict::loaded_after_write  ? "loaded and was written in this launch"
                        : found.conflict == Conflict::written_after_load ? "written and was loaded in this launch"
                        : found.conflict == Conflict::not_left           ? "loaded, and the block that stored it had not arrived by then"
-                       : found.conflict == Conflict::not_handed         ? "loaded or overwritten, and who stored it had not left, or nobody awaited that"
+                       : found.conflict == Conflict::not_handed         ? "loaded, added to or overwritten, and who wrote it had not left, or nobody awaited that"
                        : found.conflict == Conflict::stored_twice       ? "stored and was stored by another thread"
                                                                         : "stored by one block and added to by another";
     const int other = found.conflict == Conflict::written_after_load ? found.mark.load_line() : found.mark.write_line();

@@ -62,7 +62,10 @@ class GlobalShadow {
   void leave(Writer writer, const void* counter) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const uint32_t number = ++left_[counter];
-    for (Handed* each : pending_[{writer.block, writer.thread / warp_lanes}]) each->counter = counter, each->number = number;
+    for (Handed* each : pending_[{writer.block, writer.thread / warp_lanes}]) {
+      if (!each->counter) each->counter = counter, each->stored = number;
+      each->last = number, --each->pending;
+    }
     pending_.erase({writer.block, writer.thread / warp_lanes});
   }
   void await(uint64_t block, const void* counter, uint32_t count) {
@@ -72,7 +75,8 @@ class GlobalShadow {
   }
 
   Finding access(size_t allocation, Access access, uint64_t offset, unsigned bytes, Writer writer, int line) {
-    if (access == Access::hand || access == Access::load_handed) return access_handed(allocation, access, offset, bytes, writer, line);
+    if (access == Access::hand || access == Access::load_handed || (access == Access::add && is_handed(allocation, offset)))
+      return access_handed(allocation, access, offset, bytes, writer, line);
     uint64_t* marks = marks_[allocation].get();
     for (uint64_t at = offset / 2; at <= (offset + bytes - 1) / 2; ++at) {
       const Mark mark = {__atomic_load_n(&marks[at], __ATOMIC_RELAXED)};
@@ -85,31 +89,39 @@ class GlobalShadow {
   }
 
  private:
-  // Two bytes that were handed on: at which counter, and as which number to leave there; null as long as nobody has.
+  // Two bytes that were handed on: at which counter, null as long as who stored them has not left there; as which number that one left,
+  // and the last of those who added to them since; how many of these have not.
   struct Handed {
     const void* counter;
-    uint32_t number;
+    uint32_t stored, last, pending;
   };
-  // They have no other accesses: marks say that they are stored, and added to, which no other access allows.
+  // Marks say that they are loaded, stored and added to, which no others are.
+  static constexpr uint64_t handed = Mark::loaded | Mark::stored | Mark::added;
+  bool is_handed(size_t allocation, uint64_t offset) const {
+    return (__atomic_load_n(&marks_[allocation].get()[offset / 2], __ATOMIC_RELAXED) & handed) == handed;
+  }
   Finding access_handed(size_t allocation, Access access, uint64_t offset, unsigned bytes, Writer writer, int line) {
     const std::lock_guard<std::mutex> lock(mutex_);
     uint64_t* marks = marks_[allocation].get();
-    constexpr uint64_t handed = Mark::loaded | Mark::stored | Mark::added;
     for (uint64_t at = offset / 2; at <= (offset + bytes - 1) / 2; ++at) {
       const Mark mark = {__atomic_load_n(&marks[at], __ATOMIC_RELAXED)};
       const auto found = handed_.find({allocation, at});
-      if (found == handed_.end() ? mark.bits != 0 || access == Access::load_handed : !may_reach(found->second, writer))
+      const bool is_first = found == handed_.end();
+      if (access == Access::hand ? mark.bits != 0 : is_first || !may_reach(found->second, access, writer))
         return {Conflict::not_handed, at * 2, mark};
       if (access == Access::load_handed) continue;
-      Handed& own = handed_[{allocation, at}] = {nullptr, 0};
+      Handed& own = handed_[{allocation, at}];  // all zeros where it is the first
+      ++own.pending;
       pending_[{writer.block, writer.thread / warp_lanes}].push_back(&own);
       __atomic_store_n(&marks[at], handed | static_cast<uint64_t>(line & 0xffff) << 19, __ATOMIC_RELAXED);
     }
     return {Conflict::none, 0, {}};
   }
-  bool may_reach(const Handed& handed, Writer writer) const {
+  // Who adds has awaited who stored, who loads all.
+  bool may_reach(const Handed& handed, Access access, Writer writer) const {
     const auto found = awaited_.find({writer.block, handed.counter});
-    return handed.counter && found != awaited_.end() && found->second >= handed.number;
+    if (!handed.counter || found == awaited_.end()) return false;
+    return access == Access::add ? found->second >= handed.stored : handed.pending == 0 && found->second >= handed.last;
   }
   Conflict judge(Mark mark, Access access, Writer writer) {
     if (mark.bits == 0) return Conflict::none;
