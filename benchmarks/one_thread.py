@@ -12,17 +12,21 @@ without it, PyTorch's side, too, where the environment says
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -141,6 +145,19 @@ def attention() -> list[Row]:
     return table
 
 
+@contextlib.contextmanager
+def one_word() -> Iterator[str]:
+    """What ``CXX`` says as the name of one program, which is all that inductor takes: with flags, a script."""
+    command = shlex.split(os.environ.get("CXX", "g++"))
+    with tempfile.TemporaryDirectory() as folder:
+        if len(command) > 1:
+            script = Path(folder) / ("clang++" if "clang" in command[0] else "g++")  # inductor goes by the name, too
+            script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            script.chmod(0o755)
+            command = [str(script)]
+        yield command[0]
+
+
 def window() -> list[Row]:
     """The causal window of 256 beside compiled FlexAttention, its block mask made before and in the call."""
     length, table = SHAPE.q_len, []
@@ -159,7 +176,8 @@ def window() -> list[Row]:
             lambda q, k, v: flex(q, k, v, block_mask=made),
             lambda q, k, v: flex(q, k, v, block_mask=make()),
         ]
-        own, before, inside = least([forward(each, given) for each in peers])
+        with one_word() as compiler, inductor.patch({"cpp.cxx": (None, compiler)}):
+            own, before, inside = least([forward(each, given) for each in peers])
         what = f"window of 256, D {d}, forward"
         table.append(_show((what, "FlexAttention, block mask made before", own, before, 4.0)))
         table.append(_show((what, "FlexAttention, made in the call", own, inside, 10.0)))
@@ -235,10 +253,12 @@ def cold() -> list[Row]:
 
 
 def _cold(who: str) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        places: Mapping[str, str] = {"FLASHGEN_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+    with tempfile.TemporaryDirectory() as folder, one_word() as compiler:
+        told = {"FLASHGEN_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+        if who == "flex":
+            told["CXX"] = compiler
         run = subprocess.run(
-            [sys.executable, "-c", COLD, who], capture_output=True, text=True, check=True, env={**os.environ, **places}
+            [sys.executable, "-c", COLD, who], capture_output=True, text=True, check=True, env={**os.environ, **told}
         )
     return float(run.stdout.split()[-1])
 
