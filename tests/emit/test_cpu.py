@@ -225,6 +225,17 @@ def test_compilers_keep_what_asks_for_the_next_tile(tmp_path: Path) -> None:
     assert len(asked) >= 2, "each block of rows of the products has one"
 
 
+def test_a_window_asks_for_the_keys_of_the_next_tile(tmp_path: Path) -> None:
+    """Without it each tile of rows waits for the first keys of its window, which no tile before has read."""
+    (tmp_path / "kernel.cpp").write_text(emitted("attention a { head_dim 64  mask causal and window_left(256) }").text)
+    source, program = Path(__file__).with_name("lines_asked_for.cpp"), tmp_path / "program"
+    flags = [*(flag for flag in REQUIRED_FLAGS if flag != "-shared"), "-march=native", f"-I{tmp_path}"]
+    subprocess.run([*find_compiler().command, *flags, "-O1", str(source), "-o", str(program)], check=True)
+    of_k, of_v, of_q, stray = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    assert {of_k, of_v, of_q} == {"1.000000"}, "shares of the lines that the next tile reads first"
+    assert stray == "0"
+
+
 def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
     """Exponents multiply them, in masked tiles as in others, so that both give the same bits."""
     plain, squared = (

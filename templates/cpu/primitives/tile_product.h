@@ -52,6 +52,12 @@ struct Ahead {
       move_on(1);
     }
   }
+  // This, or the first behind it of which something is left.
+  FG_INLINE Ahead& current() {
+    Ahead* x = this;
+    while (x->passes <= 0 && x->then) x = x->then;
+    return *x;
+  }
   FG_INLINE void move_on(int64_t lines) {
     done += lines;
     if (done >= steps) done = 0, at += line_bytes, --passes;
@@ -110,7 +116,7 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
 template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
     const int rows = V == 1 && left >= 8 ? 8 : left == 8 || left < 6 ? 4 : 6;
-    Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
+    Ahead& ahead = of_call.current();
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
