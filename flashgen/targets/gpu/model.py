@@ -166,23 +166,25 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
     there once more, with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
 
-    Persistent blocks that copy for themselves begin with the next query tile while they work on one: they have room for
-    its list of visits, and for its Q. Where pairs read ahead by way of shared memory each warp has a tile of its own
-    rows. O takes the place of all at the end, unless blocks are persistent.
+    Persistent blocks begin with the next query tile while they work on one, those with producers where Q may have two
+    places, those that copy for themselves with room for its list of visits, too. Where pairs read ahead by way of
+    shared memory each warp has a tile of its own rows. O takes the place of all at the end, unless blocks are
+    persistent.
     """
     if variant.listed is not None:
         return _block_layout(variant, element, tiles)
     Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
-    next_too, norms = tiles.begins_next, variant.uses_sqdist
+    next_too, norms = tiles.begins_next and not has_producers, variant.uses_sqdist
     moves = variant.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     turns = tiles.takes_turns
     signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
     tangents, places = variant.tangent is not None, stages if has_producers else 1
+    signals_of_q = tiles.q_places if tiles.goes_over else 1
     parts = (
-        Part("Q", "Q", (1 + next_too) * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
+        Part("Q", "Q", tiles.q_places * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
         Part(
             *("V", "V"),
@@ -217,11 +219,16 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
-        Part("V_SIGNALS", "signals", turns * 4 * SIGNAL, "VSignals::bytes", SIGNAL),
+        Part("V_SIGNALS", "signals", (4 * turns + 2 * stages * tiles.goes_over) * SIGNAL, "VSignals::bytes", SIGNAL),
         Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
         Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
         Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
-        Part("Q_SIGNALS", "signals", copies * 2 * SIGNAL, "copies * QSignals::bytes", SIGNAL),
+        Part("Q_SIGNALS", "signals", copies * 2 * signals_of_q * SIGNAL, "copies * QSignals::bytes", SIGNAL),
+        Part(
+            *("START_SIGNALS", "signals", tiles.goes_over * 4 * (tiles.warps // 4 - 1) * SIGNAL),
+            "goes_over * (P::warps / 4 - 1) * StartSignals::bytes",
+            SIGNAL,
+        ),
         Part(
             "NORM_SIGNALS",
             "signals",

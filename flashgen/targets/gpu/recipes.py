@@ -48,7 +48,7 @@ class Candidate(Generic[Choice]):
     decisions: tuple[Decision, ...]
 
 
-Completes: TypeAlias = Callable[[Variant, Recipe, ElementType, Any], Candidate[Any]]
+Completes: TypeAlias = Callable[[Variant, Recipe, ElementType, Any, Architecture], Candidate[Any]]
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ def complete(
     recipe: Recipe,  # noqa: ARG001
     element: ElementType,
     row: AnyChoice,
+    on: Architecture,  # noqa: ARG001
 ) -> Candidate[Any]:
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
     decisions: tuple[Decision, ...] = (
@@ -225,7 +226,7 @@ def candidates(
     else:
         why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
     rows: list[Any] = _pinned(considered.rows, *pins)
-    found = (recipes.complete(variant, recipe, element, row) for row in rows if _copies_rows(variant, element, row))
+    found = (recipes.complete(variant, recipe, element, row, on) for row in rows if _copies_rows(variant, element, row))
     return [Candidate(each.row, (*each.decisions, *why)) for each in found]
 
 

@@ -18,6 +18,7 @@ class RowsOfBlock:
     Br: int
     warpgroups: bool
     producers: int
+    begins_next: bool
     split: int
     cluster: int
 
@@ -25,6 +26,11 @@ class RowsOfBlock:
     def takes_turns(self) -> bool:
         """Whether two warpgroups share rows, and weigh key tiles in turns."""
         return self.warpgroups and self.split > 1 and self.producers > 0
+
+    @property
+    def goes_over(self) -> bool:
+        """Whether warpgroups for which others copy begin a query tile beside the last product of the one before."""
+        return self.producers > 0 and self.begins_next
 
     @property
     def rows(self) -> int:
@@ -39,9 +45,9 @@ class ForwardChoice(RowsOfBlock):
     ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a time.
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
     variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
-    next one begins with comes while this one is worked on. ``pairs_staged``: what pairs read comes by way of shared
-    memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in turns. ``cluster`` blocks have
-    a part of the B_r rows each, of so many warps, and share their copies of K and V.
+    next one begins with comes while this one is worked on, its Q to one of ``q_places``. ``pairs_staged``: what pairs
+    read comes by way of shared memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in
+    turns. ``cluster`` blocks have a part of the B_r rows each, of so many warps, and share their copies of K and V.
     """
 
     Br: int
@@ -54,6 +60,7 @@ class ForwardChoice(RowsOfBlock):
     blocks: int = 1
     tensor_copies: bool = False
     begins_next: bool = False
+    q_places: int = 1
     pairs_staged: bool = False
     split: int = 1
     weighed: int = 0

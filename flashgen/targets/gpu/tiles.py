@@ -44,13 +44,13 @@ class ForwardTiles(RowsOfBlock, Tiles):
 
     ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``producers``
     more warps fill. The compiler leaves registers for ``blocks`` blocks a multiprocessor. ``tensor_copies``: these
-    bring K and V, one thread starts them, and blocks take one query tile after another; ``begins_next``: Q, the list
-    and the first K of the next one come while this one is worked on; ``pairs_staged``: what pairs read of a captured
-    tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a thread that multiplies,
-    ``producer_registers`` of one of the producers, where there are some. ``split`` warps share rows, each with its part
-    of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory. Two warpgroups for which
-    others copy weigh key tiles in turns instead. ``cluster`` blocks have a part of the rows each, of so many warps, and
-    share their copies of K and V.
+    bring K and V, one thread starts them, and blocks take one query tile after another; ``begins_next``: Q, for which
+    there are ``q_places``, the list and the first K of the next one come while this one is worked on; ``pairs_staged``:
+    what pairs read of a captured tensor comes by way of shared memory, a warp's rows for that warp. ``registers`` of a
+    thread that multiplies, ``producer_registers`` of one of the producers, where there are some. ``split`` warps share
+    rows, each with its part of O's columns and scores of ``weighed`` keys at a time; P then goes through shared memory.
+    Two warpgroups for which others copy weigh key tiles in turns instead. ``cluster`` blocks have a part of the rows
+    each, of so many warps, and share their copies of K and V.
     """
 
     warps: int
@@ -61,6 +61,7 @@ class ForwardTiles(RowsOfBlock, Tiles):
     blocks: int = 1
     tensor_copies: bool = False
     begins_next: bool = False
+    q_places: int = 1
     pairs_staged: bool = False
     registers: int = 0
     producer_registers: int = 0

@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from flashgen.analysis.constraints import COLUMN, ROW
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import Load, walk
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
-from flashgen.targets.gpu.model import MOST_COLUMNS, padded, takes_turns
+from flashgen.targets.gpu.model import MOST_COLUMNS, forward_layout, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES
@@ -104,10 +106,12 @@ def queries(variant: Variant, element: ElementType, on: Architecture) -> Conside
     return others.after(rows_for(variant, table), why)
 
 
-def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyChoice) -> Candidate[Any]:
+def complete(
+    variant: Variant, recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture
+) -> Candidate[Any]:
     """Who copies, and how, and whether blocks are persistent."""
     if not row.warpgroups:
-        return WARPS.complete(variant, recipe, element, row)
+        return WARPS.complete(variant, recipe, element, row, on)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
     if isinstance(row, BackwardChoice) and row.dq_in_halves:
         return _with_halves_of_dq(variant, recipe, row, products)
@@ -119,7 +123,7 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
         or variant.listed is not None
         or (variant.tangent is not None and not row.producers)
     ):
-        alike = WARPS.complete(variant, recipe, element, row)
+        alike = WARPS.complete(variant, recipe, element, row, on)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)
     if copies:
@@ -135,15 +139,12 @@ def complete(variant: Variant, recipe: Recipe, element: ElementType, row: AnyCho
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
-        begins_next = copies and not has_producers and recipe.longest_first
+        row, early = _early(variant, recipe, element, replace(row, tensor_copies=copies), on)
         reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
         reads += [Decision.by("staging of pairs", "async copies", rules.STAGED_PAIRS)] if row.pairs_staged else []
         near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
         reads += [near] if recipe.near is not None else []
-        return Candidate(
-            replace(row, tensor_copies=copies, begins_next=begins_next),
-            (*common, *_order_of_queries(copies=copies, begins_next=begins_next), *heads, *reads),
-        )
+        return Candidate(row, (*common, *_order_of_queries(copies=copies, early=early), *heads, *reads))
     order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
@@ -270,19 +271,53 @@ def _divides_values(variant: Variant, split: int) -> bool:
     return padded(variant.head_dim.v) % (16 * split) == 0
 
 
-def _order_of_queries(*, copies: bool, begins_next: bool) -> tuple[Decision, ...]:
+def _early(
+    variant: Variant, recipe: Recipe, element: ElementType, row: ForwardChoice, on: Architecture
+) -> tuple[ForwardChoice, Rule | None]:
+    """Whether what the next query tile begins with comes while a block works on one, to how many places, and why."""
+    two = replace(row, begins_next=True, q_places=2)
+    if not row.tensor_copies:
+        return row, None
+    if not row.producers:
+        return (two, rules.NEXT_TILE_EARLY) if recipe.longest_first else (row, None)
+    if not _goes_over(variant, row):
+        return row, None
+    if forward_layout(variant, element, two).bytes <= on.block_bytes:
+        return two, rules.NEXT_LIST_EARLY
+    # Q has one place: in short rows the next tile would wait for it.
+    return (replace(two, q_places=1), rules.NEXT_LIST_EARLY) if has_whole_rows(variant) else (row, None)
+
+
+def _goes_over(variant: Variant, row: ForwardChoice) -> bool:
+    """Whether warpgroups may begin a query tile beside the last product of the one before, where others copy.
+
+    Not where blocks go from sequence to sequence or share copies, where others look at K, or where pairs read captured
+    values: of registers none are left. Warpgroups that weigh in turns, tangents and 8 bits have loops of their own.
+    """
+    own_loop = row.takes_turns or variant.tangent is not None or variant.f8
+    return not (own_loop or variant.ragged or row.cluster > 1 or variant.uses_sqdist or _read_by_pairs(variant))
+
+
+def _read_by_pairs(variant: Variant) -> bool:
+    """Whether each pair reads a captured value for its score, or to know whether it is kept."""
+    computed = recipe_of(variant).computed
+    nodes = (each for root in (computed.score, computed.keep_of_pairs) for each in walk(root))
+    return any(isinstance(each, Load) and level_of(each) is Level.PAIR for each in nodes)
+
+
+def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ...]:
     overlap = Decision.by("overlap", "weights of one tile beside O of the one before", rules.OVERLAP_FORWARD)
     if not copies:
         return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED), overlap
     order = Decision.by("tile order", PERSISTENT, rules.PERSISTENT)
-    if not begins_next:
+    if early is None:
         return order, overlap
-    return order, overlap, Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)
+    return order, overlap, Decision.by("prologue", "beside the tile before", early)
 
 
 def _order_of_8_bits() -> tuple[Decision, ...]:
     turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
-    return (*_order_of_queries(copies=True, begins_next=False), turned)
+    return (*_order_of_queries(copies=True, early=None), turned)
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:

@@ -84,8 +84,13 @@ class ForwardCode:
 
     @property
     def begins_next(self) -> bool:
-        """Whether some begin with the next query tile while they work on one."""
-        return any(each.tensor_copies and each.begins_next for each in self.tiles.values())
+        """Whether some that copy for themselves begin with the next query tile while they work on one."""
+        return any(each.tensor_copies and each.begins_next and not each.goes_over for each in self.tiles.values())
+
+    @property
+    def goes_over(self) -> bool:
+        """Whether some do for which others copy."""
+        return any(each.goes_over for each in self.tiles.values())
 
     @property
     def pairs_staged(self) -> bool:
@@ -175,10 +180,12 @@ def forward_code(
     layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
     has_measurers = variant.uses_sqdist and any(each.forward.producers for each in elements)
     pairs_staged = any(each.forward.pairs_staged for each in elements)
+    goes_over = any(each.forward.goes_over for each in elements)
 
     def constants(element: ElementType, tiles: ForwardTiles) -> tuple[tuple[str, str], ...]:
         more = {"q_in_registers": int(tiles.q_in_registers)}
         more |= _role_constants(tiles) if of_warpgroups else {}
+        more |= {"goes_over": int(tiles.goes_over), "q_places": tiles.q_places} if goes_over else {}
         more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
         more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
         if variant.cached:

@@ -1,0 +1,224 @@
+"""Blocks with producer warps go over from one query tile into the next: its first product beside O of this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashgen.ir.types import ElementType
+from flashgen.runtime.emulator import EmulatorError, FaultKind
+from tests.cuda.helpers import planned
+from tests.cuda.hopper import changed, emitted_for, hopper, random
+
+SERVED = "schedule { Br = 128  Bc = 64  warps = 8 }"
+BLOCKS = "layout block 64: hash(I, J, 5) % 7 == 0"
+# Whether Q has two places, the spec, queries and keys.
+CASES: dict[str, tuple[int, str, int, int]] = {
+    "nothing masked": (2, f"head_dim 64  {SERVED}", 700, 300),
+    "causal": (2, f"head_dim 64  mask causal  {SERVED}", 700, 500),
+    "one key tile": (2, f"head_dim 64  {SERVED}", 700, 40),
+    "few visits, or none": (2, f"head_dim 64  {BLOCKS}  {SERVED}", 1500, 700),
+    "tiles that visit none between others": (2, f"head_dim 64  mask causal and i // 128 % 3 != 1  {SERVED}", 900, 500),
+    "documents": (2, "head_dim 128  tensor doc: i32[B, Nk]  mask causal and same_document(doc)", 600, 600),
+    "sink": (2, f"head_dim 64  tensor sink: f32[H]  weights softmax(sink = sink[h])  mask causal  {SERVED}", 600, 300),
+    "distance": (2, f"head_dim 64  tensor m: f32[H]  score s - m[h] * (i - j)  mask causal  {SERVED}", 500, 400),
+    "soft-cap": (2, f"head_dim 64  score 3 * tanh(s / 3)  mask causal  {SERVED}", 500, 300),
+    "normalize": (2, f"head_dim 64  weights normalize(relu(s) ** 2 + 0.01)  mask causal  {SERVED}", 500, 300),
+    "pointwise": (2, f"head_dim 64  weights relu(s) / Nk  mask causal  {SERVED}", 500, 300),
+    "dropout": (2, f"head_dim 64  dropout 0.2  mask causal  {SERVED}", 500, 300),
+    "three warpgroups": (2, "head_dim 64", 900, 300),
+    "wide keys": (1, "head_dim 128", 500, 400),
+    "wide heads": (1, "head_dim 256", 500, 200),
+    "192/128": (1, "head_dim 192/128", 500, 300),
+}
+JOINS = r"(?<=bool joins\(\) const { )return visits\.count\(\) > 0;"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(CASES)]
+)
+def test_going_over(name: str) -> None:
+    """Bit by bit what comes of tiles one after another."""
+    places, text, q_len, kv_len = CASES[name]
+    op = hopper(text)
+    assert places_of_q(text) == places
+    width = op.spec.head_dims[0]
+    q = random(2, 4, q_len, width.qk, seed=0)
+    k, v = random(2, 2, kv_len, width.qk, seed=1), random(2, 2, kv_len, width.v, seed=2)
+    of_heads = torch.linspace(-0.3, 1.2, 4)
+    documents = (torch.arange(2 * kv_len).reshape(2, kv_len) // 150 % 4).int()
+    known = {"doc": documents, "m": of_heads, "sink": of_heads}
+    arguments: dict[str, Any] = {each: known[each] for each in known if f"tensor {each}:" in text}
+    arguments |= {"seed": 3} if name == "dropout" else {}
+    apart = changed(f"apart_{list(CASES).index(name)}", text, "forward", JOINS, "return false;")
+    has_lse = name != "pointwise"
+    found, others = (
+        each(q, k, v, **arguments, return_lse=True) if has_lse else (each(q, k, v, **arguments),)
+        for each in (op, apart)
+    )
+    exact = op.reference(q, k, v, **arguments, dtype=torch.float64)
+    assert (found[0].double() - exact).abs().max() < 0.02
+    assert all(torch.equal(x, y) for x, y in zip(found, others, strict=True))
+
+
+def places_of_q(text: str) -> int:
+    tiles = emitted_for(text)[0].by_element[ElementType.BF16].forward
+    assert tiles.producers
+    assert tiles.begins_next
+    return tiles.q_places
+
+
+def test_who_goes_over() -> None:
+    """Not where others look at K first or pairs read values, not in clusters; f32 has no warps that copy."""
+    for text, expected in (
+        ("head_dim 128  mask causal", True),
+        ("head_dim 128  score -sqdist", False),
+        ("head_dim 128  tensor t: f32[Nq, Nk]  score s + t[i, j]", False),
+        ("head_dim 512", False),
+        ("head_dim 256", True),
+        ("head_dim 256  mask causal", False),  # short rows would wait for the one place of Q
+    ):
+        _, plan = planned(f"attention a {{ {text} }}", "sm_90a")
+        for element, tiles in plan.by_element.items():
+            assert tiles.forward.begins_next is (expected and element is not ElementType.F32)
+
+
+PADDING = "padding"
+TEXTS = {
+    1: "head_dim 256",
+    2: f"head_dim 64  mask causal and i // 128 % 3 != 1  {SERVED}",
+    PADDING: f"head_dim 64  tensor kept: bool[B, Nk]  mask kept[b, j]  {SERVED}",
+}
+# In which text, by places of Q: what was planted, what the emulator may call it; nothing where results are wrong.
+MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
+    "Q of the next tile into the place of this one": (
+        2,
+        r"q_place = fg::stage_of<q_places>\(ordinal\);\n( +q_signals\(\)\.await_room)",
+        r"\1",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "Q of the next tile where this one's is still multiplied": (
+        1,
+        r"if \(n \+ 1 == visits\.count\(\)\) release_q",
+        "if (fg::max(n, 1) + 1 == fg::max(visits.count(), 2) - (n + 1 < visits.count())) release_q",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER},
+    ),
+    "no wait for Q of the next tile": (
+        2,
+        r"    q_signals\(\)\.await\(ordinal\);\n",
+        "",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "no wait for the next list": (
+        2,
+        r"    list_signals\(\)\.await\(list \+ 1\);\n",
+        "",
+        {FaultKind.RACE, FaultKind.UNINITIALIZED},
+    ),
+    "a list that is given back while it is read": (
+        2,
+        r"(?s)(    const Place before = this->place\(\);\n.*?)    list_signals\(\)\.release\(list\+\+\);\n",
+        r"    list_signals().release(list);\n\1    ++list;\n",
+        {FaultKind.RACE, FaultKind.MBARRIER, FaultKind.DEADLOCK},
+    ),
+    "K is given back before its scores are there": (
+        2,
+        r"    fg::wait_products<pending>\(s\);\n(    release_q_of_last\(n\);\n    release_k\(n\);\n)",
+        r"\1    fg::wait_products<pending>(s);\n",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "what the mask reads is given back with K": (
+        PADDING,
+        r"(    release_q_of_last\(n\);\n)(    float shrink\[2\];\n    const bool grown.*\n.*\n)    release_k\(n\);\n",
+        r"\1    release_k(n);\n\2",
+        {FaultKind.RACE},
+    ),
+    "V is given back while it is multiplied": (
+        2,
+        r"    fg::wait_products<1>\(o, p\);\n    release_part\(0\);\n",
+        r"    release_part(0);\n    fg::wait_products<1>(o, p);\n",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "no wait for V": (
+        2,
+        r"    await_v\(n - 1\);\n    fg::warpgroup_arrive",
+        "    fg::warpgroup_arrive",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "no wait for the last V": (
+        2,
+        r"    await_v\(-1\);\n",
+        "",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
+    ),
+    "V signals that K is there": (
+        2,
+        r"uint64_t\* const there = v_signals\(\)\.full",
+        "uint64_t* const there = signals().full",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.DEADLOCK},
+    ),
+    "tiles that are counted twice": (
+        2,
+        r"parts_before \+= count;",
+        "parts_before += count + 1;",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.UNINITIALIZED, FaultKind.DEADLOCK},
+    ),
+    "no wait for the last product": (
+        2,
+        r"    fg::wait_products<1>\(o, p\);\n(    release_part\(0\);\n    write)",
+        r"\1",
+        {FaultKind.NOT_AWAITED},
+    ),
+    "the place of this tile is read when it is the next one's": (
+        2,
+        r"    write\(before, factors\);\n    clear_by_moves",
+        r"    write(this->place(), factors);\n    clear_by_moves",
+        set[FaultKind](),
+    ),
+    "no turn for the next warpgroup": (
+        2,
+        r"fg::mbarrier_arrive\(start_signals\(group\(\)\)\.full\(list\)\)",
+        "fg::again(0)",
+        {FaultKind.DEADLOCK},
+    ),
+    "the same turn for every other list": (
+        2,
+        r"start_signals\(group\(\) - 1\)\.await\(list\)",
+        "start_signals(group() - 1).await(list % 2)",
+        {FaultKind.MBARRIER, FaultKind.DEADLOCK},
+    ),
+    "no turn after a list without visits": (
+        2,
+        r"return let_next_start\(list\), release_q\(\);",
+        "return release_q();",
+        {FaultKind.MBARRIER, FaultKind.DEADLOCK},
+    ),
+    "O is not cleared": (2, r"    clear_by_moves\(\);\n", "", set[FaultKind]()),
+}
+
+
+def go_over(name: str, which: int | str, old: str, new: str) -> tuple[Tensor, Tensor]:
+    """What is found over blocks with one change in the source, and what is right."""
+    op = changed(name, TEXTS[which], "forward", old, new)
+    assert places_of_q(TEXTS[which]) == (1 if which == 1 else 2)
+    width = op.spec.head_dims[0].qk
+    q = random(2, 4, 700, width, seed=0)
+    k, v = (random(2, 2, 500, width, seed=seed) for seed in (1, 2))
+    arguments: dict[str, Any] = {"kept": torch.arange(1000).reshape(2, 500) % 7 > 0} if which == PADDING else {}
+    return op(q, k, v, **arguments), op.reference(q, k, v, **arguments, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_going_over(name: str) -> None:
+    which, old, new, kinds = MISTAKES[name]
+    planted = f"planted_going_over_{list(MISTAKES).index(name)}"
+    if kinds:
+        with pytest.raises(EmulatorError) as caught:
+            go_over(planted, which, old, new)
+        assert caught.value.kind in kinds, str(caught.value)
+    else:
+        found, exact = go_over(planted, which, old, new)
+        assert not (found.double() - exact).abs().max() < 0.02
