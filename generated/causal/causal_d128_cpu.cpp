@@ -1695,6 +1695,12 @@ struct Ahead {
       move_on(1);
     }
   }
+  // This, or the first behind it of which something is left.
+  FG_INLINE Ahead& current() {
+    Ahead* x = this;
+    while (x->passes <= 0 && x->then) x = x->then;
+    return *x;
+  }
   FG_INLINE void move_on(int64_t lines) {
     done += lines;
     if (done >= steps) done = 0, at += line_bytes, --passes;
@@ -1754,7 +1760,7 @@ template <class Terms, int R, int V> inline __attribute__((noinline)) void produ
 template <class Terms, int V> inline void product_panel(int M, ProductOperands p, Ahead& of_call) {
   for (int left = M; left > 0;) {
     const int rows = V == 1 && left >= 8 ? 8 : left == 8 || left < 6 ? 4 : 6;
-    Ahead& ahead = of_call.passes > 0 || !of_call.then ? of_call : *of_call.then;
+    Ahead& ahead = of_call.current();
     p.ahead = ahead.passes > 0 ? ahead.at + ahead.done * ahead.step : reinterpret_cast<const char*>(p.a);
     p.ahead_step = ahead.passes > 0 ? ahead.step : 0;
     ahead.move_on(p.K / ahead_interval);
@@ -3687,20 +3693,21 @@ static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0
       multiply_rows(t.o, n, shrink);
       fg::store(t.row_max + n * W, row_max);
     }
-    const auto weighed = [&](int64_t j) {
+    fg::VecF odd_sum{};  // of every other key: one after another, each addition would wait for the last
+    const auto weighed = [&](int64_t j, fg::VecF& sum) {
       [[maybe_unused]] const Column& c = t.columns[j];
       fg::VecF p = fg::exp2_bounded(fg::load(s + j * ld) * SCORE_FACTOR - offset);
-      row_sum += p;
+      sum += p;
       return p;
     };
     int64_t j = keys.first;
     for (; j + 2 <= keys.end; j += 2) {
       beside.pass(2);
-      const fg::VecF p = weighed(j);
-      t.s.put(j, n, p, weighed(j + 1));
+      const fg::VecF p = weighed(j, row_sum);
+      t.s.put(j, n, p, weighed(j + 1, odd_sum));
     }
-    if (j < keys.end) t.s.put(j, n, weighed(j), fg::VecF{});
-    fg::store(t.row_sum + n * W, row_sum);
+    if (j < keys.end) t.s.put(j, n, weighed(j, row_sum), fg::VecF{});
+    fg::store(t.row_sum + n * W, row_sum + odd_sum);
   }
 }
 
@@ -3891,17 +3898,27 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
   std::fill_n(t.row_max, t.rows, -INFINITY);
   std::fill_n(t.row_sum, t.rows, 0.0f);
 
-  // Asked for in the last visits, where K and V leave time: the rows of Q that this thread takes next if tasks are
-  // about as long, and those of O.
+  // Asked for in the last visits, where K and V leave time: what this thread takes next if tasks are about as long,
+  // keys and rows of Q, and the rows of O. Keys are those that lie as far from the first ones here as the rows do, and
+  // of which there are some.
   constexpr int LAST_VISITS = 4;
-  fg::Ahead next_q, own_o;
+  fg::Ahead tile_k, tile_v, next_q, own_o;
   if (a.queries == a.q_len) {
     const int64_t most_rows = tile_rows<Products>(a), next_row0 = row0 - a.threads * most_rows;
-    if (next_row0 >= 0 && next_row0 + most_rows <= a.q_len) next_q = rows_ahead(q, {next_row0, int(most_rows)}, D);
+    if (next_row0 >= 0 && next_row0 + most_rows <= a.q_len) {
+      next_q = rows_ahead(q, {next_row0, int(most_rows)}, D);
+      KeyRows keys{};
+      for (int n = from; n < to && keys.count == 0; ++n) {
+        const KeyRows here = key_rows(a, visits[n], BC<Products>);
+        if (here.first >= row0 - next_row0) keys = {here.first - (row0 - next_row0), here.count};
+      }
+      tile_k = rows_ahead(k, keys, D), tile_v = rows_ahead(v, keys, DV);
+    }
     if (a.o)
       own_o =
           rows_ahead(rows_of_head(a.o, a.element, b, a.rows_of_o.b, h, a.rows_of_o.h, a.rows_of_o.n), {row0, rows}, DV);
   }
+  tile_k.then = &next_q, tile_v.then = &own_o;
 
   for (int n = from; n < to; ++n) {
     const Visit& visit = visits[n];
@@ -3915,7 +3932,7 @@ static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTi
     }
     const Computed part = computed<Products>(visit);
     fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
-    if (to - n <= LAST_VISITS) next_k.then = &next_q, next_v.then = &own_o;
+    if (to - n <= LAST_VISITS) next_k.then = &tile_k, next_v.then = &tile_v;
     // Of vectors first … end - 1, or of none, and some keys: Sᵀ = K Qᵀ, O += P V.
     using Later = typename Products::Later;
     const auto scores = [&](int first, int end, KeptKeys kept) {

@@ -8,13 +8,13 @@
 //
 // Plan, for 227 KiB of shared memory a block:
 //   227 KiB of shared memory a block on sm_90a, 228 KiB a multiprocessor
-//   forward, f16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 164.7 KiB: 1 block fits a multiprocessor's shared
+//   forward, f16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.7 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   backward, f16: B_r × B_c = 64 × 128 by 2 warpgroups, 2 stages, 195.6 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   queries, f16: B_r × B_c = 128 × 64 by 2 warpgroups, 2 stages, 131.3 KiB: 1 block fits a multiprocessor's shared
 //       memory
-//   forward, bf16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 164.7 KiB: 1 block fits a multiprocessor's shared
+//   forward, bf16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.7 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   backward, bf16: B_r × B_c = 64 × 128 by 2 warpgroups, 2 stages, 195.6 KiB: 1 block fits a multiprocessor's shared
 //       memory
@@ -2414,17 +2414,17 @@ constexpr int DP = 128, DVP = 128;
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::half_t> {
   static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
-      producer_registers = 40, registers = 232, tensor_copies = 1, warpgroups = 1;
+      producer_registers = 40, registers = 232, tensor_copies = 1, goes_over = 1, q_places = 2, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<fg::bfloat_t> {
   static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
-      producer_registers = 40, registers = 232, tensor_copies = 1, warpgroups = 1;
+      producer_registers = 40, registers = 232, tensor_copies = 1, goes_over = 1, q_places = 2, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<float> {
   static constexpr int BR = 64, BC = 32, warps = 4, stages = 1, q_in_registers = 0, producers = 0, blocks = 1,
-      tensor_copies = 0, warpgroups = 0;
+      tensor_copies = 0, goes_over = 0, q_places = 1, warpgroups = 0;
   static constexpr int threads = 32 * (warps + producers);
 };
 // The plan of dK and dV.
@@ -2463,15 +2463,17 @@ template <> struct QueryPlan<float> {
 // Where blocks of the forward pass have what, in bytes.
 template <class T> struct ForwardMemory;
 template <> struct ForwardMemory<fg::half_t> {
-  static constexpr int Q = 0, Q_bytes = 32768;  // Q
-  static constexpr int K = 32768, K_bytes = 65536;  // K
-  static constexpr int V = 98304, V_bytes = 65536;  // V
-  static constexpr int LIST = 163840, LIST_bytes = 4696;  // list of tiles
-  static constexpr int SIGNALS = 168536, SIGNALS_bytes = 32;  // signals
-  static constexpr int Q_SIGNALS = 168568, Q_SIGNALS_bytes = 16;  // signals
-  static constexpr int LIST_SIGNALS = 168584, LIST_SIGNALS_bytes = 32;  // signals
+  static constexpr int Q = 0, Q_bytes = 65536;  // Q
+  static constexpr int K = 65536, K_bytes = 65536;  // K
+  static constexpr int V = 131072, V_bytes = 65536;  // V
+  static constexpr int LIST = 196608, LIST_bytes = 4696;  // list of tiles
+  static constexpr int SIGNALS = 201304, SIGNALS_bytes = 32;  // signals
+  static constexpr int V_SIGNALS = 201336, V_SIGNALS_bytes = 32;  // signals
+  static constexpr int Q_SIGNALS = 201368, Q_SIGNALS_bytes = 32;  // signals
+  static constexpr int START_SIGNALS = 201400, START_SIGNALS_bytes = 32;  // signals
+  static constexpr int LIST_SIGNALS = 201432, LIST_SIGNALS_bytes = 32;  // signals
   static constexpr int O = 0, O_bytes = 0;  // O at the end
-  static constexpr int bytes = 168616;
+  static constexpr int bytes = 201464;
 };
 template <> struct ForwardMemory<fg::bfloat_t> : ForwardMemory<fg::half_t> {};
 template <> struct ForwardMemory<float> {
@@ -2480,7 +2482,9 @@ template <> struct ForwardMemory<float> {
   static constexpr int V = 49152, V_bytes = 16384;  // V
   static constexpr int LIST = 65536, LIST_bytes = 2348;  // list of tiles
   static constexpr int SIGNALS = 67884, SIGNALS_bytes = 0;  // signals
+  static constexpr int V_SIGNALS = 67884, V_SIGNALS_bytes = 0;  // signals
   static constexpr int Q_SIGNALS = 67884, Q_SIGNALS_bytes = 0;  // signals
+  static constexpr int START_SIGNALS = 67884, START_SIGNALS_bytes = 0;  // signals
   static constexpr int LIST_SIGNALS = 67884, LIST_SIGNALS_bytes = 0;  // signals
   static constexpr int O = 0, O_bytes = 32768;  // O at the end
   static constexpr int bytes = 67884;
@@ -2748,6 +2752,7 @@ template <class T> struct Block {
   using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
   static constexpr int threads = Team::threads;
   static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
+  static constexpr bool goes_over = P::goes_over;  // from query tile to query tile, where others copy
   // one thread starts the copies, and all find the visits
   static constexpr bool self_loading = P::tensor_copies && !has_producers;
   static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
@@ -2759,18 +2764,23 @@ template <class T> struct Block {
   using VTile = fg::SharedTile<T, BC, DVP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = 1, lists = has_producers ? 2 : 1;
+  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
   static constexpr bool copies = P::tensor_copies;
   using Signals = fg::Signals<stages>;
-  using QSignals = fg::Signals<1>;
+  using QSignals = fg::Signals<goes_over ? q_places : 1>;
   using ListSignals = fg::Signals<2>;
+  using VSignals = fg::Signals<stages>;
+  using StartSignals = fg::Signals<2>;
   using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
+  static_assert(Memory::V_SIGNALS_bytes == VSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
+  static_assert(Memory::START_SIGNALS_bytes == goes_over * (P::warps / 4 - 1) * StartSignals::bytes,
+                "signals: what the plan counts");
   static_assert(Memory::LIST_SIGNALS_bytes == has_producers * ListSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::O_bytes == !copies * OTile::bytes, "O at the end: what the plan counts");
 
@@ -2783,6 +2793,7 @@ template <class T> struct Block {
   int kv_len, warp_row;  // this warp's first query, in the tile
   Visits<Notes> visits;
   int parts_before = 0;  // the present list, where producer warps bring them
+  int q_place = 0;  // in which Q lies
 
   Row rows[2 * m_tiles];                                                                 // this lane's
   fg::LeftRows<T, m_tiles, P::q_in_registers ? DP : fg::Element<T>::depth> q_rows;  // where they fit
@@ -2798,7 +2809,8 @@ template <class T> struct Block {
   }
 
   FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE QTile q_tile(int place) const { return {reinterpret_cast<T*>(memory + place * QTile::bytes)}; }
+  FG_DEVICE QTile q_tile() const { return q_tile(q_places > 1 ? q_place : 0); }
   FG_DEVICE KTile k_tile(int n) const {
     return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(parts_before + n) * KTile::bytes)};
   }
@@ -3087,16 +3099,22 @@ template <class T> struct Block {
   static constexpr int groups = P::warps / 4;
   FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
 
-  FG_DEVICE void multiply_window() {
+  FG_DEVICE void multiply_window(int& list) {
     await_q();
-    if (visits.count() == 0) return release_q();
+    if (visits.count() == 0) return let_next_start(list), release_q();
     if constexpr (!P::tensor_copies) copy_next_part(0);
     Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
+    if (visits.partials() > 0) first<true>(p, list);
+    else first<false>(p, list);
     int n = 1;
-    multiply_visits(p, n);
+#pragma unroll 1
+    do {
+      multiply_visits(p, n);
+    } while (goes_over_to_next(p, n, list));
+    if constexpr (!goes_over)  // else it has been
     release_q();
+    if constexpr (goes_over) await_v(n - 1);
+    else
     await_part(n);
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
@@ -3112,16 +3130,21 @@ template <class T> struct Block {
     for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
   }
 
-  template <bool masked> FG_DEVICE void first(Weights& p) {
+  template <bool masked> FG_DEVICE void first(Weights& p, [[maybe_unused]] int list) {
     await_part(0);
+    await_start(list);
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
     fg::wait_products<0>(s);
+    let_next_start(list);
+    release_q_of_last(0);
+    release_k(0);
     float shrink[2];  // of what the windows before have left in O
     if (scores<masked>(s, 0, shrink)) rescale(shrink);
     weigh_tile<masked>(s, 0);
+    if constexpr (!goes_over)
     release_part(0);
     fg::round_into(p, s);
   }
@@ -3132,10 +3155,14 @@ template <class T> struct Block {
     fg::begin_products(s, o, p);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
     fg::warpgroup_commit();
+    await_v(n - 1);
+    fg::warpgroup_arrive();
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
     follow_part(n);
     fg::wait_products<1>(s);
+    release_q_of_last(n);
+    release_k(n);
     float shrink[2];
     const bool grown = scores<masked>(s, n, shrink);
     weigh_tile<masked>(s, n);
@@ -3173,6 +3200,14 @@ template <class T> struct Block {
     if (has_k) fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
     if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
   }
+  // Blocks that go over have a ring of K and one of V: K's place is free as soon as its scores are there.
+  FG_DEVICE VSignals v_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::V_SIGNALS)}; }
+  FG_DEVICE void await_v(int n) const {
+    if constexpr (goes_over) v_signals().await(parts_before + n);
+  }
+  FG_DEVICE void release_k(int n) const {
+    if constexpr (goes_over) signals().release(parts_before + n);
+  }
 
   FG_DEVICE void await_q() const {
     if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
@@ -3209,6 +3244,7 @@ template <class T> struct Block {
     if (n < visits.count()) copy_next_part(n + 1);
   }
   FG_DEVICE void release_part([[maybe_unused]] int n) const {
+    if constexpr (goes_over) return v_signals().release(parts_before + n - 1);
     if constexpr (has_producers) signals().release(parts_before + n);
   }
   // Without warps that copy, once products run that hide what it takes a thread.
@@ -3233,6 +3269,24 @@ template <class T> struct Block {
     fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
     fg::shared_store(&visits.notes()->ordinal, ordinal);
   }
+  // O = 0, by a zero that the assembler does not know of: those that it knows it brings in two steps each.
+  FG_DEVICE void clear_by_moves() {
+    const float zero = __int_as_float(visits.first());  // of the only window
+#pragma unroll
+    for (int t = 0; t < o_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o.at[0][t][e] = zero;
+  }
+  // The first visit of a tile, when its product is there; so many later ones may run on.
+  template <bool masked, int pending> FG_DEVICE void weigh_first(fg::Accumulators<1, s_tiles>& s, int n) {
+    fg::wait_products<pending>(s);
+    release_q_of_last(n);
+    release_k(n);
+    float shrink[2];  // of nothing
+    scores<masked>(s, n, shrink);
+    weigh_tile<masked>(s, n);
+  }
+
   // -- with producer warps --
   // Of the warps that do not multiply one streams Q and the parts, the others find what the next tile visits: what
   // begins and ends a tile is hidden by products of another.
@@ -3252,6 +3306,9 @@ template <class T> struct Block {
     if (threadIdx.x == 0) {
       signals().make(false, threads, 1, 32);
       q_signals().make(false, threads, 1);
+      v_signals().make(false, threads, 1);
+#pragma unroll
+      for (int g = 0; g < groups - 1; ++g) start_signals(g).make(false, 1, 128);
       list_signals().make(false, threads + 32, 32 * FINDERS);
     }
     fg::block_barrier();
@@ -3267,7 +3324,7 @@ template <class T> struct Block {
   }
 
   FG_DEVICE void find() {
-    int n = 0, parts = 0, number = fg::block_index();
+    int n = 0, number = fg::block_index();
 #pragma unroll 1
     for (int ordinal = 0;; ++ordinal) {
       list_signals().await_room(n);
@@ -3285,9 +3342,7 @@ template <class T> struct Block {
         find_visits<Finders>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
         if (Finders::thread() == 0) {
           note(place, head, window, ordinal);
-          fg::shared_store(&visits.notes()->parts_before, parts);
         }
-        if (visits.count() > 0) parts += visits.count() + 1;
         fg::mbarrier_arrive(list_signals().full(n++));
       }
     }
@@ -3301,26 +3356,6 @@ template <class T> struct Block {
     return visits.noted(&Notes::head);
   }
 
-  FG_DEVICE void stream() {
-#pragma unroll 1
-    for (int list = 0; take(list); ++list) {
-      if (begins()) {
-        const Place place = this->place();
-        const int ordinal = visits.noted(&Notes::ordinal);
-        enter(place);
-        q_signals().await_room(ordinal);
-        if (fg::lane_index() == 0) start_q(place, x, ordinal);
-      }
-      const int count = visits.count();
-#pragma unroll 1
-      for (int n = 0; n <= count && count > 0; ++n) {
-        signals().await_room(parts_before + n);
-        if (fg::lane_index() == 0) start_part(n);
-      }
-      list_signals().release(list);
-    }
-  }
-
   FG_DEVICE void multiply() {
 #pragma unroll 1
     for (int list = 0; take(list); ++list) {
@@ -3328,10 +3363,12 @@ template <class T> struct Block {
         const Place place = this->place();
         enter(place);
         begin(place);
+        q_place = fg::stage_of<q_places>(visits.noted(&Notes::ordinal));
       }
-      multiply_window();
+      multiply_window(list);
       const Place place = this->place();
       const bool done = ends();
+      parts_before += visits.count();
       list_signals().release(list);
       if (done) finish(place);
     }
@@ -3341,7 +3378,119 @@ template <class T> struct Block {
     list_signals().await(list);
     switch_to(list);
     if (visits.count() == NO_MORE) return false;
-    parts_before = visits.noted(&Notes::parts_before);
+    return true;
+  }
+
+  // - from tile to tile -
+  // The first product of the next tile follows the last one of this tile, and O leaves meanwhile. Not so before and
+  // after tiles that visit none, and from window to window of a tile.
+
+  FG_DEVICE void multiply_window() {
+    int list = 0;  // without producer warps there is one
+    multiply_window(list);
+  }
+  // Whether the list at hand has a first visit, for which the one before need not be left.
+  FG_DEVICE bool joins() const { return visits.count() > 0; }
+  // By one of the warps that copy.
+  FG_DEVICE void stream() {
+#pragma unroll 1
+    for (int list = 0; take(list); ++list) {
+      if (begins()) enter(this->place());
+      const int count = visits.count();
+#pragma unroll 1
+      for (int n = 0; n <= count; ++n) {
+        if (n < count) bring_k(n);
+        if (n == 0 && begins()) bring_q();
+        if (n > 0) bring_v(n - 1);
+      }
+      parts_before += count;
+      list_signals().release(list);
+    }
+  }
+  FG_DEVICE void bring_q() {
+    const int ordinal = visits.noted(&Notes::ordinal);
+    q_place = fg::stage_of<q_places>(ordinal);
+    q_signals().await_room(ordinal);
+    if (fg::lane_index() == 0) start_q(this->place(), x, ordinal);
+  }
+  FG_DEVICE void bring_k(int n) const {
+    uint64_t* const there = signals().full(parts_before + n);
+    signals().await_room(parts_before + n);
+    if (fg::lane_index() == 0) {
+      fg::mbarrier_expect(there, KTile::bytes);
+      fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
+    }
+  }
+  FG_DEVICE void bring_v(int n) const {
+    uint64_t* const there = v_signals().full(parts_before + n);
+    v_signals().await_room(parts_before + n);
+    if (fg::lane_index() == 0) {
+      fg::mbarrier_expect(there, VTile::bytes);
+      fg::copy_tile_async(v_tile(n), maps->v, visits.tile(n) * BC, visits.noted(&Notes::v), there);
+    }
+  }
+
+  // Warpgroups begin a list one after another: in step they would all multiply, and then all weigh. Each says that the
+  // next one may, by a signal of two places, as there are two lists.
+  FG_DEVICE StartSignals start_signals(int group) const {
+    return {reinterpret_cast<uint64_t*>(memory + Memory::START_SIGNALS + group * StartSignals::bytes)};
+  }
+  FG_DEVICE void await_start(int list) const {
+    if (goes_over && group() > 0) start_signals(group() - 1).await(list);
+  }
+  FG_DEVICE void let_next_start(int list) const {
+    if (goes_over && group() < groups - 1) fg::mbarrier_arrive(start_signals(group()).full(list));
+  }
+
+  // Where there is one place for Q the next one waits for it: it is free once the tile's last scores are there.
+  FG_DEVICE void release_q_of_last(int n) const {
+    if constexpr (goes_over && q_places == 1)
+      if (n + 1 == visits.count()) release_q();
+  }
+
+  // At a tile's last part, n. Where the next tile has begun with it: O of this tile leaves, P is of the first visit of
+  // the next one, of the next list, and n the number of its second visit.
+  FG_DEVICE bool goes_over_to_next(Weights& p, int& n, int& list) {
+    if constexpr (!goes_over) return false;
+    if constexpr (q_places > 1) release_q();
+    if (!ends()) return false;
+    const Place before = this->place();
+    const VTile last_v = v_tile(n - 1);
+    list_signals().await(list + 1);
+    switch_to(list + 1);
+    if (!joins()) {  // or there is none
+      switch_to(list);
+      return false;
+    }
+    list_signals().release(list++);
+    const int ordinal = visits.noted(&Notes::ordinal);
+    parts_before += n;
+    await_part(0);
+    await_v(-1);
+    await_start(list);
+    fg::begin_products(o, p);
+    fg::start_product_across(o, p, last_v);
+    fg::warpgroup_commit();
+    q_signals().await(ordinal);
+    if constexpr (q_places > 1) q_place = fg::stage_of<q_places>(ordinal);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
+    fg::warpgroup_commit();
+    let_next_start(list);
+    float factors[2 * m_tiles];  // of O, while rows are the next tile's
+    close_rows(before, factors);
+    const Place place = this->place();
+    enter(place);
+    begin_rows(place);
+    fg::wait_products<1>(o, p);
+    release_part(0);
+    write(before, factors);
+    clear_by_moves();
+    if (visits.partials() > 0) weigh_first<true, 0>(s, 0);
+    else weigh_first<false, 0>(s, 0);
+    fg::round_into(p, s);
+    n = 1;
     return true;
   }
 
