@@ -1594,16 +1594,19 @@ FG_DEVICE void start_product_across(
   for (int inner = 0; inner < inner_size; inner += 16)
     warpgroup_multiply<T, true>(d.at[0], a.at[0][inner / 16].r, advance(right, bytes_across<TileB>(inner)), true);
 }
-// Starts D = Aᵀ B over the rows of both tiles; D's rows are columns row … of A, its columns are columns column … of B.
+// Starts D = Aᵀ B, or one that is added, over the rows of both tiles; D's rows are columns row … of A, its columns are
+// columns column … of B.
 template <int n_tiles, class TileA, class TileB>
-FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, TileA a, int row, TileB b, int column) {
+FG_DEVICE void start_product_across(
+    Accumulators<1, n_tiles>& d, TileA a, int row, TileB b, int column, bool adds = false) {
   using T = typename TileA::element;
   static_assert(TileA::rows == TileB::rows, "operands are of one inner dimension");
   const SharedMatrix left = matrix_of(a, 0, row), right = matrix_of(b, 0, column);
 #pragma unroll
   for (int inner = 0; inner < TileA::rows; inner += 16)
     warpgroup_multiply<T, true, true>(
-        d.at[0], advance(left, bytes_across<TileA>(inner)), advance(right, bytes_across<TileB>(inner)), inner > 0);
+        d.at[0], advance(left, bytes_across<TileA>(inner)), advance(right, bytes_across<TileB>(inner)),
+            adds || inner > 0);
 }
 
 // A row of accumulators, rounded to T, as operand A.

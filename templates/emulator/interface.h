@@ -112,6 +112,7 @@ class Machine {
   virtual void mbarrier_expect(const void* signal, int bytes, int line) = 0;
   virtual void copy_panel(const PanelCopy& copy, int line) = 0;
   virtual void send_async(const void* to, const void* from, const void* signal, int rank, int line) = 0;  // 16 bytes
+  virtual void send_bytes(const void* to, const void* from, int bytes, const void* signal, int rank, int line) = 0;
   virtual void together(const Call& call) = 0;
 
  protected:

@@ -47,9 +47,9 @@ CAUSAL = "head_dim 384  mask causal"
 def test_who_divides_columns(text: str, cluster: int) -> None:
     variant, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
     (tiles,) = (each.backward for each in plan.elements)
-    assert tiles.cluster == cluster
+    assert tiles.column_parts == cluster
     choices = [each.choice for each in plan.decisions if each.about.startswith("backward")]
-    assert (f"{cluster} blocks" in choices) is (cluster > 1)
+    assert (f"{tiles.cluster} blocks" in choices) is (tiles.cluster > 1)
     if cluster > 1:
         assert (tiles.Br, tiles.Bc, tiles.warps, tiles.producers, tiles.split) == (64, 64, 8, 4, 2)
         assert accumulators(variant, ElementType.BF16, tiles) + 16 <= tiles.registers

@@ -12,7 +12,7 @@ from tests.emulator.helpers import Outcome, kernel, launch
 
 SOURCE = kernel("clusters")
 ROWS = 64
-RIGHT = ("shared_copies", "told_numbers", "exchanged")
+RIGHT = ("shared_copies", "told_numbers", "exchanged", "sent_boxes")
 # Name, kinds, what messages say: which block comes first is the scheduler's choice.
 FAULTS = [
     (
@@ -34,6 +34,13 @@ FAULTS = [
         "mbarrier|barrier between",
     ),
     ("sent_more_than_expected", {FaultKind.MBARRIER, FaultKind.DEADLOCK}, "what a thread sends|expects 256 bytes"),
+    ("a_sent_box_overwritten", {FaultKind.RACE}, "may still read it|what was sent from there"),
+    ("a_sent_box_not_published", {FaultKind.NOT_PUBLISHED}, "publish_shared"),
+    (
+        "a_sent_box_not_awaited",
+        {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED, FaultKind.MBARRIER},
+        "tensor copy|nothing has written",
+    ),
     ("a_barrier_of_the_block_for_the_cluster", {FaultKind.DEADLOCK}, "waits at 'block_barrier'"),
 ]
 
@@ -73,6 +80,12 @@ def test_blocks_tell_each_other_numbers(seed: int) -> None:
 def test_blocks_exchange_numbers(seed: int) -> None:
     sums = run("exchanged", seed=seed).arrays["y"].reshape(2, 128)[:, :64]
     assert (sums == 8 * (np.array([[2], [1]]) + np.arange(64))).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_send_what_they_have_in_shared_memory(seed: int) -> None:
+    sums = run("sent_boxes", seed=seed).arrays["y"].reshape(2, 128)
+    assert (sums == 2 * (60 + 4 * np.array([[1], [0]]))).all()
 
 
 @pytest.mark.parametrize(("name", "kinds", "says"), FAULTS, ids=[name for name, *_ in FAULTS])

@@ -387,6 +387,8 @@ class _Account:
         if kernel == "backward":
             assert counts is not None
             found["workspace.dq"] += counts.groups * GROUP * padded(head_dim.qk) * FLOAT
+            if self.tiles.backward.divides_keys:
+                found["k"] += found["k"] // 2  # half of the columns for the other block
         if kernel == "convert" or (kernel == "rows" and clears_dq):
             found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
         found.update(self._reading_lists(kernel))
@@ -394,7 +396,7 @@ class _Account:
 
     def _beyond(self, width: int) -> int:
         """Columns that blocks of a cluster bring beside their own, as copies are of whole panels."""
-        blocks = self.tiles.backward.cluster
+        blocks = self.tiles.backward.column_parts
         own = width // blocks
         panel = panel_width(own, self.tiles.element)
         brought = (min(-(-own // panel) * panel, width - number * own) for number in range(blocks))

@@ -186,18 +186,19 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
         loaded=loaded / rows,
-        added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk) // columns) if name == "backward" else 0.0,
+        added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk) // (rows * columns)) if name == "backward" else 0.0,
     )
 
 
 def _cluster(tiles: AnyTiles) -> int:
-    """Blocks that have a part of a tile each: of its rows, or of all columns."""
+    """Blocks that have a part of a tile each: of its rows, of its keys, or of all columns."""
     return 1 if isinstance(tiles, QueryTiles) else tiles.cluster
 
 
 def _sharers(tiles: AnyTiles) -> int:
-    """Blocks that have a part of a tile's rows each, and copy a part of what they all read."""
-    return tiles.cluster if isinstance(tiles, ForwardTiles) else 1
+    """Blocks that have a part of a tile's rows, or keys, each, and copy a part of what they all read."""
+    divides = isinstance(tiles, ForwardTiles) or (isinstance(tiles, BackwardTiles) and tiles.divides_keys)
+    return _cluster(tiles) if divides else 1
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
@@ -223,13 +224,13 @@ def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: 
             return own + readers / tiles.split * tiles.Bc * (D + Dv) + _exchanged(tiles, element)
         case BackwardTiles():
             # Each warp has keys of its own, and reads Q and dO for two products each.
-            own = tiles.split * tiles.Bc * (D + Dv)
+            pairs, own = tiles.Br * tiles.keys, tiles.split * tiles.keys * (D + Dv)
             streamed = 2 * readers / tiles.split * tiles.Br * (D + Dv)
-            through = (2 if tiles.split > 1 else 0) * tiles.Br * tiles.Bc * element.bytes
-            dq = (3 * tiles.Br * tiles.Bc * element.bytes + 2 * tiles.Bc * D) if name == "backward" else 0
-            sent = (
-                (tiles.cluster > 1) * 4 * tiles.Br * tiles.Bc * FLOAT
-            )  # S and dP come from the other block, and are read
+            through = (2 if tiles.split > 1 else 0) * pairs * element.bytes
+            dq = (3 * pairs * element.bytes + 2 * tiles.keys * D) if name == "backward" else 0
+            sent = (tiles.column_parts > 1) * 4 * pairs * FLOAT  # S and dP come from the other block, and are read
+            if tiles.divides_keys and name == "backward":
+                sent = 4 * pairs * element.bytes  # so does dS, and each warpgroup reads both
             return own + streamed + through + dq + sent
         case QueryTiles():
             own = _weighing(tiles) * tiles.Br * (D + Dv)

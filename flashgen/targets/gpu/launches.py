@@ -349,7 +349,7 @@ def backward_launches(
     key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)
     query_grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.queries.Br)))
     brought = ("q", "d_o") if tiles.backward.tensor_copies else ()
-    boxes = _boxes(brought, tiles.backward.Br, variant, element, cluster)
+    boxes = _boxes(brought, tiles.backward.Br, variant, element, tiles.backward.column_parts)
 
     def rows(how: str = "", *, clears: bool = False) -> list[Launch]:
         if not recipe.row_state:

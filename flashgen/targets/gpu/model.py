@@ -302,11 +302,12 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
     tiles have room for the next one's list of visits. Where warpgroups have halves of dQ, Q alone has stages. Blocks of
-    a cluster have a part of the columns each, and places for what others send of S and dP.
+    a cluster have a part of the columns each, and places for what others send of S and dP; or a part of the keys each,
+    and half of the columns of the other's K beside its dS.
     """
-    Br, Bc, stages, split = tiles.Br, tiles.Bc, tiles.stages, tiles.split
-    D, Dv = padded(variant.head_dim.qk) // tiles.cluster, padded(variant.head_dim.v) // tiles.cluster
-    exchanged = (tiles.cluster > 1) * 2
+    Br, Bc, stages, split = tiles.Br, tiles.keys, tiles.stages, tiles.split
+    D, Dv = (padded(width) // tiles.column_parts for width in (variant.head_dim.qk, variant.head_dim.v))
+    exchanged, theirs = (tiles.column_parts > 1) * 2, tiles.divides_keys and with_dq
     halves = tiles.dq_in_halves
     more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
     ds = (stages if tiles.producers and not halves else 1) * (with_dq or split > 1)
@@ -334,6 +335,8 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
         Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
         Part("EXCHANGE", "S and dP", exchanged * FLOAT * Br * Bc, "(P::cluster > 1) * 2 * 4 * BR * BC"),
+        Part("THEIR_K", "K of the other block", theirs * tile_bytes(Bc, D // 2, element), "shares_dq * HalfOfK::bytes"),
+        Part("THEIR_DS", "dS of the other block", theirs * tile_bytes(Bc, Br, element), "shares_dq * PTile::bytes"),
         Part("T_K", "tangents of K", tangents * tile_bytes(Bc, D, element), "KTile::bytes"),
         Part("T_V", "tangents of V", tangents * tile_bytes(Bc, Dv, element), "VTile::bytes"),
         Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
@@ -360,6 +363,11 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part(
             *("EXCHANGE_SIGNALS", "signals", exchanged * tiles.warps * SIGNAL),
             "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))",
+            SIGNAL,
+        ),
+        Part(
+            *("DS_SIGNALS", "signals", theirs * 2 * SIGNAL),
+            "shares_dq * 2 * int(sizeof(uint64_t))",
             SIGNAL,
         ),
         Part(

@@ -280,10 +280,12 @@ def _problems(choice: AnyChoice) -> Iterator[str]:
     if choice.warpgroups:
         yield from _warpgroup_problems(choice)
     if isinstance(choice, BackwardChoice):
-        if choice.warps % choice.split or choice.Bc % (16 * (choice.warps // choice.split)):
+        if choice.warps % choice.split or choice.keys % (16 * (choice.warps // choice.split)):
             yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
         if choice.Br % (16 * choice.split) and (choice.split == 2 or choice.Br > 16 * choice.split):
             yield "warps that share keys divide the query rows into sixteens"
+        if choice.divides_keys and (choice.Br, choice.warps, choice.producers > 0) != (64, 8, True):
+            yield "blocks that exchange dS have two warpgroups, 64 rows of dQ, and others copy"
         if choice.dq_in_halves and (choice.Br != 64 or choice.warps != 8):
             yield "two warpgroups divide 64 rows of dQ"
         if choice.Br > 32 * choice.warps:
@@ -297,7 +299,7 @@ def _problems(choice: AnyChoice) -> Iterator[str]:
 
 
 def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
-    rows, width = (choice.Bc, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
+    rows, width = (choice.keys, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
     rows = choice.rows if isinstance(choice, ForwardChoice) else rows
     if choice.warps % (4 * choice.split) or rows != 16 * (choice.warps // choice.split):
         yield "a warpgroup has 64 rows"

@@ -46,9 +46,9 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
             numbers += rows * D * element.bytes // 4 if tiles.q_in_registers else 0
             numbers += pairs // 4 if variant.f8 else 0  # P
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
-            at_a_time = tiles.weighed * tiles.split * tiles.Bc
+            at_a_time, pairs = tiles.weighed * tiles.split * tiles.keys, tiles.Br * tiles.keys
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too
-            numbers = tiles.Bc * (D + Dv) // tiles.cluster + 2 * pairs
+            numbers = tiles.keys * (D + Dv) // tiles.column_parts + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
             numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
         case QueryTiles() | QueryChoice():  # dQ, S, dP

@@ -76,8 +76,8 @@ class BackwardChoice:
     key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
     queries whose scores a warp has in registers at a time. ``dq_sent``: of two warpgroups that have half of dQ's
     columns each, as many leave by way of shared memory, at most; None where all do. ``cluster`` blocks have a part of
-    the columns each, and exchange what they sum up of S and dP. ``pairs_staged``: what pairs read comes by way of
-    shared memory.
+    the columns each, and exchange what they sum up of S and dP; where a cluster ``divides_keys`` they have a part of a
+    tile's keys each, and exchange dS. ``pairs_staged``: what pairs read comes by way of shared memory.
     """
 
     Br: int
@@ -95,6 +95,17 @@ class BackwardChoice:
     weighed: int = 0
     dq_sent: int | None = None
     cluster: int = 1
+    divides_keys: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Of a block."""
+        return self.Bc // self.cluster if self.divides_keys else self.Bc
+
+    @property
+    def column_parts(self) -> int:
+        """Blocks that have a part of the columns each."""
+        return 1 if self.divides_keys else self.cluster
 
     @property
     def dq_in_halves(self) -> bool:

@@ -94,7 +94,8 @@ class BackwardTiles(Tiles):
     is worked on; ``pairs_staged``: as forward, all by a warp that copies. ``weighed``: queries whose scores a warp has
     in registers at a time. Where two warpgroups have half of dQ's columns each, there is one stage of dO and dS, and
     ``dq_sent`` of these columns leave by way of shared memory; None where all of dQ does. ``cluster`` blocks have a
-    part of the columns each, and exchange what they sum up of S and dP.
+    part of the columns each, and exchange what they sum up of S and dP; where a cluster ``divides_keys`` they have a
+    part of a tile's keys each, and exchange dS.
     """
 
     warps: int
@@ -114,6 +115,17 @@ class BackwardTiles(Tiles):
     registers: int = 0
     producer_registers: int = 0
     cluster: int = 1
+    divides_keys: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Of a block."""
+        return self.Bc // self.cluster if self.divides_keys else self.Bc
+
+    @property
+    def column_parts(self) -> int:
+        """Blocks that have a part of the columns each."""
+        return 1 if self.divides_keys else self.cluster
 
     @property
     def dq_in_halves(self) -> bool:

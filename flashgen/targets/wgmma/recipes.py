@@ -180,7 +180,8 @@ def _with_halves_of_dq(
     divided = ("divided among 2 warpgroups", rules.SHARED_KEYS)
     if not row.shares_keys:
         divided = ("whole rows of dK and dV", rules.OWN_KEYS)
-    cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.EXCHANGE)] if row.cluster > 1 else []
+    exchanged = rules.SHARED_DQ if row.divides_keys else rules.EXCHANGE
+    cluster = [Decision.by("cluster", f"{row.cluster} blocks", exchanged)] if row.cluster > 1 else []
     own = replace(row, tensor_copies=True, weighed=row.Br // 2, dq_sent=sent)
     return Candidate(
         own,
@@ -247,13 +248,26 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
     with the derivative that P takes in products of 192/128 wait for each other (C7512).
     """
     widths, recipe = _padded_widths(variant), recipe_of(variant)
-    if variant.ragged or not _copies_tensors(variant, element) or any(width % (32 * row.cluster) for width in widths):
+    whole = not any(width % (32 * row.column_parts) for width in widths)
+    if variant.ragged or not _copies_tensors(variant, element) or not whole:
         return False
+    if row.divides_keys:
+        return _shares_dq(variant)
     if row.cluster > 1:
-        whole = widths == (variant.head_dim.qk, variant.head_dim.v)
-        return whole and max(widths) <= MOST_COLUMNS * row.cluster
+        unpadded = widths == (variant.head_dim.qk, variant.head_dim.v)
+        return unpadded and max(widths) <= MOST_COLUMNS * row.cluster
     weighed = recipe.weights_first and not recipe.folded
     return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
+
+
+def _shares_dq(variant: Variant) -> bool:
+    """Whether two blocks may exchange dS and have half of dQ's columns each, a whole panel for each warpgroup.
+
+    P is formed while dP is multiplied, and nobody asks for gradients beside.
+    """
+    recipe = recipe_of(variant)
+    simple = recipe.weights_first and not variant.gradients
+    return simple and variant.head_dim.qk == 256 and padded(variant.head_dim.v) == variant.head_dim.v
 
 
 def _weighs_in_turns(variant: Variant) -> bool:

@@ -17,6 +17,8 @@ nothing masked, 8k: D 192/128 128 × 112: 549 and 697, 128 × 80: 538 and 633, 1
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.targets.gpu.tables import WIDEST, WIDEST_JVP, BackwardChoice, ForwardChoice, QueryChoice
 
 Q = QueryChoice
@@ -50,6 +52,11 @@ def _hopper_shared_keys(sent: int, cluster: int = 1) -> BackwardChoice:
     As many columns of dQ as shared memory has room for leave by way of it.
     """
     return BackwardChoice(64, 64, 8, stages=2, split=2, warpgroups=True, producers=4, dq_sent=sent, cluster=cluster)
+
+
+def _hopper_shared_dq() -> BackwardChoice:
+    """The same by each of two blocks, which exchange dS and have half of the columns of dQ each."""
+    return replace(_hopper_shared_keys(0, cluster=2), Bc=128, divides_keys=True)
 
 
 def _hopper_halves_of_dq(sent: int) -> BackwardChoice:
@@ -126,19 +133,22 @@ HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
     (192, (_hopper_halves_of_dq(64), _hopper_halves_of_dq(0), _hopper_shared_keys(64))),
-    (256, (_hopper_shared_keys(0),)),
+    (256, (_hopper_shared_dq(), _hopper_shared_keys(0))),
     (320, (_hopper_shared_keys(0, cluster=2), _hopper_shared_keys(0))),
     (WIDEST, (_hopper_shared_keys(0, cluster=2),)),
 )
+# A tile of the keys of two blocks visits what either keeps: where rows are short each has its own.
 HOPPER_SHORT_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_shared_backward(64, 3), _hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8), _hopper_shared_backward(64, 2))),
-    *HOPPER_BACKWARD[2:],
+    HOPPER_BACKWARD[2],
+    (256, (_hopper_shared_keys(0),)),
+    *HOPPER_BACKWARD[4:],
 )
 HOPPER_BLOCK_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     HOPPER_SHORT_BACKWARD[0],
     (128, (_hopper_shared_backward(64, 2), _hopper_backward(64, 128, 8))),
-    *HOPPER_BACKWARD[2:],
+    *HOPPER_SHORT_BACKWARD[2:],
 )
 HOPPER_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (128, (Q(128, 64, 8, 2, warpgroups=True),)),

@@ -75,6 +75,18 @@ FG_DEVICE void send_async(float4* to, const float (&fours)[count][4], uint64_t* 
                  : "memory");
 }
 
+// Starts the copy of so many bytes of this block's shared memory to a place of the block of that number, by this thread; the signal in
+// this place there counts them. They were published, a barrier orders that before, and they stay until who waits there has said so.
+template <class T> FG_DEVICE void send_bytes_async(T* to, const T* from, int bytes, uint64_t* signal, int rank) {
+  asm volatile("{ .reg .b32 place, counter;"
+               " mapa.shared::cluster.u32 place, %0, %4;"
+               " mapa.shared::cluster.u32 counter, %3, %4;"
+               " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, [counter]; }" ::"r"(
+                   shared_address(to)),
+               "r"(shared_address(from)), "r"(bytes), "r"(shared_address(signal)), "r"(rank)
+               : "memory");
+}
+
 }  // namespace fg
 #endif  // FLASHGEN_EMULATOR
 
@@ -87,6 +99,12 @@ FG_DEVICE void copy_columns_async(Tile to, const TensorMap& map, int column, int
 #pragma unroll
   for (int panel = 0; panel < Tile::panels; ++panel)
     copy_panel_async(to.base + panel * Tile::rows * Tile::width, map, column + panel * Tile::width, first, slab, signal);
+}
+// As copy_tile_async, to all blocks of a cluster, this one's part of the panels; the others bring theirs.
+template <int blocks, class Tile>
+FG_DEVICE void copy_part_to_all(Tile to, const TensorMap& map, int first, int slab, uint64_t* signal) {
+  for (int panel = cluster_rank(); panel < Tile::panels; panel += blocks)
+    copy_panel_to_all(to.base + panel * Tile::rows * Tile::width, map, panel * Tile::width, first, slab, signal, (1 << blocks) - 1);
 }
 
 }  // namespace fg

@@ -74,5 +74,10 @@ FG_PRIMITIVE void send_async(float4* to, const float (&fours)[count][4], uint64_
   emulator::registers.machine->together({emulator::Together::warp_barrier, line, nullptr, {}, 0, 0});
   for (int n = 0; n < count; ++n) emulator::registers.machine->send_async(to + n * apart, fours[n], signal, rank, line);
 }
+// So do these, and are read until they have landed.
+template <class T>
+FG_PRIMITIVE void send_bytes_async(T* to, const T* from, int bytes, uint64_t* signal, int rank, int line = __builtin_LINE()) {
+  emulator::registers.machine->send_bytes(to, from, bytes, signal, rank, line);
+}
 
 }  // namespace fg

@@ -84,7 +84,7 @@ class Accesses {
         mark = {mark.step(), reader.line(), thread, Mark::many};
     remember(shadow, mark, [&](Mark reader) {
       if (reader.has(Mark::product)) return !unseen_product(thread, reader);
-      return is_read_of(thread.warp, reader) || clocks_.seen(thread.warp, reader.warp(), reader.step());
+      return is_read_of(thread.warp, reader) || clocks_.seen(thread.warp, reader.clock(), reader.step());
     });
   }
   // A read that is under way, and is no read before it has ended: whoever writes is not ordered after it.
@@ -94,6 +94,13 @@ class Accesses {
   void end_read(Shadow& shadow, Thread thread, int line) const {
     const Mark begun(Mark::never, line, thread, Mark::many);
     remember(shadow, {clocks_.now(thread.warp), line, thread}, [&](Mark reader) { return reader == begun; });
+  }
+
+  // One that ended with a phase of that signal.
+  static void end_sending(Shadow& shadow, Thread thread, int signal, uint32_t phase, int line) {
+    const Mark begun(Mark::never, line, thread, Mark::many);
+    remember(shadow, {phase, line, {signal / warp_lanes, signal % warp_lanes}, Mark::tensor},
+             [&](Mark reader) { return reader == begun; });
   }
 
   // Whether the thread has not seen what happened at `step`.
@@ -110,10 +117,11 @@ class Accesses {
   void remember_product(Shadow& shadow, Mark mark) const {
     const int first = mark.warp();
     remember(shadow, mark, [&](Mark reader) {
-      if (reader.step() != Mark::never && reader.warp() / warpgroup_warps == first / warpgroup_warps) return true;
+      const bool sent = reader.has_landed();
+      if (!sent && reader.step() != Mark::never && reader.warp() / warpgroup_warps == first / warpgroup_warps) return true;
       for (int w = first; w < first + warpgroup_warps; ++w)
         if (reader.has(Mark::product) ? !unseen_product({w, 0}, reader)
-                                      : clocks_.seen(w, reader.warp(), reader.step()))
+                                      : clocks_.seen(w, reader.clock(), reader.step()))
           return true;
       return false;
     });
@@ -125,13 +133,15 @@ class Accesses {
   };
 
   static bool is_read_of(int warp, Mark reader) {
-    return reader && !reader.has(Mark::product) && reader.step() != Mark::never && reader.warp() == warp;
+    const bool ended = !reader.has(Mark::product) && !reader.has_landed() && reader.step() != Mark::never;
+    return reader && ended && reader.warp() == warp;
   }
   bool unseen(Thread thread, int warp, uint32_t step, bool other_lane) const {
     if (warp != thread.warp) return !clocks_.seen(thread.warp, warp, step);
     return other_lane && step >= clocks_.together_since(warp);
   }
   bool unseen_read(Thread thread, Mark reader) const {
+    if (reader.has_landed()) return !clocks_.seen(thread.warp, reader.clock(), reader.step());
     return unseen(thread, reader.warp(), reader.step(), reader.has(Mark::many) || reader.lane() != thread.lane);
   }
   bool unseen_product(Thread thread, Mark reader) const {

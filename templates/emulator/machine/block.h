@@ -204,6 +204,10 @@ class Block final : public Machine {
     Mbarriers& theirs = block_at(rank, line).mbarriers;
     theirs.send(thread_, theirs.place(to, shared()), from, theirs.place(signal, shared()), line);
   }
+  void send_bytes(const void* to, const void* from, int bytes, const void* signal, int rank, int line) override {
+    Mbarriers& theirs = block_at(rank, line).mbarriers;
+    theirs.send_bytes(thread_, theirs.place(to, shared()), shared(), from, bytes, theirs.place(signal, shared()), line);
+  }
   void together(const Call& call) override {
     current().call = call;
     current().place = __builtin_return_address(0);

@@ -138,6 +138,28 @@ class Mbarriers {
     signal.copies.push_back(copy);
   }
 
+  // The same of bytes of another block's shared memory, which are read until they are there.
+  void send_bytes(Thread thread, const void* to, SharedMemory& other, const void* from, int count, const void* place, int line) {
+    constexpr int chunk = warpgroup::chunk_bytes;
+    Signal& signal = of(thread, place, line);
+    if (count <= 0 || count % chunk != 0)
+      faults_.report(Fault::misaligned, line, 0, "sends %d bytes: no multiple of %d", count, chunk);
+    bring(signal, "what a thread sends", static_cast<unsigned>(count), line);
+    clocks_.collect_lane(thread.warp, signal.coming);
+    Copy copy = {line, {}, {}, &other, thread};
+    here(copy.asked);
+    for (int at = 0; at < count; at += chunk) {
+      const size_t offset = shared_.place("sends to", static_cast<const char*>(to) + at, chunk, line);
+      const size_t source = other.place("reads", static_cast<const char*>(from) + at, chunk, line);
+      other.begin_bulk_read(thread, source, chunk, line);
+      shared_.begin_copy(thread, offset, chunk, line);
+      Chunk own = {offset, {}, source};
+      memcpy(own.data, other.data() + source, chunk);
+      copy.chunks.push_back(own);
+    }
+    signal.copies.push_back(copy);
+  }
+
   // A warp comes to wait: what it waits for.
   struct Wait {
     int signal = 0, parity = 0;
@@ -187,11 +209,14 @@ class Mbarriers {
   struct Chunk {
     size_t offset;
     char data[warpgroup::chunk_bytes];
+    size_t source = 0;
   };
   struct Copy {
     int line;
     Stack asked;
     std::vector<Chunk> chunks;
+    SharedMemory* from = nullptr;  // of the block that sends, whose thread has begun to read it
+    Thread reader = {};
   };
   struct Signal {
     bool live = false;
@@ -243,8 +268,10 @@ class Mbarriers {
     ++signal.step;
     const int number = first_ + static_cast<int>(&signal - signals_);
     for (const Copy& copy : signal.copies)
-      for (const Chunk& chunk : copy.chunks)
+      for (const Chunk& chunk : copy.chunks) {
         shared_.end_copy(number, signal.step, chunk.offset, chunk.data, warpgroup::chunk_bytes, copy.line);
+        if (copy.from) copy.from->end_sending(copy.reader, number, signal.step, chunk.source, warpgroup::chunk_bytes, copy.line);
+      }
     signal.copies.clear();
     Clocks::merge(signal.coming, signal.past);
     signal.past[Clocks::of_signal(number)] = signal.step;

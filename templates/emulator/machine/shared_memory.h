@@ -128,6 +128,13 @@ class SharedMemory {
         offset, bytes, [](const Shadow&, size_t) {}, [&](Shadow& shadow) { accesses_.end_read(shadow, thread, line); });
   }
 
+  // What a thread sends has been read for who has seen `phase` of the signal that counts it.
+  void end_sending(Thread thread, int signal, uint32_t phase, size_t offset, unsigned bytes, int line) {
+    for_each(
+        offset, bytes, [](const Shadow&, size_t) {},
+        [&](Shadow& shadow) { accesses_.end_sending(shadow, thread, signal, phase, line); });
+  }
+
   // Of a copy in flight: whether its thread has committed it.
   class Commitments {
    public:
@@ -173,9 +180,14 @@ class SharedMemory {
     if (reader.has(Mark::product)) race_with_product(thread, reader, at, line);
     if (reader.step() == Mark::never)
       faults_.report(Fault::race, line, reader.line(),
-                     "byte %zu of shared memory is written by warp %d lane %d while an asynchronous addition of warp "
-                     "%d lane %d may still read it",
+                     "byte %zu of shared memory is written by warp %d lane %d while an asynchronous addition or copy of "
+                     "warp %d lane %d may still read it",
                      at, thread.warp, thread.lane, reader.warp(), reader.lane());
+    if (reader.has_landed())
+      faults_.report(Fault::race, line, reader.line(),
+                     "byte %zu of shared memory is written by warp %d lane %d, which does not know that what was sent from "
+                     "there has come",
+                     at, thread.warp, thread.lane);
     race("written", "read", thread, reader, at, line);
   }
 

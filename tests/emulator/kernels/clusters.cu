@@ -95,6 +95,38 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) exchanged(const Arguments p
   }
 }
 
+// Its bytes of box 0 go to box 1 of the other block, which says that it has read them.
+FG_DEVICE void fill(int value) {
+  for (int k = thread(); k < 256; k += 128) fg::shared_store(reinterpret_cast<float*>(place()) + k, float(value));
+}
+FG_DEVICE void send_box() {
+  if (thread() != 0) return;
+  fg::mbarrier_expect(signal(0), box_bytes);
+  fg::send_bytes_async(place(1), place(), box_bytes, signal(0), fg::cluster_rank() ^ 1);
+}
+FG_DEVICE float sum_of_box() {
+  float sum = 0.0f;
+  for (int k = thread(); k < 256; k += 128) sum += fg::shared_load(reinterpret_cast<const float*>(place(1)) + k);
+  return sum;
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) sent_boxes(const Arguments p, const Maps maps) {
+  make(warps);
+  fg::cluster_barrier();
+  float sum = 0.0f;
+  for (int n = 0; n < 4; ++n) {
+    if (n > 0) fg::mbarrier_wait(signal(2), (n - 1) % 2);
+    fill(10 * n + fg::cluster_rank());
+    fg::publish_shared();
+    fg::block_barrier();
+    send_box();
+    fg::mbarrier_wait(signal(0), n % 2);
+    sum += sum_of_box();
+    if (n < 3) fg::mbarrier_arrive_at(signal(2), fg::cluster_rank() ^ 1);
+  }
+  fg::global_store(p.y + fg::block_index() * 128 + thread(), sum);
+  fg::cluster_barrier();
+}
+
 // ---- mistakes ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) copied_before_all_have_begun(const Arguments p, const Maps maps) {
@@ -190,5 +222,35 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) sent_more_than_expected(con
     fg::send_async<32>(sent(0), fours, signal(0), fg::cluster_rank() ^ 1);  // FAULT
     fg::mbarrier_wait(signal(0), 0);  // FAULT
   }
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) a_sent_box_overwritten(const Arguments p, const Maps maps) {
+  make(warps);
+  fg::cluster_barrier();
+  fill(1);
+  fg::publish_shared();
+  fg::block_barrier();
+  send_box();
+  fg::mbarrier_wait(signal(0), 0);  // of the other's box: says nothing of this one's
+  fill(2);  // FAULT
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) a_sent_box_not_published(const Arguments p, const Maps maps) {
+  make(warps);
+  fg::cluster_barrier();
+  fill(1);
+  fg::block_barrier();
+  send_box();  // FAULT
+  fg::mbarrier_wait(signal(0), 0);
+  fg::cluster_barrier();
+}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) a_sent_box_not_awaited(const Arguments p, const Maps maps) {
+  make(warps);
+  fg::cluster_barrier();
+  fill(1);
+  fg::publish_shared();
+  fg::block_barrier();
+  send_box();
+  sum_of_box();  // FAULT
   fg::cluster_barrier();
 }

@@ -155,9 +155,19 @@ class BackwardCode:
         return any(each.dq_in_halves for each in self.tiles.values())
 
     @property
-    def cluster(self) -> int:
-        """Blocks that have a part of the columns each, of some types."""
-        return max(each.cluster for each in self.tiles.values())
+    def column_parts(self) -> int:
+        """Blocks of a cluster that have a part of the columns each, of some types."""
+        return max(each.column_parts for each in self.tiles.values())
+
+    @property
+    def clusters(self) -> bool:
+        """Whether blocks run in clusters, of some types."""
+        return any(each.cluster > 1 for each in self.tiles.values())
+
+    @property
+    def divides_keys(self) -> bool:
+        """Whether blocks of a cluster have a part of a tile's keys each, of some types."""
+        return any(each.divides_keys for each in self.tiles.values())
 
 
 @dataclass(frozen=True)
@@ -296,8 +306,8 @@ def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | N
         if each.forward.warpgroups:
             widths |= {each.forward.weighed or each.forward.Bc, *_widths_of_o(Dv, each.element, each.forward)}
         if each.backward.dq_in_halves:
-            of_dq = spans_of_half(D // each.backward.cluster, each.element)
-            of_dv = spans_of_half(Dv // each.backward.cluster, each.element)
+            of_dq = spans_of_half(D // each.backward.column_parts, each.element)
+            of_dv = spans_of_half(Dv // each.backward.column_parts, each.element)
             of_keys = (*of_dq, *of_dv) if each.backward.shares_keys else (D, Dv)
             pieces = (min(64, span) for span in of_dq)  # where registers are few
             widths |= {each.backward.weighed, *of_dq, *of_keys, *pieces}
