@@ -2780,7 +2780,7 @@ template <class T> struct Block {
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
-  static_assert(Memory::V_SIGNALS_bytes == VSignals::bytes, "signals: what the plan counts");
+  static_assert(Memory::V_SIGNALS_bytes == goes_over * VSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::START_SIGNALS_bytes == goes_over * (P::warps / 4 - 1) * StartSignals::bytes,
                 "signals: what the plan counts");

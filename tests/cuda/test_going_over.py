@@ -64,6 +64,13 @@ def test_going_over(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, others, strict=True))
 
 
+def test_other_types_in_one_source() -> None:
+    """float32, which has no warps that copy, and no ring of V."""
+    op = hopper("head_dim 16", "f32, f16, bf16")
+    q, k, v = (random(1, 2, 200, 16, seed=seed).float() for seed in range(3))
+    assert (op(q, k, v).double() - op.reference(q, k, v, dtype=torch.float64)).abs().max() < 1e-4
+
+
 def places_of_q(text: str) -> int:
     tiles = emitted_for(text)[0].by_element[ElementType.BF16].forward
     assert tiles.producers

@@ -219,7 +219,11 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
-        Part("V_SIGNALS", "signals", (4 * turns + 2 * stages * tiles.goes_over) * SIGNAL, "VSignals::bytes", SIGNAL),
+        Part(
+            *("V_SIGNALS", "signals", (4 * turns + 2 * stages * tiles.goes_over) * SIGNAL),
+            "VSignals::bytes" if turns else "goes_over * VSignals::bytes",
+            SIGNAL,
+        ),
         Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
         Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
         Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
