@@ -33,7 +33,7 @@ FAULTS = [
     ("parity_of_two", 1, FaultKind.MBARRIER, "a phase of parity 2"),
     ("never_made", 1, FaultKind.MBARRIER, "there is no mbarrier at byte 3072"),
     ("made_twice", 1, FaultKind.MBARRIER, "is made again, and is still in use"),
-    ("made_too_many", 1, FaultKind.MBARRIER, "the emulator follows 24 mbarriers"),
+    ("made_too_many", 1, FaultKind.MBARRIER, "the emulator follows 32 mbarriers"),
     ("made_at_half_a_word", 1, FaultKind.MISALIGNED, "8 bytes at byte 4 of shared memory"),
     ("not_published", 1, FaultKind.NOT_PUBLISHED, "an mbarrier, and counts a tensor copy"),
     ("overwritten", 1, FaultKind.MBARRIER, "the mbarrier at byte 3072 was overwritten"),

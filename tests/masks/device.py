@@ -49,6 +49,7 @@ struct Memory final : fg::emulator::Machine {
   void mbarrier_expect(const void*, int, int) override { abort(); }
   void copy_panel(const fg::emulator::PanelCopy&, int) override { abort(); }
   void send_async(const void*, const void*, const void*, int, int) override { abort(); }
+  void send_bytes(const void*, const void*, int, const void*, int, int) override { abort(); }
   void together(const fg::emulator::Call&) override { abort(); }
 };
 """

@@ -69,8 +69,8 @@ FG_DEVICE void send_async(float4* to, const float (&fours)[count][4], uint64_t* 
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared_address(signal)), "r"(rank));
 #pragma unroll
   for (int n = 0; n < count; ++n)
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     place + n * apart * int(sizeof(float4))),
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+                 " [%0], {%1, %2, %3, %4}, [%5];" ::"r"(place + n * apart * int(sizeof(float4))),
                  "f"(fours[n][0]), "f"(fours[n][1]), "f"(fours[n][2]), "f"(fours[n][3]), "r"(counter)
                  : "memory");
 }
@@ -81,8 +81,8 @@ template <class T> FG_DEVICE void send_bytes_async(T* to, const T* from, int byt
   asm volatile("{ .reg .b32 place, counter;"
                " mapa.shared::cluster.u32 place, %0, %4;"
                " mapa.shared::cluster.u32 counter, %3, %4;"
-               " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, [counter]; }" ::"r"(
-                   shared_address(to)),
+               " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+               " [place], [%1], %2, [counter]; }" ::"r"(shared_address(to)),
                "r"(shared_address(from)), "r"(bytes), "r"(shared_address(signal)), "r"(rank)
                : "memory");
 }

@@ -18,7 +18,7 @@ struct Thread {
 
 class Clocks {
  public:
-  static constexpr int most_warps = most_threads / warp_lanes, most_signals = 48;
+  static constexpr int most_warps = most_threads / warp_lanes, most_signals = 64;
   static constexpr int most = most_warps + most_signals;
   using Seen = uint32_t[most];
   static constexpr int of_signal(int signal) { return most_warps + signal; }

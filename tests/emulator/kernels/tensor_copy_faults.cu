@@ -249,7 +249,7 @@ extern "C" __global__ void made_for_nobody(const Arguments p, const Maps maps) {
 }
 extern "C" __global__ void made_too_many(const Arguments p, const Maps maps) {
   if (thread() != 0) return;
-  for (int n = 0; n < 25; ++n) fg::mbarrier_init(signal(n), 1);  // FAULT
+  for (int n = 0; n < 33; ++n) fg::mbarrier_init(signal(n), 1);  // FAULT
 }
 extern "C" __global__ void made_at_half_a_word(const Arguments p, const Maps maps) {
   if (thread() == 0) fg::mbarrier_init(reinterpret_cast<uint64_t*>(place(4)), 1);  // FAULT
