@@ -6,22 +6,22 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 import flashgen
-from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
-from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed, random
-from tests.cuda.test_halves_of_dq import gradients
-from tests.numeric.helpers import failures
+from tests.cuda.hopper import changed
+from tests.cuda.hopper_backward import (
+    check_gradients_repeat,
+    check_results_and_bytes,
+    check_windows_of_two_tiles,
+    gradients,
+)
 
 TARGET = GPUS["sm_90a"]
 CAUSAL = "head_dim 384  mask causal"
@@ -110,33 +110,18 @@ QUICK = ("causal", "panels", "dropout", "slopes")
 )
 def test_results_and_bytes(name: str) -> None:
     text, shape = SPECS[name]
-    spec = flashgen.loads(
-        f"attention columns_{name.replace(' ', '_')} {{ dtype bf16  {text} }}", backend="reference"
-    ).spec
-    op = load_spec(spec, "emulator", "sm_90a")
-    assert all(each.elements[0].backward.cluster > 1 for each in op.plan.values())
-    case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(*shape))
-    assert case.ok, failures(case)
-    assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
+    check_results_and_bytes(f"columns_{name}", text, shape, lambda tiles: tiles.cluster > 1)
 
 
 def test_gradients_repeat() -> None:
     """Two numbers have one sum: both blocks form the same weights, whoever comes first."""
-    spec = flashgen.loads(f"attention columns_repeat {{ dtype bf16  {CAUSAL} }}", backend="reference").spec
-    op = load_spec(spec, "emulator", "sm_90a")
-    learned = [random(1, 2, 150, 384, seed=n).requires_grad_() for n in range(3)]
-    d_o = random(1, 2, 150, 384, seed=3)
-    first, second = (torch.autograd.grad(op(*learned, deterministic=True), learned, d_o) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    check_gradients_repeat("columns_repeat", CAUSAL)
 
 
 @pytest.mark.slow
 def test_windows_of_two_tiles() -> None:
     """What is exchanged is counted from window to window, and from head to head."""
-    windows = r"(window \+=? |first\(\) \+ )WINDOW"
-    op = changed("columns_windows", CAUSAL, "backward", windows, r"\g<1>2", count=5)
-    for deterministic in (False, True):
-        assert gradients(op, deterministic=deterministic) < 0.01
+    check_windows_of_two_tiles("columns_windows", CAUSAL)
 
 
 # What was planted, what the emulator may call it.

@@ -6,23 +6,17 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
-import flashgen
-from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
-from flashgen.runtime.op import AttentionOp
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
-from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed, random
-from tests.numeric.helpers import failures
+from tests.cuda.hopper import changed
+from tests.cuda.hopper_backward import check_results_and_bytes, check_windows_of_two_tiles, gradients
 
 TARGET = GPUS["sm_90a"]
 CAUSAL, LATENT = "head_dim 224  mask causal", "head_dim 192/128  mask causal"
@@ -110,34 +104,14 @@ QUICK = ("causal", "capped", "documents")
 )
 def test_results_and_bytes(name: str) -> None:
     text, shape = SPECS[name]
-    spec = flashgen.loads(f"attention halves_{name} {{ dtype bf16  {text} }}", backend="reference").spec
-    op = load_spec(spec, "emulator", "sm_90a")
-    assert all(each.elements[0].backward.dq_in_halves for each in op.plan.values())
-    case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(*shape))
-    assert case.ok, failures(case)
-    assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
-
-
-def gradients(op: AttentionOp, *, deterministic: bool = False) -> float:
-    """Runs both passes over several tiles; the largest error of a gradient, relative to its largest element."""
-    D, Dv = op.spec.head_dims[0].qk, op.spec.head_dims[0].v
-    q, d_o = random(1, 2, 330, D, seed=0), random(1, 2, 330, Dv, seed=1)
-    k, v = random(1, 1, 70, D, seed=2), random(1, 1, 70, Dv, seed=3)
-    learned = [x.requires_grad_() for x in (q, k, v)]
-    found = torch.autograd.grad(op(*learned, deterministic=deterministic), learned, d_o)
-    exact = [x.detach().double().requires_grad_() for x in learned]
-    truth = torch.autograd.grad(op.reference(*exact), exact, d_o.double())
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, truth, strict=True))
+    check_results_and_bytes(f"halves_{name}", text, shape, lambda tiles: tiles.dq_in_halves)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [CAUSAL, LATENT])
 def test_windows_of_two_tiles(text: str) -> None:
     """Each window, and each query head that shares the keys, begins with fresh signals."""
-    windows = r"(window \+=? |first\(\) \+ )WINDOW"
-    op = changed(f"windows_{text == LATENT}", text, "backward", windows, r"\g<1>2", count=5)
-    for deterministic in (False, True):
-        assert gradients(op, deterministic=deterministic) < 0.01
+    check_windows_of_two_tiles(f"windows_{text == LATENT}", text)
 
 
 # Where it is, what was planted, what the emulator may call it.
@@ -237,7 +211,7 @@ except NvrtcMissing as error:
 @pytest.mark.parametrize(
     "text",
     [
-        CAUSAL,
+        "head_dim 256  mask causal and window_left(100)",  # shorter rows than those that share dQ
         *(pytest.param(each, marks=pytest.mark.slow) for each in (LATENT, "head_dim 256  score softcap(s, 30)")),
     ],
 )

@@ -6,22 +6,21 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
-import flashgen
-from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.registry import GPUS
-from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed, random
-from tests.cuda.test_halves_of_dq import gradients
-from tests.numeric.helpers import failures
+from tests.cuda.hopper import changed
+from tests.cuda.hopper_backward import (
+    check_gradients_repeat,
+    check_results_and_bytes,
+    check_windows_of_two_tiles,
+    gradients,
+)
 
 TARGET = GPUS["sm_90a"]
 CAUSAL = "head_dim 256  mask causal"
@@ -71,31 +70,18 @@ QUICK = ("causal", "one tile", "bias")
 )
 def test_results_and_bytes(name: str) -> None:
     text, shape = SPECS[name]
-    spec = flashgen.loads(f"attention dq_{name.replace(' ', '_')} {{ dtype bf16  {text} }}", backend="reference").spec
-    op = load_spec(spec, "emulator", "sm_90a")
-    assert all(each.elements[0].backward.divides_keys for each in op.plan.values())
-    case = verify_case(op, spec.head_dims[0], ElementType.BF16, Shape(*shape))
-    assert case.ok, failures(case)
-    assert all(each.predicted == each.counted for each in case.hbm_bytes.values())
+    check_results_and_bytes(f"dq_{name}", text, shape, lambda tiles: tiles.divides_keys)
 
 
 def test_gradients_repeat() -> None:
     """Where dQ has a kernel of its own nothing is exchanged, and copies are shared all the same."""
-    spec = flashgen.loads(f"attention dq_repeat {{ dtype bf16  {CAUSAL} }}", backend="reference").spec
-    op = load_spec(spec, "emulator", "sm_90a")
-    learned = [random(1, 2, 150, 256, seed=n).requires_grad_() for n in range(3)]
-    d_o = random(1, 2, 150, 256, seed=3)
-    first, second = (torch.autograd.grad(op(*learned, deterministic=True), learned, d_o) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    check_gradients_repeat("dq_repeat", CAUSAL)
 
 
 @pytest.mark.slow
 def test_windows_of_two_tiles() -> None:
     """Each window, and each query head that shares the keys, begins with fresh signals in both blocks."""
-    windows = r"(window \+=? |first\(\) \+ )WINDOW"
-    op = changed("dq_windows", CAUSAL, "backward", windows, r"\g<1>2", count=5)
-    for deterministic in (False, True):
-        assert gradients(op, deterministic=deterministic) < 0.01
+    check_windows_of_two_tiles("dq_windows", CAUSAL)
 
 
 # What was planted, what the emulator may call it.
