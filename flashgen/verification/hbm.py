@@ -36,8 +36,9 @@ from flashgen.runtime.emulated import Counted
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.selected import lowered_tensors, numbers_of_queries
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
-from flashgen.targets.gpu.bytes import bytes_of_caches, bytes_of_call, bytes_of_sequences
+from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
+from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.verification.inputs import Inputs
 
 

@@ -19,7 +19,7 @@ from flashgen.runtime.asked import Asked
 from flashgen.runtime.kernel import Step
 from flashgen.runtime.nvrtc import Resources
 from flashgen.targets.explained import placed, with_prediction
-from flashgen.targets.gpu.bytes import bytes_of_caches
+from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.launches import backward_launches, forward_launches
 from flashgen.targets.gpu.product import Gpu
