@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +39,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick = [item for item in items if not item.get_closest_marker("slow")]
     for n in long_ones(item.nodeid for item in quick):
         quick[n].add_marker(pytest.mark.slow)
+
+
+# Folders that are not about the numbers of bfloat16. Their kernels have no products for it alone, of pairs or in matrix
+# registers, which take a third of a compiler's time.
+ONE_KIND_OF_PRODUCTS = frozenset(
+    {"benchmark", "cache", "cli", "cuda", "distributed", "documents", "emulator", "examples", "flash", "flex", "fuzz"}
+    | {"integrations", "masks", "nn", "pipeline", "tuning"}
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kinds_of_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a module: a package's fixture would last to the session's end, as folders here have no __init__.py."""
+    from flashgen.runtime import compiler
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(ROOT / "tests").parts[0] in ONE_KIND_OF_PRODUCTS:
+            none = ("-DFLASHGEN_MATRIX_PRODUCTS=0", "-DFLASHGEN_PAIR_PRODUCTS=0")
+            patch.setattr(compiler, "REQUIRED_FLAGS", (*compiler.REQUIRED_FLAGS, *none))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,8 @@ from flashgen.compiled import compiled
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.types import ElementType
 from flashgen.runtime.emulated import EmulatedKernel
-from flashgen.runtime.emulator import compile_program
-from flashgen.runtime.kernel import ArgumentLayout
+from flashgen.runtime.emulator import Program, compile_program
+from flashgen.runtime.kernel import ArgumentLayout, PassName
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.lists import cuda_fields
@@ -58,8 +59,19 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
     assert mark
     assert found == count
-    program = compile_program(part if pass_name == "forward" else forward + mark + part, name=source.name)
-    compiled = Compiled(program, launches_of(variant, plan, source.symbol, ElementType.BF16))
-    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda *_: compiled)
+    # Of a pass its own kernels alone: a compiler takes as long for those of the others, which stay what they were.
+    sources = {pass_name: part if pass_name == "forward" else forward + mark + part}
+    if pass_name == "backward":
+        sources["forward"] = source.text
+    launches = launches_of(variant, plan, source.symbol, ElementType.BF16)
+
+    @functools.cache
+    def program(which: PassName, kernels: frozenset[str]) -> Program:
+        return compile_program(sources[which], name=source.name, kernels=kernels)
+
+    def of_pass(which: PassName, values: Mapping[str, float]) -> Compiled[Program]:
+        return Compiled(program(which, frozenset(launches(which, values).kernels)), launches)
+
+    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, of_pass)
     # An op is known by what it computes, so that each of these has to be called by another name.
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))

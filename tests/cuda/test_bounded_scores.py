@@ -73,7 +73,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), one_of(3, each_by_kind(SPECS)))
+@pytest.mark.parametrize(("name", "target"), one_of(4, each_by_kind(SPECS)))
 def test_results(name: str, target: str) -> None:
     body, shape = SPECS[name]
     op = emulated(f"attention bounded_{name} {{ dtype bf16, f16  {body} }}", target)

@@ -102,7 +102,7 @@ SPECS = {
         (1, 2, 1, 140, 200),
     ),
 }
-QUICK = ("causal", "panels", "dropout", "slopes")
+QUICK = ("causal", "slopes")
 
 
 @pytest.mark.parametrize(

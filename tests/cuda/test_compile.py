@@ -17,6 +17,7 @@ from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, launched, planned, variant_of
+from tests.slices import one_of
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
 MOST_REGISTERS = 255
@@ -88,7 +89,7 @@ def branches(binary: CudaBinary) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("weights", ["sigmoid(s)", "silu(s) / Nk"])
+@pytest.mark.parametrize("weights", one_of(2, ["sigmoid(s)", "silu(s) / Nk"]))
 def test_weights_of_pairs_do_not_wait_for_one_another(weights: str) -> None:
     """A branch a pair would: each has a reciprocal, which takes as long as many of them that follow one another."""
     text = f"attention pointwise {{ head_dim 64 dtype bf16 mask causal weights {weights} }}"
@@ -201,6 +202,7 @@ def test_a_load_stays_behind_its_condition() -> None:
     assert any(" bra " in line for line in lines[load - 6 : load]), lines[load - 6 : load]
 
 
+@pytest.mark.slow
 def test_dropout_where_scores_need_the_product_again() -> None:
     """Above D 128 two warpgroups have half of the columns each: they draw while products run, too."""
     text = "attention capped { head_dim 256 dtype bf16 score softcap(s, 50.0) mask causal dropout 0.1 }"

@@ -12,6 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.runtime.emulator import EmulatorError, FaultKind
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, emitted_for, hopper, random
+from tests.slices import one_of
 
 SERVED = "schedule { Br = 128  Bc = 64  warps = 8 }"
 BLOCKS = "layout block 64: hash(I, J, 5) % 7 == 0"
@@ -34,11 +35,12 @@ CASES: dict[str, tuple[int, str, int, int]] = {
     "wide heads": (1, "head_dim 256", 500, 200),
     "192/128": (1, "head_dim 192/128", 500, 300),
 }
+QUICK = ("nothing masked", "tiles that visit none between others", "wide heads")
 JOINS = r"(?<=bool joins\(\) const { )return visits\.count\(\) > 0;"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if n % 2 else ()) for n, each in enumerate(CASES)]
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 def test_going_over(name: str) -> None:
     """Bit by bit what comes of tiles one after another."""
@@ -218,7 +220,7 @@ def go_over(name: str, which: int | str, old: str, new: str) -> tuple[Tensor, Te
     return op(q, k, v, **arguments), op.reference(q, k, v, **arguments, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", one_of(4, MISTAKES))
 def test_mistakes_of_going_over(name: str) -> None:
     which, old, new, kinds = MISTAKES[name]
     planted = f"planted_going_over_{list(MISTAKES).index(name)}"

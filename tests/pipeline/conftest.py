@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.runtime import nvrtc
-from tests.one_kind import one_kind_of_products
 from tests.pipeline.gpus import SPEC
-
-__all__ = ["file", "no_cupy", "one_kind_of_products"]
 
 
 @pytest.fixture
