@@ -144,17 +144,18 @@ def _fits(total: Linear) -> bool:
     """Whether the sum stays inside 32 bits whatever the call: it is one value, or its parts are small enough."""
     if total.constant == 0 and list(total.terms.values()) in ([], [1]):
         return True
-    lo, hi = _ends(total)
+    lo, hi = natural_ends(total)
     return lo >= INT_MIN and hi <= INT_MAX
 
 
 def has_opposite(total: Linear) -> bool:
     """Whether it stays inside 32 bits and is not -2**31, which has no absolute value."""
-    lo, hi = _ends(total)
+    lo, hi = natural_ends(total)
     return lo > INT_MIN and hi <= INT_MAX
 
 
-def _ends(total: Linear) -> tuple[int, int]:
+def natural_ends(total: Linear) -> tuple[int, int]:
+    """The least and the most that a sum may be in any call."""
     lo = hi = total.constant
     for term, c in total.terms.items():
         ends = [c * end for end in _natural_range(term)]

@@ -81,15 +81,16 @@ def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
     places = Places(computed, recipe)  # hooks come in the order in which they are placed
     sinks = place_formulas(computed, recipe, places)
     gradients = gradient_code(computed, recipe, places)
-    mask = mask_code(computed, recipe, places.placement)
+    of_warpgroups = has_warpgroups(plan)
+    mask = mask_code(computed, recipe, places.placement, lines=of_warpgroups)
     return _Context(
-        source=source_code(computed, recipe, plan, symbol),
+        source=source_code(computed, recipe, plan, symbol, lines=mask.asks_lines),
         plan=plan,
         recipe=recipe,
         spec=spec_code(computed, recipe, places, sinks),
         mask=mask,
         operands=operand_code(computed, plan),
-        forward=forward_code(computed, recipe, plan.elements, of_warpgroups=has_warpgroups(plan)),
+        forward=forward_code(computed, recipe, plan.elements, of_warpgroups=of_warpgroups),
         forward_ways=forward_ways(computed, recipe, plan),
         backward=backward_code(computed, recipe, plan),
         queries=query_code(computed, plan),

@@ -46,11 +46,14 @@ def primitives(
     sequence_copies: bool = False,
     tangent: bool = False,
     pairs: bool = False,
+    lines: bool = False,
 ) -> tuple[str, ...]:
-    """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences."""
+    """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences; ``lines``: the
+    mask is asked once a line.
+    """
     more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts, "units.cuh": listed}
     more |= dict.fromkeys(("narrow_instructions.cuh", "narrow_tile.cuh"), f8_cached)
-    more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs}
+    more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs, "lane_bits.cuh": lines}
     names = (
         *(("dropout_instructions.cuh",) if dropout else ()),
         *_PRIMITIVES,

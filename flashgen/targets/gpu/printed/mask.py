@@ -32,6 +32,7 @@ from flashgen.targets.gpu.model import (
     notes,
     visit_list,
 )
+from flashgen.targets.gpu.printed.runs import LineCode, keys_of_row, queries_of_column
 from flashgen.targets.gpu.recipe import Recipe
 
 
@@ -104,10 +105,13 @@ class MaskCode:
 
     ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
     ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
-    blocks keep ``words_of_notes`` beside it, in the structs ``notes``.
+    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
+    line keeps, where it is known without a look at each pair.
     """
 
     keep_range: RangeCode
+    keys_of_row: LineCode | None
+    queries_of_column: LineCode | None
     selected: Selected | None
     listed: Listed | None
     by_head: bool
@@ -122,13 +126,23 @@ class MaskCode:
     bytes_of_list: int
     notes: str
 
+    @property
+    def asks_lines(self) -> bool:
+        """Whether rows or columns know what they keep."""
+        return self.keys_of_row is not None or self.queries_of_column is not None
 
-def mask_code(variant: Variant, recipe: Recipe, placement: Placement) -> MaskCode:
-    """The mask of a variant; places what it observes."""
+
+def mask_code(variant: Variant, recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
+    """The mask of a variant; places what it observes. ``lines``: what a row or column keeps may be asked for at once.
+
+    Warps that multiply for themselves have no registers for that: on sm_80 D 64 forward spilled 32 bytes more.
+    """
     loads = (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
+        keys_of_row=keys_of_row(variant.keep_of_pairs, placement) if lines else None,
+        queries_of_column=queries_of_column(variant.keep_of_pairs, placement) if lines else None,
         selected=_selected(variant, placement),
         listed=_listed(variant, placement),
         by_head="h" in mask_axes(variant.keep),

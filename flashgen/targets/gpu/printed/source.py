@@ -53,8 +53,8 @@ class SourceCode:
     has_backward: bool
 
 
-def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) -> SourceCode:
-    """What the source of a variant says of itself."""
+def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
+    """What the source of a variant says of itself; ``lines``: its mask is asked once a line."""
     spec, warpgroups = variant.spec, warpgroup_products(variant, plan)
     elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
@@ -84,6 +84,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str) ->
             sequence_copies=variant.ragged,
             tangent=variant.tangent is not None,
             pairs=warpgroups is not None and reads_words,
+            lines=lines,
         ),
         warpgroups=warpgroups is not None,
         has_forward=not variant.backward_only,

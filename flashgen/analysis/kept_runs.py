@@ -1,0 +1,86 @@
+"""Which positions of a line a mask keeps, as runs: of a row its keys, of a column its queries.
+
+Stage: analyse and after. In: the condition under which a pair is kept, and the axis along which a line goes. Out:
+``Run``s, whose ends are sums of what is one value for the line; a position is kept where one of them has it. None where
+the mask says something else, which has to be asked for each pair. Kernels make bits of runs once a line, so that a pair
+of a masked tile costs a selection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.comparisons import natural_ends
+from flashgen.analysis.constraints import COLUMN, Bound, Limit, Term, Truth
+from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.linear import Linear
+from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.ir.expr import Expr, Symbol
+from flashgen.ir.interval import INT_MAX
+
+MOST_RUNS = 3  # of a line; beyond it a look at each pair costs no more
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions p with every ``least`` ≤ p ≤ every ``most``, where the line satisfies ``conditions``.
+
+    So it does where no sum of ``not_negative`` is below 0 and all ``truths`` hold. Sums are over the integers.
+    """
+
+    least: tuple[Linear, ...]
+    most: tuple[Linear, ...]
+    not_negative: tuple[Linear, ...] = ()
+    truths: tuple[Truth, ...] = ()
+
+
+def kept_runs(keep: Expr, axis: Symbol) -> tuple[Run, ...] | None:
+    """The runs along ``axis`` (i or j) of a line of the other one; None where a pair has to be asked."""
+    terms = kept_pairs(keep).kept
+    if not 0 < len(terms) <= MOST_RUNS:
+        return None
+    runs = [_run(term, axis) for term in terms]
+    found = tuple(run for run in runs if run is not None)
+    has_ends = any(run.least or run.most for run in found)
+    return found if len(found) == len(runs) and has_ends else None
+
+
+def fits_position(end: Linear) -> bool:
+    """Whether an end less a position stays inside 32 bits in any call."""
+    lo, hi = natural_ends(end)
+    return lo >= -SIZE_LIMIT and hi <= INT_MAX
+
+
+def _run(term: Term, axis: Symbol) -> Run | None:
+    """A term as a run; None where something in it depends on both positions in another way."""
+    least: list[Linear] = []
+    most: list[Linear] = []
+    not_negative: list[Linear] = []
+    line = Level.ROW if axis == COLUMN else Level.COLUMN
+    if term.unequal or any(level_of(each.condition) not in (line, Level.HEAD, Level.LAUNCH) for each in term.truths):
+        return None
+    for bound in term.bounds:
+        coefficients = dict(bound.form.terms)
+        along = coefficients.pop(axis, 0)
+        if along not in (-1, 0, 1) or any(level_of(atom) is not line for atom in coefficients):
+            return None
+        if any(limit.sides for limit in (*bound.least, *bound.most)):
+            return None  # it holds only where nothing wraps
+        from_least, from_most = _differences(bound, Linear(0, coefficients))
+        if along == 0:
+            not_negative += [*(Linear().plus(each, -1) for each in from_least), *from_most]
+        else:
+            lower, upper = (from_least, from_most) if along > 0 else (from_most, from_least)
+            least += [Linear().plus(each, along) for each in lower]
+            most += [Linear().plus(each, along) for each in upper]
+    return Run(tuple(least), tuple(most), tuple(not_negative), term.truths)
+
+
+def _differences(bound: Bound, rest: Linear) -> tuple[list[Linear], list[Linear]]:
+    """Of least ≤ ± p + rest ≤ most: every least less rest, every most less rest."""
+
+    def less_rest(limit: Limit) -> Linear:
+        return Linear(limit.constant, dict(limit.points)).plus(rest, -1)
+
+    return [less_rest(each) for each in bound.least], [less_rest(each) for each in bound.most]
