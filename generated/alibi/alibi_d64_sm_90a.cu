@@ -1358,6 +1358,50 @@ template <class Team> FG_DEVICE float team_sum(float x, float* shared) {
 
 }  // namespace fg
 
+// Layer 3 of the CUDA primitives: which of a lane's elements of a row of a tile are kept, as bits.
+//
+// A lane has the elements 8 t + e (e = 0, 1) behind its first one, as accumulators have them; element 2 t + e is a bit.
+// Selections by neighbouring bits are one instruction for seven of them and one each.
+
+namespace fg {
+
+// An end of a run, from which a position may be taken in 32 bits.
+FG_DEVICE int position(int64_t end) {
+  constexpr int64_t most = 1 << 30;  // positions are fewer
+  return int(end < -most ? -most : end < most ? end : most);
+}
+
+template <int n_tiles> struct LaneBits {
+  static constexpr int words = (2 * n_tiles + 31) / 32;
+  uint32_t at[words];
+
+  FG_DEVICE LaneBits() {
+#pragma unroll
+    for (int w = 0; w < words; ++w) at[w] = 0;
+  }
+  // Adds what lies before `end`, or from `begin` on and before `end`, in elements of the row behind the lane's first.
+  FG_DEVICE void add_before(int end) {
+    const int ends = elements(end);
+#pragma unroll
+    for (int w = 0; w < words; ++w) at[w] |= low_bits(ends - 32 * w);
+  }
+  FG_DEVICE void add(int begin, int end) {
+    const int begins = elements(begin), ends = elements(end);
+#pragma unroll
+    for (int w = 0; w < words; ++w) at[w] |= low_bits(ends - 32 * w) & ~low_bits(begins - 32 * w);
+  }
+  FG_DEVICE bool has(int t, int e) const { return (at[(2 * t + e) / 32] & 1u << (2 * t + e) % 32) != 0; }
+
+ private:
+  FG_DEVICE static int elements(int end) {  // of the lane, before it
+    const int row = max(end, 0);
+    return row / 8 * 2 + min(row % 8, 2);
+  }
+  FG_DEVICE static uint32_t low_bits(int n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0u; }
+};
+
+}  // namespace fg
+
 // Layer 1 of the CUDA primitives, Hopper's part: matrix products of a warpgroup (four warps, the first a multiple of
 // four), whose operands lie in shared memory, and which run while the warps go on.
 //
@@ -2416,6 +2460,26 @@ FG_DEVICE float score_by_slope(PAIR, float dot) {
 
 #undef PAIR
 
+// Of a row, the keys of a tile that are kept: bits of a lane's elements, the first of which is at `j`. `count` of the
+// tile's are there, counted from it.
+template <int n_tiles>
+FG_DEVICE fg::LaneBits<n_tiles> keys_of_row([[maybe_unused]] const Arguments& a, [[maybe_unused]] const Launch& u,
+                                            [[maybe_unused]] const Head& x, const Row& r, int j, int count) {
+  fg::LaneBits<n_tiles> kept;
+  kept.add_before(fg::min(count, r.i + 1 - j));
+  return kept;
+}
+
+// Of a column, the queries of a tile that keep it: bits of a lane's elements, the first of which is at `i`. `count` of
+// the tile's are there, counted from it.
+template <int n_tiles>
+FG_DEVICE fg::LaneBits<n_tiles> queries_of_column([[maybe_unused]] const Arguments& a, [[maybe_unused]] const Launch& u,
+                                                  [[maybe_unused]] const Head& x, const Column& c, int i, int count) {
+  fg::LaneBits<n_tiles> kept;
+  kept.add(c.j - i, count);
+  return kept;
+}
+
 // What all scores of a row have in common
 FG_DEVICE float row_score(const Arguments& a, const Launch& u, const Head& x, const Row& r) {
   return -(x.of_slope * r.near + x.of_slope * r.step);
@@ -3024,10 +3088,9 @@ template <class T> struct Block {
         for (int r = 0; r < 2 * m_tiles; ++r) {
           [[maybe_unused]] float& value = s.at[r / 2][t][r % 2 * 2 + e];
           value = score(a, u, x, rows[r], c, value);
-          if (masked && !keep(a, u, x, rows[r], c)) value = -INFINITY;
         }
       }
-    if (masked && column0 + BC > kv_len) hide_the_end(s, kv_len - column0);
+    if constexpr (masked) hide(s, column0);
     float tops[2 * m_tiles][chains];
 #pragma unroll
     for (int r = 0; r < 2 * m_tiles; ++r) {
@@ -3060,16 +3123,19 @@ template <class T> struct Block {
     }
     return true;
   }
-  // Keys past the last one, `count` into the tile. Only few tiles reach there: their pairs need no look at the end.
-  FG_DEVICE void hide_the_end(fg::Accumulators<m_tiles, s_tiles>& s, int count) const {
-    count = fg::again(count);  // a branch: the compiler would make it a selection a pair
+  // What rows do not keep of a masked tile, and what lies past the last key. By rows, so that a lane's neighbouring
+  // bits are asked together.
+  FG_DEVICE void hide(fg::Accumulators<m_tiles, s_tiles>& s, int column0) const {
+    const int first = column0 + fg::fragment_column(0);
 #pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      const auto kept = keys_of_row<s_tiles>(a, u, x, rows[r], int(a.kv_start) + first, kv_len - first);
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (8 * t + fg::fragment_column(e) >= count)
+      for (int t = 0; t < s_tiles; ++t)
 #pragma unroll
-          for (int r = 0; r < 2 * m_tiles; ++r) s.at[r / 2][t][r % 2 * 2 + e] = -INFINITY;
+        for (int e = 0; e < 2; ++e)
+          if (!kept.has(t, e)) s.at[r / 2][t][r % 2 * 2 + e] = -INFINITY;
+    }
   }
   // What a row's exponents are less: its maximum in base 2. Where that is so large that its rounding would show, and
   // where nothing is kept so far (exp2(-inf + inf) would be NaN), it is 0, and scores are counted from the maximum
@@ -4211,6 +4277,12 @@ template <class T, bool atomic, Adding how> struct Block {
       values[2 * t] = pair.x, values[2 * t + 1] = pair.y;
     }
   }
+  // Which queries of a masked tile keep this lane's key k, as bits of its elements: none of one past the last of so
+  // many `keys`.
+  FG_DEVICE fg::LaneBits<s_tiles> queries_of(int k, int row0, int keys) const {
+    const int first = row0 + 8 * s_tiles * part + fg::fragment_column(0);
+    return queries_of_column<s_tiles>(a, u, x, columns[k], int(a.q_start) + first, key(k) < keys ? 8 * s_tiles : 0);
+  }
   // Products to Pᵀ.
   template <bool masked>
   FG_DEVICE void weigh_pairs(
@@ -4231,17 +4303,18 @@ template <class T, bool atomic, Adding how> struct Block {
           float& value = s.at[0][t][k * 2 + e];
           [[maybe_unused]] const Column& c = columns[k];
           value = fg::exp2_approximate(__fmaf_rn(__fadd_rn(score(a, u, x, r, c, value), -top), 1.44269504f, -lse));
-          if (masked && !keep(a, u, x, r, c)) value = 0.0f;  // past the last query lse is +inf
         }
       }
-    if (masked && keys < BC) {  // few tiles reach past the last key: their pairs need no look at the end
-      const int count = fg::again(keys);  // a branch: the compiler would make it a selection a pair
+    if constexpr (masked)
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (key(k) >= count)
+      for (int k = 0; k < 2; ++k) {  // by keys, so that a lane's neighbouring bits are asked together
+        const auto kept = queries_of(k, row0, keys);
 #pragma unroll
-          for (int t = 0; t < s_tiles; ++t) s.at[0][t][2 * k] = s.at[0][t][2 * k + 1] = 0.0f;
-    }
+        for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!kept.has(t, e)) s.at[0][t][2 * k + e] = 0.0f;  // past the last query it is
+      }
   }
   // Pᵀ (in s) and dPᵀ (in dp) to dSᵀ, but for a constant factor.
   template <bool masked>
