@@ -141,7 +141,10 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "what the mask reads is given back with K": (
         PADDING,
-        r"(    release_q_of_last\(n\);\n)(    float shrink\[2\];\n    const bool grown.*\n.*\n)    release_k\(n\);\n",
+        (
+            r"(?s)(    release_q_of_last\(n\);\n)(    float shrink\[2\];\n    bool grown = false;\n.{1,300}?    }\n)"
+            r"    release_k\(n\);\n"
+        ),
         r"\1    release_k(n);\n\2",
         {FaultKind.RACE},
     ),

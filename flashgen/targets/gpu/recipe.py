@@ -18,7 +18,7 @@ from flashgen.analysis.norms import SplitNorms, split_norms
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.selection import reads_tiles
-from flashgen.analysis.variant import DOT, CapturedGradient, Variant
+from flashgen.analysis.variant import DOT, CapturedGradient, Variant, linear_factor
 from flashgen.ir.expr import Expr, Literal, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
@@ -26,7 +26,7 @@ from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.ahead import is_shared, read_ahead
 from flashgen.targets.gpu.diagonals import diagonal_numbers, exponent_of, has_runs, with_diagonals
-from flashgen.targets.gpu.lengths import has_growing_rows
+from flashgen.targets.gpu.lengths import has_growing_rows, has_whole_rows
 from flashgen.targets.gpu.near import Near, near_tanh
 
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
@@ -71,7 +71,8 @@ class Recipe:
     ``stored``: those of which pairs store dS, each in an element of its own; ``in_turn``: the one to which batch
     entries may add in turn, a tile at a time, the last of which stores it.
     ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
-    at, which few tiles need. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
+    at, which few tiles need. ``sums_tell``: scores are products but for a factor, and sums of weights tell warpgroups
+    where a maximum has grown. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
     """
 
     computed: Variant
@@ -99,6 +100,7 @@ class Recipe:
     stored: tuple[CapturedGradient, ...]
     in_turn: CapturedGradient | None
     exponent: Expr | None
+    sums_tell: bool
     ahead: Load | None
     near: Near | None
     norms: SplitNorms | None
@@ -178,11 +180,20 @@ def recipe_of(variant: Variant) -> Recipe:
         stored=_stored(variant, keys, dq) if weights_first else (),
         in_turn=_in_turn(variant, keys, dq) if weights_first else None,
         exponent=exponent,
+        sums_tell=_sums_tell(computed),
         ahead=read_ahead(computed),
         near=near_tanh(computed),
         norms=norms,
         decisions=tuple(_decisions(variant, numbers, lists, dq, cuts, longest_first, exponent is not None, norms)),
     )
+
+
+def _sums_tell(computed: Variant) -> bool:
+    """Not where weights of 8 bits begin high, nor in forward mode; not where wide K, in a ring, is waited for."""
+    others = computed.f8 or computed.tangent is not None
+    width = computed.head_dim.qk
+    measured = width <= rules.SUMS_TELL.limit or (width <= 256 and not has_whole_rows(computed))
+    return linear_factor(computed) is not None and not others and measured
 
 
 def _stored(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -> tuple[CapturedGradient, ...]:

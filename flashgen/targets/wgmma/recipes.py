@@ -18,7 +18,7 @@ from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, forward_layout, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
-from flashgen.targets.gpu.rules import LONG_TILES
+from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
@@ -144,6 +144,8 @@ def complete(
         reads += [Decision.by("staging of pairs", "async copies", rules.STAGED_PAIRS)] if row.pairs_staged else []
         near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
         reads += [near] if recipe.near is not None else []
+        told = Decision.by("maxima of rows", "where sums of weights ask for them", SUMS_TELL)
+        reads += [told] if recipe.sums_tell else []
         return Candidate(row, (*common, *_order_of_queries(copies=copies, early=early), *heads, *reads))
     order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
