@@ -8,7 +8,7 @@ from typing import Any
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.pieces import block_sizes
-from flashgen.analysis.variant import Variant
+from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
@@ -49,9 +49,9 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         table, why = tables.HOPPER_BLOCK_FORWARD, rules.SMALL_BLOCKS
     whys: tuple[Rule, ...] = (why,)
     rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
-    if variant.uses_sqdist and has_long_rows(variant):
+    if has_long_rows(variant) and (variant.uses_sqdist or _starts_in_turn(variant)):
         rows.sort(key=lambda row: not row.producers)
-        whys += (rules.NORMS_OF_KEYS,)
+        whys += (rules.NORMS_OF_KEYS if variant.uses_sqdist else rules.PRODUCTS_IN_TURN,)
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
     if not _weighs_in_turns(variant):
@@ -59,6 +59,12 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
     if not _shares_copies(variant):
         rows = [row for row in rows if row.cluster == 1]
     return others.after(_with_staged_pairs(rows) if recipe_of(variant).ahead is not None else rows, whys)
+
+
+def _starts_in_turn(variant: Variant) -> bool:
+    """Whether three warpgroups that start products in turn are faster than three blocks."""
+    plain = linear_factor(variant) is not None and variant.spec.dropout is None and not variant.ragged
+    return plain and _padded_widths(variant) == (64, 64)
 
 
 def _with_staged_pairs(rows: list[ForwardChoice]) -> list[ForwardChoice]:
