@@ -40,6 +40,14 @@ TILES_OF_QUERIES = Words(
         ("next", "the number of the one after it"),
     )
 )
+OPENED_TILE = Words(  # what a block that copies for itself knows of the next query tile, beside its place
+    (
+        ("q", "the slab of its queries"),
+        ("number", "of the query tile"),
+        ("partial", "the key tiles that it visits, a bit each: of these some pairs are kept"),
+        ("full", "and of these all"),
+    )
+)
 PRODUCER_TILES_OF_QUERIES = Words((*TILES_OF_QUERIES.names[:2], ("parts_before", "of the lists before this one")))
 TILES_OF_KEYS = Words(
     (
@@ -212,6 +220,10 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
             "self_loading * int(sizeof(QueryPlace))",
         ),
+        Part(
+            *("OPENED", "next list", opens(variant, tiles) * WORD * len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))),
+            "self_loading * int(sizeof(OpenedTile))",
+        ),
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
         Part("PAGES", "pages of a tile", variant.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
@@ -251,6 +263,12 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )
+
+
+def opens(variant: Variant, tiles: _Forward) -> bool:
+    """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
+    alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
+    return alone and not variant.ragged and not recipe_of(variant).has_lists
 
 
 def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:

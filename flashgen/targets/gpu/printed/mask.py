@@ -24,6 +24,7 @@ from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
     FEW_QUERIES,
     MERGING_WARPS,
+    OPENED_TILE,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
@@ -212,6 +213,7 @@ def _notes(variant: Variant) -> str:
         (
             "// What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.",
             PLACE_OF_QUERIES.struct("QueryPlace", base),
+            OPENED_TILE.struct("OpenedTile", "QueryPlace"),
             "template <bool has_producers> struct QueryNotes;",
             "template <> " + TILES_OF_QUERIES.struct("QueryNotes<false>", "QueryPlace"),
             "template <> " + PRODUCER_TILES_OF_QUERIES.struct("QueryNotes<true>", "QueryPlace"),
