@@ -10,13 +10,13 @@
 //
 // Plan, for 227 KiB of shared memory a block:
 //   227 KiB of shared memory a block on sm_90a, 228 KiB a multiprocessor
-//   forward, f16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
+//   forward, f16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.4 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
 //   backward, f16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 197.4 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   queries, f16: B_r × B_c = 128 × 64 by 2 warpgroups, 2 stages, 67.3 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
-//   forward, bf16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
+//   forward, bf16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.4 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
 //   backward, bf16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 197.4 KiB: 1 block fits a multiprocessor's shared
 //       memory
@@ -2567,17 +2567,19 @@ template <> struct ForwardMemory<fg::half_t> {
   static constexpr int Q = 0, Q_bytes = 8192;  // Q
   static constexpr int K = 8192, K_bytes = 32768;  // K
   static constexpr int V = 40960, V_bytes = 32768;  // V
-  static constexpr int LIST = 73728, LIST_bytes = 2348;  // list of tiles
-  static constexpr int SIGNALS = 76080, SIGNALS_bytes = 32;  // signals
-  static constexpr int Q_SIGNALS = 76112, Q_SIGNALS_bytes = 16;  // signals
+  static constexpr int OPENED = 73728, OPENED_bytes = 32;  // next list
+  static constexpr int LIST = 73760, LIST_bytes = 2348;  // list of tiles
+  static constexpr int SIGNALS = 76112, SIGNALS_bytes = 32;  // signals
+  static constexpr int Q_SIGNALS = 76144, Q_SIGNALS_bytes = 16;  // signals
   static constexpr int O = 0, O_bytes = 0;  // O at the end
-  static constexpr int bytes = 76128;
+  static constexpr int bytes = 76160;
 };
 template <> struct ForwardMemory<fg::bfloat_t> : ForwardMemory<fg::half_t> {};
 template <> struct ForwardMemory<float> {
   static constexpr int Q = 0, Q_bytes = 16384;  // Q
   static constexpr int K = 16384, K_bytes = 16384;  // K
   static constexpr int V = 32768, V_bytes = 16384;  // V
+  static constexpr int OPENED = 49152, OPENED_bytes = 0;  // next list
   static constexpr int LIST = 49152, LIST_bytes = 2348;  // list of tiles
   static constexpr int SIGNALS = 51500, SIGNALS_bytes = 0;  // signals
   static constexpr int Q_SIGNALS = 51500, Q_SIGNALS_bytes = 0;  // signals
@@ -2699,6 +2701,12 @@ struct QueryPlace {
   int v;  // where V does
   int head;  // counted through the batch
   int row0;  // the first query of the tile
+};
+struct OpenedTile : QueryPlace {
+  int q;  // the slab of its queries
+  int number;  // of the query tile
+  int partial;  // the key tiles that it visits, a bit each: of these some pairs are kept
+  int full;  // and of these all
 };
 template <bool has_producers> struct QueryNotes;
 template <> struct QueryNotes<false> : QueryPlace {
@@ -2876,6 +2884,7 @@ template <class T> struct Block {
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
+  static_assert(Memory::OPENED_bytes == self_loading * int(sizeof(OpenedTile)), "next list: what the plan counts");
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
@@ -3205,13 +3214,11 @@ template <class T> struct Block {
     int n = 1;
     multiply_visits(p, n);
     release_q();
-    // Late, so that none waits for this block while others have nothing to do; it is on its way during the last
-    // product.
-    if constexpr (self_loading) fetch_next_work_tile();
     await_part(n);
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
+    if constexpr (self_loading) look_ahead();
     fg::wait_products<0>(o, p);
     release_part(n);
   }
@@ -3229,6 +3236,8 @@ template <class T> struct Block {
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
+    if constexpr (self_loading)
+      if (visits.count() == 1) fetch_next_work_tile();
     fg::wait_products<0>(s);
     float shrink[2];  // of what the windows before have left in O
     if (scores<masked>(s, 0, shrink)) rescale(shrink);
@@ -3324,6 +3333,8 @@ template <class T> struct Block {
   FG_DEVICE void follow_part(int n) {
     if constexpr (self_loading) {
       copy_next_part(n + 1);
+      // late, so that none waits for this block while others have nothing to do
+      if (n + 1 == visits.count()) fetch_next_work_tile();
     }
   }
 
@@ -3348,6 +3359,7 @@ template <class T> struct Block {
   FG_DEVICE void run_self_loading() {
     if (threadIdx.x == 0) {
       q_signals().make(false, threads, 1);
+      signals().make(false, threads, 1);
       // As if query tile -1 had ended.
       set_visits(visits.list, 0, 0, 0);
       fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
@@ -3355,12 +3367,15 @@ template <class T> struct Block {
     }
     next_work_tile = fg::block_index();
     Team::barrier();
+    look_ahead();
 #pragma unroll 1
     for (bool first = true;; first = false) {
       const Place before = this->place();
       const bool ended = !first && ends();
       advance_window();
       if (ended) finish(before);
+      Team::barrier();  // the list is there
+      if (visits.count() == 0) fetch_next_work_tile(), look_ahead();  // else while the last visit is worked on
       if (visits.count() == NO_MORE) return;
       if (begins()) {
         const Place place = this->place();
@@ -3376,21 +3391,88 @@ template <class T> struct Block {
   FG_DEVICE void advance_window() {
     const bool another = ends();
     const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
+    const int used = visits.count() > 0 ? visits.count() + 1 : 0;  // parts of the present list
     if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
     Team::barrier();
-    const int number = visits.noted(another ? &Notes::next : &Notes::number);
+    const int number = is_short() ? fg::shared_load(&opened()->number)
+        : visits.noted(another ? &Notes::next : &Notes::number);
     if (number >= work_tiles()) {
       if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
       Team::barrier();
       return;
     }
-    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
-    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
+    if (is_short()) return open(ordinal, used);
+    if (threadIdx.x == 0) pass_parts(used, 0), pass_parts(used, 1);
     const Place place = locate(number);
     const Head head = prepare(place, number, window, ordinal);
     find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
     if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
-    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
+  }
+  // Where one window has all, and a word a bit for each key tile, a warp looks at the next query tile while the last
+  // product of the present one runs.
+  FG_DEVICE bool is_short() const { return tiles() <= 32; }
+  FG_DEVICE OpenedTile* opened() const { return reinterpret_cast<OpenedTile*>(memory + Memory::OPENED); }
+  FG_DEVICE void look_ahead() const {
+    if (NextTeam::warp() != 0 || !is_short()) return;
+    const int number = fg::shuffle(next_work_tile, 0), lane = fg::lane_index();
+    if (lane == 0) fg::shared_store(&opened()->number, number);
+    if (number >= work_tiles()) return;
+    const Place place = locate(number);
+    const Head head = head_at(place);
+    fg::ranges::Bool kept = {true, false};
+    if (lane < tiles()) kept = classify(place, head)(lane, lane + 1);
+    const uint32_t partial = fg::ballot(kept.may_be_true && kept.may_be_false), full = fg::ballot(!kept.may_be_false);
+    if (lane != 0) return;
+    note(opened(), place, head);
+    fg::shared_store(&opened()->q, fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start)));
+    fg::shared_store(&opened()->partial, int(partial)), fg::shared_store(&opened()->full, int(full));
+  }
+  // Its list becomes the present one, by the first warp; what it begins with is started, by a thread each of three
+  // warps.
+  FG_DEVICE void open(int ordinal, int used) const {
+    const OpenedTile* const tile = opened();
+    const uint32_t partial = fg::shared_load(&tile->partial), full = fg::shared_load(&tile->full);
+    const int warp = fg::warp_index(), lane = fg::lane_index();
+    if (warp == 0) {
+      const int partials = fg::popcount(int(partial));
+      const uint32_t mine = 1u << lane, below = mine - 1;
+      if (partial & mine) fg::shared_store(&visits.list->tile[fg::popcount(int(partial & below))], uint16_t(lane));
+      if (full & mine) fg::shared_store(&visits.list->tile[partials + fg::popcount(int(full & below))], uint16_t(lane));
+      if (lane == 0) {
+        QueryNotes<false>* const to = visits.notes();
+        uint64_t* const there = q_signals().full(ordinal);
+        const int row0 = fg::shared_load(&tile->row0);
+        fg::mbarrier_expect(there, QTile::bytes);
+        fg::copy_tile_async(q_tile(), maps->q, row0, fg::shared_load(&tile->q), there);
+        set_visits(visits.list, 0, partials, partials + fg::popcount(int(full)));
+        fg::shared_store(&to->k, fg::shared_load(&tile->k)), fg::shared_store(&to->v, fg::shared_load(&tile->v));
+        fg::shared_store(&to->head, fg::shared_load(&tile->head)), fg::shared_store(&to->row0, row0);
+        fg::shared_store(&to->edges, BEGINS | ENDS), fg::shared_store(&to->ordinal, ordinal);
+      }
+    } else if (warp < 3 && lane == 0) {
+      const uint32_t visited = partial ? partial : full, without = visited & (visited - 1);  // the first one
+      const uint32_t after = without || !partial ? without : full;
+      if (visited) {
+        const int n = warp - 1;
+        uint64_t* const there = signals().full(n);
+        pass_parts(used, n);
+        fg::mbarrier_expect(there, ((n == 0 || after) ? int(KTile::bytes) : 0) + (n > 0 ? int(VTile::bytes) : 0));
+        if (n == 0 || after)
+          fg::copy_tile_async(
+              k_tile(n), maps->k, lowest(n == 0 ? visited : after) * BC, fg::shared_load(&tile->k), there);
+        if (n > 0) fg::copy_tile_async(v_tile(0), maps->v, lowest(visited) * BC, fg::shared_load(&tile->v), there);
+      } else {
+        pass_parts(used, warp - 1);
+      }
+    }
+  }
+  FG_DEVICE static int lowest(uint32_t bits) { return fg::popcount(int((bits & (0u - bits)) - 1)); }
+  // As many parts that bring nothing, of a stage's, that phases come again: stages and phases so follow from a part's
+  // place in its list, and take no instructions of the loop.
+  FG_DEVICE void pass_parts(int used, int stage) const {
+#pragma unroll 1
+    for (int n = used; n % (2 * stages) != 0; ++n)
+      if (n % stages == stage) fg::mbarrier_expect(signals().full(n), 0);
   }
   FG_DEVICE void fetch_next_work_tile() {
     if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());

@@ -2666,6 +2666,12 @@ struct QueryPlace {
   int head;  // counted through the batch
   int row0;  // the first query of the tile
 };
+struct OpenedTile : QueryPlace {
+  int q;  // the slab of its queries
+  int number;  // of the query tile
+  int partial;  // the key tiles that it visits, a bit each: of these some pairs are kept
+  int full;  // and of these all
+};
 template <bool has_producers> struct QueryNotes;
 template <> struct QueryNotes<false> : QueryPlace {
   int edges;  // what the list begins and ends
@@ -3206,6 +3212,7 @@ template <class T> struct Block {
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
+    pass_turn();
     fg::wait_products<0>(s);
     let_next_start(list);
     release_q_of_last(0);
@@ -3220,6 +3227,7 @@ template <class T> struct Block {
 
   template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
     await_part(n);
+    await_turn();
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s, o, p);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
@@ -3228,13 +3236,20 @@ template <class T> struct Block {
     fg::warpgroup_arrive();
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
+    pass_turn();
     follow_part(n);
+    float shift[2];
+    const bool by_maxima = !masked && counts_on(shift) && keeps_q(n);
     fg::wait_products<1>(s);
     release_q_of_last(n);
-    release_k(n);
     float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
-    weigh_tile<masked>(s, n);
+    bool grown = false;
+    if (!by_maxima || !weigh_by_maxima(s, shift)) {
+      if (by_maxima) multiply_again(s, n);
+      grown = scores<masked>(s, n, shrink);
+      weigh_tile<masked>(s, n);
+    }
+    release_k(n);
     if (grown) {  // two waits: with one, the assembler would move it before the exponentials
       fg::wait_products<0>(o, p);
       rescale(shrink);
@@ -3243,6 +3258,50 @@ template <class T> struct Block {
     }
     release_part(n);
     fg::round_into(p, s);
+  }
+// ---- weights without maxima ----
+  // Few tiles bring a score that matters beyond what a row's exponents are counted from, and weights tell: their sum is
+  // large. So a tile of which all is kept is weighed by the maxima of before. A warp whose sums are too large, or no
+  // numbers, multiplies its scores again, by itself, and looks for maxima.
+
+  // Whether exponents of all of this warp's rows can be counted from their maxima, and by what they are less.
+  FG_DEVICE bool counts_on(float (&shift)[2]) const {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = row_max[r] * 0.127517431f;
+      far = far || is_far(row_max[r]);
+    }
+    return fg::ballot(far) == 0;
+  }
+  // P, and its sums; not so where a weight may be more than 2^8.
+  FG_DEVICE bool weigh_by_maxima(fg::Accumulators<1, s_tiles>& s, const float (&shift)[2]) {
+    float sums[2][chains] = {};
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& value = s.at[0][t][e];
+        value = fg::exp2_approximate(value * 0.127517431f - shift[e / 2]);
+        sums[e / 2][(2 * t + e % 2) % chains] += value;
+      }
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = chains / 2; n > 0; n /= 2)
+#pragma unroll
+        for (int k = 0; k < n; ++k) sums[r][k] += sums[r][k + n];
+      grown = grown || !(sums[r][0] <= float(256 * BC / 4));  // one of so many is above 2^8
+    }
+    if (fg::ballot(grown) != 0) return false;
+    row_sum[0] += sums[0][0], row_sum[1] += sums[1][0];
+    return true;
+  }
+  // By instructions of a warp: others of its warpgroup may have no need.
+  FG_DEVICE void multiply_again(fg::Accumulators<1, s_tiles>& s, int n) const {
+    fg::clear(s);
+    fg::product(s, q_tile(), warp_row, k_tile(n), 0);
   }
 
   // Scores to P.
@@ -3384,7 +3443,9 @@ template <class T> struct Block {
     const int warp = fg::warp_index();
     if (warp < P::warps) {
       fg::take_registers<P::registers>();
+      if (in_turn && group() == groups - 1) pass_turn();
       multiply();
+      if (in_turn && group() == 0) await_turn();  // nobody else does
     } else {
       fg::give_registers<P::producer_registers>();
       if (warp == P::warps) stream();
@@ -3499,16 +3560,26 @@ template <class T> struct Block {
     }
   }
 
-  // Warpgroups begin a list one after another: in step they would all multiply, and then all weigh. Each says that the
-  // next one may, by a signal of two places, as there are two lists.
+  // Of two warpgroups the second begins a list after the first: in step both would multiply, and then both weigh. The
+  // first says that the second may, by a signal of two places, as there are two lists. Three start the products of
+  // every visit in turn, each at a barrier of its own that the one before it comes to as well.
+  static constexpr bool in_turn = goes_over && groups > 2;
+  FG_DEVICE static int barrier_of(int group) { return 2 + group; }
+  FG_DEVICE static void await_turn() {
+    if (in_turn) fg::barrier_wait(barrier_of(group()), 2 * 128);
+  }
+  FG_DEVICE static void pass_turn() {
+    if (in_turn) fg::barrier_arrive(barrier_of(group() + 1 < groups ? group() + 1 : 0), 2 * 128);
+  }
   FG_DEVICE StartSignals start_signals(int group) const {
     return {reinterpret_cast<uint64_t*>(memory + Memory::START_SIGNALS + group * StartSignals::bytes)};
   }
   FG_DEVICE void await_start(int list) const {
-    if (goes_over && group() > 0) start_signals(group() - 1).await(list);
+    if (in_turn) await_turn();
+    else if (goes_over && group() > 0) start_signals(group() - 1).await(list);
   }
   FG_DEVICE void let_next_start(int list) const {
-    if (goes_over && group() < groups - 1) fg::mbarrier_arrive(start_signals(group()).full(list));
+    if (goes_over && !in_turn && group() < groups - 1) fg::mbarrier_arrive(start_signals(group()).full(list));
   }
 
   // Where there is one place for Q the next one waits for it: it is free once the tile's last scores are there.
@@ -3516,6 +3587,9 @@ template <class T> struct Block {
     if constexpr (goes_over && q_places == 1)
       if (n + 1 == visits.count()) release_q();
   }
+
+  // Whether this tile's Q stays until the weights of visit n are there.
+  FG_DEVICE bool keeps_q(int n) const { return !goes_over || q_places > 1 || n + 1 < visits.count(); }
 
   // At a tile's last part, n. Where the next tile has begun with it: O of this tile leaves, P is of the first visit of
   // the next one, of the next list, and n the number of its second visit.
@@ -3546,6 +3620,7 @@ template <class T> struct Block {
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
+    pass_turn();
     let_next_start(list);
     float factors[2 * m_tiles];  // of O, while rows are the next tile's
     close_rows(before, factors);

@@ -2173,6 +2173,12 @@ struct QueryPlace {
   int head;  // counted through the batch
   int row0;  // the first query of the tile
 };
+struct OpenedTile : QueryPlace {
+  int q;  // the slab of its queries
+  int number;  // of the query tile
+  int partial;  // the key tiles that it visits, a bit each: of these some pairs are kept
+  int full;  // and of these all
+};
 template <bool has_producers> struct QueryNotes;
 template <> struct QueryNotes<false> : QueryPlace {
   int edges;  // what the list begins and ends

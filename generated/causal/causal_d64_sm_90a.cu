@@ -8,13 +8,13 @@
 //
 // Plan, for 227 KiB of shared memory a block:
 //   227 KiB of shared memory a block on sm_90a, 228 KiB a multiprocessor
-//   forward, f16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
+//   forward, f16: B_r × B_c = 192 × 128 by 3 warpgroups, 2 stages, 116.8 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   backward, f16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.9 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   queries, f16: B_r × B_c = 128 × 64 by 2 warpgroups, 2 stages, 67.3 KiB: 3 blocks fit a multiprocessor's shared
 //       memory
-//   forward, bf16: B_r × B_c = 64 × 128 by 1 warpgroup, 2 stages, 74.3 KiB: 3 blocks fit a multiprocessor's shared
+//   forward, bf16: B_r × B_c = 192 × 128 by 3 warpgroups, 2 stages, 116.8 KiB: 1 block fits a multiprocessor's shared
 //       memory
 //   backward, bf16: B_r × B_c = 128 × 128 by 2 warpgroups, 2 stages, 196.9 KiB: 1 block fits a multiprocessor's shared
 //       memory
@@ -2480,18 +2480,18 @@ constexpr int DP = 64, DVP = 64;
 // The plan of the forward pass.
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::half_t> {
-  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, q_in_registers = 0, producers = 0, blocks = 3,
-      tensor_copies = 1, warpgroups = 1;
+  static constexpr int BR = 192, BC = 128, warps = 12, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
+      producer_registers = 32, registers = 160, tensor_copies = 1, goes_over = 1, q_places = 2, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, q_in_registers = 0, producers = 0, blocks = 3,
-      tensor_copies = 1, warpgroups = 1;
+  static constexpr int BR = 192, BC = 128, warps = 12, stages = 2, q_in_registers = 0, producers = 4, blocks = 1,
+      producer_registers = 32, registers = 160, tensor_copies = 1, goes_over = 1, q_places = 2, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct ForwardPlan<float> {
   static constexpr int BR = 64, BC = 64, warps = 4, stages = 1, q_in_registers = 0, producers = 0, blocks = 1,
-      tensor_copies = 0, warpgroups = 0;
+      tensor_copies = 0, goes_over = 0, q_places = 1, warpgroups = 0;
   static constexpr int threads = 32 * (warps + producers);
 };
 // The plan of dK and dV.
@@ -2530,14 +2530,17 @@ template <> struct QueryPlan<float> {
 // Where blocks of the forward pass have what, in bytes.
 template <class T> struct ForwardMemory;
 template <> struct ForwardMemory<fg::half_t> {
-  static constexpr int Q = 0, Q_bytes = 8192;  // Q
-  static constexpr int K = 8192, K_bytes = 32768;  // K
-  static constexpr int V = 40960, V_bytes = 32768;  // V
-  static constexpr int LIST = 73728, LIST_bytes = 2348;  // list of tiles
-  static constexpr int SIGNALS = 76080, SIGNALS_bytes = 32;  // signals
-  static constexpr int Q_SIGNALS = 76112, Q_SIGNALS_bytes = 16;  // signals
+  static constexpr int Q = 0, Q_bytes = 49152;  // Q
+  static constexpr int K = 49152, K_bytes = 32768;  // K
+  static constexpr int V = 81920, V_bytes = 32768;  // V
+  static constexpr int LIST = 114688, LIST_bytes = 4696;  // list of tiles
+  static constexpr int SIGNALS = 119384, SIGNALS_bytes = 32;  // signals
+  static constexpr int V_SIGNALS = 119416, V_SIGNALS_bytes = 32;  // signals
+  static constexpr int Q_SIGNALS = 119448, Q_SIGNALS_bytes = 32;  // signals
+  static constexpr int START_SIGNALS = 119480, START_SIGNALS_bytes = 64;  // signals
+  static constexpr int LIST_SIGNALS = 119544, LIST_SIGNALS_bytes = 32;  // signals
   static constexpr int O = 0, O_bytes = 0;  // O at the end
-  static constexpr int bytes = 76128;
+  static constexpr int bytes = 119576;
 };
 template <> struct ForwardMemory<fg::bfloat_t> : ForwardMemory<fg::half_t> {};
 template <> struct ForwardMemory<float> {
@@ -2546,7 +2549,10 @@ template <> struct ForwardMemory<float> {
   static constexpr int V = 32768, V_bytes = 16384;  // V
   static constexpr int LIST = 49152, LIST_bytes = 2348;  // list of tiles
   static constexpr int SIGNALS = 51500, SIGNALS_bytes = 0;  // signals
+  static constexpr int V_SIGNALS = 51500, V_SIGNALS_bytes = 0;  // signals
   static constexpr int Q_SIGNALS = 51500, Q_SIGNALS_bytes = 0;  // signals
+  static constexpr int START_SIGNALS = 51500, START_SIGNALS_bytes = 0;  // signals
+  static constexpr int LIST_SIGNALS = 51500, LIST_SIGNALS_bytes = 0;  // signals
   static constexpr int O = 0, O_bytes = 16384;  // O at the end
   static constexpr int bytes = 51500;
 };
@@ -2669,6 +2675,12 @@ struct QueryPlace {
   int v;  // where V does
   int head;  // counted through the batch
   int row0;  // the first query of the tile
+};
+struct OpenedTile : QueryPlace {
+  int q;  // the slab of its queries
+  int number;  // of the query tile
+  int partial;  // the key tiles that it visits, a bit each: of these some pairs are kept
+  int full;  // and of these all
 };
 template <bool has_producers> struct QueryNotes;
 template <> struct QueryNotes<false> : QueryPlace {
@@ -2799,10 +2811,6 @@ FG_DEVICE int fetch_work_tile(uint32_t* counter, int work_tiles) {
   const int blocks = fg::grid_size();
   return work_tiles <= blocks ? work_tiles : blocks + int(fg::global_next(counter));
 }
-// Where those who multiply do all, warps start parts in turn, and one has all that is of what comes next, its first
-// lane the number.
-using NextTeam = fg::Team<32, 1, 32>;
-FG_DEVICE bool knows_next() { return NextTeam::thread() == 0; }
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
 // One block a query tile, key tiles inside: Algorithm 1 of FlashAttention-2. A warp holds 16 · m_tiles rows of O, and
@@ -2827,6 +2835,7 @@ template <class T> struct Block {
   using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
   static constexpr int threads = Team::threads;
   static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
+  static constexpr bool goes_over = P::goes_over;  // from query tile to query tile, where others copy
   // one thread starts the copies, and all find the visits
   static constexpr bool self_loading = P::tensor_copies && !has_producers;
   static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
@@ -2838,20 +2847,27 @@ template <class T> struct Block {
   using VTile = fg::SharedTile<T, BC, DVP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = 1, lists = 1;
+  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
   static constexpr bool copies = P::tensor_copies;
   using Signals = fg::Signals<stages>;
-  using QSignals = fg::Signals<1>;
+  using QSignals = fg::Signals<goes_over ? q_places : 1>;
+  using ListSignals = fg::Signals<2>;
+  using VSignals = fg::Signals<stages>;
+  using StartSignals = fg::Signals<2>;
   using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
+  static_assert(Memory::V_SIGNALS_bytes == goes_over * VSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
+  static_assert(Memory::START_SIGNALS_bytes == goes_over * (P::warps / 4 - 1) * StartSignals::bytes,
+                "signals: what the plan counts");
+  static_assert(Memory::LIST_SIGNALS_bytes == has_producers * ListSignals::bytes, "signals: what the plan counts");
   static_assert(Memory::O_bytes == !copies * OTile::bytes, "O at the end: what the plan counts");
 
-  using Notes = QueryNotes<false>;
+  using Notes = QueryNotes<has_producers>;
   const Arguments& a;
   const ForwardMaps* maps;
   Launch u;
@@ -2859,8 +2875,8 @@ template <class T> struct Block {
   char* memory;
   int kv_len, warp_row;  // this warp's first query, in the tile
   Visits<Notes> visits;
-  static constexpr int parts_before = 0;  // the present list, where producer warps bring them
-  int next_work_tile;  // of a query tile, in the thread that has taken it
+  int parts_before = 0;  // the present list, where producer warps bring them
+  int q_place = 0;  // in which Q lies
 
   Row rows[2 * m_tiles];                                                                 // this lane's
   fg::LeftRows<T, m_tiles, P::q_in_registers ? DP : fg::Element<T>::depth> q_rows;  // where they fit
@@ -2876,12 +2892,13 @@ template <class T> struct Block {
   }
 
   FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE QTile q_tile(int place) const { return {reinterpret_cast<T*>(memory + place * QTile::bytes)}; }
+  FG_DEVICE QTile q_tile() const { return q_tile(q_places > 1 ? q_place : 0); }
   FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
+    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(parts_before + n) * KTile::bytes)};
   }
   FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
+    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(parts_before + n) * VTile::bytes)};
   }
 
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
@@ -2890,6 +2907,12 @@ template <class T> struct Block {
   };
   FG_DEVICE Place locate(unsigned number) const {
     const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR;
+    if constexpr (has_producers) {
+      constexpr int bytes_of_key = (DP + DVP) * int(sizeof(T));  // and its value
+      const TileOfGroup own = tile_of_group(number, tiles, unsigned(a.batch * a.kv_heads),
+                                            unsigned(a.heads) / unsigned(a.kv_heads), bytes_of_key, int(a.kv_len));
+      return {int(own.head), int(tiles - 1 - own.tile) * BR};
+    }
     const unsigned head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
   }
@@ -2927,7 +2950,7 @@ template <class T> struct Block {
   // ---- prologue ----
 
   FG_DEVICE void run() {
-    if constexpr (self_loading) return run_self_loading();
+    if constexpr (has_producers) return run_with_producers();
     const Place place = locate(block_number(a));
     enter(place);
     if (threadIdx.x == 0) note(place, x);
@@ -3161,19 +3184,22 @@ template <class T> struct Block {
   static constexpr int groups = P::warps / 4;
   FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
 
-  FG_DEVICE void multiply_window() {
+  FG_DEVICE void multiply_window(int& list) {
     await_q();
-    if (visits.count() == 0) return release_q();
+    if (visits.count() == 0) return let_next_start(list), release_q();
     if constexpr (!P::tensor_copies) copy_next_part(0);
     Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
+    if (visits.partials() > 0) first<true>(p, list);
+    else first<false>(p, list);
     int n = 1;
-    multiply_visits(p, n);
+#pragma unroll 1
+    do {
+      multiply_visits(p, n);
+    } while (goes_over_to_next(p, n, list));
+    if constexpr (!goes_over)  // else it has been
     release_q();
-    // Late, so that none waits for this block while others have nothing to do; it is on its way during the last
-    // product.
-    if constexpr (self_loading) fetch_next_work_tile();
+    if constexpr (goes_over) await_v(n - 1);
+    else
     await_part(n);
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
@@ -3189,33 +3215,51 @@ template <class T> struct Block {
     for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
   }
 
-  template <bool masked> FG_DEVICE void first(Weights& p) {
+  template <bool masked> FG_DEVICE void first(Weights& p, [[maybe_unused]] int list) {
     await_part(0);
+    await_start(list);
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
+    pass_turn();
     fg::wait_products<0>(s);
+    let_next_start(list);
+    release_q_of_last(0);
+    release_k(0);
     float shrink[2];  // of what the windows before have left in O
     if (scores<masked>(s, 0, shrink)) rescale(shrink);
     weigh_tile<masked>(s, 0);
+    if constexpr (!goes_over)
     release_part(0);
     fg::round_into(p, s);
   }
 
   template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
     await_part(n);
+    await_turn();
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s, o, p);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
     fg::warpgroup_commit();
+    await_v(n - 1);
+    fg::warpgroup_arrive();
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
+    pass_turn();
     follow_part(n);
+    float shift[2];
+    const bool by_maxima = !masked && counts_on(shift) && keeps_q(n);
     fg::wait_products<1>(s);
+    release_q_of_last(n);
     float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
-    weigh_tile<masked>(s, n);
+    bool grown = false;
+    if (!by_maxima || !weigh_by_maxima(s, shift)) {
+      if (by_maxima) multiply_again(s, n);
+      grown = scores<masked>(s, n, shrink);
+      weigh_tile<masked>(s, n);
+    }
+    release_k(n);
     if (grown) {  // two waits: with one, the assembler would move it before the exponentials
       fg::wait_products<0>(o, p);
       rescale(shrink);
@@ -3224,6 +3268,50 @@ template <class T> struct Block {
     }
     release_part(n);
     fg::round_into(p, s);
+  }
+// ---- weights without maxima ----
+  // Few tiles bring a score that matters beyond what a row's exponents are counted from, and weights tell: their sum is
+  // large. So a tile of which all is kept is weighed by the maxima of before. A warp whose sums are too large, or no
+  // numbers, multiplies its scores again, by itself, and looks for maxima.
+
+  // Whether exponents of all of this warp's rows can be counted from their maxima, and by what they are less.
+  FG_DEVICE bool counts_on(float (&shift)[2]) const {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = row_max[r] * 0.18033688f;
+      far = far || is_far(row_max[r]);
+    }
+    return fg::ballot(far) == 0;
+  }
+  // P, and its sums; not so where a weight may be more than 2^8.
+  FG_DEVICE bool weigh_by_maxima(fg::Accumulators<1, s_tiles>& s, const float (&shift)[2]) {
+    float sums[2][chains] = {};
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& value = s.at[0][t][e];
+        value = fg::exp2_approximate(value * 0.18033688f - shift[e / 2]);
+        sums[e / 2][(2 * t + e % 2) % chains] += value;
+      }
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = chains / 2; n > 0; n /= 2)
+#pragma unroll
+        for (int k = 0; k < n; ++k) sums[r][k] += sums[r][k + n];
+      grown = grown || !(sums[r][0] <= float(256 * BC / 4));  // one of so many is above 2^8
+    }
+    if (fg::ballot(grown) != 0) return false;
+    row_sum[0] += sums[0][0], row_sum[1] += sums[1][0];
+    return true;
+  }
+  // By instructions of a warp: others of its warpgroup may have no need.
+  FG_DEVICE void multiply_again(fg::Accumulators<1, s_tiles>& s, int n) const {
+    fg::clear(s);
+    fg::product(s, q_tile(), warp_row, k_tile(n), 0);
   }
 
   // Scores to P.
@@ -3250,11 +3338,20 @@ template <class T> struct Block {
     if (has_k) fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
     if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
   }
+  // Blocks that go over have a ring of K and one of V: K's place is free as soon as its scores are there.
+  FG_DEVICE VSignals v_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::V_SIGNALS)}; }
+  FG_DEVICE void await_v(int n) const {
+    if constexpr (goes_over) v_signals().await(parts_before + n);
+  }
+  FG_DEVICE void release_k(int n) const {
+    if constexpr (goes_over) signals().release(parts_before + n);
+  }
 
   FG_DEVICE void await_q() const {
     if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
   }
   FG_DEVICE void release_q() const {
+    if (has_producers && ends()) q_signals().release(visits.noted(&Notes::ordinal));
   }
   // Without warps that copy, where the places of part n are free.
   FG_DEVICE void copy_next_part(int n) {
@@ -3285,6 +3382,8 @@ template <class T> struct Block {
     if (n < visits.count()) copy_next_part(n + 1);
   }
   FG_DEVICE void release_part([[maybe_unused]] int n) const {
+    if constexpr (goes_over) return v_signals().release(parts_before + n - 1);
+    if constexpr (has_producers) signals().release(parts_before + n);
   }
   // Without warps that copy, once products run that hide what it takes a thread.
   FG_DEVICE void follow_part(int n) {
@@ -3308,70 +3407,245 @@ template <class T> struct Block {
     fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
     fg::shared_store(&visits.notes()->ordinal, ordinal);
   }
-  // -- where those who multiply do all --
-  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
+  // O = 0, by a zero that the assembler does not know of: those that it knows it brings in two steps each.
+  FG_DEVICE void clear_by_moves() {
+    const float zero = __int_as_float(visits.first());  // of the only window
+#pragma unroll
+    for (int t = 0; t < o_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o.at[0][t][e] = zero;
+  }
+  // The first visit of a tile, when its product is there; so many later ones may run on.
+  template <bool masked, int pending> FG_DEVICE void weigh_first(fg::Accumulators<1, s_tiles>& s, int n) {
+    fg::wait_products<pending>(s);
+    release_q_of_last(n);
+    release_k(n);
+    float shrink[2];  // of nothing
+    scores<masked>(s, n, shrink);
+    weigh_tile<masked>(s, n);
+  }
 
-  FG_DEVICE void run_self_loading() {
+  // -- with producer warps --
+  // Of the warps that do not multiply one streams Q and the parts, the others find what the next tile visits: what
+  // begins and ends a tile is hidden by products of another.
+
+  static constexpr int FINDERS = has_producers ? P::producers - 1 : 1;
+  using Finders = fg::Team<32 * FINDERS, 1, 32 * (P::warps + 1)>;
+
+  FG_DEVICE ListSignals list_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::LIST_SIGNALS)}; }
+  // There is room for two lists, so that the next one is found while the present one is worked on.
+  FG_DEVICE void switch_to(int list) { visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST) + list % 2; }
+
+  FG_DEVICE void run_with_producers() {
+    static_assert(P::producers * P::producer_registers + P::warps * P::registers <=
+                  (P::producers + P::warps) * (65536 / P::threads / 8 * 8),
+                  "nobody waits for registers that there are not");
+    static_assert(P::tensor_copies && P::producers > 1, "one warp starts tensor copies, others find visits");
     if (threadIdx.x == 0) {
+      signals().make(false, threads, 1, 32);
       q_signals().make(false, threads, 1);
-      // As if query tile -1 had ended.
-      set_visits(visits.list, 0, 0, 0);
-      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
-      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
+      v_signals().make(false, threads, 1);
+#pragma unroll
+      for (int g = 0; g < groups - 1; ++g) start_signals(g).make(false, 1, 128);
+      list_signals().make(false, threads + 32, 32 * FINDERS);
     }
-    next_work_tile = fg::block_index();
-    Team::barrier();
+    fg::block_barrier();
+    const int warp = fg::warp_index();
+    if (warp < P::warps) {
+      fg::take_registers<P::registers>();
+      if (in_turn && group() == groups - 1) pass_turn();
+      multiply();
+      if (in_turn && group() == 0) await_turn();  // nobody else does
+    } else {
+      fg::give_registers<P::producer_registers>();
+      if (warp == P::warps) stream();
+      else find();
+    }
+  }
+
+  FG_DEVICE void find() {
+    int n = 0, number = fg::block_index();
 #pragma unroll 1
-    for (bool first = true;; first = false) {
-      const Place before = this->place();
-      const bool ended = !first && ends();
-      advance_window();
-      if (ended) finish(before);
-      if (visits.count() == NO_MORE) return;
+    for (int ordinal = 0;; ++ordinal) {
+      list_signals().await_room(n);
+      switch_to(n);
+      if (ordinal > 0) number = fetch_work_tile_together();
+      if (number >= work_tiles()) break;
+      const Place place = locate(number);
+      const Head head = head_at(place);
+#pragma unroll 1
+      for (int window = 0; window < tiles(); window += WINDOW) {
+        if (window > 0) {
+          list_signals().await_room(n);
+          switch_to(n);
+        }
+        find_visits<Finders>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
+        if (Finders::thread() == 0) {
+          note(place, head, window, ordinal);
+        }
+        fg::mbarrier_arrive(list_signals().full(n++));
+      }
+    }
+    if (Finders::thread() == 0) set_visits(visits.list, 0, 0, NO_MORE);
+    fg::mbarrier_arrive(list_signals().full(n));
+  }
+  FG_DEVICE int fetch_work_tile_together() const {
+    if (Finders::thread() == 0)
+      fg::shared_store(&visits.notes()->head, fetch_work_tile(tile_counter_of(a), work_tiles()));
+    Finders::barrier();
+    return visits.noted(&Notes::head);
+  }
+
+  FG_DEVICE void multiply() {
+#pragma unroll 1
+    for (int list = 0; take(list); ++list) {
       if (begins()) {
         const Place place = this->place();
         enter(place);
         begin(place);
+        q_place = fg::stage_of<q_places>(visits.noted(&Notes::ordinal));
       }
-      multiply_window();
+      multiply_window(list);
+      const Place place = this->place();
+      const bool done = ends();
+      parts_before += visits.count();
+      list_signals().release(list);
+      if (done) finish(place);
+    }
+  }
+  // Switches to a list once it is there; whether there is one.
+  FG_DEVICE bool take(int list) {
+    list_signals().await(list);
+    switch_to(list);
+    if (visits.count() == NO_MORE) return false;
+    return true;
+  }
+
+  // - from tile to tile -
+  // The first product of the next tile follows the last one of this tile, and O leaves meanwhile. Not so before and
+  // after tiles that visit none, and from window to window of a tile.
+
+  FG_DEVICE void multiply_window() {
+    int list = 0;  // without producer warps there is one
+    multiply_window(list);
+  }
+  // Whether the list at hand has a first visit, for which the one before need not be left.
+  FG_DEVICE bool joins() const { return visits.count() > 0; }
+  // By one of the warps that copy.
+  FG_DEVICE void stream() {
+#pragma unroll 1
+    for (int list = 0; take(list); ++list) {
+      if (begins()) enter(this->place());
+      const int count = visits.count();
+#pragma unroll 1
+      for (int n = 0; n <= count; ++n) {
+        if (n < count) bring_k(n);
+        if (n == 0 && begins()) bring_q();
+        if (n > 0) bring_v(n - 1);
+      }
+      parts_before += count;
+      list_signals().release(list);
+    }
+  }
+  FG_DEVICE void bring_q() {
+    const int ordinal = visits.noted(&Notes::ordinal);
+    q_place = fg::stage_of<q_places>(ordinal);
+    q_signals().await_room(ordinal);
+    if (fg::lane_index() == 0) start_q(this->place(), x, ordinal);
+  }
+  FG_DEVICE void bring_k(int n) const {
+    uint64_t* const there = signals().full(parts_before + n);
+    signals().await_room(parts_before + n);
+    if (fg::lane_index() == 0) {
+      fg::mbarrier_expect(there, KTile::bytes);
+      fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
+    }
+  }
+  FG_DEVICE void bring_v(int n) const {
+    uint64_t* const there = v_signals().full(parts_before + n);
+    v_signals().await_room(parts_before + n);
+    if (fg::lane_index() == 0) {
+      fg::mbarrier_expect(there, VTile::bytes);
+      fg::copy_tile_async(v_tile(n), maps->v, visits.tile(n) * BC, visits.noted(&Notes::v), there);
     }
   }
 
-  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
-  // and starts what it begins with.
-  FG_DEVICE void advance_window() {
-    const bool another = ends();
-    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
-    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
-    Team::barrier();
-    const int number = visits.noted(another ? &Notes::next : &Notes::number);
-    if (number >= work_tiles()) {
-      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
-      Team::barrier();
-      return;
-    }
-    // Fresh ones, so that stages follow from a part's place in its list, and take no instructions of the loop.
-    if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);
-    const Place place = locate(number);
-    const Head head = prepare(place, number, window, ordinal);
-    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
-    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
-    if (visits.count() == 0) fetch_next_work_tile();  // else once the products of this window have been started
+  // Of two warpgroups the second begins a list after the first: in step both would multiply, and then both weigh. The
+  // first says that the second may, by a signal of two places, as there are two lists. Three start the products of
+  // every visit in turn, each at a barrier of its own that the one before it comes to as well.
+  static constexpr bool in_turn = goes_over && groups > 2;
+  FG_DEVICE static int barrier_of(int group) { return 2 + group; }
+  FG_DEVICE static void await_turn() {
+    if (in_turn) fg::barrier_wait(barrier_of(group()), 2 * 128);
   }
-  FG_DEVICE void fetch_next_work_tile() {
-    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
+  FG_DEVICE static void pass_turn() {
+    if (in_turn) fg::barrier_arrive(barrier_of(group() + 1 < groups ? group() + 1 : 0), 2 * 128);
   }
-  // What is done once it is known where a window's query tile lies.
-  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
-    const Head head = head_at(place);
-    if (threadIdx.x == 0) {
-      note(place, head, window, ordinal);
-      if (window == 0) {
-        fg::shared_store(&visits.notes()->number, number);
-        start_q(place, head, ordinal);
-      }
+  FG_DEVICE StartSignals start_signals(int group) const {
+    return {reinterpret_cast<uint64_t*>(memory + Memory::START_SIGNALS + group * StartSignals::bytes)};
+  }
+  FG_DEVICE void await_start(int list) const {
+    if (in_turn) await_turn();
+    else if (goes_over && group() > 0) start_signals(group() - 1).await(list);
+  }
+  FG_DEVICE void let_next_start(int list) const {
+    if (goes_over && !in_turn && group() < groups - 1) fg::mbarrier_arrive(start_signals(group()).full(list));
+  }
+
+  // Where there is one place for Q the next one waits for it: it is free once the tile's last scores are there.
+  FG_DEVICE void release_q_of_last(int n) const {
+    if constexpr (goes_over && q_places == 1)
+      if (n + 1 == visits.count()) release_q();
+  }
+
+  // Whether this tile's Q stays until the weights of visit n are there.
+  FG_DEVICE bool keeps_q(int n) const { return !goes_over || q_places > 1 || n + 1 < visits.count(); }
+
+  // At a tile's last part, n. Where the next tile has begun with it: O of this tile leaves, P is of the first visit of
+  // the next one, of the next list, and n the number of its second visit.
+  FG_DEVICE bool goes_over_to_next(Weights& p, int& n, int& list) {
+    if constexpr (!goes_over) return false;
+    if constexpr (q_places > 1) release_q();
+    if (!ends()) return false;
+    const Place before = this->place();
+    const VTile last_v = v_tile(n - 1);
+    list_signals().await(list + 1);
+    switch_to(list + 1);
+    if (!joins()) {  // or there is none
+      switch_to(list);
+      return false;
     }
-    return head;
+    list_signals().release(list++);
+    const int ordinal = visits.noted(&Notes::ordinal);
+    parts_before += n;
+    await_part(0);
+    await_v(-1);
+    await_start(list);
+    fg::begin_products(o, p);
+    fg::start_product_across(o, p, last_v);
+    fg::warpgroup_commit();
+    q_signals().await(ordinal);
+    if constexpr (q_places > 1) q_place = fg::stage_of<q_places>(ordinal);
+    fg::Accumulators<1, s_tiles> s;
+    fg::begin_products(s);
+    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
+    fg::warpgroup_commit();
+    pass_turn();
+    let_next_start(list);
+    float factors[2 * m_tiles];  // of O, while rows are the next tile's
+    close_rows(before, factors);
+    const Place place = this->place();
+    enter(place);
+    begin_rows(place);
+    fg::wait_products<1>(o, p);
+    release_part(0);
+    write(before, factors);
+    clear_by_moves();
+    if (visits.partials() > 0) weigh_first<true, 0>(s, 0);
+    else weigh_first<false, 0>(s, 0);
+    fg::round_into(p, s);
+    n = 1;
+    return true;
   }
 
   // ---- epilogue ----
