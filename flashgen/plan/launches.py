@@ -34,18 +34,20 @@ class Factor:
 
 @dataclass(frozen=True)
 class Count:
-    """⌈times · Π factors / divide⌉."""
+    """⌈times · Π factors / divide⌉, and no more than ``most``."""
 
     factors: tuple[Factor, ...]
     times: int = 1
     divide: int = 1
+    most: int | None = None
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """The number at these sizes."""
         result = self.times
         for factor in self.factors:
             result *= factor.value(sizes)
-        return -(-result // self.divide)
+        result = -(-result // self.divide)
+        return result if self.most is None else min(result, self.most)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from flashgen.backends import (
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.arguments import param_field
 from flashgen.plan.operands import PARTS, SLICES
-from flashgen.runtime.emulated import Counted
+from flashgen.runtime.emulated import SIZE, Counted
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.selected import lowered_tensors, numbers_of_queries
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
@@ -89,7 +89,11 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if rows is not None:
                 variant = kernel_variant(op.spec, head_dim, rows)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
-            predict = functools.partial(bytes_of_sequences, each.sequences) if each.sequences else bytes_of_call
+            predict = (
+                functools.partial(bytes_of_sequences, each.sequences)
+                if each.sequences
+                else functools.partial(bytes_of_call, multiprocessors=SIZE.multiprocessors)
+            )
             predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
             found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
     return found

@@ -29,6 +29,7 @@ from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, 
 from flashgen.targets.gpu.kernel_bytes import DELTA, KERNELS, LSE_PARTS, TURNED, KernelBytes
 from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
+from flashgen.targets.gpu.model import shares_last
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 
@@ -68,10 +69,12 @@ def bytes_of_call(
     launches: PassLaunches,
     values: Mapping[str, Any],
     captured: Mapping[str, Any],
+    multiprocessors: int | None = None,
 ) -> Mapping[str, int]:
     """Of the launches of a pass in one call, by buffer.
 
-    ``values`` are those of ``struct Arguments``, ``captured`` the tensors that masks read, as NumPy arrays.
+    ``values`` are those of ``struct Arguments``, ``captured`` the tensors that masks read, as NumPy arrays. Of how many
+    ``multiprocessors`` depends what blocks share; without them nothing.
     """
     shape = Shape(*(int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len")))
     sizes, params = sizes_of_values(values), params_of_values(variant.spec, values)
@@ -96,6 +99,8 @@ def bytes_of_call(
         kernel = launch.kernel.removeprefix(f"{symbol}_").partition("_")[0]
         if kernel in KERNELS:
             found.update(account.of(kernel, clears_dq=launch.kernel.endswith(CLEARS)))
+        if kernel == "backward" and multiprocessors and shares_last(variant, tiles.backward):
+            found.update(account.read_again(tiles.backward.blocks * multiprocessors))
     if variant.f8 and not values["lse"]:  # which no backward pass will want
         del found["lse"]
     if not values["lse_parts"]:

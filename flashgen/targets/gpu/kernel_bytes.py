@@ -17,7 +17,7 @@ from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, TileCounts
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, operands_of, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
+from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width, parts_of_last
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 
@@ -110,6 +110,17 @@ class KernelBytes:
             found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
         found.update(self._reading_lists(kernel))
         return found
+
+    def read_again(self, blocks: int) -> Mapping[str, int]:
+        """K and V of the last key tiles, which several of so many ``blocks`` work on."""
+        tiles, head_dim, kv_len = self.tiles.backward, self.variant.head_dim, self.sizes["kv_len"]
+        count, of_a_head = self.sizes["batch"] * self.sizes["kv_heads"], -(-kv_len // tiles.Bc)
+        rest, parts = parts_of_last(tiles, self.sizes, min(blocks, count * of_a_head))
+        last = (number % of_a_head for number in range(count * of_a_head - rest, count * of_a_head))
+        rows = (parts - 1) * sum(min(tiles.Bc, kv_len - n * tiles.Bc) for n in last)
+        return {
+            name: rows * width * self.tiles.element.bytes for name, width in (("k", head_dim.qk), ("v", head_dim.v))
+        }
 
     def _beyond(self, width: int) -> int:
         """Columns that blocks of a cluster bring beside their own, as copies are of whole panels."""

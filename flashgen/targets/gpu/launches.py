@@ -49,15 +49,18 @@ from flashgen.targets.gpu.model import (
     MERGING_THREADS,
     MERGING_WARPS,
     MOST_MERGED_ALONE,
+    MOST_UNITS,
     TURN,
+    bytes_of_part,
     merging_shares,
     padded,
     panel_width,
+    shares_last,
     stored_whole,
     takes_turns,
 )
 from flashgen.targets.gpu.recipe import recipe_of
-from flashgen.targets.gpu.tiles import ForwardTiles, GpuPlan
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
 TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
@@ -71,6 +74,8 @@ MOST_THREADS = 1024  # of blocks that wait for memory at a time: more of them br
 LISTED, ITEMS, ITEM_COUNTS = "listed", "items", "item_counts"
 COUNTS, RANKS = "counts", "ranks"  # of each block of keys, how many list it; of each number of a list, which it is
 LEAST_KEYS = 128  # of a part that nobody asked for
+# Where several blocks work on a key tile: what each leaves of dK and dV, and how many have left theirs.
+PART_SUMS, PART_ARRIVALS = "part_sums", "part_arrivals"
 # Where batch entries take turns at a gradient that they share: of each tile how many have claimed one, and how many
 # warps are done with theirs; what these have added up so far.
 TURNS, TURN_SUMS = "turns", "turn_sums"
@@ -149,10 +154,12 @@ def turned_v(variant: Variant) -> Count:
     return Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)), TURNED_KEYS * variant.head_dim.v)
 
 
-def atomic_buffers(variant: Variant, *, persistent: bool, turns: bool = False) -> tuple[Buffer, ...]:
+def atomic_buffers(
+    variant: Variant, *, persistent: bool, turns: bool = False, parts: tuple[Buffer, ...] = ()
+) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed, of ``persistent`` blocks or others.
 
-    With ``turns`` batch entries take them at the sums of a gradient.
+    With ``turns`` batch entries take them at the sums of a gradient. ``parts`` are buffers of ``shared_buffers``.
     """
     recipe = recipe_of(variant)
     if not recipe.one_pass:
@@ -160,7 +167,16 @@ def atomic_buffers(variant: Variant, *, persistent: bool, turns: bool = False) -
     clear = not recipe.row_state  # else the kernel of delta clears both
     dq, tile_counter = Buffer("dq", dq_sums(variant), clear=clear), Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear)
     counters = (tile_counter,) if persistent else ()
-    return (*observed_buffers(variant), *_delta(variant), dq, *counters, *(_turn_buffers() if turns else ()))
+    return (*observed_buffers(variant), *_delta(variant), dq, *counters, *(_turn_buffers() if turns else ()), *parts)
+
+
+def shared_buffers(variant: Variant, tiles: BackwardTiles) -> tuple[Buffer, ...]:
+    """Where several blocks work on each of the last key tiles, of which there are no more than half."""
+    if not shares_last(variant, tiles):
+        return ()
+    size, key_tiles = bytes_of_part(variant, tiles), (*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.Bc))
+    arrivals = Buffer(PART_ARRIVALS, Count((), 4 * MOST_UNITS), clear=not recipe_of(variant).row_state)
+    return (arrivals, Buffer(PART_SUMS, Count(key_tiles, size, 2, MOST_UNITS * size)))
 
 
 def _turn_buffers() -> tuple[Buffer, Buffer]:
@@ -380,7 +396,8 @@ def backward_launches(
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(clears=True), keys("backward"), convert_launch)
         turns = turns and takes_turns(variant, tiles.backward)
-        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent, turns=turns)
+        parts = shared_buffers(variant, tiles.backward)
+        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent, turns=turns, parts=parts)
         launches = [*observe, *made_in_workspace(lists), *kernels]
         in_turn = recipe.in_turn.name if recipe.in_turn is not None else None
         whole = {

@@ -6,6 +6,7 @@ In: a variant, an element type, a tile. Out: ``Layout``s. A block of ``templates
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from flashgen.analysis.levels import Level
@@ -79,6 +80,10 @@ COPYING_REGISTERS = 24  # of a thread that only copies
 FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
+# Of the key tiles that several blocks work on: parts of one, of all, and tiles of queries that a part has at least.
+MOST_PARTS, MOST_UNITS, LEAST_PART = 8, 512, 8
+PART_OVERHEAD = 4  # tiles of queries that take as long as what a part begins and ends with
+WORDS_OF_TILE = 6  # what a block knows of one
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
@@ -335,7 +340,8 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     ds = (stages if tiles.producers and not halves else 1) * (with_dq or split > 1)
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
     words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
-    moves = variant.ragged and with_dq and tiles.persistent
+    served = has_producers and with_dq and tiles.persistent
+    next_tiles = 4 * WORD * WORDS_OF_TILE
     next_too = with_dq and tiles.begins_next
     dq = Part("DQ", "dQ", has_producers * with_dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP")
     if tiles.dq_in_halves:
@@ -374,7 +380,10 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
         Part(
-            "NEXT_TILES", "next tile", moves * 2 * WORD * (SEQUENCE + 1), "persistent * 2 * (4 + int(sizeof(Sequence)))"
+            *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.ragged else next_tiles)),
+            "persistent * 2 * (4 + int(sizeof(Sequence)))"
+            if variant.ragged
+            else f"(persistent && P::producers > 0) * {next_tiles}",
         ),
         Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
         Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
@@ -397,6 +406,32 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         ),
     )
     return Layout(parts)
+
+
+def shares_last(variant: Variant, tiles: _Backward) -> bool:
+    """Whether several blocks work on each of the last key tiles, which persistent blocks that have others copy do."""
+    return tiles.persistent and tiles.producers > 0 and not variant.ragged
+
+
+def parts_of_last(tiles: _Backward, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
+    """How many key tiles are left once all ``blocks`` have had as many, and how many of these work on each.
+
+    As ``parts_of`` of ``templates/cuda/backward/keys/persistent.cuh.jinja`` has it.
+    """
+    key_tiles = sizes["batch"] * sizes["kv_heads"] * -(-sizes["kv_len"] // tiles.Bc)
+    queries, group = -(-sizes["q_len"] // tiles.Br), sizes["heads"] // sizes["kv_heads"]
+    rest, most = key_tiles % blocks, min(key_tiles // 2, MOST_UNITS)
+
+    def cost(parts: int) -> int:
+        return -(-rest * parts // blocks) * (-(-queries // parts) * group + PART_OVERHEAD)
+
+    counts = (n for n in range(2, MOST_PARTS + 1) if n * LEAST_PART <= queries and rest * n <= most)
+    return rest, min((1, *counts), key=cost) if rest else 1
+
+
+def bytes_of_part(variant: Variant, tiles: _Backward) -> int:
+    """What one of these blocks leaves of dK and dV."""
+    return FLOAT * tiles.Bc * (padded(variant.head_dim.qk) + padded(variant.head_dim.v))
 
 
 def takes_turns(variant: Variant, tiles: _Backward) -> bool:

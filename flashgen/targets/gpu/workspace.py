@@ -18,8 +18,10 @@ from flashgen.targets.gpu.launches import (
     ITEMS,
     KEY_TILE_COUNTER,
     LISTED,
+    PART_ARRIVALS,
     PART_O,
     PART_ROWS,
+    PART_SUMS,
     RANKS,
     TILE_COUNTER,
     TURN_SUMS,
@@ -30,6 +32,7 @@ from flashgen.targets.gpu.launches import (
     exact_buffers,
     forward_buffers,
     part_buffers,
+    shared_buffers,
 )
 from flashgen.targets.gpu.model import padded, takes_turns
 from flashgen.targets.gpu.primitives import C_TYPES
@@ -49,6 +52,8 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     TURN_SUMS: ("turn_sums", "float4"),
     TILE_COUNTER: ("tile_counter_of", "uint32_t"),
     KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
+    PART_ARRIVALS: ("arrivals_of_parts", "uint32_t"),
+    PART_SUMS: ("sums_of_parts", "float4"),
     TURNED_V: ("turned_v_of", "uint8_t"),
 }
 
@@ -64,7 +69,8 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
     persistent = any(each.backward.persistent for each in plan.elements)
     turns = any(takes_turns(variant, each.backward) for each in plan.elements)
-    atomic = atomic_buffers(variant, persistent=persistent, turns=turns)
+    parts = next((found for each in plan.elements if (found := shared_buffers(variant, each.backward))), ())
+    atomic = atomic_buffers(variant, persistent=persistent, turns=turns, parts=parts)
     backward = () if variant.f8 else (atomic, exact_buffers(variant))
     for buffers in (*forward, *backward):
         before: list[Buffer] = []

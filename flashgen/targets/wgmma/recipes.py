@@ -357,10 +357,21 @@ def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_produc
         ragged = (PERSISTENT, rules.KEYS_OF_SEQUENCES) if has_producers else ("one tile a block", rules.SHORT_SEQUENCES)
         return Decision.by("tile order", *ragged)
     if has_producers:
-        return Decision.by("tile order", "one tile a block", rules.KEYS_OF_PRODUCERS)
+        divides = _divides_last_keys(variant, recipe)
+        order = (PERSISTENT, rules.LAST_KEYS) if divides else ("one tile a block", rules.KEYS_OF_PRODUCERS)
+        return Decision.by("tile order", *order)
     if recipe.observed_rows or recipe.observed_columns:
         return Decision.by("tile order", "one tile a block", rules.KEYS_OF_DOCUMENTS)
     return Decision.by("tile order", PERSISTENT, rules.PERSISTENT_KEYS)
+
+
+def _divides_last_keys(variant: Variant, recipe: Recipe) -> bool:
+    """Whether blocks with warps that copy are persistent, and several of them share each of the last key tiles.
+
+    Where key tiles take equally long and dK and dV are narrow; gradients of pairs are neither stored nor added in turn.
+    """
+    alone = not (recipe.has_lists or recipe.stored or recipe.in_turn or recipe.observed_rows)
+    return has_whole_rows(variant) and alone and sum(_padded_widths(variant)) <= rules.LAST_KEYS.limit
 
 
 def has_small_blocks(variant: Variant) -> bool:

@@ -56,7 +56,13 @@ KEYS_OF_DOCUMENTS = Rule(
 KEYS_OF_PRODUCERS = Rule(
     "keys of producers",
     "producer warps only copy, and hand tiles over by barriers: they know of one key tile",
-    "not measured otherwise",
+    "an H200, D 128 with backward, persistent blocks: causal 0.99 to 1.02 of the time, plain 0.98 to 1.01",
+)
+LAST_KEYS = Rule(
+    "last keys",
+    "key tiles take equally long: those left once all blocks have had as many are worked on by several blocks each",
+    "an H200, D 64 with backward, of the time before: 1,000 tokens 0.98, 2,048 0.97, 8,192 0.95; at D 128 0.98 to 1.03",
+    limit=128,
 )
 KEYS_OF_SEQUENCES = Rule(
     "keys of sequences",

@@ -15,10 +15,14 @@ from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
     KEYS_OF_SUMS,
+    LEAST_PART,
     MEASURERS,
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
+    MOST_PARTS,
+    MOST_UNITS,
+    PART_OVERHEAD,
     backward_layout,
     finds_selected,
     forward_layout,
@@ -27,6 +31,7 @@ from flashgen.targets.gpu.model import (
     padded,
     query_layout,
     row_words,
+    shares_last,
     spans_of_half,
     stored_whole,
     takes_turns,
@@ -133,11 +138,26 @@ class BackwardCode:
     pairs_staged: bool
     clears: bool
     has_turns: bool
+    shares_last: bool
+    most_parts: int = MOST_PARTS
+    most_units: int = MOST_UNITS
+    least_part: int = LEAST_PART
+    part_overhead: int = PART_OVERHEAD
 
     @property
     def mapped(self) -> tuple[str, ...]:
         """The types whose kernels take maps for tensor copies."""
         return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
+
+    @property
+    def persistent_served(self) -> bool:
+        """Whether beside some persistent blocks warps of their own copy."""
+        return any(self.tiles[name].producers > 0 for name in self.persistent)
+
+    @property
+    def persistent_alone(self) -> bool:
+        """Whether some persistent blocks copy for themselves."""
+        return any(self.tiles[name].producers == 0 for name in self.persistent)
 
     @property
     def begins_next(self) -> bool:
@@ -276,6 +296,7 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
         pairs_staged=pairs_staged,
         clears=any(stored_whole(variant, each.backward) for each in plan.elements),
         has_turns=any(takes_turns(variant, each.backward) for each in plan.elements),
+        shares_last=any(shares_last(variant, each.backward) for each in plan.elements),
     )
 
 
