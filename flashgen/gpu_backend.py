@@ -50,7 +50,7 @@ from flashgen.runtime.asked import Asked
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, PassName
 from flashgen.runtime.nvrtc import NvrtcMissing, Resources
 from flashgen.runtime.schedule import Compiled
-from flashgen.targets.device_table import product_of
+from flashgen.targets.device_table import board_of
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts
 from flashgen.targets.gpu.explain import GpuPass, explain_cache, explain_gpu
@@ -213,7 +213,7 @@ class CudaProvider:
         driver = cuda.CupyDriver(index)
         name, *figures = cuda.describe_device(index)
         target, size = target_of(name, *figures), driver.size
-        gpu = replace(product_of(target), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
+        gpu = replace(board_of(target, name), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
         return Board(driver, name, target, gpu)
 
     def _kernel(self, head_dim: HeadDim, index: int) -> cuda.CudaKernel:

@@ -115,6 +115,15 @@ def product_of(target: GpuTarget) -> Gpu:
     return replace(nearest_one, name=target.name, target=target)
 
 
+def board_of(target: GpuTarget, reported: str) -> Gpu:
+    """The product that a board says it is; of one that the table does not have, figures as of ``product_of``.
+
+    It keeps the name and the shared memory of the target, too.
+    """
+    own = next((gpu for gpu in _shipped().gpus.values() if gpu.reported == reported), None)
+    return product_of(target) if own is None else replace(own, name=target.name, target=target)
+
+
 def read_devices(path: Path, *, is_own: bool = False) -> DeviceTable:
     """The devices of one file."""
     try:
@@ -148,7 +157,7 @@ def _entries(content: Mapping[str, Any], kind: str) -> Mapping[str, Mapping[str,
 
 def _gpu(name: str, entry: Mapping[str, Any], *, is_own: bool) -> Gpu:
     where = f"[gpu.{name}]"
-    figures, sources, texts = _figures(where, entry, _GPU_FIGURES, {"name", "target"})
+    figures, sources, texts = _figures(where, entry, _GPU_FIGURES, {"name", "target", "reported"})
     target = ARCHITECTURES.get(texts.get("target", ""))
     if target is None:
         known = tuple(ARCHITECTURES)
@@ -160,6 +169,7 @@ def _gpu(name: str, entry: Mapping[str, Any], *, is_own: bool) -> Gpu:
     return Gpu(
         name=name,
         product=texts.get("name", name),
+        reported=texts.get("reported", texts.get("name", name)),
         target=target,
         sms=int(figures["multiprocessors"]),
         clock_hz=figures["clock_mhz"] * 1e6,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.targets.cpu.plan import plan_cpu
-from flashgen.targets.device_table import DeviceFileError, known_devices, product_of, read_devices, user_file
+from flashgen.targets.device_table import DeviceFileError, board_of, known_devices, product_of, read_devices, user_file
 from flashgen.targets.gpu.multiprocessor import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.registry import ARCHITECTURES, GPUS
@@ -77,6 +77,16 @@ def test_every_architecture_is_timed_on_a_product() -> None:
         found = product_of(target)
         assert (found.name, found.target) == (target.name, target)
     assert product_of(GPUS["sm_80"]).product == SHIPPED.gpus["a100"].product
+
+
+def test_a_board_has_the_figures_of_its_product() -> None:
+    """Of one that the table does not have, those of its architecture."""
+    target = GPUS["sm_90a"].with_sram(100 * 1024)
+    h200 = board_of(target, "NVIDIA H200")
+    assert (h200.name, h200.target, h200.bandwidth) == ("sm_90a", target, SHIPPED.gpus["h200"].bandwidth)
+    assert board_of(target, "NVIDIA H100 80GB HBM3").bandwidth == SHIPPED.gpus["h100"].bandwidth
+    assert board_of(target, "NVIDIA GH200 480GB") == product_of(target)
+    assert len({gpu.reported for gpu in SHIPPED.gpus.values()}) == len(SHIPPED.gpus)
 
 
 def test_users_add_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 class Gpu:
     """One product.
 
-    ``target``: its architecture, with the shared memory of this product. ``sms`` multiprocessors at ``clock_hz``
-    (boost); ``l2_bytes`` shared by all of them, ``l2_bytes_per_clock`` where somebody has published it. Bandwidth in
-    bytes a second, dense peaks in operations a second: ``tensor_16`` for 16-bit operands and float32 sums,
-    ``tensor_tf32`` (None: there is none), ``fma`` of the float32 units. ``sources`` by figure.
+    ``reported``: what CUDA calls it. ``target``: its architecture, with the shared memory of this product. ``sms``
+    multiprocessors at ``clock_hz`` (boost); ``l2_bytes`` shared by all of them, ``l2_bytes_per_clock`` where somebody
+    has published it. Bandwidth in bytes a second, dense peaks in operations a second: ``tensor_16`` for 16-bit operands
+    and float32 sums, ``tensor_tf32`` (None: there is none), ``fma`` of the float32 units. ``sources`` by figure.
     """
 
     name: str
     product: str
+    reported: str
     target: GpuTarget
     sms: int
     clock_hz: float
