@@ -212,7 +212,11 @@ except NvrtcMissing as error:
     "text",
     [
         "head_dim 256  mask causal and window_left(100)",  # shorter rows than those that share dQ
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (LATENT, "head_dim 256  score softcap(s, 30)")),
+        CAUSAL,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (LATENT, "head_dim 288", "head_dim 256  score softcap(s, 30)")
+        ),
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
