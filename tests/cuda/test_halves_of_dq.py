@@ -120,16 +120,16 @@ EARLY = LATE | {FaultKind.MBARRIER}
 MISTAKES = {
     "P is not waited for": (CAUSAL, "share(p_tile(), s);\n    Team::barrier();", "share(p_tile(), s);", LATE),
     "dS is not waited for": (CAUSAL, "share(ds_tile(n), dp);\n    Team::barrier();", "share(ds_tile(n), dp);", LATE),
-    "own keys, dS is not waited for": (
+    "own keys, dS of the last tile is not waited for": (
         LATENT,
-        "fg::publish_shared();\n      Team::barrier();",
-        "fg::publish_shared();",
+        "hand_over(n);\n      await_ds(n);",
+        "hand_over(n);",
         LATE,
     ),
     "own keys, dS is not published": (
         LATENT,
-        "fg::publish_shared();\n      Team::barrier();",
-        "Team::barrier();",
+        "fg::publish_shared();\n    fg::barrier_arrive(shared_ds",
+        "fg::barrier_arrive(shared_ds",
         {FaultKind.NOT_PUBLISHED},
     ),
     "P takes the place of one that is in use": (
@@ -138,15 +138,15 @@ MISTAKES = {
         "",
         {FaultKind.RACE, FaultKind.DEADLOCK},
     ),
-    "own keys, dS takes the place of one that is in use": (
+    "own keys, dS is not waited for, and takes the place of one that is in use": (
         LATENT,
-        "if (k == 0) fg::barrier_wait(USED_UP + group(), threads);",
+        "if (!first && k == 0) await_ds(n - 1);",
         "",
-        {FaultKind.RACE, FaultKind.DEADLOCK},
+        {FaultKind.RACE, FaultKind.DEADLOCK, FaultKind.NOT_PUBLISHED},
     ),
     "nobody says that P is used up": (
         CAUSAL,
-        "if constexpr (atomic || split > 1) fg::barrier_arrive(USED_UP + 1 - group(), threads);",
+        "fg::barrier_arrive(USED_UP + 1 - group(), threads);",
         "",
         {FaultKind.DEADLOCK},
     ),
@@ -164,8 +164,8 @@ MISTAKES = {
     ),
     "own keys, dO is given back before dV is there": (
         LATENT,
-        "fg::wait_products<1>(dv, p[parts - 1]);\n    if (n + 1 < visits.count()) signals().release(n);",
-        "if (n + 1 < visits.count()) signals().release(n);\n    fg::wait_products<1>(dv, p[parts - 1]);",
+        "fg::wait_products<0>(dv, p[k]);\n          if (n + 1 < visits.count()) signals().release(n);",
+        "if (n + 1 < visits.count()) signals().release(n);\n          fg::wait_products<0>(dv, p[k]);",
         EARLY,
     ),
     "Q is given back before dK is there": (
@@ -174,7 +174,7 @@ MISTAKES = {
         "if (n + stages < visits.count()) q_signals().release(n);\n    fg::wait_products<0>(dk);",
         EARLY,
     ),
-    "dQ leaves before it is there": (CAUSAL, "fg::wait_products<1>(dq);", "", LATE),
+    "dQ leaves before it is there": (CAUSAL, "fg::wait_products<1>(dq);\n      put_dq", "put_dq", LATE),
     "a piece of dQ leaves before it is there": (LATENT, "fg::wait_products<last ? pending : 0>(dq);", "", LATE),
     "dQ takes a place that has not left": (
         SENT,
@@ -182,9 +182,9 @@ MISTAKES = {
         ";",
         LATE,
     ),
-    "no wait for Q": (CAUSAL, "    q_signals().await(n);", "", LATE),
-    "no wait for dO": (CAUSAL, "signals().await(n);\n    start_dp", "start_dp", LATE),
-    "no wait for what rows carry": (CAUSAL, "signals().await(n, ROWS_SHOWN);", "", LATE),
+    "no wait for Q": (CAUSAL, "q_signals().await(n);\n    if", "if", LATE),
+    "no wait for dO": (CAUSAL, "signals().await(n);\n    start_dp(dp, n)", "start_dp(dp, n)", LATE),
+    "no wait for what rows carry": (CAUSAL, "signals().await(n, ROWS_SHOWN);\n  }", "}", LATE),
     "no wait for the room of dO": (CAUSAL, "      signals().await_room(n);\n", "", EARLY),
 }
 

@@ -337,7 +337,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     exchanged, theirs = (tiles.column_parts > 1) * 2, tiles.divides_keys and with_dq
     halves = tiles.dq_in_halves
     more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
-    ds = (stages if tiles.producers and not halves else 1) * (with_dq or split > 1)
+    ds = (stages if tiles.producers and not tiles.shares_keys else 1) * (with_dq or split > 1)
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
     words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
     served = has_producers and with_dq and tiles.persistent

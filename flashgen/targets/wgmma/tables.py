@@ -132,7 +132,7 @@ HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 HOPPER_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (_hopper_backward(128, 128, 8), _hopper_backward(64, 128, 8))),
     (128, (_hopper_backward(64, 128, 8),)),
-    (192, (_hopper_halves_of_dq(64), _hopper_halves_of_dq(0), _hopper_shared_keys(64))),
+    (192, (_hopper_halves_of_dq(64), _hopper_halves_of_dq(40), _hopper_halves_of_dq(0), _hopper_shared_keys(64))),
     (256, (_hopper_shared_dq(), _hopper_shared_keys(0))),
     (320, (_hopper_shared_keys(0, cluster=2), _hopper_shared_keys(0))),
     (WIDEST, (_hopper_shared_keys(0, cluster=2),)),
