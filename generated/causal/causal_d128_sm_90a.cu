@@ -2643,15 +2643,17 @@ struct VisitList {
 };
 
 // A block that has a multiprocessor to itself takes the longest tiles of several heads before shorter ones, as few long
-// ones at the end would keep most of them waiting. A group of heads is as large as a cache holds what its blocks read,
-// and has all `sharers` of each of the `total` heads of keys.
+// ones at the end would keep most of them waiting. A group of heads is about as large as a cache holds what its blocks
+// read, and has all `sharers` of each of the `total` heads of keys. Groups of several are even in number: where each
+// has about a tile for a multiprocessor, the longest tiles of one come where the shortest of the one before were.
 struct TileOfGroup {
   unsigned head, tile;  // the head counted through the batch
 };
 FG_DEVICE TileOfGroup tile_of_group(
     unsigned number, unsigned tiles, unsigned total, unsigned sharers, int bytes_of_row, int rows) {
   constexpr int CACHE = 25165824;
-  const unsigned most = fg::max(1, CACHE / bytes_of_row / fg::max(1, rows)), groups = fg::max(1, int(total / most));
+  const unsigned most = fg::max(1, CACHE / bytes_of_row / fg::max(1, rows)), some = fg::max(1, int(total / most)),
+      groups = most > 1 && some > 1 ? some / 2 * 2 : some;
   const unsigned group = ((number / (tiles * sharers) + 1) * groups - 1) / total;  // of equal size, as nearly as may be
   const unsigned first = group * total / groups * sharers, heads = (group + 1) * total / groups * sharers - first;
   const unsigned own = number - first * tiles, tile = own / heads;

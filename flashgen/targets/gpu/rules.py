@@ -119,7 +119,8 @@ LONG_TILES = Rule(
     "a block has its multiprocessor to itself, and rows of tiles grow: the longest of as many heads as a cache holds "
     "come before shorter ones, as the last ones of one head would leave most blocks idle",
     "an H200, causal, 16k tokens, beside one head after another: forward at D 128 of 2k and 8k 0.90 and 0.92, D 256 of "
-    "8k 0.91; with backward 64/8 heads of 2k 0.93, D 128 0.96; with three blocks a multiprocessor 1.01 to 1.07",
+    "8k 0.91; with backward 64/8 heads of 2k 0.93, D 128 0.96; with three blocks a multiprocessor 1.01 to 1.07; an "
+    "even number of groups, with backward, 3 × 4,099: D 256 with 2 key/value heads 0.84, D 128 0.96",
     limit=24 << 20,
 )
 DIAGONALS = Rule(
