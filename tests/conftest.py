@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,23 +42,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick[n].add_marker(pytest.mark.slow)
 
 
-# Folders that are not about the numbers of bfloat16. Their kernels have no products for it alone, of pairs or in matrix
-# registers, which take a third of a compiler's time.
-ONE_KIND_OF_PRODUCTS = frozenset(
-    {"benchmark", "cache", "cli", "cuda", "distributed", "documents", "emulator", "examples", "flash", "flex", "fuzz"}
-    | {"integrations", "masks", "nn", "pipeline", "tuning"}
+# Tests of these folders and modules are about something else than numbers of 16 bits on CPUs: their kernels are what a
+# compiler has soon. Products of bfloat16 alone, of pairs or in matrix registers, take a third of its time, and what -O2
+# does beyond -O1 a third of the rest.
+QUICKLY_COMPILED = frozenset(
+    {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
+    | {"masks", "nn", "numeric", "pipeline", "runtime", "tuning"}
 )
+AS_THE_PRODUCT = frozenset(
+    f"numeric/test_{name}.py"
+    for name in (
+        *("cpu_kinds", "decode", "edges", "eight_bits", "elements_of_nothing", "extreme_scores", "gallery"),
+        *("large_head_dims", "matrix_products", "ragged"),
+    )
+)
+NO_OTHER_PRODUCTS = ("-DFLASHGEN_MATRIX_PRODUCTS=0", "-DFLASHGEN_PAIR_PRODUCTS=0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kinds_of_products(request: pytest.FixtureRequest) -> Iterator[None]:
+def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of a module: a package's fixture would last to the session's end, as folders here have no __init__.py."""
     from flashgen.runtime import compiler
 
+    def quick() -> compiler.Compiler:
+        found = find()
+        own, *others = found.command
+        return replace(found, command=(own, *NO_OTHER_PRODUCTS, *others), flags=("-O1",))  # what CXX says wins
+
+    find, file = compiler.find_compiler, request.path.relative_to(ROOT / "tests")
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(ROOT / "tests").parts[0] in ONE_KIND_OF_PRODUCTS:
-            none = ("-DFLASHGEN_MATRIX_PRODUCTS=0", "-DFLASHGEN_PAIR_PRODUCTS=0")
-            patch.setattr(compiler, "REQUIRED_FLAGS", (*compiler.REQUIRED_FLAGS, *none))
+        if file.parts[0] in QUICKLY_COMPILED and file.as_posix() not in AS_THE_PRODUCT:
+            patch.setattr(compiler, "find_compiler", quick)
         yield
 
 

@@ -17,7 +17,7 @@ from flashgen.compiled import compiled
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.types import ElementType
 from flashgen.runtime.emulated import EmulatedKernel
-from flashgen.runtime.emulator import Program, compile_program
+from flashgen.runtime.emulator import FaultKind, Program, compile_program
 from flashgen.runtime.kernel import ArgumentLayout, PassName
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
@@ -26,6 +26,11 @@ from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 
 TARGET = GPUS["sm_90a"]
+# What the emulator may call it where something is read before it is there; where its place is written too soon; where
+# another block of the cluster does that.
+LATE = frozenset({FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED})
+EARLY = LATE | {FaultKind.MBARRIER}
+EARLY_IN_CLUSTERS = EARLY | {FaultKind.NOT_PUBLISHED}
 
 
 @functools.cache

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+import pytest
 import torch
 
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.pipeline import load_spec
+from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.runtime.op import AttentionOp
 from flashgen.targets.gpu.tiles import BackwardTiles
 from flashgen.verification.verify import verify_case
@@ -62,3 +64,11 @@ def check_windows_of_two_tiles(name: str, text: str) -> None:
     op = changed(name, text, "backward", windows, r"\g<1>2", count=5)
     for deterministic in (False, True):
         assert gradients(op, deterministic=deterministic) < 0.01
+
+
+def check_mistake(name: str, text: str, old: str, new: str, kinds: Collection[FaultKind]) -> None:
+    """With a pattern of its backward pass replaced a kernel that was right is refused, for one of these reasons."""
+    op = changed(name, text, "backward", old, new)
+    with pytest.raises(EmulatorError) as caught:
+        gradients(op)
+    assert caught.value.kind in kinds, str(caught.value)

@@ -22,12 +22,13 @@ from flashgen.plan.by_blocks import block_order, part_bytes
 from flashgen.runtime.emulated import EmulatedKernel, recording
 from flashgen.runtime.emulator import EmulatorError, FaultKind, compile_program
 from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
+from flashgen.runtime.nvrtc import compile_cuda
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error, verify_case
+from tests.cuda.nvrtc import has_products_that_wait, needs_nvrtc
 from tests.numeric.helpers import failures
 
 LIST = "tensor idx: i32[B, Hkv, Nq, 2]  select {block}: idx[b, hkv, i, :]"
@@ -269,14 +270,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     assert caught.value.kind in RACES, str(caught.value)
 
 
-try:
-    find_nvrtc()
-    MISSING = ""
-except NvrtcMissing as missing:
-    MISSING = str(missing)
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_it_stays_in_registers_and_no_product_waits(target: str) -> None:
     lists = "tensor idx: i32[B, Hkv, Nq, 16]  select 64: idx[b, hkv, i, :]"
@@ -285,4 +279,4 @@ def test_it_stays_in_registers_and_no_product_waits(target: str) -> None:
     kernel = compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.BY_BLOCKS), GPUS[target])
     binary = compile_cuda(kernel.source, target)
     assert [each.spill_bytes for each in binary.kernels] == [0] * 8
-    assert "C75" not in (binary.path.parent / "compile.log").read_text(encoding="utf-8")
+    assert not has_products_that_wait(binary)

@@ -10,18 +10,18 @@ import pytest
 import flashgen
 from flashgen.ir.types import ElementType
 from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
-from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed
+from tests.cuda.hopper import EARLY_IN_CLUSTERS, LATE, changed
 from tests.cuda.hopper_backward import (
     check_gradients_repeat,
+    check_mistake,
     check_results_and_bytes,
     check_windows_of_two_tiles,
     gradients,
 )
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 
 TARGET = GPUS["sm_90a"]
 CAUSAL = "head_dim 384  mask causal"
@@ -125,8 +125,6 @@ def test_windows_of_two_tiles() -> None:
 
 
 # What was planted, what the emulator may call it.
-LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
-EARLY = LATE | {FaultKind.MBARRIER, FaultKind.NOT_PUBLISHED}
 MISTAKES = {
     "sums are read before they are there": (
         "fg::mbarrier_wait(exchange_signal(which, fg::warp_index()), (exchanged + n) % 2);",
@@ -142,7 +140,7 @@ MISTAKES = {
     "blocks do not wait until both have begun": (
         "fg::cluster_barrier();",
         "fg::block_barrier();",
-        EARLY | {FaultKind.DEADLOCK},
+        EARLY_IN_CLUSTERS | {FaultKind.DEADLOCK},
     ),
 }
 
@@ -152,10 +150,7 @@ MISTAKES = {
 )
 def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     old, new, kinds = MISTAKES[name]
-    op = changed(f"columns_{list(MISTAKES).index(name)}", CAUSAL, "backward", re.escape(old), new)
-    with pytest.raises(EmulatorError) as caught:
-        gradients(op)
-    assert caught.value.kind in kinds, str(caught.value)
+    check_mistake(f"columns_{list(MISTAKES).index(name)}", CAUSAL, re.escape(old), new, kinds)
 
 
 @pytest.mark.slow
@@ -180,14 +175,7 @@ def test_s_has_to_be_read_before_dp_is_sent() -> None:
     assert caught.value.kind in LATE
 
 
-try:
-    find_nvrtc()
-    MISSING = ""
-except NvrtcMissing as error:
-    MISSING = str(error)
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@needs_nvrtc
 @pytest.mark.parametrize(
     "text",
     [
@@ -199,10 +187,4 @@ except NvrtcMissing as error:
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    variant = variant_of(f"attention columns {{ dtype bf16  {text} }}")
-    left_out = tuple((f"FLASHGEN_{part}", "0") for part in ("FORWARD", "REPEATABLE"))
-    binary = compile_cuda(replace(emit_cuda(variant, TARGET.plan(variant)), defines=left_out), "sm_90a")
-    (kernel,) = (each for each in binary.kernels if "backward" in each.name)
-    assert kernel.spill_bytes <= HARMLESS_SPILL  # none of it in a step
-    said = (binary.path.parent / "compile.log").read_text(encoding="utf-8")
-    assert "C75" not in said
+    check_registers(text, "backward", "FORWARD", "REPEATABLE", most=HARMLESS_SPILL)  # none of it in a step

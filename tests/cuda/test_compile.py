@@ -11,23 +11,19 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
-from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc, resources
+from flashgen.runtime.nvrtc import CudaBinary, compile_cuda, find_nvrtc, resources
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, launched, planned, variant_of
+from tests.cuda.nvrtc import needs_nvrtc
 from tests.slices import one_of
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
 MOST_REGISTERS = 255
 
-try:
-    find_nvrtc()
-    REASON = ""
-except NvrtcMissing as error:
-    REASON = str(error)
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = needs_nvrtc
 
 PLAIN = "attention causal {{ head_dim {head_dim} dtype {dtype} mask causal }}"
 RICH = """

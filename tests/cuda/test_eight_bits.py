@@ -18,7 +18,6 @@ from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.emulated import EmulatedKernel
 from flashgen.runtime.emulator import EmulatorError, FaultKind, compile_program
 from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.nvrtc import NvrtcMissing, find_nvrtc
 from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.compile import GpuBinary
@@ -27,16 +26,11 @@ from flashgen.targets.gpu.model import KEYS_OF_SUMS
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
+from tests.cuda.nvrtc import needs_nvrtc
 
 TEXT = "attention planted_f8 { head_dim 64, 128, 256 }"
 CUT = "attention planted_cut_f8 { head_dim 64, 128, 256  mask j <= i + 350 }"
 TARGET = GPUS["sm_90a"]
-
-try:
-    find_nvrtc()
-    REASON = ""
-except NvrtcMissing as error:
-    REASON = str(error)
 
 
 @functools.cache
@@ -179,7 +173,7 @@ def test_other_kernels_know_of_no_8_bits() -> None:
         assert not any(word in text for word in ("e4m3", "Turned", "q_factors", "HEADROOM"))
 
 
-@pytest.mark.skipif(bool(REASON), reason=REASON)
+@needs_nvrtc
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 256))])
 def test_kernels_stay_in_registers(head_dim: int) -> None:
     part = Part(ElementType.F8E4M3, "forward", CallKind())

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
+from flashgen.runtime.emulator import FaultKind
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed
-from tests.cuda.hopper_backward import check_results_and_bytes, check_windows_of_two_tiles, gradients
+from tests.cuda.hopper import EARLY, LATE
+from tests.cuda.hopper_backward import check_mistake, check_results_and_bytes, check_windows_of_two_tiles
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 
 TARGET = GPUS["sm_90a"]
 CAUSAL, LATENT = "head_dim 224  mask causal", "head_dim 192/128  mask causal"
@@ -115,8 +115,6 @@ def test_windows_of_two_tiles(text: str) -> None:
 
 
 # Where it is, what was planted, what the emulator may call it.
-LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
-EARLY = LATE | {FaultKind.MBARRIER}
 MISTAKES = {
     "P is not waited for": (CAUSAL, "share(p_tile(), s);\n    Team::barrier();", "share(p_tile(), s);", LATE),
     "dS is not waited for": (CAUSAL, "share(ds_tile(n), dp);\n    Team::barrier();", "share(ds_tile(n), dp);", LATE),
@@ -194,20 +192,10 @@ MISTAKES = {
 )
 def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     text, old, new, kinds = MISTAKES[name]
-    op = changed(f"halves_{list(MISTAKES).index(name)}", text, "backward", re.escape(old), new)
-    with pytest.raises(EmulatorError) as caught:
-        gradients(op)
-    assert caught.value.kind in kinds, str(caught.value)
+    check_mistake(f"halves_{list(MISTAKES).index(name)}", text, re.escape(old), new, kinds)
 
 
-try:
-    find_nvrtc()
-    MISSING = ""
-except NvrtcMissing as error:
-    MISSING = str(error)
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@needs_nvrtc
 @pytest.mark.parametrize(
     "text",
     [
@@ -220,13 +208,7 @@ except NvrtcMissing as error:
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    variant = variant_of(f"attention shared {{ dtype bf16  {text} }}")
-    left_out = tuple((f"FLASHGEN_{part}", "0") for part in ("FORWARD", "REPEATABLE"))
-    binary = compile_cuda(replace(emit_cuda(variant, TARGET.plan(variant)), defines=left_out), "sm_90a")
-    (kernel,) = (each for each in binary.kernels if "backward" in each.name)
-    assert kernel.spill_bytes <= HARMLESS_SPILL  # none of it in a step
-    said = (binary.path.parent / "compile.log").read_text(encoding="utf-8")
-    assert "C75" not in said
+    check_registers(text, "backward", "FORWARD", "REPEATABLE", most=HARMLESS_SPILL)  # none of it in a step
 
 
 def test_padded_dimensions_have_halves() -> None:

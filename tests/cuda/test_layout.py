@@ -10,13 +10,14 @@ import pytest
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.pipeline import read_file, target_named
-from flashgen.runtime.nvrtc import NvrtcMissing, find_nvrtc
+from flashgen.runtime.nvrtc import find_nvrtc
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.layout import Layout, Part, Words, printed
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
+from tests.cuda.nvrtc import needs_nvrtc
 
 GALLERY = ("causal", "packed_documents", "random_blocks", "gaussian_regression", "t5", "mla")
 STRUCT = re.compile(r"^template <> struct (\w+)<([\w:, ]+)>(?: : \1<([\w:, ]+)>)? \{(.*?)\};", re.MULTILINE | re.DOTALL)
@@ -93,12 +94,10 @@ def test_no_template_counts_bytes(repository: Path) -> None:
         assert "offsets[" not in text, f"{path.name}: a slot by its number"
 
 
+@needs_nvrtc
 def test_a_wrong_size_does_not_compile(specs: Path) -> None:
     """What is printed is checked by the compiler, too: one byte more of K is an error that names it."""
-    try:
-        nvrtc, _ = find_nvrtc()
-    except NvrtcMissing as error:
-        pytest.skip(str(error))
+    nvrtc, _ = find_nvrtc()
     variant = next(variants(specs, "causal"))
     plan = target_named("sm_80").plan(variant)
     assert isinstance(plan, GpuPlan)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
-from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.runtime.emulator import FaultKind
 from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.registry import GPUS
-from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed
+from tests.cuda.helpers import planned
+from tests.cuda.hopper import EARLY_IN_CLUSTERS, LATE
 from tests.cuda.hopper_backward import (
     check_gradients_repeat,
+    check_mistake,
     check_results_and_bytes,
     check_windows_of_two_tiles,
-    gradients,
 )
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 
 TARGET = GPUS["sm_90a"]
 CAUSAL = "head_dim 256  mask causal"
@@ -85,19 +83,17 @@ def test_windows_of_two_tiles() -> None:
 
 
 # What was planted, what the emulator may call it.
-LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
-EARLY = LATE | {FaultKind.MBARRIER, FaultKind.NOT_PUBLISHED}
 MISTAKES = {
     "dS of the other block is not waited for": ("fg::mbarrier_wait(ds_signals().came(), n % 2);", "", LATE),
     "dS is sent over what the other reads": (
         "if constexpr (adds) fg::mbarrier_wait(ds_signals().taken(), (n - 1) % 2);",
         "",
-        EARLY,
+        EARLY_IN_CLUSTERS,
     ),
     "the other is told before dQ is there": (
         "fg::wait_products<1>(dq);\n      fg::mbarrier_arrive_at(ds_signals().taken(), fg::cluster_rank() ^ 1);",
         "fg::mbarrier_arrive_at(ds_signals().taken(), fg::cluster_rank() ^ 1);\n      fg::wait_products<1>(dq);",
-        EARLY,
+        EARLY_IN_CLUSTERS,
     ),
     "nobody says that dS is used up": (
         "fg::mbarrier_arrive_at(ds_signals().taken(), fg::cluster_rank() ^ 1);",
@@ -112,12 +108,12 @@ MISTAKES = {
     "a copy does not wait for the other block": (
         "for (int rank = 0; rank < P::cluster; ++rank) fg::mbarrier_arrive_at(of.empty(n), rank);",
         "for (int k = 0; k < P::cluster; ++k) fg::mbarrier_arrive_at(of.empty(n), fg::cluster_rank());",
-        EARLY,
+        EARLY_IN_CLUSTERS,
     ),
     "a window begins before both are done": (
         "{ fg::cluster_barrier(); }",
         "{ fg::barrier_meet(1, P::threads); }",
-        EARLY | {FaultKind.DEADLOCK},
+        EARLY_IN_CLUSTERS | {FaultKind.DEADLOCK},
     ),
 }
 
@@ -127,26 +123,10 @@ MISTAKES = {
 )
 def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     old, new, kinds = MISTAKES[name]
-    op = changed(f"dq_{list(MISTAKES).index(name)}", CAUSAL, "backward", re.escape(old), new)
-    with pytest.raises(EmulatorError) as caught:
-        gradients(op)
-    assert caught.value.kind in kinds, str(caught.value)
+    check_mistake(f"dq_{list(MISTAKES).index(name)}", CAUSAL, re.escape(old), new, kinds)
 
 
-try:
-    find_nvrtc()
-    MISSING = ""
-except NvrtcMissing as error:
-    MISSING = str(error)
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@needs_nvrtc
 @pytest.mark.parametrize("text", [CAUSAL, pytest.param("head_dim 256  score softcap(s, 30)", marks=pytest.mark.slow)])
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    variant = variant_of(f"attention shared_dq {{ dtype bf16  {text} }}")
-    left_out = tuple((f"FLASHGEN_{part}", "0") for part in ("FORWARD", "REPEATABLE"))
-    binary = compile_cuda(replace(emit_cuda(variant, TARGET.plan(variant)), defines=left_out), "sm_90a")
-    (kernel,) = (each for each in binary.kernels if "backward" in each.name)
-    assert kernel.spill_bytes == 0
-    said = (binary.path.parent / "compile.log").read_text(encoding="utf-8")
-    assert "C75" not in said
+    check_registers(text, "backward", "FORWARD", "REPEATABLE")

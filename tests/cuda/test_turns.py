@@ -13,13 +13,13 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.pipeline import load_spec
 from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.nvrtc import NvrtcMissing, compile_cuda, find_nvrtc
 from flashgen.runtime.op import AttentionOp
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned, variant_of
-from tests.cuda.hopper import changed, hopper, random
+from tests.cuda.hopper import EARLY, LATE, changed, hopper, random
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.numeric.helpers import failures
 from tests.slices import one_of
 
@@ -175,8 +175,6 @@ OTHERS = {
     "a number in the place of one that is read": NONE,
 }
 # What was planted, what the emulator may call it.
-LATE = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED}
-EARLY = LATE | {FaultKind.MBARRIER}
 MISTAKES = {
     "P is not waited for": ("    p_signals().await(parts_before + n);\n", "", LATE),
     "P is waited for by another phase": (
@@ -255,14 +253,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     assert caught.value.kind in kinds, str(caught.value)
 
 
-try:
-    find_nvrtc()
-    MISSING = ""
-except NvrtcMissing as missing:
-    MISSING = str(missing)
-
-
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@needs_nvrtc
 @pytest.mark.parametrize(
     "text",
     [
@@ -271,8 +262,4 @@ except NvrtcMissing as missing:
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    variant = variant_of(f"attention turns {{ dtype bf16  {text} }}")
-    source = replace(emit_cuda(variant, TARGET.plan(variant)), defines=(("FLASHGEN_BACKWARD", "0"),))
-    binary = compile_cuda(source, "sm_90a")
-    assert [each.spill_bytes for each in binary.kernels] == [0]
-    assert "C75" not in (binary.path.parent / "compile.log").read_text(encoding="utf-8")
+    check_registers(text, "forward", "BACKWARD")

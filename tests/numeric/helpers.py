@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ from torch import Tensor
 import flashgen
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.runtime import compiler
 from flashgen.runtime.op import AttentionOp
 from flashgen.verification import Case
 from flashgen.verification.verify import relative_error
@@ -24,9 +25,14 @@ GALLERY = tuple(sorted(file.stem for file in SPECS.glob("*.attn")))
 SMALL_CONSTANTS: Mapping[str, Mapping[str, int]] = MappingProxyType({"evoformer": {"rows": 2}})
 
 
-@functools.cache
 def operator(name: str, backend: str | None = None) -> AttentionOp:
     """The operator of a gallery spec."""
+    return _loaded(name, backend, compiler.find_compiler)
+
+
+@functools.cache
+def _loaded(name: str, backend: str | None, _compiler: Callable[[], compiler.Compiler]) -> AttentionOp:
+    """Of each compiler its own: modules have kernels as the product has them, or quick ones."""
     return flashgen.load(SPECS / f"{name}.attn", const=SMALL_CONSTANTS.get(name, {}), backend=backend)
 
 

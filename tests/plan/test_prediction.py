@@ -25,7 +25,8 @@ from flashgen.targets.gpu.registers import MOST, accumulators, registers
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS as TARGETS
 from tests.cuda.helpers import planned
-from tests.cuda.test_compile import PLAIN, REASON, compiled
+from tests.cuda.nvrtc import needs_nvrtc
+from tests.cuda.test_compile import PLAIN, compiled
 from tests.plan.test_planner import variant
 
 GPUS = known_devices().gpus
@@ -147,7 +148,7 @@ def test_a_spill_is_expected_beyond_the_last_register() -> None:
     assert accumulators(each, ElementType.F16, wide) == 128 * (256 + 128) // 128
 
 
-@pytest.mark.skipif(bool(REASON), reason=REASON)
+@needs_nvrtc
 @pytest.mark.parametrize(("head_dim", "element"), [(64, ElementType.BF16), (128, ElementType.F16)])
 def test_registers_are_near_the_compilers(head_dim: int, element: ElementType) -> None:
     """Within 40 of what NVRTC reports for each kernel that holds a tile."""
