@@ -52,7 +52,7 @@ QUICKLY_COMPILED = frozenset(
 AS_THE_PRODUCT = frozenset(
     f"numeric/test_{name}.py"
     for name in (
-        *("cpu_kinds", "decode", "edges", "eight_bits", "elements_of_nothing", "extreme_scores", "gallery"),
+        *("cpu_kinds", "eight_bits", "elements_of_nothing", "extreme_scores", "gallery"),
         *("large_head_dims", "matrix_products", "ragged"),
     )
 )
