@@ -209,6 +209,18 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
         {FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "O is not cleared": (2, r"    clear_by_moves\(\);\n", "", set[FaultKind]()),
+    "no wait for the room of Q": (
+        1,
+        r"    q_signals\(\)\.await_room\(ordinal\);\n",
+        "",
+        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
+    ),
+    "a list that is given back before its last visit is known": (
+        2,
+        r"(      const bool done = ends\(\);\n      parts_before .*\n)(      list_signals\(\)\.release\(list\);\n)",
+        r"\2\1",
+        {FaultKind.RACE},
+    ),
 }
 
 

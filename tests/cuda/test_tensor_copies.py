@@ -219,7 +219,7 @@ MISTAKES = {
     ),
     "served, no wait for room": (
         SERVED,
-        "signals().await_room(parts_before + n);",
+        "    signals().await_room(parts_before + n);",
         "",
         {FaultKind.MBARRIER},
     ),
@@ -241,18 +241,6 @@ MISTAKES = {
         "",
         {FaultKind.NOT_AWAITED, FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
-    "served, no wait for the room of Q": (
-        SERVED,
-        "q_signals().await_room(ordinal);",
-        "",
-        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
-    ),
-    "served, Q released before its products are done": (
-        SERVED,
-        "    Weights p;\n",
-        "    Weights p;\n    release_q();\n",
-        {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
-    ),
     "served, no wait for a list": (
         SERVED,
         "list_signals().await(list);",
@@ -264,12 +252,6 @@ MISTAKES = {
         "      list_signals().await_room(n);\n      switch_to(n);\n      if (ordinal > 0)",
         "      switch_to(n);\n      if (ordinal > 0)",
         {FaultKind.RACE, FaultKind.MBARRIER},
-    ),
-    "served, a list that is given back before it is read": (
-        SERVED,
-        "      const bool done = ends();\n      list_signals().release(list);",
-        "      list_signals().release(list);\n      const bool done = ends();",
-        {FaultKind.RACE},
     ),
     "served, boxes half a row too far": (
         SERVED,
