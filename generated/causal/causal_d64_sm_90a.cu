@@ -2497,12 +2497,12 @@ template <> struct ForwardPlan<float> {
 // The plan of dK and dV.
 template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::half_t> {
-  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, weighed = 64, producers = 4, blocks = 1,
+  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, weighed = 128, producers = 4, blocks = 1,
       producer_registers = 24, registers = 240, tensor_copies = 1, dq_column_groups = 1, persistent = 0, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
 template <> struct BackwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, weighed = 64, producers = 4, blocks = 1,
+  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, weighed = 128, producers = 4, blocks = 1,
       producer_registers = 24, registers = 240, tensor_copies = 1, dq_column_groups = 1, persistent = 0, warpgroups = 1;
   static constexpr int threads = 32 * (warps + producers);
 };
@@ -4378,75 +4378,48 @@ template <class T, bool atomic> struct Block {
     }
   }
 
-  // A tile of 128 rows goes through it as two parts: what begins and ends a step is paid once for both, and products of
-  // one part run while the other is weighed. So does one of 64 rows where three blocks share the registers: whole, its
-  // accumulators would leave none for products under way, and the assembler would wait for each.
+  // A tile of 128 queries is weighed at once: products are half as many and twice as wide as by two parts. S and dP
+  // fill the registers beside dK and dV, so that P is rounded when dS is, and half of what rows carry is read where
+  // pairs need it. dQ of the tile before is multiplied first, and leaves beside the others. What a warpgroup does
+  // itself runs beside products of the other one.
   template <bool masked, bool first = false> FG_DEVICE void step_by_warpgroups(int n) {
-    fg::Accumulators<1, s_tiles> s[parts], dp[parts];
-    fg::LeftRows<T, 1, 8 * s_tiles> p[parts], ds[parts];
+    fg::Accumulators<1, s_tiles> s, dp;
+    fg::LeftRows<T, 1, 8 * s_tiles> p, ds;
     await_tile(n);
-    start_s(s[0], n, 0);
-    start_dp(dp[0], n, 0);
+    start_s(s, n, 0);
+    start_dp(dp, n, 0);
     follow_tile(n);
-    if constexpr (dq_late && !first) hand_over(n - 1);  // while products run
+    if constexpr (atomic && !first) hand_over(n - 1);  // while products run
+    const bool extreme = any_extreme(n);  // read before the wait that it is needed after
+    const CarriedByRows lses(rows(RowWords::lse, n));
+    fg::wait_products<1>(s);
+    weigh_pairs<masked>(s, lses, n, extreme);
+    const CarriedByRows deltas(rows(RowWords::delta, n));
+    fg::wait_products<0>(dp);
+    differentiate_pairs<masked>(s, dp, deltas, n);
+    fg::round_into(p, s);
+    fg::round_into(ds, dp);
     fg::Accumulators<1, q_tiles> dq;
-#pragma unroll
-    for (int k = 0; k < parts; ++k) {
-      const bool more = k + 1 < parts;
-      part = k;
-      // dV += Pᵀ dO, dK += dSᵀ Q
-      float carried[2 * s_tiles];  // of this lane's rows: read before the wait that it is needed after
-      load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * k);
-      const bool extreme = any_extreme(n);  // so is this
-      if (k == 0) fg::wait_products<1>(s[k]);
-      else fg::wait_products<2>(s[k]);
-      weigh_pairs<masked>(s[k], carried, n, extreme);
-      fg::round_into(p[k], s[k]);
-      fg::begin_products(dv, p[k]);
-      fg::start_product_across(dv, p[k], d_o_tile(n), 8 * s_tiles * k);
-      fg::warpgroup_commit();
-      if (more) start_s(s[k + 1], n, k + 1);
-      if constexpr (!tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
-      if (more) fg::wait_products<2>(dp[k]);
-      else fg::wait_products<1>(dp[k]);
-      if constexpr (tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
-      differentiate_pairs<masked>(s[k], dp[k], carried, n);
-      fg::round_into(ds[k], dp[k]);
-      if constexpr (atomic) {
-        if (dq_late && !first && k == 0) await_ds(n - 1);
-        store_ds(ds[k], n);
-        if constexpr (dq_in_front && !first) start_dq(dq, n - 1);
-      }
-      fg::begin_products(dk, ds[k]);
-      fg::start_product_across(dk, ds[k], q_tile(n), 8 * s_tiles * k);
-      fg::warpgroup_commit();
-      if (more) start_dp(dp[k + 1], n, k + 1);
+    if constexpr (atomic && !first) {
+      await_ds(n - 1);
+      start_dq(dq, n - 1);
     }
-    part = 0;
-    if constexpr (dq_in_front) {
-      if constexpr (!first) {
-        fg::wait_products<1>(dv, p, dq);
-        put_dq(dq);
-      }
-    } else if constexpr (atomic) {
-      // dQ += dS K
-      if constexpr (!has_producers) {
-        fg::publish_shared();
-        Team::barrier();
-      }
-      if constexpr (!first) start_dq(dq, dq_late ? n - 1 : n);
-      fg::wait_products<0>(dv, dk, p, ds, dq);
-      release_tile(n);
-      if constexpr (dq_late) {
-        if constexpr (!first) put_dq(dq);
-      } else {
-        add_dq(dq, n);
-      }
-      return;
+    // dV += Pᵀ dO, dK += dSᵀ Q
+    fg::begin_products(dv, p);
+    fg::start_product_across(dv, p, d_o_tile(n), 0);
+    fg::warpgroup_commit();
+    if constexpr (atomic) store_ds(ds, n);
+    fg::begin_products(dk, ds);
+    fg::start_product_across(dk, ds, q_tile(n), 0);
+    fg::warpgroup_commit();
+    if constexpr (atomic && !first) {
+      fg::wait_products<2>(dq);
+      put_dq(dq);
     }
     fg::wait_products<0>(dv, dk, p, ds);
     release_tile(n);
   }
+
   // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
   FG_DEVICE void start_s(fg::Accumulators<1, s_tiles>& s, int n, int part) {
     fg::begin_products(s);
@@ -4502,13 +4475,22 @@ template <class T, bool atomic> struct Block {
     fg::barrier_arrive(used(n), PRODUCERS + CONSUMERS);
   }
 
-  FG_DEVICE void load_rows(float (&values)[2 * s_tiles], const float* of_rows) const {
+  // Of this lane's rows: half is read at once, before a wait, and what registers have no room for when it is asked for.
+  struct CarriedByRows {
+    const float* of_rows;
+    float2 early[s_tiles / 2];
+    FG_DEVICE explicit CarriedByRows(const float* rows) : of_rows(rows) {
 #pragma unroll
-    for (int t = 0; t < s_tiles; ++t) {
-      const auto pair = fg::shared_load(reinterpret_cast<const float2*>(of_rows + 8 * t + fg::fragment_column(0)));
-      values[2 * t] = pair.x, values[2 * t + 1] = pair.y;
+      for (int t = 0; t < s_tiles / 2; ++t) early[t] = pair(t);
     }
-  }
+    FG_DEVICE float2 pair(int t) const {
+      return fg::shared_load(reinterpret_cast<const float2*>(of_rows + 8 * t + fg::fragment_column(0)));
+    }
+    FG_DEVICE float operator[](int n) const {
+      const float2 both = n / 2 < s_tiles / 2 ? early[n / 2 % (s_tiles / 2)] : pair(n / 2);
+      return n % 2 ? both.y : both.x;
+    }
+  };
   // Which queries of a masked tile keep this lane's key k, as bits of its elements: none of one past the last of so
   // many `keys`.
   FG_DEVICE fg::LaneBits<s_tiles> queries_of(int k, int row0, int keys) const {
@@ -4518,7 +4500,7 @@ template <class T, bool atomic> struct Block {
   // Products to Pᵀ.
   template <bool masked>
   FG_DEVICE void weigh_pairs(
-      fg::Accumulators<1, s_tiles>& s, const float (&lses)[2 * s_tiles], [[maybe_unused]] int n, bool extreme) {
+      fg::Accumulators<1, s_tiles>& s, const CarriedByRows& lses, [[maybe_unused]] int n, bool extreme) {
     [[maybe_unused]] const int row0 = visits.tile(n) * BR, keys = kv_len - column0();
     if (extreme) count_from_tops(s, n);
 #pragma unroll
@@ -4549,7 +4531,7 @@ template <class T, bool atomic> struct Block {
   // Pᵀ (in s) and dPᵀ (in dp) to dSᵀ, but for a constant factor.
   template <bool masked>
   FG_DEVICE void differentiate_pairs(const fg::Accumulators<1, s_tiles>& s, fg::Accumulators<1, s_tiles>& dp,
-                                     const float (&deltas)[2 * s_tiles], [[maybe_unused]] int n) {
+                                     const CarriedByRows& deltas, [[maybe_unused]] int n) {
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t)
 #pragma unroll

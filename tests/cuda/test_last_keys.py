@@ -59,6 +59,15 @@ def test_the_last_key_tile_is_shared() -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))  # parts are added up in one order
 
 
+@pytest.mark.parametrize(
+    "text", ["head_dim 128", f"{PLAIN}  mask causal", f"{PLAIN}  tensor t: f32[Nq] grad score s + t[i]"]
+)
+def test_others_keep_one_tile_a_block(text: str) -> None:
+    """Wide rows, key tiles of unlike lengths, and where dQ has a kernel of its own."""
+    variant, plan = planned(f"attention plain {{ dtype bf16  {text} }}", "sm_90a")
+    assert not shares_last(variant, plan.elements[0].backward)
+
+
 def test_bytes_are_those_predicted() -> None:
     """K and V of the last key tile are read by both blocks."""
     op = hopper(PLAIN)

@@ -82,8 +82,9 @@ def test_what_will_spill_as_well_is_passed_over_without_a_compilation() -> None:
     variant = variant_of("attention t { head_dim 64 dtype bf16 }")
     target = GPUS["sm_90a"]
     rows = [each.row for each in candidates("backward", variant, ElementType.BF16, target, target.recipes)]
-    larger, smaller = rows[:2]
+    whole, larger, smaller = rows[:3]
     assert (larger.Br, smaller) == (128, replace(larger, Br=64))
+    assert whole == replace(larger, weighed=128)
     assert accumulators(variant, ElementType.BF16, larger) == 192
     assert accumulators(variant, ElementType.BF16, smaller) == 128
     spill = Spill(ElementType.BF16, "backward", larger, 1276)
@@ -91,7 +92,7 @@ def test_what_will_spill_as_well_is_passed_over_without_a_compilation() -> None:
     assert still_spilled(variant, spill, smaller) == 1276 - 8 * 64
     assert still_spilled(variant, spill, replace(smaller, warpgroups=False, producers=0)) == 0
     assert still_spilled(variant, replace(spill, bytes=400), smaller) == 0
-    plan = target.plan(variant, spills=[spill])
+    plan = target.plan(variant, spills=[replace(spill, tile=whole), spill])
     (would,) = (each.reason for each in plan.rejected if "would spill about 764 bytes" in each.reason)
     assert "64 × 128" in would
     assert not plan.by_element[ElementType.BF16].backward.warpgroups

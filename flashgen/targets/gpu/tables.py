@@ -117,6 +117,11 @@ class BackwardChoice:
         """Whether two warpgroups share 64 keys."""
         return self.warpgroups and self.split > 1
 
+    @property
+    def weighs_whole(self) -> bool:
+        """Whether warpgroups weigh a tile of 128 queries at once."""
+        return self.warpgroups and self.weighed == 128
+
 
 @dataclass(frozen=True)
 class QueryChoice:

@@ -133,6 +133,11 @@ class BackwardTiles(Tiles):
         return self.warpgroups and self.dq_sent is not None
 
     @property
+    def weighs_whole(self) -> bool:
+        """Whether warpgroups weigh a tile of 128 queries at once."""
+        return self.warpgroups and self.weighed == 128
+
+    @property
     def shares_keys(self) -> bool:
         """Whether two warpgroups share 64 keys, each with half of the columns of dK, dV and dQ."""
         return self.warpgroups and self.split > 1

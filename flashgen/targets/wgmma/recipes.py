@@ -15,7 +15,7 @@ from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
-from flashgen.targets.gpu.model import MOST_COLUMNS, forward_layout, padded, takes_turns
+from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, forward_layout, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
@@ -87,7 +87,8 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
     rows = rows_for(variant, table)
     rows = [row for row in rows if not row.dq_in_halves or _divides_dq(variant, element, row)]
     staged = [replace(row, pairs_staged=True) for row in rows if _has_copiers_of_pairs(variant, element, row)]
-    return others.after([*staged, *rows], why)
+    whole = [replace(row, weighed=row.Br) for row in rows if _weighs_whole(variant, element, row)]
+    return others.after([*staged, *whole, *rows], why)
 
 
 def _has_copiers_of_pairs(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
@@ -159,13 +160,14 @@ def complete(
     few = recipe.weights_first and row.blocks > 2
     reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
     reads = reads if recipe.ahead is not None and recipe.weights_first else []
-    weighed = rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
+    whole = _weighs_whole(variant, element, row) and row.weighs_whole  # of a row that is pinned perhaps no more
+    weighed = row.Br if whole else rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
+    at_a_time = Decision.by("queries at a time", str(weighed), rules.WHOLE_TILES if whole else rules.WEIGHED_AT_A_TIME)
     staged = row.pairs_staged and _has_copiers_of_pairs(variant, element, row)  # a pinned tile may leave none
     reads += [Decision.by("staging of pairs", "by warps that copy", rules.STAGED_PAIRS)] if staged else []
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
-    at_a_time = Decision.by("queries at a time", str(weighed), rules.WEIGHED_AT_A_TIME)
     own = replace(
         row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed, pairs_staged=staged
     )
@@ -365,13 +367,27 @@ def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_produc
     return Decision.by("tile order", PERSISTENT, rules.PERSISTENT_KEYS)
 
 
+def _weighs_whole(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+    """Whether registers may hold S and dP of a whole tile of 128 queries beside dK and dV.
+
+    Then they hold nothing else: scores are products but for a factor, and nobody asks for gradients beside.
+    """
+    recipe = recipe_of(variant)
+    simple = recipe.one_pass and recipe.weights_first and not recipe.folded and carries_marks(variant)
+    alone = not recipe.key_gradients and recipe.ahead is None
+    narrow = sum(_padded_widths(variant)) <= rules.WHOLE_TILES.limit
+    copied = row.producers > 0 and _copies_tensors(variant, element)
+    return row.Br == 128 and copied and narrow and simple and alone
+
+
 def _divides_last_keys(variant: Variant, recipe: Recipe) -> bool:
     """Whether blocks with warps that copy are persistent, and several of them share each of the last key tiles.
 
     Where key tiles take equally long and dK and dV are narrow; gradients of pairs are neither stored nor added in turn.
     """
     alone = not (recipe.has_lists or recipe.stored or recipe.in_turn or recipe.observed_rows)
-    return has_whole_rows(variant) and alone and sum(_padded_widths(variant)) <= rules.LAST_KEYS.limit
+    narrow = sum(_padded_widths(variant)) <= rules.LAST_KEYS.limit
+    return recipe.one_pass and has_whole_rows(variant) and alone and narrow
 
 
 def has_small_blocks(variant: Variant) -> bool:

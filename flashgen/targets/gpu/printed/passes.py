@@ -150,6 +150,11 @@ class BackwardCode:
         return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
 
     @property
+    def weighs_whole(self) -> bool:
+        """Whether warpgroups weigh a tile of 128 queries at once: then all types' do."""
+        return any(each.weighs_whole for each in self.tiles.values())
+
+    @property
     def persistent_served(self) -> bool:
         """Whether beside some persistent blocks warps of their own copy."""
         return any(self.tiles[name].producers > 0 for name in self.persistent)
