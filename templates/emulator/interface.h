@@ -34,6 +34,7 @@ enum class Together : int {
   ballot,
   load_matrix,
   load_matrix_transposed,
+  store_matrix,
   mma_f16,
   mma_bf16,
   mma_tf32,
@@ -49,10 +50,10 @@ enum class Together : int {
 struct Call {
   Together what;
   int line;
-  void* out;          // shuffle: the value; ballot: the bits; load_matrix: its registers; products: d, read and written
-  const void* in[2];  // shuffle: the value; load_matrix: the row; mma: a and b; warpgroup_multiply: a Product;
+  void* out;          // shuffle: the value; ballot: the bits; load_matrix: its registers; store_matrix: the row; products: d, read and written
+  const void* in[2];  // shuffle: the value; load_matrix: the row; store_matrix: its registers; mma: a and b; warpgroup_multiply: a Product;
                       // mbarrier: where it lies
-  int number;         // shuffle: the lane that is read; load_matrix: how many; ballot: the condition; warpgroup_wait: the groups left;
+  int number;         // shuffle: the lane that is read; load_matrix, store_matrix: how many; ballot: the condition; warpgroup_wait: the groups left;
                       // barrier: its number; mbarrier_wait: the parity; mbarrier_arrive_at: the block in its cluster
   int bytes;          // shuffle: the size of the value; barrier: the threads that it is for
 };

@@ -81,6 +81,12 @@ def test_the_fragments_of_ldmatrix() -> None:
         assert np.array_equal(y[lane, 4:], x[:, pair : pair + 2, group])
 
 
+def test_the_fragments_of_stmatrix() -> None:
+    x = np.arange(256, dtype=np.uint16).reshape(4, 32, 2)
+    y = call("store_matrices", x, np.zeros((4, 8, 8), np.uint16), 0, shared_bytes=512)
+    assert np.array_equal(y, x.reshape(4, 8, 8))  # lane 4 g + t has columns 2 t and 2 t + 1 of row g
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_pipelined_product_of_16_bit_matrices(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -96,4 +96,11 @@ FG_DEVICE void round_into(LeftRows<T, 1, inner>& a, const Accumulators<1, n_tile
   for (int step = 0; step < inner / 16; ++step) a.at[0][step] = left_of<T>(d.at[0], step);
 }
 
+// Stores a left operand, 16 x 16 of 16 bits, to a tile.
+template <class Tile>
+FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
+  static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
+  store_matrix_x4(place_of_square<Order::down>(tile, row, column, lane), left.r);
+}
+
 }  // namespace fg

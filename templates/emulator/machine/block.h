@@ -373,6 +373,7 @@ class Block final : public Machine {
       case Together::ballot: ballot(calls); break;
       case Together::load_matrix: load_matrix(warp, calls, false); break;
       case Together::load_matrix_transposed: load_matrix(warp, calls, true); break;
+      case Together::store_matrix: store_matrix(warp, calls); break;
       case Together::mma_f16: matrix::mma_16bit<float_of_half>(calls); break;
       case Together::mma_bf16: matrix::mma_16bit<float_of_bfloat>(calls); break;
       case Together::mma_tf32: matrix::mma_tf32(calls); break;
@@ -453,17 +454,31 @@ class Block final : public Machine {
     for (const Call& call : calls) memcpy(call.out, &bits, sizeof bits);
   }
 
-  void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
+  // Rows of matrices, each by the lane that has its address; `access` checks it and says where in shared memory it lies.
+  template <class Checked> void access_rows(int warp, const Call (&calls)[warp_lanes], Banks::Kind kind, Checked access) {
     for (int lane = 0; lane < 8 * calls[0].number; ++lane) {
-      const Call& call = calls[lane];
       thread_.lane = lane;
-      const size_t offset = shared().place("reads", call.in[0], 16, call.line);
-      shared().read({warp, lane}, offset, 16, call.line);
+      const size_t offset = access(lane, calls[lane]);
       banks.begin_lane();
-      banks.access(Banks::load, lane, offset, 16, call.line, lane_of({warp, 0}).place);
+      banks.access(kind, lane, offset, 16, calls[lane].line, lane_of({warp, 0}).place);
     }
     banks.end_segment();
+  }
+  void load_matrix(int warp, const Call (&calls)[warp_lanes], bool transposed) {
+    access_rows(warp, calls, Banks::load, [&](int lane, const Call& call) {
+      const size_t offset = shared().place("reads", call.in[0], 16, call.line);
+      shared().read({warp, lane}, offset, 16, call.line);
+      return offset;
+    });
     matrix::load(calls, transposed);
+  }
+  void store_matrix(int warp, const Call (&calls)[warp_lanes]) {
+    access_rows(warp, calls, Banks::store, [&](int lane, const Call& call) {
+      const size_t offset = shared().place("writes", call.out, 16, call.line);
+      shared().write({warp, lane}, offset, 16, call.line);
+      return offset;
+    });
+    matrix::store(calls);
   }
 
   // No warp is ready. True if a barrier of a block, or of the cluster, was complete and all go on, false if all have ended.
@@ -553,6 +568,7 @@ class Block final : public Machine {
       case Together::ballot: return "ballot";
       case Together::load_matrix: return "load_matrix";
       case Together::load_matrix_transposed: return "load_matrix_transposed";
+      case Together::store_matrix: return "store_matrix";
       case Together::mma_f16: return "mma_f16";
       case Together::mma_bf16: return "mma_bf16";
       case Together::mma_tf32: return "mma_tf32";

@@ -84,6 +84,13 @@ inline void load(const Call (&calls)[warp_lanes], bool transposed) {
   }
 }
 
+// stmatrix, the other way round.
+inline void store(const Call (&calls)[warp_lanes]) {
+  for (int lane = 0; lane < 8 * calls[0].number; ++lane)
+    for (int t = 0; t < 4; ++t)
+      memcpy(static_cast<char*>(calls[lane].out) + 4 * t, operand(calls[lane % 8 * 4 + t], 0) + lane / 8, 4);
+}
+
 }  // namespace matrix
 }  // namespace emulator
 }  // namespace fg

@@ -122,6 +122,16 @@ extern "C" __global__ void load_matrices(const Arguments p) {
   }
 }
 
+// The same matrices from the registers of lanes: matrix after matrix, each lane's pair of elements of each.
+extern "C" __global__ void store_matrices(const Arguments p) {
+  uint32_t r[4];
+  for (int k = 0; k < 4; ++k) r[k] = fg::global_load(in<uint32_t>(p) + 32 * k + thread());
+  float4* const rows = reinterpret_cast<float4*>(fg::shared_memory());
+  fg::store_matrix_x4(rows + thread(), r);
+  fg::warp_barrier();
+  fg::global_store(out<float4>(p) + thread(), fg::shared_load(rows + thread()));
+}
+
 // D + A B for A 16 x 8, B 8 x 8, D 16 x 8 in float32, one after the other in x; the PTX ISA's fragments, spelled out.
 extern "C" __global__ void mma_tf32(const Arguments p) {
   const uint32_t *A = in<uint32_t>(p), *B = A + 128;
