@@ -970,15 +970,17 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
 // chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are
 // repeated in every product instead of every address being kept in a register.
 enum class Order { down, along };
-template <Order order, bool transposed, class Tile>
-FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
+template <Order order, class Tile> FG_DEVICE char* place_of_square(Tile tile, int row, int column, unsigned lane) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
   const unsigned lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
   const unsigned lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
   const unsigned in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
   const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
-  const char* const address =
-      reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+  return reinterpret_cast<char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+}
+template <Order order, bool transposed, class Tile>
+FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
+  const char* const address = place_of_square<order>(tile, row, column, lane);
   if constexpr (transposed) load_matrix_x4_transposed(r, address);
   else load_matrix_x4(r, address);
 }
@@ -1091,17 +1093,6 @@ FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4
     } else {
       shared_store(reinterpret_cast<float2*>(place), make_float2(d[2 * half], d[2 * half + 1]));
     }
-  }
-}
-
-// The same for a left operand of 16 bits, 16 x 16, which is rounded already.
-template <class Tile>
-FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
-  static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    char* const start = place_of(tile, row, column + i / 2 * 8, lane / 4, lane % 4 * 2);
-    shared_store(reinterpret_cast<uint32_t*>(start + i % 2 * 8 * Tile::row_chunks * 16), left.r[i]);
   }
 }
 

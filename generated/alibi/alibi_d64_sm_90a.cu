@@ -976,15 +976,17 @@ FG_DEVICE void multiply(float (&d)[4], const Left<float>& a, const Right<float>&
 // chunk's number flips bits of it. Callers take `lane` from again(lane_index()), so that these few instructions are
 // repeated in every product instead of every address being kept in a register.
 enum class Order { down, along };
-template <Order order, bool transposed, class Tile>
-FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
+template <Order order, class Tile> FG_DEVICE char* place_of_square(Tile tile, int row, int column, unsigned lane) {
   constexpr int group = 8 / Tile::row_chunks;  // rows that share 128 bytes
   const unsigned lane_row = order == Order::down ? lane % 16 : lane / 16 * 8 + lane % 8;
   const unsigned lane_chunk = order == Order::down ? lane / 16 : lane / 8 % 2;
   const unsigned in_square = lane_row * Tile::row_chunks * 16 + (lane_chunk ^ lane_row / group % Tile::row_chunks) * 16;
   const int panel = (column / Tile::width * Tile::rows + row) * Tile::row_chunks * 16;
-  const char* const address =
-      reinterpret_cast<const char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+  return reinterpret_cast<char*>(tile.base) + panel + (in_square ^ column % Tile::width / Tile::chunk * 16);
+}
+template <Order order, bool transposed, class Tile>
+FG_DEVICE void load_square(uint32_t (&r)[4], Tile tile, int row, int column, unsigned lane) {
+  const char* const address = place_of_square<order>(tile, row, column, lane);
   if constexpr (transposed) load_matrix_x4_transposed(r, address);
   else load_matrix_x4(r, address);
 }
@@ -1097,17 +1099,6 @@ FG_DEVICE void store_fragment(Tile tile, int row, int column, const float (&d)[4
     } else {
       shared_store(reinterpret_cast<float2*>(place), make_float2(d[2 * half], d[2 * half + 1]));
     }
-  }
-}
-
-// The same for a left operand of 16 bits, 16 x 16, which is rounded already.
-template <class Tile>
-FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
-  static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    char* const start = place_of(tile, row, column + i / 2 * 8, lane / 4, lane % 4 * 2);
-    shared_store(reinterpret_cast<uint32_t*>(start + i % 2 * 8 * Tile::row_chunks * 16), left.r[i]);
   }
 }
 
@@ -1436,6 +1427,13 @@ template <int pending>
 FG_DEVICE void warpgroup_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory"); }
 FG_DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// stmatrix: lane l supplies the address of row l % 8 of matrix l / 8 (16 bytes each).
+FG_DEVICE void store_matrix_x4(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };" ::"r"(shared_address(row)),
+               "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 // The registers of every thread of this warpgroup from here on. What some give others may take.
 template <int count>
 FG_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
@@ -1676,6 +1674,13 @@ FG_DEVICE void round_into(LeftRows<T, 1, inner>& a, const Accumulators<1, n_tile
   static_assert(inner == 8 * n_tiles, "the accumulators' columns are the inner dimension");
 #pragma unroll
   for (int step = 0; step < inner / 16; ++step) a.at[0][step] = left_of<T>(d.at[0], step);
+}
+
+// Stores a left operand, 16 x 16 of 16 bits, to a tile.
+template <class Tile>
+FG_DEVICE void store_left(Tile tile, int row, int column, const Left<typename Tile::element>& left, unsigned lane) {
+  static_assert(sizeof(typename Tile::element) == 2, "two elements a register");
+  store_matrix_x4(place_of_square<Order::down>(tile, row, column, lane), left.r);
 }
 
 }  // namespace fg
@@ -3736,6 +3741,7 @@ template <class T, bool atomic, Adding how> struct Block {
   Head x;
   char* memory;
   int q_len, kv_len;
+  int warp;            // this one's number
   int warp_key, part;  // this warp's first key, in the tile; which part of the head dimension it has
   Visits<Notes> visits;
 
@@ -3771,7 +3777,7 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE Place place() const { return locate(number()); }
   FG_DEVICE Block(const Arguments& arguments, const BackwardMaps* tensor_maps = nullptr)
       : a(arguments), maps(tensor_maps), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    const int warp = fg::warp_index();
+    warp = fg::warp_index();
     visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
     q_len = int(a.q_len), kv_len = int(a.kv_len);
     if (P::tensor_copies && threadIdx.x == 0) fg::prefetch_map(maps->q), fg::prefetch_map(maps->d_o);
@@ -4067,8 +4073,14 @@ template <class T, bool atomic, Adding how> struct Block {
   // Then dQ is multiplied in front of dK, and leaves while that is. Of two parts dK of the first one is under way by
   // then.
   static constexpr bool dq_in_front = dq_late && parts == 1;
+  // S of the next tile is started behind dK, which hides that dQ and dS leave; not where pairs need registers for more
+  // than products.
+  static constexpr bool s_ahead = false;
   static constexpr int groups = P::warps / 4, PRODUCERS = 32 * P::producers, CONSUMERS = 128 * groups;
-  FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
+  // Its number costs a shuffle, which is no part of the way from one product to the next where `warp` is asked for
+  // beside them.
+  FG_DEVICE int own_warp() const { return s_ahead ? warp : fg::warp_index(); }
+  FG_DEVICE int group() const { return groups == 1 ? 0 : own_warp() / 4; }
   // Of those who copy, the threads that bring what rows carry, and how much each.
   static constexpr int CARRIERS = has_producers && PRODUCERS < BR ? PRODUCERS : BR,
       rows_each = (BR + CARRIERS - 1) / CARRIERS;
@@ -4132,15 +4144,22 @@ template <class T, bool atomic, Adding how> struct Block {
       }
     }
     int n = 0;
+    fg::Accumulators<1, s_tiles> s[parts];
     if constexpr (dq_late) {
       if (visits.count() == 0) return;
-      if (visits.partials() > 0) step_by_warpgroups<true, true>(n++);
-      else step_by_warpgroups<false, true>(n++);
+      if constexpr (s_ahead) {
+        warp = fg::warp_index();
+        await_tile(0);
+        start_s(s[0], 0, 0);
+        fg::wait_products<0>(s[0]);
+      }
+      if (visits.partials() > 0) step_by_warpgroups<true, true>(s, n++);
+      else step_by_warpgroups<false, true>(s, n++);
     }
 #pragma unroll 1
-    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(n);
+    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(s, n);
 #pragma unroll 1
-    for (; n < visits.count(); ++n) step_by_warpgroups<false>(n);
+    for (; n < visits.count(); ++n) step_by_warpgroups<false>(s, n);
     if constexpr (dq_late) finish_dq(n - 1);
   }
 
@@ -4234,14 +4253,19 @@ template <class T, bool atomic, Adding how> struct Block {
   // A tile of 128 rows goes through it as two parts: what begins and ends a step is paid once for both, and products of
   // one part run while the other is weighed. So does one of 64 rows where three blocks share the registers: whole, its
   // accumulators would leave none for products under way, and the assembler would wait for each.
-  template <bool masked, bool first = false> FG_DEVICE void step_by_warpgroups(int n) {
-    fg::Accumulators<1, s_tiles> s[parts], dp[parts];
+  // Where S is started ahead it is there.
+  template <bool masked, bool first = false>
+  FG_DEVICE void step_by_warpgroups(fg::Accumulators<1, s_tiles> (&begun)[parts], int n) {
+    fg::Accumulators<1, s_tiles> own[parts], dp[parts];
+    auto& s = s_ahead ? begun : own;
     fg::LeftRows<T, 1, 8 * s_tiles> p[parts], ds[parts];
-    await_tile(n);
-    start_s(s[0], n, 0);
+    if constexpr (!s_ahead) {
+      await_tile(n);
+      start_s(s[0], n, 0);
+    }
     start_dp(dp[0], n, 0);
     follow_tile(n);
-    if constexpr (dq_late && !first) hand_over(n - 1);  // while products run
+    if constexpr (dq_late && !s_ahead && !first) hand_over(n - 1);  // while products run
     fg::Accumulators<1, q_tiles> dq;
 #pragma unroll
     for (int k = 0; k < parts; ++k) {
@@ -4250,8 +4274,8 @@ template <class T, bool atomic, Adding how> struct Block {
       // dV += Pᵀ dO, dK += dSᵀ Q
       float carried[2 * s_tiles];  // of this lane's rows: read before the wait that it is needed after
       load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * k);
-      if (k == 0) fg::wait_products<1>(s[k]);
-      else fg::wait_products<2>(s[k]);
+      if (k > 0) fg::wait_products<2>(s[k]);
+      else if (!s_ahead) fg::wait_products<1>(s[k]);
       weigh_pairs<masked>(s[k], carried, n);
       fg::round_into(p[k], s[k]);
       fg::begin_products(dv, p[k]);
@@ -4279,6 +4303,16 @@ template <class T, bool atomic, Adding how> struct Block {
       if constexpr (!first) {
         fg::wait_products<1>(dv, p, dq);
         put_dq(dq);
+      }
+      if constexpr (s_ahead) {
+        // the last one's once more: a branch would part the products
+        const int next = fg::min(n + 1, visits.count() - 1);
+        await_tile(next);
+        start_s(s[0], next, 0);  // in the registers of dQ
+        hand_over(n);
+        warp = fg::warp_index();
+        fg::wait_products<0>(dv, dk, p, ds, s[0]);
+        return release_tile(n);
       }
     } else if constexpr (atomic) {
       // dQ += dS K
@@ -4328,9 +4362,9 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE void await_ds(int n) { fg::barrier_wait(shared_ds(n, group()), CONSUMERS); }
   // The warpgroups divide a tile of dQ into 64 rows each and, where there are more of them, into columns; some may have
   // none.
-  FG_DEVICE static int dq_row() { return group() % row_groups * 64; }
-  FG_DEVICE static int dq_column() { return group() / row_groups * 8 * q_tiles; }
-  FG_DEVICE static bool has_dq() { return row_groups * column_groups == groups || dq_column() < DP; }
+  FG_DEVICE int dq_row() const { return group() % row_groups * 64; }
+  FG_DEVICE int dq_column() const { return group() / row_groups * 8 * q_tiles; }
+  FG_DEVICE bool has_dq() const { return row_groups * column_groups == groups || dq_column() < DP; }
   FG_DEVICE void start_dq(fg::Accumulators<1, q_tiles>& dq, int n) {
     fg::begin_products(dq);
     if (has_dq()) fg::start_product_across(dq, ds_tile(n), dq_row(), k_tile(), dq_column());
@@ -4339,7 +4373,7 @@ template <class T, bool atomic, Adding how> struct Block {
   // That of the last tile.
   FG_DEVICE void finish_dq(int n) {
     fg::Accumulators<1, q_tiles> dq;
-    hand_over(n);
+    if constexpr (!s_ahead) hand_over(n);
     await_ds(n);
     start_dq(dq, n);
     fg::wait_products<0>(dq);
@@ -4434,7 +4468,7 @@ template <class T, bool atomic, Adding how> struct Block {
   // Where a warp's 16 rows of a tile of dQ are summed up; null past the last row, and where the warpgroup has no
   // columns.
   FG_DEVICE float* dq_place(int n) const {
-    const int row_tiles = (q_len + 15) / 16, tile = (visits.tile(n) * BR + dq_row()) / 16 + fg::warp_index() % 4;
+    const int row_tiles = (q_len + 15) / 16, tile = (visits.tile(n) * BR + dq_row()) / 16 + own_warp() % 4;
     if (tile >= row_tiles || !has_dq()) return nullptr;
     return dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * row_tiles + tile) * (16 * DP) + dq_column() / 8 * 128;
   }
@@ -4447,7 +4481,7 @@ template <class T, bool atomic, Adding how> struct Block {
 
   // With warps that copy they leave by way of shared memory: put there by one step, sent by the next.
   FG_DEVICE float* dq_part() const {
-    return reinterpret_cast<float*>(memory + Memory::DQ) + fg::warp_index() * 128 * q_tiles;
+    return reinterpret_cast<float*>(memory + Memory::DQ) + own_warp() * 128 * q_tiles;
   }
   FG_DEVICE void put_dq(const fg::Accumulators<1, q_tiles>& dq) {
     if (!has_dq()) return;
