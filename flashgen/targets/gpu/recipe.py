@@ -189,9 +189,12 @@ def recipe_of(variant: Variant) -> Recipe:
 
 
 def _sums_tell(computed: Variant) -> bool:
-    """Not where weights of 8 bits begin high, nor in forward mode; not where wide K, in a ring, is waited for."""
-    others = computed.f8 or computed.tangent is not None
+    """Not where weights of 8 bits begin high, nor in forward mode; not where wide K, in a ring, is waited for.
+
+    Nor in ragged batches of narrow heads, whose kernels have no registers for it: they spilled 256 bytes.
+    """
     width = computed.head_dim.qk
+    others = computed.f8 or computed.tangent is not None or (computed.ragged and width <= 64)
     measured = width <= rules.SUMS_TELL.limit or (width <= 256 and not has_whole_rows(computed))
     return linear_factor(computed) is not None and not others and measured
 
