@@ -164,3 +164,15 @@ def test_heads_with_factors_of_their_own(ragged: bool) -> None:
         part = [x[first:last].transpose(0, 1)[None] for x in (q, k, v)]
         exact = op.reference(*part, g=g, dtype=torch.float64)[0].transpose(0, 1)
         assert (found[first:last].double() - exact).abs().max() < 0.02
+
+
+def test_sequences_with_factors_of_their_own() -> None:
+    """So they know of which sequence: a param's default may follow from its length."""
+    op = hopper("head_dim 64  param f: f32 = 1 / (1 + Nk)  score -sqdist * f")
+    q, k, v = (random(180, 2, 64, seed=seed) / 2 for seed in range(3))
+    starts = torch.tensor([0, 40, 43, 180], dtype=torch.int32)
+    found = op.varlen(q, k, v, starts, starts, 137, 137)
+    for first, last in ((0, 40), (40, 43), (43, 180)):
+        part = [x[first:last].transpose(0, 1)[None] for x in (q, k, v)]
+        exact = op.reference(*part, dtype=torch.float64)[0].transpose(0, 1)
+        assert (found[first:last].double() - exact).abs().max() < 0.02

@@ -77,10 +77,14 @@ class Places:
 
 @dataclass(frozen=True)
 class NormCode:
-    """Of scores without |q|²: what |k|² is multiplied by once a key, if it is, and whether heads have their own."""
+    """Of scores without |q|²: what |k|² is multiplied by once a key, if it is, and whether heads have their own.
+
+    ``varies``: it is no constant, so that sequences of a ragged batch may have their own, by their lengths.
+    """
 
     of_key: str | None
     of_heads: bool
+    varies: bool
 
 
 @dataclass(frozen=True)
@@ -230,9 +234,10 @@ def _norm_code(recipe: Recipe, placement: Placement) -> NormCode | None:
         return None
     factor = recipe.norms.of_key
     if factor is None:
-        return NormCode(None, of_heads=False)
+        return NormCode(None, of_heads=False, varies=False)
     level = level_of(factor)
-    return NormCode(placement.value("of_key", factor, level), of_heads=level is Level.HEAD)
+    code = placement.value("of_key", factor, level)
+    return NormCode(code, of_heads=level is Level.HEAD, varies=not isinstance(factor, Literal))
 
 
 def _ahead(variant: Variant, load: Load, placement: Placement) -> Ahead:
