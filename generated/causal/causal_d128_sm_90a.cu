@@ -4211,8 +4211,9 @@ template <class T, bool atomic> struct Block {
   // Then dQ is multiplied in front of dK, and leaves while that is. Of two parts dK of the first one is under way by
   // then.
   static constexpr bool dq_in_front = dq_late && parts == 1;
-  // S of the next tile is started behind dK, which hides that dQ and dS leave.
-  static constexpr bool s_ahead = dq_in_front;
+  // S of the next tile is started behind dK, which hides that dQ and dS leave. The last tile is awaited twice, as only
+  // signals of tensor copies can be.
+  static constexpr bool s_ahead = dq_in_front && P::tensor_copies;
   static constexpr int groups = P::warps / 4, PRODUCERS = 32 * P::producers, CONSUMERS = 128 * groups;
   // Its number costs a shuffle, which is no part of the way from one product to the next where `warp` is asked for
   // beside them.
