@@ -119,7 +119,7 @@ def test_a_part_of_dq_does_not_cross_panels(head_dim: int, groups: int) -> None:
 
 @pytest.mark.parametrize("body", ["head_dim 17", pytest.param("head_dim 128", marks=pytest.mark.slow)])
 def test_short_tiles_of_queries_that_warps_copy(body: str) -> None:
-    """Tiles that short calls take: rows of 17 elements come without tensor copies, whose signals may be awaited twice."""
+    """Tiles of short calls. Rows of 17 elements come without tensor copies, whose signals may be awaited twice."""
     text = f"attention short {{ {body}  dtype bf16  mask causal  schedule {{ backward_Br = 64  backward_Bc = 128 }} }}"
     op = flashgen.loads(text, backend="emulator", target="sm_90a")
     case = verify_case(op, op.spec.head_dims[0], ElementType.BF16, Shape(1, 4, 2, 150, 190))
