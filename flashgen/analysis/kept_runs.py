@@ -24,9 +24,8 @@ MOST_RUNS = 3  # of a line; beyond it a look at each pair costs no more
 
 @dataclass(frozen=True)
 class Run:
-    """Positions p with every ``least`` ≤ p ≤ every ``most``, where the line satisfies ``conditions``.
-
-    So it does where no sum of ``not_negative`` is below 0 and all ``truths`` hold. Sums are over the integers.
+    """Positions p with every ``least`` ≤ p ≤ every ``most``; of a line where no sum of ``not_negative`` is below 0 and
+    all ``truths`` hold, of others none. Sums are over the integers.
     """
 
     least: tuple[Linear, ...]
@@ -40,10 +39,13 @@ def kept_runs(keep: Expr, axis: Symbol) -> tuple[Run, ...] | None:
     terms = kept_pairs(keep).kept
     if not 0 < len(terms) <= MOST_RUNS:
         return None
-    runs = [_run(term, axis) for term in terms]
-    found = tuple(run for run in runs if run is not None)
-    has_ends = any(run.least or run.most for run in found)
-    return found if len(found) == len(runs) and has_ends else None
+    runs: list[Run] = []
+    for term in terms:
+        run = _run(term, axis)
+        if run is None:
+            return None
+        runs.append(run)
+    return tuple(runs) if any(run.least or run.most for run in runs) else None
 
 
 def fits_position(end: Linear) -> bool:

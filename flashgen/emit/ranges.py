@@ -38,7 +38,7 @@ from flashgen.analysis.range_program import (
     reads,
 )
 from flashgen.emit.placement import Placement
-from flashgen.emit.spelling import c_range
+from flashgen.emit.spelling import c_range, c_sum
 from flashgen.ir.expr import Expr
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 
@@ -197,15 +197,9 @@ class _Printer:
     def _offset(self, step: Offset) -> str:
         """constant + Σ coefficient · point, in 64 bits."""
         values = [(self._code[point], c) for point, c in step.points]
-        if not values:
-            return str(step.constant)
-        if step.constant == 0 and values[0][1] == 1 and len(values) == 1:
+        if step.constant == 0 and len(values) == 1 and values[0][1] == 1:
             return values[0][0]
-        code = ""
-        for value, c in values:
-            sign = (" - " if c < 0 else " + ") if code else "-" if c < 0 else ""
-            code += f"{sign}{'' if abs(c) == 1 else f'{abs(c)} * '}int64_t({value})"
-        return code if step.constant == 0 else f"{code} {'-' if step.constant < 0 else '+'} {abs(step.constant)}"
+        return c_sum(step.constant, ((f"int64_t({value})", c) for value, c in values))
 
     def _elements(self, step: Elements) -> str:
         """The range of the elements that the pairs of the whole tile read."""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 from flashgen.ir.operators import OPERATORS
 
@@ -30,6 +31,17 @@ def c_literal(value: bool | int | float) -> str:
         return "INFINITY" if value > 0 else "(-INFINITY)"
     shown = f"{value:.9g}"
     return _signed(f"{shown if any(mark in shown for mark in '.en') else shown + '.0'}f")
+
+
+def c_sum(constant: int, terms: Iterable[tuple[str, int]]) -> str:
+    """constant + Σ coefficient · term, of terms that are names or calls, the constant last; of no terms a number."""
+    code = ""
+    for term, c in terms:
+        sign = (" - " if c < 0 else " + ") if code else "-" if c < 0 else ""
+        code += f"{sign}{'' if abs(c) == 1 else f'{abs(c)} * '}{term}"
+    if not code:
+        return str(constant)
+    return code if constant == 0 else f"{code} {'-' if constant < 0 else '+'} {abs(constant)}"
 
 
 def _signed(shown: str) -> str:

@@ -2608,16 +2608,9 @@ template <class T> struct Block {
         for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) s.at[r / 2][t][e] = __fadd_rn(s.at[r / 2][t][e], -top);
     }
   }
-  // P = exp(S - max)
-  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
-    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
-    bool far = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      shift[r] = offset_of(row_max[r]);
-      far = far || is_far(row_max[r]);
-    }
-    if (fg::ballot(far) != 0) count_from_maxima(s);
+  // Weights of exponents that are `shift` less for each row, and their sums.
+  FG_DEVICE static void exponentials(
+      fg::Accumulators<m_tiles, s_tiles>& s, const float (&shift)[2 * m_tiles], float (&sums)[2 * m_tiles][chains]) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -2628,6 +2621,18 @@ template <class T> struct Block {
           value = fg::exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2]);
           sums[2 * m + e / 2][(2 * t + e % 2) % chains] += value;
         }
+  }
+  // P = exp(S - max)
+  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
+    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      shift[r] = offset_of(row_max[r]);
+      far = far || is_far(row_max[r]);
+    }
+    if (fg::ballot(far) != 0) count_from_maxima(s);
+    exponentials(s, shift, sums);
 #pragma unroll
     for (int r = 0; r < 2 * m_tiles; ++r)
 #pragma unroll

@@ -3148,16 +3148,9 @@ template <class T> struct Block {
         for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) s.at[r / 2][t][e] = __fadd_rn(s.at[r / 2][t][e], -top);
     }
   }
-  // P = exp(S - max)
-  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
-    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
-    bool far = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      shift[r] = offset_of(row_max[r]);
-      far = far || is_far(row_max[r]);
-    }
-    if (fg::ballot(far) != 0) count_from_maxima(s);
+  // Weights of exponents that are `shift` less for each row, and their sums.
+  FG_DEVICE static void exponentials(
+      fg::Accumulators<m_tiles, s_tiles>& s, const float (&shift)[2 * m_tiles], float (&sums)[2 * m_tiles][chains]) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -3168,6 +3161,18 @@ template <class T> struct Block {
           value = fg::exp2_approximate(value * 0.18033688f - shift[2 * m + e / 2]);
           sums[2 * m + e / 2][(2 * t + e % 2) % chains] += value;
         }
+  }
+  // P = exp(S - max)
+  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
+    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      shift[r] = offset_of(row_max[r]);
+      far = far || is_far(row_max[r]);
+    }
+    if (fg::ballot(far) != 0) count_from_maxima(s);
+    exponentials(s, shift, sums);
 #pragma unroll
     for (int r = 0; r < 2 * m_tiles; ++r)
 #pragma unroll
@@ -3294,14 +3299,7 @@ template <class T> struct Block {
   // P, and its sums; not so where a weight may be more than 2^8.
   FG_DEVICE bool weigh_by_maxima(fg::Accumulators<1, s_tiles>& s, const float (&shift)[2]) {
     float sums[2][chains] = {};
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& value = s.at[0][t][e];
-        value = fg::exp2_approximate(value * 0.18033688f - shift[e / 2]);
-        sums[e / 2][(2 * t + e % 2) % chains] += value;
-      }
+    exponentials(s, shift, sums);
     bool grown = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -13,7 +13,7 @@ from flashgen.ir.types import ElementType
 from flashgen.runtime.emulated import SIZE
 from flashgen.runtime.emulator import EmulatorError
 from flashgen.runtime.op import AttentionOp
-from flashgen.targets.gpu.model import LEAST_PART, parts_of_last, shares_last
+from flashgen.targets.gpu.last_keys import LEAST_PART, parts_of_last, shares_last
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, hopper, random

@@ -27,9 +27,9 @@ from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
 from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
 from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
 from flashgen.targets.gpu.kernel_bytes import DELTA, KERNELS, LSE_PARTS, TURNED, KernelBytes
+from flashgen.targets.gpu.last_keys import shares_last
 from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
-from flashgen.targets.gpu.model import shares_last
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 

@@ -15,9 +15,10 @@ from flashgen.plan.launches import TURNED_KEYS, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once
 from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, TileCounts
+from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, operands_of, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width, parts_of_last
+from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tiles import ElementPlan
 

@@ -42,6 +42,7 @@ from flashgen.plan.operands import (
     Operand,
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
+from flashgen.targets.gpu.last_keys import MOST_UNITS, bytes_of_part, shares_last
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import (
     LIST_STARTS_BYTES,
@@ -49,13 +50,10 @@ from flashgen.targets.gpu.model import (
     MERGING_THREADS,
     MERGING_WARPS,
     MOST_MERGED_ALONE,
-    MOST_UNITS,
     TURN,
-    bytes_of_part,
     merging_shares,
     padded,
     panel_width,
-    shares_last,
     stored_whole,
     takes_turns,
 )

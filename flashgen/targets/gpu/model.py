@@ -6,7 +6,6 @@ In: a variant, an element type, a tile. Out: ``Layout``s. A block of ``templates
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeAlias
 
 from flashgen.analysis.levels import Level
@@ -80,10 +79,7 @@ COPYING_REGISTERS = 24  # of a thread that only copies
 FINDING_REGISTERS = 32  # at least, of one that finds visits
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
-# Of the key tiles that several blocks work on: parts of one, of all, and tiles of queries that a part has at least.
-MOST_PARTS, MOST_UNITS, LEAST_PART = 8, 512, 8
-PART_OVERHEAD = 4  # tiles of queries that take as long as what a part begins and ends with
-WORDS_OF_TILE = 6  # what a block knows of one
+WORDS_OF_TILE = 6  # what a block knows of a key tile that warps which copy have found
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
@@ -406,32 +402,6 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         ),
     )
     return Layout(parts)
-
-
-def shares_last(variant: Variant, tiles: _Backward) -> bool:
-    """Whether several blocks work on each of the last key tiles, which persistent blocks that have others copy do."""
-    return tiles.persistent and tiles.producers > 0 and not variant.ragged
-
-
-def parts_of_last(tiles: _Backward, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
-    """How many key tiles are left once all ``blocks`` have had as many, and how many of these work on each.
-
-    As ``parts_of`` of ``templates/cuda/backward/keys/persistent.cuh.jinja`` has it.
-    """
-    key_tiles = sizes["batch"] * sizes["kv_heads"] * -(-sizes["kv_len"] // tiles.Bc)
-    queries, group = -(-sizes["q_len"] // tiles.Br), sizes["heads"] // sizes["kv_heads"]
-    rest, most = key_tiles % blocks, min(key_tiles // 2, MOST_UNITS)
-
-    def cost(parts: int) -> int:
-        return -(-rest * parts // blocks) * (-(-queries // parts) * group + PART_OVERHEAD)
-
-    counts = (n for n in range(2, MOST_PARTS + 1) if n * LEAST_PART <= queries and rest * n <= most)
-    return rest, min((1, *counts), key=cost) if rest else 1
-
-
-def bytes_of_part(variant: Variant, tiles: _Backward) -> int:
-    """What one of these blocks leaves of dK and dV."""
-    return FLOAT * tiles.Bc * (padded(variant.head_dim.qk) + padded(variant.head_dim.v))
 
 
 def takes_turns(variant: Variant, tiles: _Backward) -> bool:

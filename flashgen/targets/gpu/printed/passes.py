@@ -12,17 +12,14 @@ from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
+from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.model import (
     KEYS_OF_SUMS,
-    LEAST_PART,
     MEASURERS,
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
-    MOST_PARTS,
-    MOST_UNITS,
-    PART_OVERHEAD,
     backward_layout,
     finds_selected,
     forward_layout,
@@ -31,7 +28,6 @@ from flashgen.targets.gpu.model import (
     padded,
     query_layout,
     row_words,
-    shares_last,
     spans_of_half,
     stored_whole,
     takes_turns,

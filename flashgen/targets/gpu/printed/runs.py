@@ -13,6 +13,7 @@ from flashgen.analysis.kept_runs import Run, fits_position, kept_runs
 from flashgen.analysis.levels import level_of
 from flashgen.analysis.linear import Linear
 from flashgen.emit.placement import Placement
+from flashgen.emit.spelling import c_sum
 from flashgen.ir.expr import Expr, Symbol
 
 
@@ -73,15 +74,8 @@ def _end(end: Linear, placement: Placement) -> str:
 
 
 def _sum(total: Linear, placement: Placement, *, wide: bool) -> str:
-    code = ""
-    for atom, c in total.terms.items():
-        value = placement.value("end_of_run", atom, level_of(atom))
-        value = f"int64_t({value})" if wide else value
-        sign = (" - " if c < 0 else " + ") if code else "-" if c < 0 else ""
-        code += f"{sign}{'' if abs(c) == 1 else f'{abs(c)} * '}{value}"
-    if not code:
-        return f"int64_t({total.constant})" if wide else str(total.constant)
-    return code if total.constant == 0 else f"{code} {'-' if total.constant < 0 else '+'} {abs(total.constant)}"
+    values = ((placement.value("end_of_run", atom, level_of(atom)), c) for atom, c in total.terms.items())
+    return c_sum(total.constant, ((f"int64_t({value})" if wide else value, c) for value, c in values))
 
 
 def _truth(truth: Truth, placement: Placement) -> str:
