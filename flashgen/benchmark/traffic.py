@@ -36,6 +36,7 @@ from flashgen.plan.paper import (
 from flashgen.reference.dense import param_values
 from flashgen.reference.shard import Shard
 from flashgen.runtime.kernel import PassName
+from flashgen.runtime.plain import as_arrays
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_shape
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan
@@ -127,10 +128,7 @@ def kernel_bytes(
     smallest = min(each.Br * each.Bc for each in (tiles.forward, tiles.backward, tiles.queries))
     if masks * shape.q_len * shape.kv_len // smallest > _MOST_TILES:
         return None
-    captured = {
-        name: (value.float() if value.is_floating_point() else value).cpu().numpy()
-        for name, value in lowered_inputs(spec, inputs)[1].captured.items()
-    }
+    captured = as_arrays(lowered_inputs(spec, inputs)[1].captured)
     values = _values(variant, shape, params)
 
     def moved(name: PassName) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.tile_counts import known_params
+from flashgen.runtime.plain import as_arrays
 from flashgen.runtime.selected import lowered_tensors
 
 Span = tuple[int, int]  # positions, the second is behind the last
@@ -79,8 +79,6 @@ def mask_of(
     selection = selection_of(spec)
     if selection is not None and selection.select.tensor in found:  # a mask that keeps nothing reads none of it
         found |= lowered_tensors(spec, found, sizes)
-    half = (torch.bfloat16, torch.float16)
-    tensors = {name: (x.float() if x.dtype in half else x).numpy() for name, x in found.items()}
     shape = Shape(sizes["B"], sizes["H"], sizes["Hkv"], sizes["Nq"], sizes["Nk"])
     params = {name: value for name, value in known_params(spec.params, shape).items() if name in names}
     for name in names:
@@ -89,7 +87,7 @@ def mask_of(
             value = value.item()
         if isinstance(value, (bool, int, float)):
             params[name] = value
-    return Mask(variant, sizes, params, tensors, b)
+    return Mask(variant, sizes, params, as_arrays(found), b)
 
 
 @functools.lru_cache(maxsize=64)

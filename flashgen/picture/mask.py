@@ -29,6 +29,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
+from flashgen.runtime.plain import as_arrays
 from flashgen.runtime.selected import lowered_tensors
 from flashgen.verification.captured import realistic_captured, sizes_of
 
@@ -214,7 +215,7 @@ class _Scene:
 
     @functools.cached_property
     def loads(self) -> LoadRange:
-        return loads_of({name: tensor.numpy() for name, tensor in self.captured.items()})
+        return loads_of(as_arrays(self.captured))
 
     @property
     def shard(self) -> Shard:

@@ -6,10 +6,11 @@ has only noted down; errors for what an op does not take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._C import (
     _are_functorch_transforms_active,
@@ -89,6 +90,12 @@ def _with_memory(x: Tensor) -> Tensor:
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    """The values on the host, for analysis: whatever device and view they come in, floats of fewer bits in float32."""
+    held = {name: with_memory((x.detach().cpu(),))[0] for name, x in tensors.items()}
+    return {name: (x.float() if x.is_floating_point() and x.itemsize < 4 else x).numpy() for name, x in held.items()}
 
 
 def check_tensors(names: Sequence[str], tensors: Sequence[Any]) -> None:

@@ -34,6 +34,7 @@ from flashgen.plan.arguments import param_field
 from flashgen.plan.operands import PARTS, SLICES
 from flashgen.runtime.emulated import SIZE, Counted
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.plain import as_arrays
 from flashgen.runtime.selected import lowered_tensors, numbers_of_queries
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
@@ -65,7 +66,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
                 kernel = dense_kernel(spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
             tensors = lowered_tensors(spec, inputs.captured, _sizes(each.values))
-            captured = {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in tensors.items()}
+            captured = as_arrays(tensors)
             if is_cached(each.values):
                 kernel = cached_kernel(op.spec, head_dim, plan.target, each.values)
                 own = kernel.plan.by_element[element]

@@ -105,6 +105,18 @@ def test_whole_documents_send_nothing() -> None:
     assert partition(flashgen.load("causal", backend="reference"), 100, 3, method="documents").spans.count(()) == 2
 
 
+@pytest.mark.parametrize("method", ["balanced", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_and_few_bits_of_what_a_mask_reads(dtype: torch.dtype, method: str) -> None:
+    text = f"tensor gate: {'f32' if dtype is torch.float32 else 'bf16'}[Nk] mask gate[j] > 0.5 and causal"
+    op = flashgen.loads(f"attention gated {{ head_dim 16 {text} }}", backend="reference")
+    gate = torch.rand(160).to(dtype)
+    negated = torch._neg_view(-gate)
+    assert negated.is_neg()
+    assert partition(op, 160, 3, method=method, gate=negated) == partition(op, 160, 3, method=method, gate=gate)
+    assert partition(op, 160, 3, method=method, gate=gate.requires_grad_()).lengths
+
+
 def test_a_mask_that_keeps_nothing_reads_no_list() -> None:
     text = "tensor idx: i32[Nq, 2] select 16: idx[i, :] mask i < i"
     op = flashgen.loads(f"attention nothing {{ head_dim 16 {text} }}", backend="reference")

@@ -59,6 +59,17 @@ def test_every_class_and_share_is_right(mask: str, lengths: tuple[int, int]) -> 
     assert len(visited) == picture.counts["FULL"] + picture.counts["PARTIAL"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_tensors_of_few_bits_and_views(dtype: torch.dtype) -> None:
+    gate = torch.rand(130).to(dtype)
+    declared = "f32" if dtype is torch.float32 else "bf16"
+    statements, shape = f"tensor gate: {declared}[Nk] mask gate[j] > 0.5", Shape(1, 1, 1, 97, 130)
+    picture = drawn(statements, shape, captured={"gate": gate})
+    assert picture.kept_share == pytest.approx((gate > 0.5).double().mean().item(), rel=1e-6)
+    other = drawn(statements, shape, captured={"gate": torch._neg_view(-gate)})
+    assert np.array_equal(picture.classes, other.classes)
+
+
 def test_intervals_are_settled_as_tightly_as_by_looking() -> None:
     picture = drawn("mask causal and window_left(37)", Shape(1, 1, 1, 256, 256))
     pairs = np.array([[0 <= i - j < 37 for j in range(256)] for i in range(256)])
