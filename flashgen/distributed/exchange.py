@@ -183,22 +183,28 @@ def global_rank(group: Group, rank: int) -> int:
 
 
 class _Sum(torch.autograd.Function):
-    """Values that every rank has; their gradients are added over ranks, in one order, in float32 at least."""
+    """Values that every rank has; their gradients are added over ranks, in one order.
+
+    Autograd gives a gradient the type of its value. So values of 16 bits go on in float32, and what calls and ranks
+    find is rounded when all of it is added.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Group, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(value.view_as(value) for value in values)
+        ctx.group, ctx.dtypes = group, [value.dtype for value in values]
+        wide = (torch.promote_types(value.dtype, torch.float32) for value in values)
+        return tuple(value.view_as(value).to(dtype) for value, dtype in zip(values, wide, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(_total(each, ctx.group) for each in of_first_order(gradients))
+        wide = (_total(each, ctx.group) for each in of_first_order(gradients))
+        return None, *(x.to(dtype) for x, dtype in zip(wide, ctx.dtypes, strict=True))
 
 
 def _total(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, each of which adds up a part of it, in the order of ranks."""
     world = dist.get_world_size(group)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1)
+    wide = x.reshape(-1)
     part = -(-wide.numel() // world)
     parts = torch.nn.functional.pad(wide, (0, world * part - wide.numel())).reshape(world, part)
     taken = torch.empty_like(parts)
@@ -212,11 +218,11 @@ def _total(x: Tensor, group: Group) -> Tensor:
     if part:
         with answering(group, "gradients of captured values"):
             dist.all_gather(list(whole), own.contiguous(), group=group)
-    return whole.reshape(-1)[: wide.numel()].reshape(x.shape).to(x.dtype)
+    return whole.reshape(-1)[: wide.numel()].reshape(x.shape)
 
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
-    """The same values; their gradients are those of all ranks."""
+    """The same values, in float32 at least; their gradients are those of all ranks."""
     found: tuple[Tensor, ...] = _Sum.apply(group, *values)  # type: ignore[no-untyped-call]
     return found
 

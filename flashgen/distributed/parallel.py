@@ -26,6 +26,7 @@ from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
 from flashgen.distributed.ulysses import Swap, no_heads, shares_of
+from flashgen.distributed.whole import attend_whole
 from flashgen.runtime.op import AttentionOp, is_repeatable
 
 __all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
@@ -268,14 +269,5 @@ class ContextParallel:
         self, call: Known, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Some heads of all rows."""
-        op, N = self.op, call.total
-        signature = op.signature
-        named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
-        if signature.has_dropout:
-            named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
-        attend: Any = op
-        found = attend(
-            *tensors[:3], **named, h_start=heads[0], h_total=heads[1], q_total=N, kv_total=N, deterministic=repeatable,
-            return_lse=signature.has_lse,
-        )  # fmt: skip
-        return found if signature.has_lse else (found, None)
+        offsets = (0, 0, 0, heads[0], call.total, call.total, None, heads[1])
+        return attend_whole(self.op.engine, tensors, (offsets, repeatable))

@@ -25,9 +25,9 @@ from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 from flashgen.runtime.engine import Attended, Engine, Tensors
 from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.slices import has_kernel
 from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
+from flashgen.runtime.values import type_of_sums
 
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
 

@@ -21,10 +21,11 @@ from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.ulysses import Swap
+from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.parts import type_of_sums
+from flashgen.runtime.values import type_of_sums
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,12 @@ def attend_heads(
     """The same, where heads change places: one ragged call for each of the rank's shares of heads."""
     heads = tensors[0].shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in swap.there(*tensors[:3]))
-    signature, own = op.signature, swap.shares[swap.rank]
-    named = dict(zip(signature.names, tensors[3 : signature.inputs], strict=True))
-    if signature.has_dropout:
-        named |= {"seed": tensors[-2], "dropout_p": tensors[-1]}
-    starts = cu_seqlens.to(q.device, torch.int32)
-    found: list[Any] = []
+    own, starts = swap.shares[swap.rank], cu_seqlens.to(q.device, torch.int32)
+    found = []
     for (low, high), (first, last) in own.calls:
-        part: Any = op.varlen(
-            q[:, low:high], k[:, first:last], v[:, first:last], starts, starts, h_start=own.heads[0] + low,
-            h_total=heads, deterministic=repeatable, return_lse=has_lse, **named,
-        )  # fmt: skip
-        found.append(part if has_lse else (part, None))
+        part = (q[:, low:high], k[:, first:last], v[:, first:last], *tensors[3:], starts, starts)
+        offsets: Any = (0, own.heads[0] + low, None, heads, None, None)
+        found.append(attend_whole(op.engine_of_sequences, part, (offsets, repeatable)))
     o = swap.home(torch.cat([rows for rows, _ in found], 1).transpose(0, 1)[None])
-    return o, swap.home(torch.cat([lse for _, lse in found])[None, :, :, None])[..., 0] if has_lse else None
+    sums = [lse for _, lse in found if lse is not None and has_lse]
+    return o, swap.home(torch.cat(sums)[None, :, :, None])[..., 0] if sums else None

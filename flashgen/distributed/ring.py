@@ -23,9 +23,10 @@ from flashgen.distributed.pieces import Keys, Pieces, RowForm, taken
 from flashgen.distributed.rounds import Round, Rounds, Unit, Which
 from flashgen.distributed.sums import Tensors as Parts
 from flashgen.distributed.sums import Total, rows_at
+from flashgen.distributed.whole import as_declared
 from flashgen.runtime.engine import Tensors
-from flashgen.runtime.parts import type_of_sums
 from flashgen.runtime.plain import with_memory
+from flashgen.runtime.values import type_of_sums
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, *tensors: Any) -> tuple[Tensor, Tensor | None]:
-        tensors = with_memory(tensors)
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors]
+        tensors = as_declared(walk.partial.inner.signature, tensors)
         forward = _Forward(walk, tensors)
         kept = forward.run()
         o, lse, _ = forward.closed
@@ -155,7 +157,7 @@ class _Attend(torch.autograd.Function):
             _add_gradients_of_sinks(walk, tensors, (d_o.to(wide), d_lse), (o.to(wide), lse, parts), learned, found)
         for n in learned:
             x = found[n]
-            found[n] = torch.zeros_like(tensors[n]) if x is None else x.to(tensors[n])
+            found[n] = (torch.zeros_like(tensors[n]) if x is None else x).to(tensors[n].device, ctx.dtypes[n])
         return None, *found
 
 
@@ -307,7 +309,8 @@ def _add_gradients_of_sinks(
     (d_o, d_lse), (o, lse, _) = arriving, closed
     assert lse is not None
     rest = list(tensors[3:])
-    leaves = {n: tensors[n].detach().requires_grad_() for n in learned}
+    # Wide, as autograd would round their gradients to the types that they have.
+    leaves = {n: tensors[n].detach().to(type_of_sums(tensors[n].dtype)).requires_grad_() for n in learned}
     for n, leaf in leaves.items():
         rest[n - 3] = leaf
     with torch.enable_grad():

@@ -37,7 +37,7 @@ from flashgen.runtime.kernel import (
 from flashgen.runtime.modes import autograd_inside, deterministic_algorithms
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DENSE, Form, Signature
-from flashgen.runtime.values import address, packed, with_head_rows, with_strides
+from flashgen.runtime.values import address, packed, type_of_sums, with_head_rows, with_strides
 from flashgen.runtime.workspaces import Workspaces
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p.
@@ -263,8 +263,10 @@ class Engine:
         with deterministic_algorithms(call.deterministic), autograd_inside():
             gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs, whole)
         return [
-            gradient if gradient.dtype is x.dtype and gradient.device == x.device else gradient.to(x)
-            for gradient, x in zip(gradients, inputs, strict=True)
+            gradient
+            if gradient.dtype is x.dtype and gradient.device == x.device
+            else gradient.to(x.device, type_of_sums(x.dtype) if n > 2 and whole is not None else x.dtype)
+            for n, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))
             if gradient is not None
         ]
 

@@ -118,6 +118,11 @@ class OpCalls:
         """What runs dense calls."""
         return self._registered.engine
 
+    @property
+    def engine_of_sequences(self) -> Engine:
+        """What runs ragged batches."""
+        return self._ragged.engine
+
     @functools.cached_property
     def engine_of_parts(self) -> Engine:
         """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""

@@ -16,11 +16,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.call import CallChecker, Rest
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import Kernel, KernelProvider
-
-
-def type_of_sums(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums of what has this one."""
-    return torch.promote_types(dtype, torch.float32)
+from flashgen.runtime.values import type_of_sums
 
 
 class PartsChecker(CallChecker):

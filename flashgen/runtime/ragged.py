@@ -85,11 +85,22 @@ class RaggedEngine(Engine):
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
+        return self._of_rows(d_o, rows, tensors, rest, needs, is_part=False)
+
+    def gradients_of_part(
+        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """The same, but for those of captured values, which stay float32: others are added to them."""
+        return self._of_rows(d_o, rows, tensors, rest, needs, is_part=True)
+
+    def _of_rows(
+        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], *, is_part: bool
+    ) -> list[Tensor]:
         found, call, own, starts = self._read(tensors, rest)
         q, k, v = own[0], own[1], own[2]
         kernel = call.kernel
         if call.is_empty or kernel is None:
-            return self._gradients_of_each(call, found, d_o, rows[0], own, needs)
+            return self._gradients_of_each(call, found, d_o, rows[0], own, needs, is_part=is_part)
         d_o = readable(kernel, d_o)
         check_memory(d_o)
         d_lse, o, lse, parts = (packed(x) for x in rows)
@@ -120,7 +131,7 @@ class RaggedEngine(Engine):
         self._workspaces.run(call, prepared, values)
         results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
         return results + [
-            total if total.dtype is like.dtype and total.device == like.device else total.to(like)
+            total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
             for total, like in sums
             if total is not None
         ]
@@ -240,7 +251,15 @@ class RaggedEngine(Engine):
         return o, lse, q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
 
     def _gradients_of_each(
-        self, call: Call, found: Lengths, d_o: Tensor, d_lse: Tensor | None, tensors: Tensors, needs: Sequence[bool]
+        self,
+        call: Call,
+        found: Lengths,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        tensors: Tensors,
+        needs: Sequence[bool],
+        *,
+        is_part: bool,
     ) -> list[Tensor]:
         inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -263,7 +282,11 @@ class RaggedEngine(Engine):
                         total[q_rows if n == 0 else k_rows] = gradient[0].transpose(0, 1)
                     else:
                         total.add_(gradient)
-        return [total.to(x) for total, x in zip(sums, inputs, strict=True) if total is not None]
+        return [
+            total if is_part and n > 2 else total.to(x)
+            for n, (total, x) in enumerate(zip(sums, inputs, strict=True))
+            if total is not None
+        ]
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
         found, call, own, _ = self._found(tensors, rest, asks=True)

@@ -1,13 +1,19 @@
-"""What values of tensors become in the arguments of a kernel: addresses, strides."""
+"""What values of tensors become in the arguments of a kernel: addresses, strides; and the type of sums of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flashgen.plan.operands import HEAD_ROWS
 from flashgen.runtime.kernel import Kernel, Values
+
+
+def type_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums of what has this one."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def packed(x: Tensor | None) -> Tensor | None:

@@ -235,3 +235,38 @@ def test_ranks_that_ask_each_other_find_what_changed() -> None:
             "ranks differ in options",
         ]
         assert remembered <= 8
+
+
+FEW_BITS = "attention few { head_dim 16 tensor near: bf16[Nk] grad score s + near[i - j] mask causal dtype f32 }"
+
+
+def _few_bits(backend: str, method: str, lengths: list[int]) -> float:
+    """How far gradients of a table in bfloat16 are from those in float64, in halves of its last bit.
+
+    ``lengths`` are those of the sequences of a ragged batch; of one: the call is dense.
+    """
+    op, total = op_of(FEW_BITS, backend), sum(lengths)
+    generator, starts = torch.Generator().manual_seed(0), torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v, d_o = (torch.randn(total, 3, 16, generator=generator) for _ in range(4))
+    near = torch.randn(max(lengths), generator=generator).bfloat16()
+    rows = torch.arange(total).tensor_split(dist.get_world_size())[dist.get_rank()]
+
+    def gradient(call: Any, given: list[Tensor], near: Tensor, starts: tuple[Tensor, ...]) -> Tensor:
+        leaf = near.clone().requires_grad_()
+        q, k, v, d_o = (x.transpose(0, 1)[None] for x in given) if len(lengths) == 1 else given
+        o = call(q, k, v, near=leaf) if len(lengths) == 1 else call.varlen(q, k, v, *starts, near=leaf)
+        (found,) = torch.autograd.grad(o, leaf, d_o.to(o.dtype))
+        return found
+
+    truth = gradient(op.reference, [x.double() for x in (q, k, v, d_o)], near.double(), (starts, starts))
+    found = gradient(context_parallel(op, None, method), [x[rows] for x in (q, k, v, d_o)], near, (starts,))
+    assert found.dtype is torch.bfloat16
+    return float(((found - truth).abs() / (truth.abs() * 2.0**-8 + truth.abs().max() * 1e-5)).max())
+
+
+def test_gradients_of_few_bits_are_rounded_once() -> None:
+    for backend in ("reference", "cpu"):
+        for method in ("ring", "all_gather", "ulysses"):
+            for lengths in ([60], [3, 9, 1, 5, 2, 40]):
+                for far in run(_few_bits, 3, backend, method, lengths):
+                    assert far < 1.0, (backend, method, lengths, far)

@@ -1,0 +1,61 @@
+"""Calls over all keys of some heads, whose gradients of captured values are added up with those of others.
+
+In: an engine and the tensors of its operator, of which captured values may be wider than their spec declares. Out: o
+and lse. Kernels get captured values in the declared types; gradients of those that came wider are not rounded to these:
+who adds them up over calls and ranks rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashgen.runtime.call import Rest
+from flashgen.runtime.engine import Engine, Tensors
+from flashgen.runtime.plain import with_memory
+from flashgen.runtime.signature import Signature
+
+
+def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:
+    """``o`` and ``lse``, as the engine's operator has them; None for pointwise weights."""
+    found: tuple[Tensor, Tensor | None] = _Attend.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
+    """The operator's tensors, with captured values of 16 bits that came wider in their own types."""
+    first = 3
+    found = list(with_memory(tensors))
+    for n, dtype in enumerate(signature.dtypes, first):
+        if found[n] is not None and dtype.is_floating_point and dtype.itemsize < found[n].dtype.itemsize == 4:
+            found[n] = found[n].to(dtype)
+    return tuple(found)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, rest: Rest, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+        own = as_declared(engine.signature, tensors)
+        o, lse, parts = engine.attend(own, rest)
+        ctx.engine, ctx.rest = engine, rest
+        ctx.is_wide = any(x is not None and x.dtype is not y.dtype for x, y in zip(tensors, own, strict=True))
+        ctx.save_for_backward(*own, o, lse, parts)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
+        engine: Engine = ctx.engine
+        *tensors, o, lse, parts = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2 : 2 + engine.signature.inputs]
+        d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
+        rows = (d_lse, o, lse, parts) if engine.signature.has_lse else (None,) * 4
+        gradients = engine.gradients_of_part if ctx.is_wide else engine.gradients
+        found = iter(gradients(d_o, rows, tuple(tensors), ctx.rest, needs))
+        rest = len(tensors) - len(needs)
+        return (None, None, *(next(found) if need else None for need in needs), *(None,) * rest)
