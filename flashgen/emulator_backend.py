@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from flashgen.choice import TileChoices
 from flashgen.compiled import CompiledKernel, compiled
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.gpu_calls import (
+    BOTH,
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
     RowsOf,
@@ -27,10 +29,12 @@ from flashgen.gpu_calls import (
     passes_of,
     pins_of_call,
     rows_of_call,
+    sized_as,
     steps_of,
     takes_f8,
     with_jvp,
 )
+from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.explanation import Explanation
@@ -57,16 +61,23 @@ if TYPE_CHECKING:
 class EmulatorProvider:
     """The sources for a target, under the emulator, on CPU tensors.
 
-    Calls there are short, and the kernels of long sequences are what has to be tested: the tiles are the planner's own
-    for every shape. Those of short calls are emulated by pinning them. Libraries go to ``cache`` (none: the user's).
-    ``rows``: those for ragged batches, caches, parts or slices, which the kernels of the others lead to.
+    Calls there are short, and the kernels of long sequences are what has to be tested: every call takes the tiles of a
+    call of the shape ``sized``, as a GPU does there; without one the planner's own. Libraries go to ``cache`` (none:
+    the user's). ``rows``: those for ragged batches, caches, parts or slices, which the kernels of the others lead to.
     """
 
     def __init__(
-        self, spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, rows: RowsOf = RowsOf.DENSE
+        self,
+        spec: AttentionSpec,
+        target: GpuTarget,
+        *,
+        cache: Cache | None = None,
+        rows: RowsOf = RowsOf.DENSE,
+        sized: Shape | None = None,
     ) -> None:
-        self.spec, self.target, self.rows, self._cache = spec, target, rows, cache
+        self.spec, self.target, self.rows, self.sized, self._cache = spec, target, rows, sized, cache
         self.kernel = functools.cache(self._kernel)
+        self.choices = functools.cache(self._choices)
 
     takes_tangents: ClassVar[str] = GPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
@@ -75,7 +86,7 @@ class EmulatorProvider:
         return self.kernel(head_dim)
 
     def of_spec(self, spec: AttentionSpec) -> EmulatorProvider:
-        """The same of another spec, dense."""
+        """The same of another spec, dense, with the planner's own tiles."""
         return EmulatorProvider(spec, self.target, cache=self._cache)
 
     def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
@@ -84,29 +95,36 @@ class EmulatorProvider:
 
     def plans(self) -> Mapping[HeadDim, GpuPlan]:
         """By head dimension."""
-        return {each: self.compiled(each).plan for each in self.spec.head_dims}
+        return {each: self._plan(each) for each in self.spec.head_dims}
 
     def sources(self) -> tuple[KernelSource, ...]:
-        """One a head dimension."""
-        return tuple(self.compiled(each).source for each in self.spec.head_dims)
+        """Every text that kernels of dense calls are compiled from: one a head dimension, of a shape's tiles more."""
+        if self.sized is None:
+            return tuple(self.compiled(each).source for each in self.spec.head_dims)
+        ran = (
+            self.compiled(head_dim, self.pins(head_dim, element, name)).source
+            for head_dim in self.spec.head_dims
+            for element in self.compiled(head_dim).plan.by_element
+            for name in BOTH
+        )
+        return tuple({each.text: each for each in ran}.values())
 
     def explain(self, name: str, asked: Asked) -> Explanation:
         """One call."""
         if is_f8(asked.values) and self.rows is not RowsOf.F8:
             return self._other(RowsOf.F8).explain(name, asked)
         head_dim = asked.call.head_dim
-        kernel, emulated = self.compiled(head_dim), self(head_dim, 0)
-        plan = kernel.plan
-        check_element(kernel.variant, plan, asked.element, self.target)
-        launches = launches_of(kernel.variant, plan, kernel.source.symbol, asked.element)
-        passes: dict[str, GpuPass] = {
-            each: GpuPass(
-                plan, steps_of(launches(each, asked.values), emulated.layout, head_dim, asked, emulated.size), {}
-            )
-            for each in passes_of(kernel.variant)
-        }
+        variant, emulated = kernel_variant(self.spec, head_dim, self.rows), self(head_dim, 0)
+        passes: dict[str, GpuPass] = {}
+        for each in passes_of(variant):
+            pins = self.pins(head_dim, asked.element, each)
+            kernel = self.compiled(head_dim, pins)
+            check_element(variant, kernel.plan, asked.element, self.target)
+            launches = launches_of(variant, kernel.plan, kernel.source.symbol, asked.element)
+            steps = steps_of(launches(each, asked.values), emulated.layout, head_dim, asked, emulated.size)
+            passes[each] = GpuPass(kernel.plan, steps, {}, pins.reasons)
         gpu = product_of(self.target)
-        told = explain_gpu(name, "emulator", f"emulated {gpu.product}", kernel.variant, gpu, asked, passes)
+        told = explain_gpu(name, "emulator", f"emulated {gpu.product}", variant, gpu, asked, passes)
         return with_jvp(told, self.spec, head_dim, self.target, asked)
 
     def explain_cached(self, name: str, asked: Asked) -> Explanation:
@@ -122,7 +140,26 @@ class EmulatorProvider:
         return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, parts)
 
     def _other(self, rows: RowsOf) -> EmulatorProvider:
-        return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows)
+        return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows, sized=self.sized)
+
+    def pins(self, head_dim: HeadDim, element: ElementType, name: PassName) -> Pins:
+        """The tiles of a pass, but those over caches, which go by their rows."""
+        if self.sized is None:
+            return PLANNERS_OWN
+        return self.choices(head_dim).of_call(element, self.sized).of_pass(name)
+
+    def _choices(self, head_dim: HeadDim) -> TileChoices[GpuPlan, GpuBinary]:
+        variant, gpu = sized_as(self.spec, head_dim, self.rows), product_of(self.target)
+        if variant is None:
+            return TileChoices(kernel_variant(self.spec, head_dim, self.rows), gpu, by_length=False)
+        return TileChoices(variant, gpu)
+
+    def _plan(self, head_dim: HeadDim) -> GpuPlan:
+        own = self.compiled(head_dim).plan
+        if self.sized is None:
+            return own
+        pins = {each: self.choices(head_dim).of_call(each, self.sized) for each in own.by_element}
+        return own.joined({each: self.compiled(head_dim, pinned).plan for each, pinned in pins.items()})
 
     def _kernel(self, head_dim: HeadDim) -> EmulatedKernel:
         from flashgen.runtime.emulated import EmulatedKernel
@@ -151,7 +188,9 @@ class EmulatorProvider:
             if rows_of_call(self.rows, values) is not self.rows:
                 return of_8_bits().compiled(name, values)
             element = call_of(values)[0]
-            pins = pins_of_call(self.compiled(head_dim), element, values)
+            pins = self.pins(head_dim, element, name)
+            if self.rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
+                pins = pins_of_call(self.compiled(head_dim), element, values)
             own = launches(element, pins)
             return Compiled(program(frozenset(own(name, values).kernels), pins), own)
 

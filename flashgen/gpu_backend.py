@@ -34,6 +34,7 @@ from flashgen.gpu_calls import (
     passes_of,
     pins_of_call,
     rows_of_call,
+    sized_as,
     steps_of,
     takes_f8,
     with_jvp,
@@ -263,11 +264,9 @@ class CudaProvider:
         return functools.cache(lambda: jvp_kernel(moving(head_dim, index), plan(), name))
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
-        board, variant = self.board(index), self._variant(head_dim)
-        if self.rows in (RowsOf.PARTS, RowsOf.SLICES):  # which are dense calls but for what they write
-            return tile_choices(kernel_variant(self.spec, head_dim), board.gpu, board.name)
-        if self.rows is not RowsOf.DENSE:  # what was measured is of dense calls
-            return TileChoices(variant, board.gpu, by_length=False)
+        board, variant = self.board(index), sized_as(self.spec, head_dim, self.rows)
+        if variant is None:
+            return TileChoices(self._variant(head_dim), board.gpu, by_length=False)
         return tile_choices(variant, board.gpu, board.name)
 
     def _brought(self, head_dim: HeadDim, index: int) -> Packaged | None:

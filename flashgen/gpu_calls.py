@@ -212,6 +212,14 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     return pins_of_rows(kernel.variant, kernel.plan, element, rows)
 
 
+def sized_as(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf) -> Variant | None:
+    """The variant that tiles are chosen for where a call's lengths choose them; None: they are the planner's own.
+
+    Parts and slices are dense calls but for what they write; what was measured of tiles is of these.
+    """
+    return kernel_variant(spec, head_dim) if rows in (RowsOf.DENSE, RowsOf.PARTS, RowsOf.SLICES) else None
+
+
 def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
     """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
     if element not in plan.by_element:

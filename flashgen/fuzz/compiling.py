@@ -18,15 +18,17 @@ from flashgen.analysis.variant import analyse
 from flashgen.backends import EmulatorProvider
 from flashgen.cache import Cache
 from flashgen.compiled import compiled as compiled_kernel
+from flashgen.emit.kernel_source import KernelSource
 from flashgen.fuzz.draws import Case
 from flashgen.fuzz.inputs import head_dim_of
+from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
 from flashgen.runtime.compiler import (
     compile_sources,
     find_compiler,
 )
-from flashgen.runtime.kernel import LibraryKernel, load_jvp
+from flashgen.runtime.kernel import KernelProvider, LibraryKernel, load_jvp
 from flashgen.runtime.op import AttentionOp, OpParts, make_op
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.registry import GPUS
@@ -49,8 +51,9 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
         return _on_the_cpu(case, without_kernels(case).spec, scratch)
     if backend == "emulator":
         spec, target = without_kernels(case).spec, GPUS[case.machine.target or "sm_80"]
-        provider = EmulatorProvider(spec, target, cache=Cache(scratch))
-        return AttentionOp(OpParts(spec, {"cpu": provider}, provider.sources(), backend="emulator"))
+        sized = Shape(*case.build.sized) if case.build.sized else None
+        provider = EmulatorProvider(spec, target, cache=Cache(scratch), sized=sized)
+        return _op(case, spec, provider, provider.sources())
     if backend == "tiled":
         return make_op(without_kernels(case).spec, None)
     if case.file:
@@ -96,4 +99,10 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
         forward, backward = pairs[head_dim]
         return replace(found, jvp=lambda: forward, jvp_backward=lambda: backward)
 
-    return AttentionOp(OpParts(spec, {"cpu": functools.cache(find)}, tuple(sources), backend="cpu"))
+    return _op(case, spec, functools.cache(find), tuple(sources))
+
+
+def _op(case: Case, spec: AttentionSpec, kernels: KernelProvider, sources: tuple[KernelSource, ...]) -> AttentionOp:
+    """The same text built in another way is another op: a process judges many."""
+    identity = repr(case.build)
+    return AttentionOp(OpParts(spec, {"cpu": kernels}, sources, identity, backend=case.machine.backend))

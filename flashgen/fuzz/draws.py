@@ -147,11 +147,17 @@ class CallDraw:
 
 @dataclass(frozen=True)
 class Build:
-    """How a CPU's library is compiled: more flags, and whether matrix registers, or products of pairs, are imitated."""
+    """How kernels are made.
+
+    A CPU's library: by more flags, and with ``matrices`` registers for these are imitated, with ``pairs`` products of
+    pairs. Those of the emulator: with the tiles of a call of the shape ``sized`` (B, H, Hkv, Nq, Nk); of none: with the
+    planner's own, which are those of long sequences.
+    """
 
     flags: tuple[str, ...] = ()
     matrices: bool = False
     pairs: bool = False
+    sized: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,8 @@ class Draw:
 # Flags of a CPU's library beside those of every library. What is judged is our text: with -O1 it is compiled in 0.6 of
 # the time, by which more texts are.
 _BUILDS = (("-O1",),) * 9 + ((),) * 3 + (("-mno-avx",), ("-mno-avx2", "-mno-fma"), ("-ffp-contract=off",))
+# The heads and lengths of calls whose tiles the emulator's kernels have: what a GPU takes where queries are few.
+_HEADS, _LENGTHS = (1, 4, 8, 16, 32, 64), (64, 200, 256, 512, 512, 1024, 1024, 2048)
 # Pins of the schedule. Those of GPUs force each kind of kernel: of warps alone, with one stage or two, with K and V
 # divided among warps, of warpgroups that copy for themselves, or that others copy for, alone or several a block.
 CPU_PINS = (
@@ -257,6 +265,8 @@ def draw(seed: int, machine: Machine) -> Draw:
         flags = chance.choice(_BUILDS)
         imitated = chance.random()
         build = Build(flags, imitated < 0.1, 0.1 <= imitated < 0.2)
+    elif machine.backend == "emulator":
+        build = Build(sized=_sized(seed, machine))
     return Draw(spec, draw_calls(chance, machine, spec.text, elements, known), machine, build)
 
 
@@ -265,7 +275,17 @@ def draw_of_file(seed: int, machine: Machine, file: str, name: str, elements: Se
     chance = random.Random(f"{machine} {seed}")
     kinds = [chance.choice(elements)] if machine.backend == "emulator" else list(elements)
     text = "dropout" if dropout else ""
-    return Draw(None, draw_calls(chance, machine, text, kinds, {}), machine, file=file, name=name)
+    build = Build(sized=_sized(seed, machine)) if machine.backend == "emulator" else Build()
+    return Draw(None, draw_calls(chance, machine, text, kinds, {}), machine, build, file, name)
+
+
+def _sized(seed: int, machine: Machine) -> tuple[int, ...]:
+    """The shape whose tiles calls take, or none; by chance of its own, so that specs and calls stay those of a seed."""
+    chance = random.Random(f"tiles of {machine} {seed}")
+    if chance.random() < 0.4:
+        return ()
+    heads, length = chance.choice(_HEADS), chance.choice(_LENGTHS)
+    return (1, heads, heads, length, length)
 
 
 def _elements(chance: random.Random, machine: Machine) -> tuple[str, ...]:

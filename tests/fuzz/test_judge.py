@@ -15,11 +15,13 @@ import flashgen
 from flashgen.fuzz import judge as judge_module
 from flashgen.fuzz.comparing import compare
 from flashgen.fuzz.compiling import compiled
-from flashgen.fuzz.draws import CallDraw, Case, Machine
+from flashgen.fuzz.draws import Build, CallDraw, Case, Machine, draw
 from flashgen.fuzz.inputs import arguments, plain, shown
 from flashgen.fuzz.judge import judge
 from flashgen.fuzz.running import reference, run
 from flashgen.fuzz.workers import Workers
+from flashgen.ir.spec import HeadDim
+from flashgen.ir.types import ElementType
 from flashgen.runtime.forward_mode import ForwardMode
 from flashgen.runtime.op import AttentionOp
 
@@ -207,3 +209,18 @@ def test_parts_in_float32_have_kernels_of_their_own(tmp_path: Path) -> None:
     assert verdict.results == 6
     assert verdict.kinds == ("bf16, parts in float32",)
     assert len(list(tmp_path.rglob("*.so"))) == 2
+
+
+def test_tiles_that_lengths_choose(tmp_path: Path) -> None:
+    """The emulator's calls are short: they take the tiles of a shape, as a GPU's calls of that shape do."""
+    machine, call = Machine("emulator", "sm_80"), CallDraw(0, "bf16", (1, 2, 2, 70, 131), seed=3)
+    text = "attention drawn { head_dim 16  mask causal  dtype bf16 }"
+    cases = [Case(text, (call,), machine, Build(sized=sized)) for sized in ((), (1, 8, 8, 1024, 1024))]
+    plans: list[Any] = [compiled(case, tmp_path).plan[HeadDim(16, 16)] for case in cases]
+    tiles = [plan.by_element[ElementType.BF16].forward for plan in plans]
+    assert [(tile.Br, tile.Bc) for tile in tiles] == [(128, 128), (64, 128)]
+    verdict = judge(cases[1], tmp_path)
+    assert (verdict.findings, verdict.results) == ((), 5)
+    drawn = [draw(seed, machine).build.sized for seed in range(20)]
+    assert any(drawn)
+    assert not all(drawn)
