@@ -30,7 +30,7 @@ from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.machine import cpu_identity
-from flashgen.targets.device_table import product_of
+from flashgen.targets.device_table import board_of
 from flashgen.tuned import TunedStore
 from flashgen.tuning.candidates import Candidate, candidates
 from flashgen.verification.inputs import Inputs, random_inputs
@@ -77,7 +77,7 @@ class Job:
 
     def ranked(self) -> dict[str, tuple[Candidate, ...]]:
         """The candidates of each pass, the planner's choice first. ``ValueError``: a GPU that nothing is made for."""
-        device = product_of(gpu_at_hand()) if self.device == "cuda" else local_cpu()
+        device = board_of(gpu_at_hand(), self.identity) if self.device == "cuda" else local_cpu()
         return dict(candidates(self.variant, device, self.shape, self.element, self.most))
 
 

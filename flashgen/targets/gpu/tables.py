@@ -67,8 +67,45 @@ class ForwardChoice(RowsOfBlock):
     cluster: int = 1
 
 
+class KeysOfBlock:
+    """Who has which keys and columns, of tiles of the key pass that are considered or chosen."""
+
+    Bc: int
+    warpgroups: bool
+    split: int
+    weighed: int
+    dq_sent: int | None
+    cluster: int
+    divides_keys: bool
+
+    @property
+    def keys(self) -> int:
+        """Of a block."""
+        return self.Bc // self.cluster if self.divides_keys else self.Bc
+
+    @property
+    def column_parts(self) -> int:
+        """Blocks that have a part of the columns each."""
+        return 1 if self.divides_keys else self.cluster
+
+    @property
+    def dq_in_halves(self) -> bool:
+        """Whether two warpgroups have half of the columns of dQ each, wherever panels end."""
+        return self.warpgroups and self.dq_sent is not None
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two warpgroups share 64 keys, each with half of the columns of dK, dV and dQ."""
+        return self.warpgroups and self.split > 1
+
+    @property
+    def weighs_whole(self) -> bool:
+        """Whether warpgroups weigh a tile of 128 queries at once."""
+        return self.warpgroups and self.weighed == 128
+
+
 @dataclass(frozen=True)
-class BackwardChoice:
+class BackwardChoice(KeysOfBlock):
     """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them.
 
     ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
@@ -96,31 +133,6 @@ class BackwardChoice:
     dq_sent: int | None = None
     cluster: int = 1
     divides_keys: bool = False
-
-    @property
-    def keys(self) -> int:
-        """Of a block."""
-        return self.Bc // self.cluster if self.divides_keys else self.Bc
-
-    @property
-    def column_parts(self) -> int:
-        """Blocks that have a part of the columns each."""
-        return 1 if self.divides_keys else self.cluster
-
-    @property
-    def dq_in_halves(self) -> bool:
-        """Whether two warpgroups have half of the columns of dQ each, wherever panels end."""
-        return self.warpgroups and self.dq_sent is not None
-
-    @property
-    def shares_keys(self) -> bool:
-        """Whether two warpgroups share 64 keys."""
-        return self.warpgroups and self.split > 1
-
-    @property
-    def weighs_whole(self) -> bool:
-        """Whether warpgroups weigh a tile of 128 queries at once."""
-        return self.warpgroups and self.weighed == 128
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Plan, Tiles
-from flashgen.targets.gpu.tables import RowsOfBlock
+from flashgen.targets.gpu.tables import KeysOfBlock, RowsOfBlock
 
 
 class Row(Protocol):
@@ -82,7 +82,7 @@ class ForwardTiles(RowsOfBlock, Tiles):
 
 
 @dataclass(frozen=True)
-class BackwardTiles(Tiles):
+class BackwardTiles(KeysOfBlock, Tiles):
     """B_c keys over ``warps`` for dK and dV, B_r queries a step.
 
     ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
@@ -116,31 +116,6 @@ class BackwardTiles(Tiles):
     producer_registers: int = 0
     cluster: int = 1
     divides_keys: bool = False
-
-    @property
-    def keys(self) -> int:
-        """Of a block."""
-        return self.Bc // self.cluster if self.divides_keys else self.Bc
-
-    @property
-    def column_parts(self) -> int:
-        """Blocks that have a part of the columns each."""
-        return 1 if self.divides_keys else self.cluster
-
-    @property
-    def dq_in_halves(self) -> bool:
-        """Whether two warpgroups have half of the columns of dQ each, wherever panels end."""
-        return self.warpgroups and self.dq_sent is not None
-
-    @property
-    def weighs_whole(self) -> bool:
-        """Whether warpgroups weigh a tile of 128 queries at once."""
-        return self.warpgroups and self.weighed == 128
-
-    @property
-    def shares_keys(self) -> bool:
-        """Whether two warpgroups share 64 keys, each with half of the columns of dK, dV and dQ."""
-        return self.warpgroups and self.split > 1
 
     @property
     def kind(self) -> tuple[str, ...]:
