@@ -36,8 +36,8 @@ from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.explain import GpuPass, explain_jvp, explain_jvp_backward
 from flashgen.targets.gpu.launches import LISTED, backward_launches, block_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
-from flashgen.targets.gpu.model import fits_blocks
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan

@@ -14,6 +14,7 @@ from flashgen.runtime.nvrtc import find_nvrtc
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.layout import Layout, Part, Words, printed
+from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -44,14 +45,18 @@ def layouts(variant: Variant, plan: GpuPlan) -> Iterator[tuple[tuple[str, str], 
         c_type = C_TYPES[each.element]
         yield (
             ("ForwardMemory", c_type),
-            model.forward_layout(variant, each.element, each.forward),
+            forward_layout(variant, each.element, each.forward),
             each.forward.sram_bytes,
         )
         for with_dq in (True, False) if recipe_of(variant).one_pass else (False,):
-            layout = model.backward_layout(variant, each.element, each.backward, with_dq=with_dq)
+            layout = backward_layout(variant, each.element, each.backward, with_dq=with_dq)
             size = each.backward.sram_bytes if with_dq else each.backward.keys_sram_bytes
             yield ("BackwardMemory", f"{c_type}, {str(with_dq).lower()}"), layout, size
-        yield ("QueryMemory", c_type), model.query_layout(variant, each.element, each.queries), each.queries.sram_bytes
+        yield (
+            ("QueryMemory", c_type),
+            query_layout(variant, each.element, each.queries),
+            each.queries.sram_bytes,
+        )
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])

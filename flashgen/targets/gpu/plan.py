@@ -17,15 +17,13 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits
 from flashgen.targets.gpu.model import (
     COPYING_REGISTERS,
     FINDING_REGISTERS,
-    backward_layout,
     dq_column_groups,
-    forward_layout,
     padded,
-    query_layout,
     registers,
 )
 from flashgen.targets.gpu.recipe import recipe_of

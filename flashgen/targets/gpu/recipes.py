@@ -16,7 +16,8 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.model import element_of_keys, forward_layout, padded
+from flashgen.targets.gpu.layouts import forward_layout
+from flashgen.targets.gpu.model import element_of_keys, padded
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import ForwardTiles

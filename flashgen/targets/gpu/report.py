@@ -11,10 +11,10 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PASSES
 from flashgen.plan.paper import BlockSizes
 from flashgen.plan.report import PassReport, pass_report, reason_of
-from flashgen.targets.gpu import model as gpu_model
 from flashgen.targets.gpu.alternatives import gpu_runners_up
 from flashgen.targets.gpu.bytes import kernels_of
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
@@ -54,15 +54,15 @@ _NAMES = {"keys": "backward"}  # the buffers of dK and dV, whoever computes dQ
 def _buffers(variant: Variant, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:
     match tiles:
         case ForwardTiles():
-            return gpu_model.forward_layout(variant, element, tiles).buffers
+            return forward_layout(variant, element, tiles).buffers
         case BackwardTiles():
-            return gpu_model.backward_layout(variant, element, tiles, with_dq=recipe_of(variant).one_pass).buffers
-    return gpu_model.query_layout(variant, element, tiles).buffers
+            return backward_layout(variant, element, tiles, with_dq=recipe_of(variant).one_pass).buffers
+    return query_layout(variant, element, tiles).buffers
 
 
 def _tile_bytes(variant: Variant, element: ElementType, name: str, blocks: BlockSizes) -> int:
     """What a kernel keeps with tiles of this size."""
     if name == "forward":
-        return gpu_model.forward_layout(variant, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
+        return forward_layout(variant, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
     tiles = BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
-    return gpu_model.backward_layout(variant, element, tiles, with_dq=True).bytes
+    return backward_layout(variant, element, tiles, with_dq=True).bytes

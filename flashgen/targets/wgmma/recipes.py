@@ -14,8 +14,9 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
+from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
-from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, forward_layout, padded, takes_turns
+from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL

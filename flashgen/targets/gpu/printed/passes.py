@@ -14,19 +14,17 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layout import Printed, printed
+from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.model import (
     KEYS_OF_SUMS,
     MEASURERS,
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
-    backward_layout,
     finds_selected,
-    forward_layout,
     merging_shares,
     merging_warps,
     padded,
-    query_layout,
     row_words,
     spans_of_half,
     stored_whole,

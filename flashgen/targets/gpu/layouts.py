@@ -1,0 +1,282 @@
+"""Shared memory of blocks, forward, of keys and of queries: which parts there are, and where they begin.
+
+In: a variant, an element type, a tile. Out: ``Layout``s, which are counted and printed: a block of
+``templates/cuda/forward`` and of ``templates/cuda/backward`` finds its parts by the constants, and asserts what lies in
+each.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from flashgen.analysis.levels import Level
+from flashgen.analysis.variant import Variant
+from flashgen.ir.types import ElementType
+from flashgen.plan.by_blocks import ITEM
+from flashgen.targets.gpu.ahead import element_of
+from flashgen.targets.gpu.layout import Layout, Part
+from flashgen.targets.gpu.model import (
+    BINS,
+    COPIED_LIST,
+    FLOAT,
+    OPENED_TILE,
+    OPERAND,
+    PLACE_OF_QUERIES,
+    SEQUENCE,
+    SIGNAL,
+    WORD,
+    WORDS_OF_TILE,
+    carries_marks,
+    element_of_keys,
+    merging_bytes,
+    padded,
+    row_words,
+    takes_turns,
+    tile_bytes,
+    visit_list,
+)
+from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
+
+_Forward: TypeAlias = ForwardChoice | ForwardTiles
+_Backward: TypeAlias = BackwardChoice | BackwardTiles
+_Queries: TypeAlias = QueryChoice | QueryTiles
+
+
+def staged_row(variant: Variant, Bc: int) -> int:
+    """Bytes of a row of what pairs read ahead by way of shared memory: an odd number of chunks of 16 bytes.
+
+    So the 8 rows that ldmatrix reads at once begin in different banks.
+    """
+    load = recipe_of(variant).ahead
+    assert load is not None
+    return 16 * (Bc * element_of(variant, load).bytes // 16 | 1)
+
+
+def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+    """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
+
+    Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
+    there once more, with its columns as rows. Forward mode has the tangents of Q, K and V beside them.
+
+    Persistent blocks begin with the next query tile while they work on one, those with producers where Q may have two
+    places, those that copy for themselves with room for its list of visits, too. Where pairs read ahead by way of
+    shared memory each warp has a tile of its own rows. O takes the place of all at the end, unless blocks are
+    persistent.
+    """
+    if variant.listed is not None:
+        return _block_layout(variant, element, tiles)
+    Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
+    D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
+    copies, has_producers = tiles.tensor_copies, tiles.producers > 0
+    next_too, norms = tiles.begins_next and not has_producers, variant.uses_sqdist
+    moves = variant.ragged and copies and not has_producers
+    read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
+    turns = tiles.takes_turns
+    signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
+    tangents, places = variant.tangent is not None, stages if has_producers else 1
+    signals_of_q = tiles.q_places if tiles.goes_over else 1
+    parts = (
+        Part("Q", "Q", tiles.q_places * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
+        Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
+        Part(
+            *("V", "V"),
+            stages * (tile_bytes(Dv, Bc, of_keys) if variant.f8 else tile_bytes(Bc, Dv, of_keys)),
+            "stages * VTile::bytes",
+        ),
+        Part(
+            "PAIRS",
+            "what pairs read",
+            Br * staged_row(variant, Bc) if tiles.pairs_staged else 0,
+            "P::pairs_staged * P::warps * StagedPairs::bytes",
+        ),
+        Part("UNITS", "units of Q", variant.f8_cached * FLOAT * Br, "4 * BR"),
+        Part("SUMS", "sums of tiles", variant.f8 * 2 * Br * Dv, "2 * BR * DVP"),
+        Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
+        Part(
+            *("PARTS", "maxima and sums of rows", divided * FLOAT * (tiles.split + turns) * Br),
+            "4 * (split + 1) * BR" if turns else "4 * split * BR",
+        ),
+        Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
+        Part(
+            *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
+            "self_loading * int(sizeof(QueryPlace))",
+        ),
+        Part(
+            *("OPENED", "next list", opens(variant, tiles) * WORD * len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))),
+            "self_loading * int(sizeof(OpenedTile))",
+        ),
+        Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
+        Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
+        Part("PAGES", "pages of a tile", variant.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
+        Part("KK", "norms", norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
+        Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
+        Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
+        Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
+        Part(
+            *("V_SIGNALS", "signals", (4 * turns + 2 * stages * tiles.goes_over) * SIGNAL),
+            "VSignals::bytes" if turns else "goes_over * VSignals::bytes",
+            SIGNAL,
+        ),
+        Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
+        Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
+        Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
+        Part("Q_SIGNALS", "signals", copies * 2 * signals_of_q * SIGNAL, "copies * QSignals::bytes", SIGNAL),
+        Part(
+            *("START_SIGNALS", "signals", tiles.goes_over * 4 * (tiles.warps // 4 - 1) * SIGNAL),
+            "goes_over * (P::warps / 4 - 1) * StartSignals::bytes",
+            SIGNAL,
+        ),
+        Part(
+            "NORM_SIGNALS",
+            "signals",
+            norms * has_producers * 2 * stages * SIGNAL,
+            "has_producers * NormSignals::bytes",
+            SIGNAL,
+        ),
+        Part(
+            *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
+            "has_producers * ListSignals::bytes",
+            SIGNAL,
+        ),
+    )
+    if variant.cached:
+        return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merging::bytes"))
+    return Layout(
+        parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
+    )
+
+
+def opens(variant: Variant, tiles: _Forward) -> bool:
+    """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
+    alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
+    return alone and not variant.ragged and not recipe_of(variant).has_lists
+
+
+def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+    """K and V of a block of keys, for each four warps two tiles of Q, and what an item has."""
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    of_q = 2 * (tiles.warps // 4) * tile_bytes(64, D, element)
+    return Layout(
+        (
+            Part("K", "K", tile_bytes(tiles.Bc, D, element), "KTile::bytes"),
+            Part("V", "V", tile_bytes(tiles.Bc, Dv, element), "VTile::bytes", OPERAND),
+            Part("Q", "Q", of_q, "2 * groups * QTile::bytes", OPERAND),
+            Part("NOTES", "units of rows of an item", 16 * ITEM, "16 * ITEM"),
+        )
+    )
+
+
+def fits_blocks(variant: Variant, element: ElementType, block_bytes: int) -> bool:
+    """By blocks of keys: whether four warps have room for what they multiply."""
+    assert variant.listed is not None, "kernels go through blocks of keys"
+    return _block_layout(variant, element, ForwardChoice(64, variant.listed.block, 4)).bytes <= block_bytes
+
+
+def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:
+    """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
+
+    Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
+    tiles have room for the next one's list of visits. Where warpgroups have halves of dQ, Q alone has stages. Blocks of
+    a cluster have a part of the columns each, and places for what others send of S and dP; or a part of the keys each,
+    and half of the columns of the other's K beside its dS.
+    """
+    Br, Bc, stages, split = tiles.Br, tiles.keys, tiles.stages, tiles.split
+    D, Dv = (padded(width) // tiles.column_parts for width in (variant.head_dim.qk, variant.head_dim.v))
+    exchanged, theirs = (tiles.column_parts > 1) * 2, tiles.divides_keys and with_dq
+    halves = tiles.dq_in_halves
+    more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
+    ds = (stages if tiles.producers and not tiles.shares_keys else 1) * (with_dq or split > 1)
+    pairs = sum(each.level is Level.PAIR for each in variant.gradients)
+    words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
+    served = has_producers and with_dq and tiles.persistent
+    next_tiles = 4 * WORD * WORDS_OF_TILE
+    next_too = with_dq and tiles.begins_next
+    dq = Part("DQ", "dQ", has_producers * with_dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP")
+    if tiles.dq_in_halves:
+        dq = Part(
+            "DQ",
+            "dQ",
+            with_dq * FLOAT * Br * 2 * (tiles.dq_sent or 0),
+            "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
+        )
+    signals = copies * (3 if has_producers else 2) * more * SIGNAL
+    tangents, turns = variant.backward_only, with_dq and takes_turns(variant, tiles)
+    staged = with_dq and tiles.pairs_staged
+    title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
+    parts = (
+        Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
+        Part("V", "V", tile_bytes(Bc, Dv, element), "VTile::bytes"),
+        Part("Q", "Q", stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
+        Part("O", "dO", more * tile_bytes(Br, Dv, element), "more_stages * OTile::bytes"),
+        Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
+        Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
+        Part("EXCHANGE", "S and dP", exchanged * FLOAT * Br * Bc, "(P::cluster > 1) * 2 * 4 * BR * BC"),
+        Part("THEIR_K", "K of the other block", theirs * tile_bytes(Bc, D // 2, element), "shares_dq * HalfOfK::bytes"),
+        Part("THEIR_DS", "dS of the other block", theirs * tile_bytes(Bc, Br, element), "shares_dq * PTile::bytes"),
+        Part("T_K", "tangents of K", tangents * tile_bytes(Bc, D, element), "KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * tile_bytes(Bc, Dv, element), "VTile::bytes"),
+        Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
+        Part("T_DS", "tangents of dS", tangents * with_dq * tile_bytes(Bc, Br, element), "atomic * PTile::bytes"),
+        dq,
+        Part(
+            "PAIRS",
+            "what pairs read",
+            Br * staged_row(variant, Bc) if staged else 0,
+            "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes",
+        ),
+        Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
+        Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
+        Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
+        Part(
+            *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.ragged else next_tiles)),
+            "persistent * 2 * (4 + int(sizeof(Sequence)))"
+            if variant.ragged
+            else f"(persistent && P::producers > 0) * {next_tiles}",
+        ),
+        Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
+        Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
+        Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
+        Part("TURN", "turns", turns * more * WORD, "takes_turns * more_stages * 4"),
+        Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
+        Part("Q_SIGNALS", "signals", halves * 2 * stages * SIGNAL, "P::tensor_copies * QSignals::bytes", SIGNAL),
+        Part(
+            *("EXCHANGE_SIGNALS", "signals", exchanged * tiles.warps * SIGNAL),
+            "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))",
+            SIGNAL,
+        ),
+        Part(
+            *("DS_SIGNALS", "signals", theirs * 2 * SIGNAL),
+            "shares_dq * 2 * int(sizeof(uint64_t))",
+            SIGNAL,
+        ),
+        Part(
+            "PAIR_SIGNALS", "signals", staged * 2 * SIGNAL, "(P::pairs_staged && atomic) * PairSignals::bytes", SIGNAL
+        ),
+    )
+    return Layout(parts)
+
+
+def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Layout:
+    """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
+    Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
+    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    tangents = variant.backward_only
+    parts = (
+        Part("Q", "Q", tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
+        Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("O", "dO", tile_bytes(Br, Dv, element), "OTile::bytes"),
+        Part("K", "K", stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
+        Part("V", "V", stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
+        Part("DS", "dS", (tiles.split > 1) * tile_bytes(Br, Bc, element), "PTile::bytes"),
+        Part("ROWS", "lse, delta", 2 * FLOAT * Br, "8 * BR"),
+        Part("KK", "norms", norms * FLOAT * Bc, "4 * BC"),
+        Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
+    )
+    return Layout(parts)
