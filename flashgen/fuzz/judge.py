@@ -142,8 +142,8 @@ def _judge_ranks(spec: AttentionSpec, case: Case, number: int, scratch: Path) ->
         return Verdict((Finding(said.kind, said.detail, number),))
     if said[0].refused:
         return Verdict(refused=said[0].refused)
-    own, told = joined(said, call)
-    wrong, borderline = compare(spec, call, values, own)
+    own, told, moved = joined(said, call)
+    wrong, borderline = compare(spec, call, values, own, moved=moved)
     findings = [Finding(kind, text, number) for kind, text in told.items()]
     findings += [Finding(f"wrong {name}", text, number) for name, text in wrong.items()]
     return Verdict(tuple(findings), "", len(own), borderline, (f"{call.ranks}{', ragged' if call.lengths else ''}",))

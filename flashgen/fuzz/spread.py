@@ -28,6 +28,7 @@ from flashgen.fuzz.inputs import Arguments, arguments, shown
 from flashgen.runtime.dtensor_captured import Indexed
 from flashgen.runtime.op import AttentionOp
 from flashgen.verification.inputs import Inputs
+from flashgen.verification.verify import norm
 
 Results = dict[str, Tensor]
 # What of a call's results a rank has its rows of.
@@ -38,7 +39,8 @@ _LAYOUTS = ("strided", "transposed", "offset", "padded", "negated", "conjugated"
 @dataclass(frozen=True)
 class Share:
     """What a rank found: results of its ``rows``, None: of all; which differ between two runs; bytes that it sent, and
-    those that were predicted. ``refused`` is why it computed nothing.
+    those that were predicted. Of results that are ``parts`` the ranks' own ones add up to the whole. ``refused`` is why
+    it computed nothing.
     """
 
     results: Results
@@ -47,6 +49,7 @@ class Share:
     sent: tuple[int, int] = (0, 0)
     predicted: tuple[int, int] = (0, 0)
     refused: str = ""
+    parts: tuple[str, ...] = ()
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------
@@ -176,7 +179,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _of_dtensors(
     op: AttentionOp, values: Arguments, call: CallDraw, ranks: Ranks, results: Callable[..., Results]
 ) -> Share:
-    """The op itself, on DTensors; every rank has all results."""
+    """The op itself, on DTensors; every rank has all results.
+
+    PyTorch would add up gradients of 16 bits in their own type: what is judged of them is the ranks' parts.
+    """
     spec, mesh = op.spec, _mesh((ranks.world,))
     dim = {"batch": 0, "heads": 1}.get(ranks.sharded)
     axes = {"batch": ("b",), "heads": ("h", "hkv")}.get(ranks.sharded, ())
@@ -206,24 +212,36 @@ def _of_dtensors(
         return o, lse
 
     learned = replace(values, inputs=own).learned(spec, call.wants)
-    found, again = ({name: _whole(x) for name, x in results(spec, function, own, learned, call.wants).items()}
-                    for _ in range(2))  # fmt: skip
-    return Share(found, None, _unsteady(found, again, call))
+    found, again = (results(spec, function, own, learned, call.wants) for _ in range(2))
+    parts = tuple(name for name, x in found.items() if _is_rounded_part(x))
+    found, again = ({name: _whole(x) for name, x in each.items()} for each in (found, again))
+    return Share(found, None, _unsteady(found, again, call), parts=parts)
+
+
+def _is_rounded_part(x: Tensor) -> bool:
+    return isinstance(x, DTensor) and x.itemsize == 2 and any(each.is_partial() for each in x.placements)
 
 
 def _whole(x: Tensor) -> Tensor:
-    found: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    found: Tensor = x.to_local() if _is_rounded_part(x) else x.full_tensor()
     return found
 
 
 # -- of all ranks ------------------------------------------------------------------------------------------------------
 
 
-def joined(shares: Sequence[Share], call: CallDraw) -> tuple[Results, Mapping[str, str]]:
-    """The results of the whole, and what ranks do not agree in, by kind."""
-    first, wrong = shares[0], dict[str, str]()
+def joined(shares: Sequence[Share], call: CallDraw) -> tuple[Results, Mapping[str, str], Mapping[str, float]]:
+    """The results of the whole, what ranks do not agree in, by kind, and how far rounded parts may move their sum."""
+    first, wrong, moved = shares[0], dict[str, str](), dict[str, float]()
     found: Results = {}
     for name, x in first.results.items():
+        if name in first.parts:
+            parts = [each.results[name].double() for each in shares]
+            found[name] = torch.stack(parts).sum(0)
+            moved[name] = torch.finfo(x.dtype).eps / 2 * sum(map(norm, parts))
+            continue
         if first.rows is None or name not in OWN:
             found[name] = x
             if not all(_same(x, each.results[name]) for each in shares):
@@ -237,4 +255,4 @@ def joined(shares: Sequence[Share], call: CallDraw) -> tuple[Results, Mapping[st
             wrong["other bits"] = f"{name} of rank {rank} differs between two runs of the same call"
         if each.sent != each.predicted:
             wrong["bytes"] = f"rank {rank} sent {each.sent} forward and backward, {each.predicted} were predicted"
-    return found, wrong
+    return found, wrong, moved

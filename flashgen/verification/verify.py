@@ -293,17 +293,17 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     if value.shape != truth.shape or not torch.equal(value[~finite], truth[~finite]):
         return math.inf
     distance = float(torch.linalg.vector_norm(value[finite] - truth[finite]))
-    return math.inf if math.isnan(distance) else distance / (_size(truth) or 1.0)
+    return math.inf if math.isnan(distance) else distance / (norm(truth) or 1.0)
 
 
-def _size(truth: Tensor) -> float:
+def norm(truth: Tensor) -> float:
     """Its Frobenius norm, infinities and NaNs left out."""
     return float(torch.linalg.vector_norm(truth[truth.isfinite()].double()))
 
 
 def _row(name: str, own: Tensor, baseline: Tensor, truth: Tensor, left: float, *, is_float32: bool) -> Row:
     reached = relative_error(baseline, truth)
-    tolerance = 2.0 * reached + torch.finfo(own.dtype).eps + left / (_size(truth) or 1.0)
+    tolerance = 2.0 * reached + torch.finfo(own.dtype).eps + left / (norm(truth) or 1.0)
     if is_float32:
         tolerance = max(tolerance, FLOAT32_TOLERANCE)
     return Row(name, relative_error(own, truth), reached, tolerance)

@@ -57,9 +57,16 @@ def _shares(**changed: object) -> list[Share]:
 
 
 def test_rows_of_ranks_are_put_where_they_belong() -> None:
-    own, wrong = joined(_shares(), CALL)
+    own, wrong, _ = joined(_shares(), CALL)
     assert own["o"].flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
     assert not wrong
+
+
+def test_rounded_parts_are_added_by_the_judge() -> None:
+    parts = [Share({"dt": torch.tensor([3.0, -4.0], dtype=torch.bfloat16)}, parts=("dt",)) for _ in range(2)]
+    own, wrong, moved = joined(parts, CALL)
+    assert (own["dt"].tolist(), own["dt"].dtype, wrong) == ([6.0, -8.0], torch.float64, {})
+    assert moved == {"dt": 2.0**-8 * 10}
 
 
 @pytest.mark.parametrize(
