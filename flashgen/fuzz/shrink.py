@@ -216,15 +216,17 @@ def _simpler_nodes(spec: SpecDraw) -> Iterator[SpecDraw]:
     """With one part of an expression replaced by one of its own parts, or by a number."""
     for number, statement in enumerate(spec.statements):
         for place, root in enumerate(statement.nodes):
-            for smaller in _smaller(root):
+            # A part of what is normalised, which is never negative, may be so.
+            for smaller in _smaller(root, parts=not statement.template.startswith("weights normalize(")):
                 nodes = (*statement.nodes[:place], smaller, *statement.nodes[place + 1 :])
                 changed = replace(statement, nodes=nodes)
                 statements = (*spec.statements[:number], changed, *spec.statements[number + 1 :])
                 yield replace(spec, statements=statements).tidied()
 
 
-def _smaller(node: Node) -> Iterator[Node]:
-    for below in node.below():
+def _smaller(node: Node, *, parts: bool = True) -> Iterator[Node]:
+    """A part in its place, unless ``parts`` are not asked for; what is plainest; the same with a smaller part."""
+    for below in node.below() if parts else ():
         if below.type is node.type:
             yield below
     if node not in PLAINEST[node.type]:

@@ -138,6 +138,23 @@ def test_what_is_cut_down_stays_legal(drawn: list[Draw]) -> None:
     assert refused < 0.2 * asked
 
 
+def test_what_is_normalised_stays_positive(drawn: list[Draw]) -> None:
+    """``normalize`` is of what is never negative: a failure of less is another one."""
+    words = "weights normalize("
+    some = [each for each in drawn if words in each.case.text][:4]
+    assert some
+    for each in some:
+        seen: list[str] = []
+
+        def fails(tried: Draw, seen: list[str] = seen) -> bool:
+            seen.append(tried.case.text)
+            return words in tried.case.text
+
+        smallest = shrink(each, fails, 2000)
+        assert f"{words}0.0)" in smallest.case.text, smallest.case.text
+        assert not any(re.search(r"weights normalize\(\(?-", text) for text in seen)
+
+
 def test_ragged_batches_are_drawn_and_cut_down(drawn: list[Draw]) -> None:
     """Empty sequences, single rows, other lengths of queries and keys, views; a failure keeps the one that fails."""
     ragged = [call for each in drawn for call in each.calls if call.lengths]
