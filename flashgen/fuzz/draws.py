@@ -24,6 +24,10 @@ VIEWS = (
     *("negated", "conjugated", "negated", "conjugated"),
 )
 ELEMENTS = ("f32", "bf16", "f16")
+# Rows of calls, and pairs at most. In a long one blocks of a GPU go through several tiles of either kind.
+_SHORT = (0, 1, 1, 2, 3, 5, 15, 16, 17, 31, 33, 40, 63, 64, 65, 70, 97, 128, 130, 200, 257)
+_LONG = (70, 129, 200, 257, 300, 385, 513, 640)
+_MOST, _MOST_OF_LONG = 60_000, 300_000
 # One call in so many is judged to the second order, whose formulas take long in float64, if it is small.
 _ORDERS = 4
 _MOST_OF_SECOND_ORDER = 5000
@@ -312,8 +316,8 @@ def draw_calls(
 def _call(
     chance: random.Random, machine: Machine, dtype: str, text: str, known: Mapping[str, Sequence[str]]
 ) -> CallDraw:
-    most = 5000 if machine.backend == "emulator" else 60_000
-    shape = _shape(chance, most)
+    is_long = machine.backend != "tiled" and chance.random() < 0.25
+    shape = _shape(chance, _MOST_OF_LONG if is_long else _MOST, _LONG if is_long else _SHORT)
     names = ("q", "k", "v", "d_o", "d_lse", "captured")
     views = {chance.choice(names): chance.choice(VIEWS) for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3)))}
     starts, more, totals = (0, 0, 0, 0), (0, 0, 0, 0), False
@@ -413,9 +417,8 @@ def _quadruple(numbers: Any) -> tuple[int, int, int, int]:
     return b, h, q, kv
 
 
-def _shape(chance: random.Random, most: int) -> tuple[int, int, int, int, int]:
-    """Sizes with few pairs: empty, one, odd, many tiles."""
-    lengths = (0, 1, 1, 2, 3, 5, 15, 16, 17, 31, 33, 40, 63, 64, 65, 70, 97, 128, 130, 200, 257)
+def _shape(chance: random.Random, most: int, lengths: Sequence[int]) -> tuple[int, int, int, int, int]:
+    """Sizes with so many pairs at most: empty, one, odd, many tiles."""
     while True:
         kv_heads = chance.choice((1, 1, 2, 3))
         heads = kv_heads * chance.choice((1, 1, 1, 2, 3, 4))
