@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
+from flashgen.runtime.values import type_of_sums
+
 Group = dist.ProcessGroup | None
 
 
@@ -192,7 +194,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.dtypes = group, [value.dtype for value in values]
-        wide = (torch.promote_types(value.dtype, torch.float32) for value in values)
+        wide = (type_of_sums(value.dtype) for value in values)
         return tuple(value.view_as(value).to(dtype) for value, dtype in zip(values, wide, strict=True))
 
     @staticmethod

@@ -28,6 +28,7 @@ from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
 from flashgen.distributed.ulysses import Swap, no_heads, shares_of
 from flashgen.distributed.whole import attend_whole
 from flashgen.runtime.op import AttentionOp, is_repeatable
+from flashgen.runtime.values import type_of_sums
 
 __all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
 
@@ -231,10 +232,14 @@ class ContextParallel:
         return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
 
     def _summed(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The same; gradients of what is captured are those of all ranks, if anything is to be learned."""
+        """The same; gradients of what is captured are those of all ranks, if anything is to be learned, and are added
+        up over the calls of a rank in float32 at least.
+        """
         learned = [n for n, x in enumerate(tensors) if n > 2 and isinstance(x, Tensor) and x.requires_grad]
-        if not (learned and torch.is_grad_enabled() and self._sums):
+        if not (learned and torch.is_grad_enabled()):
             return tuple(tensors)
+        if not self._sums:
+            return tuple(x.to(type_of_sums(x.dtype)) if n in learned else x for n, x in enumerate(tensors))
         if is_under_ddp(self._topology.whole):
             named = ", ".join(f"'{self.op.signature.names[n - 3]}'" for n in learned)
             raise ValueError(
