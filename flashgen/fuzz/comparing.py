@@ -18,7 +18,7 @@ from torch import Tensor
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import Arguments, plain
 from flashgen.fuzz.rounding import OutOfRange, Rounded
-from flashgen.fuzz.running import Results, dense, reference
+from flashgen.fuzz.running import Results, dense, is_second, reference, second
 from flashgen.ir.spec import AttentionSpec
 from flashgen.runtime.eight_bits import F8
 from flashgen.verification.inputs import Inputs
@@ -106,14 +106,16 @@ def _possible_errors(
     for seed in range(_TRIALS):
         with Rounded(seed, operands):
             tried.append(reference(spec, values, wide, call, torch.float64))
-    left = _left_by_rounding(spec, values, wide, o)
+    left = _left_by_rounding(spec, values, wide, call, o)
     return {
-        name: max(relative_error(each[name], exact) for each in tried) + left.get(name, 0.0) / (_norm(exact) or 1.0)
+        name: max(relative_error(each[name], exact) for each in tried) + left.get(name, 0.0) / (norm(exact) or 1.0)
         for name, exact in truth.items()
     }
 
 
-def _left_by_rounding(spec: AttentionSpec, values: Arguments, wide: Inputs, o: Tensor) -> Mapping[str, float]:
+def _left_by_rounding(
+    spec: AttentionSpec, values: Arguments, wide: Inputs, call: CallDraw, o: Tensor
+) -> Mapping[str, float]:
     """What the stored O leaves in each gradient through delta = Σ dO · O; see ``verify.left_by_rounding``."""
     if not spec.weights.form.normalised or values.held is not None or values.factors is not None:
         return {}
@@ -131,21 +133,60 @@ def _left_by_rounding(spec: AttentionSpec, values: Arguments, wide: Inputs, o: T
     assert lse is not None, "only pointwise weights have none"
     if not lse.requires_grad:
         return {}
-    size = (wide.d_o.abs() * exact.detach().abs()).sum(-1) * torch.finfo(o.dtype).eps / 2
-    size = size if values.starts is None else size.T  # as lse lies
+    kept = torch.where(lse.isfinite(), lse, 0.0)
     generator = torch.Generator().manual_seed(1)
-    left = dict.fromkeys((f"d{name}" for name in leaves), 0.0)
+
+    def signed(size: Tensor) -> Tensor:
+        return size * (torch.randint(0, 2, size.shape, generator=generator).double() * 2 - 1)
+
+    def gradients(arriving: Tensor) -> dict[str, float]:
+        total, by = (arriving * kept).sum(), list(leaves.values())
+        found = torch.autograd.grad(total, by, retain_graph=True, materialize_grads=True)
+        return dict(zip(leaves, map(norm, found), strict=True))
+
+    size = _delta_by_rounding(values, wide, exact.detach(), o.dtype)
+    moves = call.mixed and is_second(call, values)
+    size_of_tangent = (
+        _delta_by_rounding(values, wide, _tangent_of_o(spec, values, wide, call), o.dtype) if moves else size
+    )
+    left: dict[str, float] = {}
     for _ in range(2):
-        signs = torch.randint(0, 2, size.shape, generator=generator).double() * 2 - 1
-        kept = torch.where(lse.isfinite(), lse, 0.0)
-        found = torch.autograd.grad(
-            (size * signs * kept).sum(), list(leaves.values()), retain_graph=True, materialize_grads=True
-        )
-        for name, gradient in zip(leaves, found, strict=True):
-            left[f"d{name}"] = max(left[f"d{name}"], _norm(gradient))
-    # A tangent is linear in tangents: its gradients by these are those of the same backward pass.
-    return left | {f"dt_t({name})": left[f"d{name}"] for name in leaves}
+        arriving = signed(size)
+        more = {f"d{name}": found for name, found in gradients(arriving).items()}
+        if moves:
+            more |= _left_through_tangents(spec, values, wide, call, arriving)
+            for name, found in gradients(signed(size_of_tangent)).items():
+                more[f"dt_{name}"] = more.get(f"dt_{name}", 0.0) + found
+        left = {name: max(found, left.get(name, 0.0)) for name, found in more.items()}
+    return left
 
 
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x[x.isfinite()].double()))
+def _tangent_of_o(spec: AttentionSpec, values: Arguments, wide: Inputs, call: CallDraw) -> Tensor:
+    def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
+        return dense(spec, values, given, torch.float64)
+
+    learned = dataclasses.replace(values, inputs=wide).learned(spec, call.wants)
+    return second(spec, function, wide, learned, dataclasses.replace(call, mixed=False))["t_o"]
+
+
+def _delta_by_rounding(values: Arguments, wide: Inputs, o: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far delta of rows may be off, as lse lies, where o is stored in a type."""
+    size = (wide.d_o.abs() * o.abs()).sum(-1) * torch.finfo(dtype).eps / 2
+    return size if values.starts is None else size.T
+
+
+def _left_through_tangents(
+    spec: AttentionSpec, values: Arguments, wide: Inputs, call: CallDraw, arriving: Tensor
+) -> Mapping[str, float]:
+    """The same of gradients through tangents, which delta enters by Σ delta · t_lse."""
+
+    def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, lse = dense(spec, values, given, torch.float64)
+        assert lse is not None, "only pointwise weights have none"
+        return 0.0 * o, torch.where(lse.isfinite(), lse, 0.0)
+
+    learned = dataclasses.replace(values, inputs=wide).learned(spec, call.wants)
+    found = second(
+        spec, function, dataclasses.replace(wide, d_lse=arriving), learned, dataclasses.replace(call, wants="all")
+    )
+    return {name: norm(x) for name, x in found.items() if name.startswith("dt_")}

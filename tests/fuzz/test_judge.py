@@ -224,3 +224,12 @@ def test_tiles_that_lengths_choose(tmp_path: Path) -> None:
     drawn = [draw(seed, machine).build.sized for seed in range(20)]
     assert any(drawn)
     assert not all(drawn)
+
+
+def test_what_stored_tangents_of_o_leave_is_borderline(tmp_path: Path) -> None:
+    """Rows that see one key alone: gradients through tangents cancel but for what rounding o, and t_o, leaves."""
+    text, shape = "attention drawn { head_dim 1  dropout 0.9 }", (2, 6, 3, 16, 64)
+    call = CallDraw(0, "bf16", shape, seed=6, spread=30.0, dropout_seed=1, order=2, still=("q", "k"), mixed=True)
+    verdict = judge(Case(text, (call,), Machine("cpu")), tmp_path)
+    assert verdict.results == 12
+    assert not verdict.findings
