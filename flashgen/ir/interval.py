@@ -177,7 +177,16 @@ def ceildiv(x: IntRange, y: IntRange) -> IntRange:
 
 
 def ipow(x: IntRange, y: IntRange) -> IntRange:
-    """Monotone pieces for exponents in 0 … 31; otherwise unknown, unless every value is 0, 1 or -1."""
+    """One number of one base and one exponent. Of more: monotone pieces for exponents in 0 … 31; otherwise unknown,
+    unless every value is 0, 1 or -1.
+    """
+    if x.lo == x.hi and y.lo == y.hi:
+        base, exponent = x.lo, y.lo
+        if exponent < 0:
+            power = base ** (exponent & 1) if abs(base) == 1 else 0
+        else:
+            power = (pow(base, exponent, 2**32) + 2**31) % 2**32 - 2**31
+        return IntRange(power, power)
     if x.lo >= -1 and x.hi <= 1:
         return IntRange(min(x.lo, 0), 1)
     if y.lo < 0 or y.hi > 31:
