@@ -18,6 +18,7 @@ from typing import Any
 
 from flashgen.fuzz.nodes import SpecDraw
 from flashgen.fuzz.specs import draw_spec
+from flashgen.targets.gpu.alternatives import GPU_COLUMNS, GPU_ROWS, GPU_WARPS
 
 VIEWS = (
     *("strided", "transposed", "offset", "padded", "expanded", "expanded heads"),
@@ -259,11 +260,23 @@ def pins_of(machine: Machine) -> Sequence[str]:
     return GPU_PINS if machine.backend == "emulator" else ("",)
 
 
+def _tuned(seed: int, machine: Machine) -> Sequence[str]:
+    """Of one spec in five for a GPU a tile that ``flashgen tune`` may choose, by chance of its own; of others none."""
+    chance = random.Random(f"pins of {machine} {seed}")
+    if machine.backend not in ("emulator", "cuda") or chance.random() < 0.8:
+        return ()
+    prefix = chance.choice(("", "backward_"))
+    while True:
+        Br, Bc, warps = (chance.choice(each) for each in (GPU_ROWS, GPU_COLUMNS, GPU_WARPS))
+        if (Bc if prefix else Br) // warps in (16, 32):  # rows of a warp; most others are refused
+            return (f"{prefix}Br = {Br} {prefix}Bc = {Bc} {prefix}warps = {warps}",)
+
+
 def draw(seed: int, machine: Machine) -> Draw:
     """The spec and the calls of a seed."""
     chance = random.Random(f"{machine} {seed}")
     elements = _elements(chance, machine)
-    spec, known = draw_spec(chance, pins_of(machine), elements)
+    spec, known = draw_spec(chance, _tuned(seed, machine) or pins_of(machine), elements)
     build = Build()
     if machine.backend == "cpu":
         flags = chance.choice(_BUILDS)

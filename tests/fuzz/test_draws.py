@@ -102,7 +102,9 @@ def test_pins_for_the_kernels_of_a_gpu(target: str) -> None:
         for each in spec_of(draw(n, Machine("emulator", target))).statements
         if each.word == "schedule"
     }
-    assert len(pins) == len(set(pins_of(Machine("emulator", target)))) - 1
+    assert all(any(each in text for text in pins) for each in pins_of(Machine("emulator", target)))
+    tuned = {text for text in pins if not any(each and each in text for each in pins_of(Machine("emulator", target)))}
+    assert len(tuned) > 10
 
 
 def test_a_failure_is_cut_down_to_what_fails(drawn: list[Draw]) -> None:
