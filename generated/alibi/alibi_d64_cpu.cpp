@@ -1281,7 +1281,18 @@ FG_FUNCTION int64_t saturating_power(int64_t base, int64_t n) {
   for (int64_t k = 0; k < n && -(int64_t{1} << 32) < result && result < (int64_t{1} << 32); ++k) result *= base;
   return result;
 }
+FG_FUNCTION int64_t wrapped_power(int64_t base, int64_t n) {
+  if (n < 0) return base == 1 || (base == -1 && n % 2 == 0) ? 1 : base == -1 ? -1 : 0;
+  uint32_t result = 1, power = uint32_t(base);
+  for (; n != 0; n >>= 1, power *= power)
+    if (n & 1) result *= power;
+  return int32_t(result);
+}
 FG_FUNCTION Int ipow(Int x, Int y) {
+  if (is_point(x) && is_point(y)) {
+    const int64_t power = wrapped_power(x.lo, y.lo);
+    return {power, power};
+  }
   if (x.lo >= -1 && x.hi <= 1) return {standard::min<int64_t>(x.lo, 0), 1};
   if (y.lo < 0 || y.hi > 31) return any_int();
   int64_t lo = INT64_MAX, hi = INT64_MIN;

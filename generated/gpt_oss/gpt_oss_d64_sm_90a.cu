@@ -1951,7 +1951,18 @@ FG_FUNCTION int64_t saturating_power(int64_t base, int64_t n) {
   for (int64_t k = 0; k < n && -(int64_t{1} << 32) < result && result < (int64_t{1} << 32); ++k) result *= base;
   return result;
 }
+FG_FUNCTION int64_t wrapped_power(int64_t base, int64_t n) {
+  if (n < 0) return base == 1 || (base == -1 && n % 2 == 0) ? 1 : base == -1 ? -1 : 0;
+  uint32_t result = 1, power = uint32_t(base);
+  for (; n != 0; n >>= 1, power *= power)
+    if (n & 1) result *= power;
+  return int32_t(result);
+}
 FG_FUNCTION Int ipow(Int x, Int y) {
+  if (is_point(x) && is_point(y)) {
+    const int64_t power = wrapped_power(x.lo, y.lo);
+    return {power, power};
+  }
   if (x.lo >= -1 && x.hi <= 1) return {standard::min<int64_t>(x.lo, 0), 1};
   if (y.lo < 0 || y.hi > 31) return any_int();
   int64_t lo = INT64_MAX, hi = INT64_MIN;
@@ -4029,12 +4040,16 @@ template <class T, bool atomic, Adding how> struct Block {
   // Whether the scores of a row of this warp's part of a tile are extreme. The products of such rows are counted from
   // what the forward pass has counted them from.
   FG_DEVICE bool any_extreme(int n) const {
-    static_assert(s_tiles <= 16, "a lane looks at four rows");
     const int lane = fg::lane_index();
     const uint16_t* const own = marks(n) + part * 8 * s_tiles;
-    uint2 four = {0, 0};
-    if (lane < 2 * s_tiles) four = fg::shared_load(reinterpret_cast<const uint2*>(own) + lane);
-    return fg::ballot((four.x | four.y) != 0) != 0;
+    uint32_t seen = 0;
+#pragma unroll
+    for (int first = 0; first < 2 * s_tiles; first += 32) {  // a lane looks at four rows at a time
+      uint2 four = {0, 0};
+      if (first + lane < 2 * s_tiles) four = fg::shared_load(reinterpret_cast<const uint2*>(own) + first + lane);
+      seen |= four.x | four.y;
+    }
+    return fg::ballot(seen != 0) != 0;
   }
   FG_DEVICE void count_from_tops(fg::Accumulators<m_tiles, s_tiles>& s, int n) const {
     const int64_t row0 = int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR;
