@@ -107,8 +107,7 @@ class ContextParallel:
         self.rank, self.world = topology.rank, topology.world
         self._topology, self._sums = topology, sums
         self._partial = Partial(op, wide=wide)
-        checker = self._partial.engine.checker
-        self._preparation = Preparation(op, topology, method, partition, checker, check=check, link=float(link))
+        self._preparation = Preparation(op, topology, method, partition, check=check, link=float(link))
 
     def __repr__(self) -> str:
         return f"<{self.op.name} over {self.world} ranks by {method_text(self.method)}; this is rank {self.rank}>"

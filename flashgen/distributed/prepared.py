@@ -27,7 +27,7 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.runtime.call import CallChecker, check_captured
+from flashgen.runtime.call import check_captured
 from flashgen.runtime.op import AttentionOp
 
 _MOST_MARKED = 8  # calls that are remembered
@@ -72,13 +72,12 @@ class Preparation:
         topology: Topology,
         method: str | tuple[str, ...],
         partition: Partition | None,
-        checker: CallChecker,
         *,
         check: bool,
         link: float,
     ) -> None:
         self._op, self._method, self._partition, self._topology = op, method, partition, topology
-        self._checker, self._check, self._link = checker, check, link
+        self._check, self._link = check, link
         self._backend = dist.get_backend(topology.whole)
         self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
         self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
@@ -258,7 +257,7 @@ class Preparation:
         }
         for declared, x in zip(spec.tensors, tensors[3:], strict=False):
             check_captured(declared, x, sizes, q.device)
-        self._checker.check_indices(head_dim, sizes)
+        self._op.engine.checker.check_indices(head_dim, sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())

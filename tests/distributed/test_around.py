@@ -76,6 +76,25 @@ def test_every_rank_refuses_a_sequence_that_one_holds() -> None:
             assert said.startswith(f"{rank}: sequence 4, of 17 positions: 'short': index 'i' of tensor 't' is 16"), said
 
 
+def _sinks_beyond(method: str) -> str:
+    """What a rank says of a sink that no part of the keys reads, but rows whose keys are all there."""
+    op = op_of(
+        "attention beyond { head_dim 16 tensor z: f32[Nk // 64] weights softmax(sink = z[h]) mask causal }", None
+    )
+    q, k, v = (torch.ones(1, 2, 9, 16) for _ in range(3))
+    try:
+        context_parallel(op, None, method)(q, k, v, z=torch.ones(0))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_every_rank_refuses_a_sink_that_some_would_read() -> None:
+    for method in ("ring", "all_gather", "ulysses"):
+        for said in run(_sinks_beyond, 2, method):
+            assert "index 'h' of tensor 'z' is 1, but dimension 0 of it has 0 entries" in said, (method, said)
+
+
 def test_ragged_batches() -> None:
     for name in RAGGED:
         for method in ("ring", "all_gather", "ulysses"):
