@@ -203,13 +203,13 @@ MISTAKES = {
         ALONE,
         "notes()->next, next_work_tile);\n    Team::barrier();",
         "notes()->next, next_work_tile);",
-        {FaultKind.RACE},
+        {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
-    "alone, old signals": (
+    "alone, phases of the tile before": (
         ALONE,
-        "if (threadIdx.x == 0) signals().make(ordinal > 0 || !another, threads, 1);",
-        "if (threadIdx.x == 0 && ordinal == 0) signals().make(false, threads, 1);",
-        {FaultKind.NOT_AWAITED},
+        "pass_parts(used, n);",
+        "",
+        {FaultKind.NOT_AWAITED, FaultKind.RACE},
     ),
     "alone, bytes of K alone": (
         ALONE,
@@ -326,7 +326,8 @@ def check(error: EmulatorError, kinds: set[FaultKind]) -> None:
     assert error.kind in kinds, str(error)
     assert error.line > 0
     assert any(
-        word in str(error) for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows", "list", "noted")
+        word in str(error)
+        for word in ("mbarrier", "copy_panel", "copy_tile", "product", "rows", "marks", "list", "noted", "opened")
     )
 
 
