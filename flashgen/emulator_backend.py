@@ -188,9 +188,11 @@ class EmulatorProvider:
             if rows_of_call(self.rows, values) is not self.rows:
                 return of_8_bits().compiled(name, values)
             element = call_of(values)[0]
-            pins = self.pins(head_dim, element, name)
-            if self.rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
-                pins = pins_of_call(self.compiled(head_dim), element, values)
+            pins = (
+                pins_of_call(self.compiled(head_dim), element, values)
+                if variant.cached
+                else self.pins(head_dim, element, name)
+            )
             own = launches(element, pins)
             return Compiled(program(frozenset(own(name, values).kernels), pins), own)
 

@@ -23,7 +23,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
-from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.measured import Pins
 from flashgen.plan.operands import F8_CODE
 from flashgen.plan.plan import CallKind
 from flashgen.runtime import cuda
@@ -203,9 +203,7 @@ def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan, name: Pa
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
-    """What a call takes where nothing was tuned: the planner's own tiles, but over a cache those for its rows."""
-    if not kernel.variant.cached:
-        return PLANNERS_OWN
+    """What a call over a cache takes: the tiles for its rows."""
     rows = int(values["group_rows"])
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
