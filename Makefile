@@ -1,6 +1,7 @@
 # make demo    build a spec, import the operator, run it forward and backward, print errors and speed
 # make test    lint, types, import order, generated code up to date, the tests
 # make test-all  the same with the tests that are marked slow: every kind of CPU by every compiler
+# make test-random  the tests of make test, with other numbers, masks and specs; SEED=... draws those of a run again
 # make test-integrations  models of other libraries with flashgen's kernels, in an environment that has them
 # make bench   the benchmarks that fill benchmarks/README.md
 # make gallery draws the pictures of the gallery and writes its page, docs/gallery.md
@@ -20,7 +21,7 @@ DEMO := specs/causal.attn
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-integrations lint types imports generated units all-units bench gallery docs figures clean
+.PHONY: demo test test-all test-random test-integrations lint types imports generated units all-units bench gallery docs figures clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.installed
@@ -39,6 +40,11 @@ units: .venv/.installed-dev
 
 all-units: .venv/.installed-dev
 	$(BIN)/pytest -n $(JOBS)
+
+# What tests draw by chance is the same in every run of the others.
+test-random: SEED := $(or $(SEED),$(shell date +%s))
+test-random: .venv/.installed-dev
+	FLASHGEN_TEST_SEED=$(SEED) $(BIN)/pytest -n $(JOBS) -m "not slow" --hypothesis-seed=$(SEED)
 
 test-integrations: .venv-integrations/.installed
 	HF_HUB_OFFLINE=1 .venv-integrations/bin/python -m pytest -n $(JOBS) -m "not slow" tests/integrations

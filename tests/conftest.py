@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
+from tests.chance import SEED, seed_of
 from tests.slices import long_ones
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,15 +27,48 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("FLASHGEN_PROGRESS", "0")
 os.environ.setdefault("FLASHGEN_NODE", "0")  # test_node.py asks for it; elsewhere its compiler would only take time
 
-hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None, print_blob=True, database=None)
+hypothesis.settings.register_profile("seeded", derandomize=not SEED, deadline=None, print_blob=True, database=None)
 hypothesis.settings.load_profile("seeded")
 
 
 def pytest_report_header() -> list[str]:
-    """What is left out, and how to run it."""
+    """By which seed is drawn, what is left out, and how to run it."""
+    drawn = f"drawn by chance: FLASHGEN_TEST_SEED={SEED}"
     if find_spec("transformers"):
-        return []
-    return ["tests/integrations: left out, as transformers is not installed; run them with `make test-integrations`"]
+        return [drawn]
+    left_out = "left out, as transformers is not installed; run them with `make test-integrations`"
+    return [drawn, f"tests/integrations: {left_out}"]
+
+
+def seed_everything(seed: int) -> None:
+    """The generators that a test draws from where it makes none of its own."""
+    random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a module's fixtures draw does not depend on which of its tests is the first of a process."""
+    seed_everything(seed_of(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """What a test draws does not depend on those before it."""
+    seed_everything(seed_of(item.nodeid))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of this test."""
+    return seed_of(request.node.nodeid)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Of this test."""
+    return np.random.default_rng(seed)
 
 
 @pytest.hookimpl(tryfirst=True)

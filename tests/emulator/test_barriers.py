@@ -34,8 +34,8 @@ OTHERS |= {"waits_at_two_places", "from_two_places"}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
-def test_a_ring_that_is_handed_over(rows: int) -> None:
-    x = np.random.default_rng().integers(0, 99, (rows, 32)).astype(np.float32)
+def test_a_ring_that_is_handed_over(rows: int, rng: np.random.Generator) -> None:
+    x = rng.integers(0, 99, (rows, 32)).astype(np.float32)
     for seed in range(4):
         y = call("handed_over", x, n=rows, seed=seed)[:96].reshape(3, 32)
         assert np.array_equal(y, [np.roll(x.sum(0), -shift) for shift in (1, 2, 3)])

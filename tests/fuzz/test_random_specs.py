@@ -1,9 +1,8 @@
-"""Specs that nobody has seen before, on every backend, with a new seed each time."""
+"""Random specs on every backend: some of them here, other ones by `make test-random` and `flashgen fuzz`."""
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 
 import pytest
@@ -15,11 +14,11 @@ SPECS = {"cpu": 1, "tiled": 6, "emulator sm_75": 1, "emulator sm_80": 1, "emulat
 
 
 @pytest.mark.parametrize("machine", SPECS)
-def test_random_specs(machine: str) -> None:
+def test_random_specs(machine: str, seed: int) -> None:
     """To repeat a failure: the command that the message begins with."""
     backend, _, target = machine.partition(" ")
     arguments = ["--backend", backend, *(["--target", target] if target else [])]
-    arguments += ["--seed", str(random.SystemRandom().randrange(2**31)), "--count", str(SPECS[machine])]
+    arguments += ["--seed", str(seed), "--count", str(SPECS[machine])]
     done = flashgen_process("fuzz", *arguments, "--jobs", "1", "--attempts", "0", "--json", seconds=280)
     sys.stdout.write(f"flashgen fuzz {' '.join(arguments)}\n")
     assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
@@ -30,10 +29,10 @@ def test_random_specs(machine: str) -> None:
     assert summary["judged"] + sum(summary["refused"].values()) == summary["specs"]
 
 
-def test_random_specs_over_ranks() -> None:
+def test_random_specs_over_ranks(seed: int) -> None:
     """To repeat a failure: the command that the message begins with."""
     arguments = ["--backend", "tiled", "--ranks", "3", "--count", "3"]
-    arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
+    arguments += ["--seed", str(seed)]
     done = flashgen_process("fuzz", *arguments, "--attempts", "0", "--json", seconds=280)
     assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
     assert json.loads(done.stdout)["specs"] == 3

@@ -42,8 +42,8 @@ def device(masks: Masks, repository: Path) -> DeviceMasks:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=NAMES)
-def test_tiles(number: int, masks: Masks, device: DeviceMasks) -> None:
-    mask, compiled, rng = MASKS[number], masks.variants[number].keep, np.random.default_rng()
+def test_tiles(number: int, masks: Masks, device: DeviceMasks, rng: np.random.Generator) -> None:
+    mask, compiled = MASKS[number], masks.variants[number].keep
     for problem in problems_of(mask):
         tensors = tensors_of(problem, rng)
         keep = masks.keep(number, problem, tensors)
@@ -56,11 +56,13 @@ def test_tiles(number: int, masks: Masks, device: DeviceMasks) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=NAMES)
-def test_the_analysis_finds_the_same_classes(number: int, masks: Masks, device: DeviceMasks) -> None:
+def test_the_analysis_finds_the_same_classes(
+    number: int, masks: Masks, device: DeviceMasks, rng: np.random.Generator
+) -> None:
     keep, problem = masks.variants[number].keep, problems_of(MASKS[number])[-1]
     if not is_cut(keep):
         return  # ranges alone, which test_tightness.py compares
-    tensors = tensors_of(problem, np.random.default_rng())
+    tensors = tensors_of(problem, rng)
     for rows, columns in ((64, 64), (32, 128)):
         found = device.classes(number, problem, rows, columns, tensors)
         for place, tile in masks.tiles(problem, rows, columns):

@@ -47,8 +47,8 @@ def masks(repository: Path) -> Masks:
 
 
 @pytest.mark.parametrize("number", range(len(MASKS)), ids=[mask.name for mask in MASKS])
-def test_the_analysis_finds_the_classes_of_kernels(number: int, masks: Masks) -> None:
-    given, keep = tensors(np.random.default_rng()), masks.variants[number].keep
+def test_the_analysis_finds_the_classes_of_kernels(number: int, masks: Masks, rng: np.random.Generator) -> None:
+    given, keep = tensors(rng), masks.variants[number].keep
     # Room for the element that stands for those of an empty tensor.
     held = given | {"coarse": np.lib.stride_tricks.as_strided(np.zeros(1, np.int64), (0, HEADS), (0, 0))}
     for rows, columns in ((48, 64), (16, 16), (128, 128)):

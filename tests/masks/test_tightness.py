@@ -29,9 +29,9 @@ def masks(repository: Path) -> Masks:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=NAMES)
-def test_tiles(number: int, masks: Masks) -> None:
+def test_tiles(number: int, masks: Masks, rng: np.random.Generator) -> None:
     """Never wrong. The CPU visits what brute force does; ranges alone do, too, unless the catalogue says why not."""
-    mask, rng = MASKS[number], np.random.default_rng()
+    mask = MASKS[number]
     for problem in problems_of(mask):
         tensors = tensors_of(problem, rng)
         for rows, columns in TILES:
@@ -44,9 +44,9 @@ def test_tiles(number: int, masks: Masks) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=NAMES)
-def test_the_analysis_finds_the_same_classes(number: int, masks: Masks) -> None:
+def test_the_analysis_finds_the_same_classes(number: int, masks: Masks, rng: np.random.Generator) -> None:
     mask, problem = MASKS[number], problems_of(MASKS[number])[-1]
-    tensors = tensors_of(problem, np.random.default_rng())
+    tensors = tensors_of(problem, rng)
     keep, loads = masks.variants[number].keep, loads_of_kernels(tensors)
     for rows, columns in ((48, 64), (33, 20)):
         found = masks.count(number, problem, rows, columns, tensors).ranges
@@ -60,9 +60,8 @@ def test_query_tiles_begin_with_the_longest(masks: Masks) -> None:
 
 
 @pytest.mark.parametrize("runs", [1, 2, 3, 7, 40])
-def test_runs_of_query_tiles_are_even(runs: int, masks: Masks) -> None:
+def test_runs_of_query_tiles_are_even(runs: int, masks: Masks, rng: np.random.Generator) -> None:
     """Each tile is in one run, and no run has more than its share and one tile's work beyond it."""
-    rng = np.random.default_rng()
     for tiles in (1, 2, 8, 33):
         for work in (np.ones(tiles), np.arange(1, tiles + 1), rng.integers(1, 6, tiles) ** 4):
             first = masks.cut_evenly(work, runs)

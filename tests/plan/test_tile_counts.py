@@ -102,9 +102,9 @@ CALL_MASKS = {
 
 
 @pytest.mark.parametrize("body", CALL_MASKS.values(), ids=CALL_MASKS)
-def test_a_call_finds_what_looking_finds(body: str) -> None:
+def test_a_call_finds_what_looking_finds(body: str, rng: np.random.Generator) -> None:
     """A shard of something longer, with all that its mask reads: every tile of every head, one by one."""
-    keep, rng, shape = variant(f"head_dim 16 {body}").keep, np.random.default_rng(), Shape(2, 2, 1, 150, 205)
+    keep, shape = variant(f"head_dim 16 {body}").keep, Shape(2, 2, 1, 150, 205)
     sizes = {"B": 3, "H": 4, "Hkv": 2, "Nq": 190, "Nk": 221}
     doc = np.sort(rng.integers(0, 5, (3, 221)), axis=1)
     captured = {"doc": doc, "until": rng.integers(0, 221, (3, 4)), "blocks": rng.random((4, 8, 8)) < 0.2}
