@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.analysis.weight_checks import weight_diagnostics
 from flashgen.answers import Answer, answer, errors_of, warnings_of
 from flashgen.choice import planned, planned_at, tile_choices
 from flashgen.compiled import Assembled, CompiledKernel, assembled, compiled
@@ -198,6 +199,7 @@ def _checked(parsed: SpecFile) -> Checked:
     """What only the analysis of every head dimension can see, added to what parsing saw."""
     found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
     for spec in parsed.specs:
+        found.update(dict.fromkeys(weight_diagnostics(spec)))
         for head_dim in spec.head_dims:
             found.update(dict.fromkeys(index_diagnostics(spec, prove_indices(spec, head_dim))))
     diagnostics = in_reading_order(found, parsed.sources)
