@@ -24,6 +24,7 @@ from flashgen.distributed.ulysses import Swap
 from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.runtime.call import check_captured
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.values import type_of_sums
 
@@ -98,8 +99,9 @@ def attend_pieces(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """o [1, H, n, Dv] and lse [1, H, n] of a rank's rows, sequence by sequence; ``tensors`` are the operator's.
 
-    q, k and v are [1, heads, n, width]. Raises ``ValueError`` where an index leaves its tensor in any sequence: on
-    every rank, whoever holds it, as the others would wait for one that has raised.
+    q, k and v are [1, heads, n, width]. Raises ``ValueError`` where a captured tensor is not of the longest sequence,
+    or an index leaves its tensor in any: on every rank, whoever holds it, as the others would wait for one that has
+    raised.
     """
     q, k, v = tensors[:3]
     spec, signature = partial.op.spec, partial.op.signature
@@ -109,6 +111,9 @@ def attend_pieces(
     def sizes_of(N: int) -> dict[str, int]:
         return {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
 
+    longest = sizes_of(max((each.length for each in pieces), default=0))
+    for declared, x in zip(spec.tensors, tensors[3:], strict=False):
+        check_captured(declared, x, longest, q.device)
     for each in {each.length: each for each in reversed(pieces) if each.length}.values():
         try:
             partial.op.engine.checker.check_indices(head_dim, sizes_of(each.length))

@@ -28,7 +28,8 @@ def _messages() -> list[str]:
     is_wrong = dist.get_rank() == 1
     x, long = torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 11, 16)
     doc = torch.zeros(1, 20, dtype=torch.int32)
-    starts = torch.tensor([0, 20], dtype=torch.int32)
+    starts, two = (torch.tensor(each, dtype=torch.int32) for each in ([0, 20], [0, 4, 20]))
+    rows = [x[0].transpose(0, 1)] * 3
     dealt = partition(op, 20, 2, doc=doc)
     sharded, held = context_parallel(op, partition=dealt), context_parallel(op)
 
@@ -61,8 +62,9 @@ def _messages() -> list[str]:
         wrong(lambda: sharded(x, x, x, doc=doc, window=3), right),
         wrong(
             lambda: sharded.varlen(x, x, x, starts, doc=doc),
-            lambda: sharded.varlen(*[x[0].transpose(0, 1)] * 3, starts, doc=doc),
+            lambda: sharded.varlen(*rows, starts, doc=doc),
         ),
+        wrong(*[lambda: context_parallel(op, method="ring").varlen(*rows, two, doc=doc.expand(2, 20))] * 2),
         wrong(lambda: sharded(*[x.to("meta")] * 3, doc=doc), right),
         wrong(*[lambda: sharded(*[DTensor.from_local(x, mesh_of((2, 1)))] * 3, doc=doc)] * 2),
         wrong(*[lambda: context_parallel(op, method=cast("Any", None))] * 2),
@@ -95,6 +97,7 @@ def test_every_rank_says_what_one_did_wrong() -> None:
         "ValueError: rank 1: 'k' is on meta, but 'q' is on cpu",
         "TypeError: rank 1: unknown argument 'window'",
         "ValueError: rank 1: 'q' has shape [1, 2, 10, 16]; [n, H, D] is expected",
+        "ValueError: tensor 'doc' has shape [2, 20]; the spec declares [B, Nq] = [2, 16]",
         "ValueError: rank 1: 'q' is on meta; gloo, which this group has, takes tensors on CPUs",
         "TypeError: rank 0: 'q' is a DTensor; context_parallel takes this rank's rows (to_local())",
         "ValueError: unknown method None; known are 'auto', 'all_gather', 'ring', 'ulysses'",
