@@ -56,6 +56,14 @@ class Refused:
     error: type[Exception]
     message: str
 
+    @classmethod
+    def for_(cls, error: Exception) -> Refused:
+        """A kind of error that every rank can raise: of what is no argument's mistake its name is a word of it."""
+        for kind in (TypeError, ValueError):
+            if isinstance(error, kind):
+                return cls(kind, str(error))
+        return cls(RuntimeError, f"{type(error).__name__}: {error}")
+
 
 _WORDS = {"mask": "what the mask reads", "op": "the op", "options": "options", "captured": "captured values"}
 
@@ -65,8 +73,8 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
     mine: Given | Refused
     try:
         mine = of_this_rank()
-    except (TypeError, ValueError) as error:
-        mine = Refused(TypeError if isinstance(error, TypeError) else ValueError, str(error))
+    except Exception as error:  # whatever it is, the others wait for what this rank tells
+        mine = Refused.for_(error)
     numbers = [0] * 6
     if isinstance(mine, Given):
         numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
@@ -77,15 +85,15 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
         dist.all_gather(list(table), own, group=group)
         rows = table.tolist()
     if any(row[0] == 0 or row[1:3] != rows[0][1:3] for row in rows):
-        with answering(group, "what a call was given"):
-            _tell(mine, group)
+        _tell(mine, group)
     return [Told(*row[3:]) for row in rows]
 
 
 def _tell(mine: Given | Refused, group: Group) -> None:
     """Raises the first of what ranks could not take, else the first difference."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    with answering(group, "what a call was given"):
+        dist.all_gather_object(said, mine, group=group)
     for rank, each in enumerate(said):
         if isinstance(each, Refused):
             raise each.error(f"rank {rank}: {each.message}")

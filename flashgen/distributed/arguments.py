@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.plain import has_distributed
+from flashgen.runtime.plain import check_tensors, has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -53,8 +53,7 @@ def refuse_distributed(given: Mapping[str, object]) -> None:
 
 
 def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+    _check_rows(name, x)
     if is_functorch_wrapped_tensor(x):
         raise TypeError(
             f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as ranks "
@@ -70,6 +69,15 @@ def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
         raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
     if x.dtype is not q.dtype:
         raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
+
+
+def _check_rows(name: str, x: object) -> None:
+    if isinstance(x, Tensor) and x.is_nested:
+        raise TypeError(
+            f"'{name}' is a NestedTensor; context_parallel takes this rank's rows of all sequences, one behind the "
+            "other: .varlen(q, k, v, cu_seqlens)"
+        )
+    check_tensors([name], [x])
 
 
 def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -103,8 +111,7 @@ def worded(value: object, flag: bool) -> str:
 def dense(op: AttentionOp, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """[n, H, D] of a ragged batch as a dense call has them, [1, H, n, D]."""
     for name, x in zip("qkv", rows, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        _check_rows(name, x)
         if x.dim() != 3:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; [n, H, D] is expected, n rows of this rank")
     return autocast(op, *(x.transpose(0, 1)[None] for x in rows))

@@ -27,8 +27,9 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.runtime.call import check_captured
+from flashgen.runtime.call import check_captured, check_device
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.plain import check_tensors
 
 _MOST_MARKED = 8  # calls that are remembered
 
@@ -113,7 +114,7 @@ class Preparation:
         try:
             tensors = self._tensors(q, k, v, options, seed, captured)
             mark = self._mark(tensors, options)
-        except (TypeError, ValueError):
+        except Exception:
             return None
         found = next((each for each in self._remembered if mark is not None and each.mark == mark), None)
         if found is None or found.given is None:
@@ -194,6 +195,10 @@ class Preparation:
         """The operator's tensors. Raises what the op raises."""
         op = self._op
         refuse_distributed({"q": q, "k": k, "v": v, **captured})
+        check_tensors(list(captured), list(captured.values()))
+        for name, x in captured.items():
+            if isinstance(x, Tensor) and x.dim():
+                check_device(name, x, q.device)
         found = op.operator_tensors(
             q, k, v, captured, return_lse=options["return_lse"], dropout_p=options["dropout_p"], seed=seed
         )

@@ -397,11 +397,16 @@ def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
         raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor lies elsewhere than q."""
+    if tensor.device != device:
+        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
+
+
 def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
     """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
     name = declared.name
-    if tensor.device != device:
-        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
+    check_device(name, tensor, device)
     values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
     wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
     if list(tensor.shape) != wanted:

@@ -21,6 +21,13 @@ from tests.distributed.ranks import Ranks, run
 TEXT = "attention packed { head_dim 16 tensor doc: i32[B, Nq] mask doc[b, i] == doc[b, j] }"
 
 
+class Unready(torch.Tensor):
+    """Raises what no argument's mistake does."""
+
+    def dim(self) -> int:
+        raise OSError("not there yet")
+
+
 def _messages() -> list[str]:
     """What is said of each mistake, which rank 1 makes alone."""
     op = flashgen.loads(TEXT)
@@ -60,6 +67,10 @@ def _messages() -> list[str]:
         wrong(*[lambda: context_parallel(op, method="ring", check=False)] * 2),
         wrong(lambda: sharded(x, x.to("meta"), x, doc=doc), right),
         wrong(lambda: sharded(x, x, x, doc=doc, window=3), right),
+        wrong(lambda: sharded(x, x, x, doc=doc.to("meta")), right),
+        wrong(lambda: sharded(x, x, x, doc=doc.to_sparse()), right),
+        wrong(lambda: sharded(*[torch.nested.nested_tensor([x[0]], layout=torch.jagged)] * 3, doc=doc), right),
+        wrong(lambda: sharded(Unready(), x, x, doc=doc), right),
         wrong(
             lambda: sharded.varlen(x, x, x, starts, doc=doc),
             lambda: sharded.varlen(*rows, starts, doc=doc),
@@ -96,6 +107,10 @@ def test_every_rank_says_what_one_did_wrong() -> None:
         "ValueError: check=False takes a partition and a method other than 'auto'",
         "ValueError: rank 1: 'k' is on meta, but 'q' is on cpu",
         "TypeError: rank 1: unknown argument 'window'",
+        "ValueError: rank 1: tensor 'doc' is on meta, but 'q' is on cpu",
+        "TypeError: rank 1: 'doc' has layout torch.sparse_coo; a dense tensor (torch.strided) is expected",
+        "TypeError: rank 1: 'q' is a NestedTensor; context_parallel takes this rank's rows of all sequences",
+        "RuntimeError: rank 1: OSError: not there yet",
         "ValueError: rank 1: 'q' has shape [1, 2, 10, 16]; [n, H, D] is expected",
         "ValueError: tensor 'doc' has shape [2, 20]; the spec declares [B, Nq] = [2, 16]",
         "ValueError: rank 1: 'q' is on meta; gloo, which this group has, takes tensors on CPUs",
