@@ -21,7 +21,7 @@ from flashgen.distributed.needs import length
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.partition import Partition
 from flashgen.distributed.prepared import Call, Known, Preparation
-from flashgen.distributed.ragged import attend_heads, attend_pieces, check_starts, pieces_of, refusal
+from flashgen.distributed.ragged import attend_heads, attend_pieces, pieces_of, refusal, starts_of
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
@@ -169,10 +169,10 @@ class ContextParallel:
 
         def given() -> Call:
             options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
-            return dense(self.op, (q, k, v)), {**options, "cu_seqlens": check_starts(cu_seqlens)}
+            return dense(self.op, (q, k, v)), {**options, "cu_seqlens": starts_of(cu_seqlens)}
 
         held, tensors, _, _ = self._preparation.tell(given, seed, captured)
-        starts = check_starts(cu_seqlens)
+        starts = starts_of(cu_seqlens)
         total = sum(map(length, held))
         if starts[-1] != total:
             raise ValueError(f"'cu_seqlens' ends at {starts[-1]}; the ranks have {total} rows")

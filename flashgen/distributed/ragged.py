@@ -25,6 +25,7 @@ from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.call import check_captured
+from flashgen.runtime.lengths import check_starts
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.values import type_of_sums
 
@@ -81,13 +82,12 @@ def refusal(spec: AttentionSpec) -> str:
     return ""
 
 
-def check_starts(cu_seqlens: Any) -> list[int]:
+def starts_of(cu_seqlens: object) -> list[int]:
     """The beginnings, and the end, of sequences. Raises ``TypeError`` and ``ValueError``."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"'cu_seqlens' must be an int32 tensor [B + 1], not {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(f"'cu_seqlens' is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; int32 [B + 1] is expected")
-    starts: list[int] = cu_seqlens.tolist()
+    held = check_starts("cu_seqlens", cu_seqlens)
+    if held.is_meta:
+        raise ValueError("'cu_seqlens' is on meta and has no numbers; ranks have to know where sequences begin")
+    starts: list[int] = held.tolist()
     if starts[0] != 0 or any(end < first for first, end in pairwise(starts)):
         raise ValueError(f"'cu_seqlens' is {starts}; it begins with 0 and never falls")
     return starts

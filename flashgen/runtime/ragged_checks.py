@@ -123,6 +123,8 @@ class RaggedChecker(CallChecker):
         if kernel is not None and kernel.varlen is not None:
             kernel = kernel.varlen()
         call = self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+        # Sequences may be said to be as long as ever, and have no rows.
+        call = replace(call, is_empty=call.is_empty or q.shape[0] == 0 or k.shape[0] == 0)
         if kernel is not None:  # kernels take the rows of all sequences for the length
             settled, layout = list(call.settled), kernel.layout
             of_all = {"q_len": q.shape[0], "kv_len": k.shape[0], "q_most": shard.q_len, "kv_most": shard.kv_len}

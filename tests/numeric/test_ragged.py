@@ -254,10 +254,15 @@ def test_nothing_at_all() -> None:
     assert op.varlen(none, none, none, zero, zero).shape == (0, 2, 64)
     two = torch.zeros(3, dtype=torch.int32)
     op.varlen(none, none, none, two, two).sum().backward()
-    k = torch.randn(4, 2, 64, requires_grad=True)
-    o, lse = op.varlen(k, none, none, torch.tensor([0, 1, 4], dtype=torch.int32), two, return_lse=True)
-    assert not o.any()
-    assert (lse == -torch.inf).all()
+    k, starts = torch.randn(4, 2, 64, requires_grad=True), torch.tensor([0, 1, 4], dtype=torch.int32)
+    for longest in (None, 7):  # a bound that is always passed says nothing about the rows that are there
+        o, lse = op.varlen(k, none, none, starts, two, max_seqlen_k=longest, return_lse=True)
+        assert not o.any()
+        assert (lse == -torch.inf).all()
+        (o.sum() + lse.sum()).backward()
+        op.varlen(none, k, k, two, starts, max_seqlen_q=longest).sum().backward()
+        assert k.grad is not None
+        assert not k.grad.any()
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (2, 1)])
