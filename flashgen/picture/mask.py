@@ -27,7 +27,8 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import param_values
-from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.reference.evaluate import Evaluator
+from flashgen.reference.guard import Guard
 from flashgen.reference.shard import Shard
 from flashgen.runtime.plain import as_arrays
 from flashgen.runtime.selected import lowered_tensors

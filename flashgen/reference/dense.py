@@ -24,7 +24,8 @@ from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.ir.types import ScalarType
-from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.reference.evaluate import Evaluator
+from flashgen.reference.guard import Guard
 from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.shard import Shard
 from flashgen.reference.weights import denominator, term

@@ -1,13 +1,13 @@
-"""Evaluates expressions over torch tensors, with gradients that stop at pairs without weight.
+"""Evaluates expressions over torch tensors, with gradients that stop where nothing of a value counts.
 
 In: an ``Expr`` and the values of its symbols and captured tensors. Out: a tensor that broadcasts to [B, H,
 Nq, Nk].
 
 Two rules make it safe and fair:
 
-- A pair that is masked must not disturb a gradient: 0 · ∞ in the derivative of ``log(i - j)`` at a masked
-  pair would make the gradient of a whole row NaN. ``Guard`` zeroes every gradient at such pairs between any
-  two operators.
+- A pair that is masked must not disturb a gradient, nor a branch that is not taken: 0 · ∞ in the derivative of
+  ``log(i - j)`` there would make the gradient of a whole row NaN. ``Guard`` zeroes such gradients between any two
+  operators.
 - In half precision, what depends on the score is computed in that precision, everything else (positions,
   biases, slopes) in float32: what a person composing the formula in PyTorch would do.
 """
@@ -16,59 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
+from flashgen.reference.guard import Guard, Uses, tangent_of
 from flashgen.reference.namespace import TorchNamespace
-
-
-@dataclass
-class Guard:
-    """Stops gradients at pairs that are not kept; ``keep`` [B, H, Nq, Nk] may be narrowed until backward."""
-
-    keep: Tensor | None = None
-    _reduced: dict[torch.Size, Tensor] = field(default_factory=dict)
-
-    def narrow(self, keep: Tensor) -> None:
-        """From now on ``keep`` says which pairs have weight."""
-        self.keep = keep
-        self._reduced.clear()
-
-    def protect(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """``value`` expanded to ``shape``; its gradient is zero where no pair of that element is kept.
-
-        So is that of its tangent, where it has one: tangents themselves are 0 where a score is masked.
-        """
-        if not torch.is_grad_enabled():
-            return value
-        has_tangent = forward_ad._current_level >= 0 and _tangent(value) is not None
-        if not (value.requires_grad or has_tangent):
-            return value
-        guarded = value.expand(shape)
-        for each in (guarded, _tangent(guarded) if has_tangent else None):
-            if each is not None and each.requires_grad:
-                each.register_hook(partial(self._stop, shape))  # type: ignore[no-untyped-call]
-        return guarded
-
-    def _stop(self, shape: torch.Size, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else torch.where(self._over(shape), gradient, 0.0)
-
-    def _over(self, shape: torch.Size) -> Tensor:
-        """Whether any pair of each element of a broadcast shape is kept."""
-        if shape not in self._reduced:
-            assert self.keep is not None, "gradients flow only after the kept pairs are known"
-            keep = self.keep
-            for axis in range(-4, 0):
-                if len(shape) < -axis or shape[axis] == 1:
-                    keep = keep.any(axis, keepdim=True)
-            self._reduced[shape] = keep.reshape(shape) if len(shape) < 4 else keep
-        return self._reduced[shape]
 
 
 @dataclass(frozen=True)
@@ -85,6 +41,7 @@ class Evaluator:
     dtype: torch.dtype
     guard: Guard
     _done: dict[Expr, tuple[Tensor, bool]] = field(default_factory=dict, repr=False)
+    _uses: Uses = field(default_factory=Uses, repr=False)
 
     @property
     def wide(self) -> torch.dtype:
@@ -93,11 +50,11 @@ class Evaluator:
 
     def boolean(self, expr: Expr) -> Tensor:
         """The value of a condition."""
-        return self._visit(expr)[0]
+        return self._result(expr)
 
     def real(self, expr: Expr) -> Tensor:
         """The value of a number, in ``dtype``."""
-        return self._visit(expr)[0].to(self.dtype)
+        return self._result(expr).to(self.dtype)
 
     def listed(self, name: str, indices: Sequence[Expr]) -> Tensor:
         """The elements along the last dimension of a tensor of ints, which has no index; others are clamped."""
@@ -109,7 +66,11 @@ class Evaluator:
 
     def given(self, **symbols: Tensor) -> Evaluator:
         """An evaluator that knows these symbols as well."""
-        return replace(self, symbols={**self.symbols, **symbols}, _done={})
+        return replace(self, symbols={**self.symbols, **symbols}, _done={}, _uses=Uses())
+
+    def _result(self, expr: Expr) -> Tensor:
+        self._uses.is_result(expr)
+        return self._visit(expr)[0]
 
     def _visit(self, node: Expr) -> tuple[Tensor, bool]:
         """The value, and whether it depends on the score."""
@@ -135,11 +96,41 @@ class Evaluator:
                 dtype = self.dtype if by_score else self.wide
                 shape = _common_shape([value for value, _ in visited])
                 values = [
-                    self.guard.protect(value.to(dtype), shape) if value.is_floating_point() else value
-                    for value, _ in visited
+                    self._guarded(node, k, value.to(dtype), shape) if value.is_floating_point() else value
+                    for k, (value, _) in enumerate(visited)
                 ]
                 return OPERATORS[op].meaning(TorchNamespace(dtype), *values), by_score
         raise AssertionError(f"no value for {type(node).__name__}")
+
+    def _guarded(self, node: Apply, k: int, value: Tensor, shape: torch.Size) -> Tensor:
+        """Argument k as ``node`` uses it, expanded to the shape of its arguments."""
+        if not torch.is_grad_enabled() or not (value.requires_grad or tangent_of(value) is not None):
+            return value
+        chosen, uses = self._chosen(node, k), self._uses
+        uses.add(node.args[k], node, chosen)
+        return self.guard.protect(value, shape, lambda: uses.through(node, chosen))
+
+    def _chosen(self, node: Apply, k: int) -> Tensor | None:
+        """Where a node passes a gradient to its argument k; None: wherever it has one."""
+        rule = OPERATORS[node.op].derivative
+        partial = None if rule is None else rule(node.args, k)
+        if not (isinstance(partial, Apply) and partial.op == "where"):
+            return None
+        known = {each: (value.detach(), by_score) for each, (value, by_score) in self._done.items()}
+        with torch.no_grad():
+            return replace(self, _done=known, _uses=Uses())._passes(partial)
+
+    def _passes(self, partial: Expr) -> Tensor | None:
+        """Where a derivative is other than the 0 of a branch; None: everywhere. What is 0 by chance may change."""
+        match partial:
+            case Literal(value=0):
+                return torch.zeros((), dtype=torch.bool, device=self._device())
+            case Apply(op="where", args=(condition, yes, no)):
+                x, y = self._passes(yes), self._passes(no)
+                if x is None and y is None:
+                    return None
+                return torch.where(self.boolean(condition), True if x is None else x, True if y is None else y)
+        return None
 
     def _load(self, tensor: Tensor, indices: list[Tensor]) -> Tensor:
         """One element for each index, clamped into the tensor; an empty tensor reads as zero."""
@@ -156,11 +147,6 @@ class Evaluator:
 
     def _device(self) -> torch.device:
         return next(iter(self.symbols.values())).device
-
-
-def _tangent(value: Tensor) -> Tensor | None:
-    found: Tensor | None = forward_ad.unpack_dual(value).tangent  # type: ignore[no-untyped-call]
-    return found
 
 
 def _common_shape(values: list[Tensor]) -> torch.Size:

@@ -16,7 +16,8 @@ from torch.compiler import is_compiling
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
-from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.reference.evaluate import Evaluator
+from flashgen.reference.guard import Guard
 from flashgen.runtime.plain import lies_in_memory
 
 # Has the host look at the numbers of a selection, and name one that no block has.
