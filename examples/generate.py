@@ -49,7 +49,7 @@ class PagedCache:
         for block, (k_pages, v_pages) in zip(model.blocks, self.layers, strict=True):
             assert isinstance(block, Block)
             q, k, v = block.heads_of(x)
-            o = block.attention.op.decode(  # type: ignore[attr-defined]
+            o = block.attention.op.decode(
                 *(q, k_pages, v_pages, filled),
                 k=k,
                 v=v,

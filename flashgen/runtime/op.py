@@ -18,95 +18,16 @@ from flashgen.runtime.asked import ask_of_cache, placed
 from flashgen.runtime.cached import cache_of
 from flashgen.runtime.conversion import splits_argument
 from flashgen.runtime.kernel import KernelProvider
-from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
-from flashgen.runtime.op_shown import BaseOp, ShowsCaches
+from flashgen.runtime.op_shown import ShownOp, ShowsCaches
 from flashgen.runtime.registration import call
 from flashgen.runtime.signature import CACHED
 
 __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
 
 
-def make_op(
-    spec: AttentionSpec,
-    kernels: Mapping[str, KernelProvider | None] | None,
-    *,
-    backend: str | None = None,
-    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
-) -> AttentionOp:
-    """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
-    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, backend=backend, reopen=reopen))
-
-
-class AttentionOp(BaseOp):
-    """An op whose captured tensors and params are passed by name."""
-
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **arguments: Any
-    ) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Any
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: bool = False,
-        dropout_p: float | Tensor | None = None,
-        seed: int | Tensor | None = None,
-        q_start: int = 0,
-        kv_start: int = 0,
-        b_start: int = 0,
-        h_start: int = 0,
-        q_total: int | None = None,
-        kv_total: int | None = None,
-        b_total: int | None = None,
-        h_total: int | None = None,
-        deterministic: bool | None = None,
-        q_descale: Tensor | float | None = None,
-        k_descale: Tensor | float | None = None,
-        v_descale: Tensor | float | None = None,
-        **captured: Any,
-    ) -> Any:
-        """Attention: ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
-
-        ``captured`` holds the spec's tensors and params by name; params are numbers or 0-dim tensors
-        (float32 or int32). q, k and v may be jagged NestedTensors [B, H, j, D], as is the result then: sequences are
-        computed as ``varlen`` says. ``return_lse`` adds ``lse`` [B, H, Nq], float32. ``dropout_p`` overrides the
-        spec's; ``seed`` None draws one from torch's generator. ``*_start`` and ``*_total`` place a shard in
-        the whole. ``deterministic``: gradients are the same bit by bit again and again, on CPUs on any number of
-        threads; None follows ``torch.use_deterministic_algorithms``.
-
-        q, k and v may be of 8 bits, ``torch.float8_e4m3fn``, all three; ``o`` then is bfloat16, and there are no
-        gradients. They are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one
-        number each, by default 1; the queries of a head by the factor of its key/value head.
-
-        Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
-        shape, device, offset or probability), naming the argument, what was expected and what came.
-        """
-        if is_nested(q, k, v):
-            if not (q_descale is None and k_descale is None and v_descale is None):
-                raise ValueError(
-                    "'q_descale', 'k_descale' and 'v_descale' go with dense q, k and v, not with jagged ones"
-                )
-            given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
-            found = self.varlen(
-                given.q, given.k, given.v, given.q_offsets, given.k_offsets, return_lse=return_lse, dropout_p=dropout_p,
-                seed=seed, b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
-                deterministic=deterministic, **captured,
-            )  # fmt: skip
-            return given.nested(found)
-        return self._call(
-            q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
-            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
-            deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
-        )  # fmt: skip
+class BaseOp(ShownOp):
+    """One attention operator, over ragged batches and caches as well; subclasses say how the plain call is made."""
 
     def varlen(
         self,
@@ -235,3 +156,73 @@ class AttentionOp(BaseOp):
                 f"q is on {asked.call.device}, with backend={self._parts.backend!r}"
             )
         return shows.explain_cached(self.spec.name, asked)
+
+
+class AttentionOp(BaseOp):
+    """An op whose captured tensors and params are passed by name."""
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **arguments: Any
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        q_start: int = 0,
+        kv_start: int = 0,
+        b_start: int = 0,
+        h_start: int = 0,
+        q_total: int | None = None,
+        kv_total: int | None = None,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention: ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
+
+        ``captured`` holds the spec's tensors and params by name; params are numbers or 0-dim tensors
+        (float32 or int32). q, k and v may be jagged NestedTensors [B, H, j, D], as is the result then: sequences are
+        computed as ``varlen`` says. ``return_lse`` adds ``lse`` [B, H, Nq], float32. ``dropout_p`` overrides the
+        spec's; ``seed`` None draws one from torch's generator. ``*_start`` and ``*_total`` place a shard in
+        the whole. ``deterministic``: gradients are the same bit by bit again and again, on CPUs on any number of
+        threads; None follows ``torch.use_deterministic_algorithms``.
+
+        q, k and v may be of 8 bits, ``torch.float8_e4m3fn``, all three; ``o`` then is bfloat16, and there are no
+        gradients. They are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one
+        number each, by default 1; the queries of a head by the factor of its key/value head.
+
+        Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
+        shape, device, offset or probability), naming the argument, what was expected and what came.
+        """
+        return self._call(
+            q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
+            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
+            deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
+        )  # fmt: skip
+
+
+def make_op(
+    spec: AttentionSpec,
+    kernels: Mapping[str, KernelProvider | None] | None,
+    *,
+    backend: str | None = None,
+    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+) -> AttentionOp:
+    """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
+    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, backend=backend, reopen=reopen))

@@ -28,6 +28,7 @@ from flashgen.runtime.f8 import F8Engine, factors_of_call
 from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import check_starts
+from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.parts import PartsEngine
 from flashgen.runtime.ragged import RaggedEngine
 from flashgen.runtime.reference import Reference, check_return_lse, refuse_dropout
@@ -178,8 +179,21 @@ class OpCalls:
     ) -> Any:
         """Call the operator; ``captured`` are tensors, then params, in the order of the spec.
 
-        ``descales`` are those of q, k and v, None where not given.
+        ``descales`` are those of q, k and v, None where not given. Jagged q, k and v are a ragged batch.
         """
+        if is_nested(q, k, v):
+            if any(each is not None for each in descales):
+                raise ValueError(
+                    "'q_descale', 'k_descale' and 'v_descale' go with dense q, k and v, not with jagged ones"
+                )
+            q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total = offsets
+            given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
+            starts, numbers = (given.q_offsets, given.k_offsets), (b_start, h_start, b_total, h_total, None, None)
+            return given.nested(
+                self._call_ragged(
+                    given.q, given.k, given.v, starts, numbers, captured, deterministic, return_lse, dropout_p, seed
+                )
+            )
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
             factors = factors_of_call(self._positional((q, k, v), ()), descales)

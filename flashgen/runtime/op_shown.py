@@ -1,6 +1,6 @@
 """What an op shows of itself: plans, sources, what a call would run, where it can run, its name.
 
-In: the providers of its kernels, as far as they say something (``Shows``). Out: a ``BaseOp``.
+In: the providers of its kernels, as far as they say something (``Shows``). Out: a ``ShownOp``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ShowsCaches(Shows, Protocol):
         """What a call over a cache runs, of an op of this name."""
 
 
-class BaseOp(OpCalls):
-    """One attention operator; subclasses say how it is called. Immutable: copies are the op itself."""
+class ShownOp(OpCalls):
+    """An attention operator as far as it tells of itself. Immutable: copies are the op itself."""
 
     @property
     def plan(self) -> Plans:
@@ -171,10 +171,10 @@ class BaseOp(OpCalls):
         found: str = importlib.import_module("flashgen.picture.html").of_op(self)
         return found
 
-    def __copy__(self) -> BaseOp:
+    def __copy__(self) -> ShownOp:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BaseOp:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShownOp:
         return self
 
     def __reduce__(self) -> Any:

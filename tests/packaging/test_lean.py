@@ -53,7 +53,16 @@ def gradients(call, **more):
     o, lse = call(q, k, v, slope=slope, gain=gain, return_lse=True, **more)
     return [o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), inputs)]
 
-pairs = zip(gradients(lean), gradients(lean.reference, dtype=torch.float64), strict=True)
+def sequences(op, **more):
+    rows, named = [x[0].transpose(0, 1) for x in (q, k, v)], {"slope": slope, "gain": gain, **more}
+    starts, filled = torch.tensor([0, 13, 40], dtype=torch.int32), torch.tensor([9, 40], dtype=torch.int32)
+    return [op.varlen(*rows, starts, starts, **named), op.decode(q[:, :, :1], k, v, filled, **named)]
+
+jagged = [torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), torch.tensor([0, 13, 40])) for x in (q, k, v)]
+jagged = lean(*(x.transpose(1, 2) for x in jagged), slope=slope, gain=gain).transpose(1, 2).values()
+mine = [*gradients(lean), *sequences(lean), jagged]
+exact = sequences(lean.reference, dtype=torch.float64)
+pairs = zip(mine, [*gradients(lean.reference, dtype=torch.float64), *exact, exact[0]], strict=True)
 print(json.dumps({
     "error": max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs),
     "backends": lean.backends,
