@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ def read_constant(text: str) -> tuple[str, Constant]:
         raise click.BadParameter(f"'{text}' is not NAME=VALUE, for example window=1024")
     if value in ("true", "false"):
         return name, value == "true"
-    for read in (_read_int, float):
+    for read in (_read_int, _read_float):
         try:
             return name, read(value)
         except ValueError:
@@ -38,6 +39,13 @@ def read_constant(text: str) -> tuple[str, Constant]:
 
 def _read_int(digits: str) -> int:
     return int(digits, 0)
+
+
+def _read_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value) and "inf" not in digits.lower():
+        raise click.BadParameter(f"{digits} does not fit in a 32-bit float; write inf for infinity")
+    return value
 
 
 def read_shape(text: str | Shape) -> Shape:

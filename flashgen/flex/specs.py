@@ -15,19 +15,18 @@ from dataclasses import dataclass, field, replace
 from flashgen.flex.shapes import Shapes
 from flashgen.flex.tracing import Mod, Traced
 from flashgen.flex.values import folded
+from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, rewrite, score_input, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
 from flashgen.ir.spec_text import with_text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import Weights
-from flashgen.language.block import OP_ARGUMENTS
 from flashgen.language.names import BUILTINS, WEIGHT_FORMS
 from flashgen.language.words import RESERVED
-from flashgen.runtime.signature import OPTIONS
 
 _PRELUDE = frozenset(("causal", "causal_lower_right"))
-_TAKEN = frozenset((*OP_ARGUMENTS, *OPTIONS, *BUILTINS, *WEIGHT_FORMS, *RESERVED, *_PRELUDE, *keyword.kwlist))
+_TAKEN = frozenset((*OP_ARGUMENTS, *BUILTINS, *WEIGHT_FORMS, *RESERVED, *_PRELUDE, *keyword.kwlist))
 SCALE = "scaling"
 
 

@@ -9,7 +9,7 @@ import keyword
 import random
 from collections.abc import Iterable
 
-from flashgen.language.block import OP_ARGUMENTS
+from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.language.functions import FUNCTIONS
 from flashgen.language.names import BUILTINS, WEIGHT_FORMS
 

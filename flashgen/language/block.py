@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flashgen.diagnostics import Span
+from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
@@ -22,14 +23,6 @@ from flashgen.language.library import Scope
 from flashgen.language.names import Place
 from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
-
-# Arguments of the generated op, which captured tensors and params stand beside.
-OP_ARGUMENTS = frozenset(
-    {
-        *("q", "k", "v", "o", "lse", "return_lse", "dropout_p", "seed", "deterministic", "dtype", "backend", "self"),
-        *("q_start", "kv_start", "b_start", "h_start", "q_total", "kv_total", "b_total", "h_total"),
-    }
-)
 
 PARAM_TYPES: Mapping[str, ScalarType] = {"f32": ScalarType.FLOAT, "i32": ScalarType.INT}
 # Of captured tensors.

@@ -38,7 +38,14 @@ def number(text: str) -> int | float:
         return int(digits, 0)
     if digits.isdigit():
         return int(digits)
-    return float(digits)
+    value = float(digits)
+    if math.isinf(value):
+        raise _beyond_floats(text)
+    return value
+
+
+def _beyond_floats(written: str) -> ConstantError:
+    return ConstantError("E205", f"{written} does not fit in a 32-bit float", "write 'inf' for infinity")
 
 
 def fits(value: Value) -> ConstantError | None:
@@ -52,7 +59,7 @@ def fits(value: Value) -> ConstantError | None:
         return ConstantError("E205", f"{_shown(value)} does not fit in a 32-bit int", hint)
     if math.isinf(value) or abs(value) <= FLOAT_MAX:
         return None
-    return ConstantError("E205", f"{value!r} does not fit in a 32-bit float", "write 'inf' for infinity")
+    return _beyond_floats(repr(value))
 
 
 def _shown(value: int) -> str:

@@ -90,7 +90,7 @@ class Expressions:
         try:
             return literal(number(node.text), self.frame.place(node.span))
         except ConstantError as error:
-            self._error(error.code, error.message, node.span)
+            self._error(error.code, error.message, node.span, (error.hint,) if error.hint else ())
             return None
 
     def _boolean(self, node: syntax.Expression) -> Expr | None:

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 
+from flashgen.ir.arguments import OP_ARGUMENTS, OPTIONS
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 
-OPTIONS = (
-    "return_lse", "dropout_p", "seed", "q_start", "kv_start", "b_start", "h_start",
-    "q_total", "kv_total", "b_total", "h_total", "deterministic", "q_descale", "k_descale", "v_descale",
-)  # fmt: skip
 # What other libraries' calls are told, and the statement of a spec that says it here.
 STATEMENTS = {
     "is_causal": "mask causal", "causal": "mask causal", "attn_mask": "mask", "mask": "mask", "mask_mod": "mask",
@@ -119,7 +116,7 @@ class Signature:
         """The signature of a spec. Raises ``ValueError`` where a captured name is one of the op's own arguments."""
         captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
         for each in captured:
-            if each.name in (*OPTIONS, "q", "k", "v", "self"):
+            if each.name in OP_ARGUMENTS:
                 raise ValueError(f"'{each.name}' is an argument of every op; the spec has to call it otherwise")
         drawn = 0 if spec.dropout is None else 2
         names = tuple(each.name for each in captured)

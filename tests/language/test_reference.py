@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.diagnostics import CODES
+from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.operators_base import MOST_BITS
 from flashgen.language import names, parse_text
 from flashgen.language.constants import MOST_DIGITS
@@ -32,6 +33,11 @@ def test_it_names_everything() -> None:
     assert RESERVED <= WORDS
     for statement in STATEMENTS:
         assert re.search(rf"^### `{statement}\b", REFERENCE, re.MULTILINE), statement
+
+
+def test_it_lists_the_arguments_of_every_op() -> None:
+    (listed,) = re.findall(r"argument that every op has \(`([^`]*)`\)", REFERENCE)
+    assert set(listed.split()) == OP_ARGUMENTS
 
 
 def test_it_states_the_limits() -> None:
