@@ -135,9 +135,11 @@ def _by_erf(x: Expr) -> Expr:
     return real_node("mul", 2 / math.sqrt(math.pi), bell)
 
 
-# softplus x = log(1 + e^x) = max(x, 0) + log1p(e^-|x|);  ∂ = σ(x)
+# softplus x = log(1 + e^x) = max(x, 0) + log1p(e^-|x|);  ∂ = σ(x). By a branch: derivatives of max and |x| at 0 are not
+# those of softplus, from the second on.
 def _softplus(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.maximum(x, 0.0) + _same("log1p")(xp, _same("exp")(xp, -xp.abs(x)))
+    above = x > 0
+    return xp.where(above, x, 0.0) + _same("log1p")(xp, _same("exp")(xp, xp.where(above, -x, x)))
 
 
 def _by_softplus(x: Expr) -> Expr:

@@ -63,3 +63,20 @@ def test_what_is_zero_by_chance_has_gradients_of_gradients() -> None:
     assert not first.any()
     p = 2 * (k.sum(-1) / 8) * v.sum(-1)
     torch.testing.assert_close(second, (p[..., None] * k).sum(2, keepdim=True).expand_as(q))
+
+
+def test_softplus_at_zero() -> None:
+    """Where its formula has a branch its derivatives have none."""
+    op = flashgen.loads("attention soft { head_dim 8  weights softplus(s) }", backend="reference")
+    q = torch.zeros(1, 1, 3, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 1, 4, 8, dtype=torch.float64) for _ in range(2))
+    found = []
+    for mine in (True, False):
+        s = q @ k.mT / 8**0.5
+        o = op.reference(q, k, v, dtype=torch.float64) if mine else torch.nn.functional.softplus(s) @ v
+        (first,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+        (third,) = torch.autograd.grad(second.square().sum(), q)
+        found.append((o.detach(), first.detach(), second.detach(), third))
+    for mine, truth in zip(*found, strict=True):
+        torch.testing.assert_close(mine, truth)
