@@ -88,8 +88,7 @@ def fuzz(
     if ranks is not None and (backend not in _OF_RANKS or file is not None):
         what = "FILE" if file is not None else f"--backend {backend}"
         raise click.UsageError(f"--ranks is for random specs on {' or '.join(_OF_RANKS)}, not for {what}")
-    if backend == "cuda":
-        _check_gpu()
+    _check_machine(backend)
     machine = Machine(backend, (target or "sm_80") if backend == "emulator" else "")
     first = random.SystemRandom().randrange(2**31) if seed is None else seed
     limits = Limits(count, _SECONDS if seconds is None and count is None else seconds, attempts)
@@ -145,9 +144,15 @@ def _again(file: Path, *, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _check_gpu() -> None:
+def _check_machine(backend: str) -> None:
+    """Raise where this one has no GPU, or no compiler, that a backend needs."""
     from flashgen.backends import gpu_at_hand
+    from flashgen.runtime.compiler import find_compiler
 
+    if backend in ("cpu", "emulator"):
+        find_compiler()
+    if backend != "cuda":
+        return
     try:
         gpu_at_hand()
     except ValueError as error:

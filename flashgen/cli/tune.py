@@ -86,12 +86,15 @@ def tune(
     next run goes on from there.
     """
     from flashgen.benchmark.device import cuda_is_there
+    from flashgen.runtime.compiler import find_compiler
     from flashgen.tuned import TunedStore
     from flashgen.tuning.tune import Job
     from flashgen.verification import fitting
 
     if device == "cuda" and not cuda_is_there():
         raise click.BadParameter("PyTorch finds no GPU here", param_hint="'--device'")
+    if device == "cpu":
+        find_compiler()  # without one nothing runs that has tiles
     store = TunedStore.default()
     found: dict[str, Tuning] = {}
     for spec in chosen_specs(file, name, shape, constants):
