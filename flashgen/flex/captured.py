@@ -28,12 +28,14 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "flashgen", "numpy", "torch"))
 _COMPOSING = frozenset(("flashgen.flex.masks", "torch.nn.attention.flex_attention"))
 # What tells a number that is lifted from a plain one, or changes what is captured.
 _UNLIFTABLE_NAMES = frozenset(("type", "id", "globals", "locals", "eval", "exec", "vars"))
+# What reads values by names that no instruction has.
+_READ_BY_TEXT = frozenset(("globals", "locals", "eval", "exec", "vars", "__import__"))
 _STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF"))
 
 _SCALARS = frozenset((int, float))
 _CONSTANTS = (
-    bool, str, bytes, complex, type(None), type(Ellipsis), type, torch.dtype, torch.device, torch.layout, torch.Size,
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum, slice,
+    bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.Size,
+    types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum,
 )  # fmt: skip
 
 
@@ -42,12 +44,13 @@ class _Code(NamedTuple):
 
     global_names: tuple[str, ...]
     liftable: bool
+    is_known: bool  # whether nothing else is read: by a text, or of a module that it imports
 
 
 @functools.lru_cache(maxsize=1024)
 def _read_code(code: CodeType) -> _Code:
     names: dict[str, None] = {}
-    liftable = True
+    liftable = is_known = True
     for each in _codes(code):
         own = frozenset(each.co_cellvars)
         for instruction in dis.get_instructions(each):
@@ -55,7 +58,12 @@ def _read_code(code: CodeType) -> _Code:
                 names[instruction.argval] = None
             stores = instruction.opname in _STORES and instruction.argval not in own
             liftable &= not stores
-    return _Code(tuple(names), liftable and not _UNLIFTABLE_NAMES & names.keys())
+            is_known &= instruction.opname != "IMPORT_NAME" or _is_library(instruction.argval)
+    return _Code(
+        tuple(names),
+        liftable and not _UNLIFTABLE_NAMES & names.keys(),
+        is_known and not _READ_BY_TEXT & names.keys(),
+    )
 
 
 def _codes(code: CodeType) -> list[CodeType]:
@@ -67,6 +75,17 @@ def _codes(code: CodeType) -> list[CodeType]:
 @functools.lru_cache(maxsize=256)
 def _is_library(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _LIBRARIES
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value never changes, as libraries do not; a class of the user's has attributes that do."""
+    if isinstance(value, type):
+        return _is_library(value.__module__)
+    if isinstance(value, types.BuiltinFunctionType):
+        # A method of an object is as that is: ``table.get``.
+        owner = value.__self__
+        return owner is None or isinstance(owner, ModuleType) or (isinstance(owner, type) and _is_constant(owner))
+    return isinstance(value, _CONSTANTS)
 
 
 class Parts(NamedTuple):
@@ -91,6 +110,8 @@ def _parts(value: Any) -> Parts | None:
         )
     if kind is MethodType:
         return Parts("method", ("", ""), (value.__func__, value.__self__))
+    if kind is slice:
+        return Parts("slice", ("", "", ""), (value.start, value.stop, value.step))
     if kind is tuple or kind is list:
         return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value))
     if kind is dict and all(type(key) is str for key in value):
@@ -154,15 +175,15 @@ class Captured:
             return kind.__name__
         if isinstance(value, Tensor):
             return self._tensor(value, name)
-        if isinstance(value, _CONSTANTS):
-            fixed: Any = value
-            return (kind, fixed)  # 1 and True are equal
+        if _is_constant(value):
+            return (kind, value)  # 1 and True are equal
         if id(value) in self._seen:
             return ("seen", self._seen[id(value)])
         parts = _parts(value)
         if parts is None:
             return self._opaque(value)
         self._seen[id(value)] = len(self._seen)
+        self.cacheable &= kind is not FunctionType or _read_code(value.__code__).is_known
         return (parts.fixed, *map(self.signature, parts.values, parts.names))
 
     def _tensor(self, value: Tensor, name: str) -> Hashable:
@@ -196,6 +217,10 @@ class Captured:
         }
 
 
+class UnliftableError(Exception):
+    """A function tells lifted numbers from plain ones: the mod runs on plain ones."""
+
+
 class Lifting:
     """Makes mods again over lifted numbers; goes through them in the order of ``Captured.signature``."""
 
@@ -207,7 +232,7 @@ class Lifting:
         self._tensors: set[int] = set()
 
     def lifted(self, value: Any) -> Any:
-        """The same value over lifted numbers."""
+        """The same value over lifted numbers. Raises ``UnliftableError``."""
         kind = type(value)
         if kind in _SCALARS and math.isfinite(value):
             self._count += 1
@@ -216,7 +241,7 @@ class Lifting:
             self._count += id(value) not in self._tensors
             self._tensors.add(id(value))
             return value
-        if kind in _SCALARS or isinstance(value, _CONSTANTS):
+        if kind in _SCALARS or _is_constant(value):
             return value
         if id(value) in self._seen:
             return self._seen[id(value)]
@@ -237,6 +262,8 @@ class Lifting:
             result = functools.partial(made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True)))
         elif kind is MethodType:
             result = MethodType(made[0], made[1])
+        elif kind is slice:
+            result = slice(*made)
         elif kind is dict:
             result = dict(zip(value, made, strict=True))
         elif kind is list:
@@ -250,16 +277,15 @@ class Lifting:
 
     def _function(self, function: FunctionType, parts: Parts) -> Any:
         code = function.__code__
+        if not _read_code(code).liftable:
+            raise UnliftableError(function.__qualname__)
         cells = tuple(CellType() for _ in code.co_freevars)
         kept = ("__builtins__", "__name__", "__package__", "__spec__")
         there = {name: function.__globals__[name] for name in kept if name in function.__globals__}
         copy = FunctionType(code, there, function.__name__, None, cells)
         copy.__module__ = function.__module__
-        liftable = _read_code(code).liftable
-        self._seen[id(function)] = copy if liftable else function
+        self._seen[id(function)] = copy
         made = [self.lifted(each) for each in parts.values]
-        if not liftable:
-            return function
         free, defaults = len(cells), len(function.__defaults__ or ())
         for cell, content in zip(cells, made, strict=False):
             if content is not _Empty:
@@ -272,10 +298,13 @@ class Lifting:
         return copy
 
     def attribute_holder(self, value: Any) -> Any:
-        """An object whose attributes are lifted as they are read; libraries and what has no attributes as it is."""
+        """An object whose attributes are lifted as they are read; libraries and what has no attributes as it is.
+
+        So are classes, which Python tells by their identity.
+        """
         kind = type(value)
         named = value.__name__ if isinstance(value, ModuleType) else kind.__module__
-        if callable(value) and not hasattr(kind.__call__, "__code__") and not isinstance(value, type):
+        if isinstance(value, type) or (callable(value) and not hasattr(kind.__call__, "__code__")):
             return value
         if not hasattr(value, "__dict__") or _is_library(named):
             return value

@@ -132,6 +132,54 @@ def test_values_that_python_decides_by_belong_to_the_trace(compiled: list[Any]) 
     assert len(compiled) == 3
 
 
+class Config:
+    window = 4
+
+    @classmethod
+    def near(cls, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() < cls.window
+
+
+def test_what_a_class_holds_is_read_anew() -> None:
+    table = {"reach": 4}
+    lookup = table.get
+    for Config.window in (4, 9):
+        table["reach"] = Config.window
+        check(None, lambda b, h, q, kv: (q - kv).abs() < Config.window)
+        check(None, lambda b, h, q, kv, near=Config.near: near(q, kv))
+        check(None, lambda b, h, q, kv: (q - kv).abs() < lookup("reach", 0))
+
+
+REACH = 4
+
+
+def test_values_that_a_mod_reads_past_its_closure_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.flex.test_calls as here
+
+    def of_a_type(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() < (REACH if type(REACH) is int else 1)
+
+    def of_a_text(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() < globals()["REACH"]
+
+    def of_an_import(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        from tests.flex.test_calls import REACH as reach  # noqa: N811
+
+        return (q - kv).abs() < reach
+
+    for reach in (4, 9):
+        monkeypatch.setattr(here, "REACH", reach)
+        for mask in (of_a_type, of_a_text, of_an_import):
+            check(None, mask)
+
+
+def test_a_captured_slice(compiled: list[Any]) -> None:
+    table = torch.randn(8, 4)
+    for part in (slice(0, 4), slice(4, 8), slice(1, None)):
+        check(lambda s, b, h, q, kv, part=part: s + table[part][q % 4, h])
+    assert len(compiled) == 2
+
+
 def test_grouped_heads_mixed_dimensions_scale_and_lse() -> None:
     q, k, _ = inputs(kv_heads=2, q_len=9, kv_len=24)
     v = torch.randn(2, 2, 24, 5, requires_grad=True)
