@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
+from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
 from flashgen.flex.rules import Plain, Rule, Rules
 from flashgen.flex.values import FLOAT, INT, NARROW, Session, Symbolic, Value, convert, scalar_of
@@ -58,16 +62,86 @@ for _name, _dtype in _CASTS.items():
     RULES[_name] = _caster(_dtype)
 
 
-@RULES.of("to", "type", "type_as", "_to_copy")
-def _converted(s: Session, x: object, *targets: object, dtype: object = None, **_others: object) -> Value:
-    """``x.to(dtype)``, ``x.to(other)``; a device, ``copy`` and ``non_blocking`` change nothing here."""
+# Python's types where PyTorch expects its own.
+_OF_PYTHON: Mapping[object, torch.dtype] = MappingProxyType(
+    {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+)
+_TENSOR_TYPE: type = type(torch.FloatTensor)
+# What says where a value lies, or how: it changes nothing here.
+_PLACEMENT = frozenset(
+    ("device", "copy", "non_blocking", "layout", "memory_format", "pin_memory", "requires_grad", "names")
+)
+
+
+def _as_dtype(given: object) -> torch.dtype:
+    """What PyTorch takes for a ``dtype``."""
+    if isinstance(given, torch.dtype):
+        return given
+    if isinstance(given, type) and given in _OF_PYTHON:
+        return _OF_PYTHON[given]
+    return refuse("E603", f"{_shown(given)} is no type of numbers", hints=("give a torch.dtype: torch.float32",))
+
+
+def _dtype_of(x: torch.Tensor) -> torch.dtype:
+    return x.held if isinstance(x, Symbolic) else x.dtype
+
+
+def _as_type(given: object) -> torch.dtype:
+    """What PyTorch takes for the argument of ``Tensor.type``."""
+    if isinstance(given, torch.dtype):
+        return given
+    if given is torch.Tensor or given == "torch.Tensor":
+        return torch.get_default_dtype()
+    # "torch.LongTensor", and "torch.cuda.LongTensor"
+    named = getattr(torch, given.rpartition(".")[2], None) if isinstance(given, str) else given
+    if isinstance(named, _TENSOR_TYPE):
+        dtype: torch.dtype = named.dtype  # type: ignore[attr-defined]
+        return dtype
+    return refuse("E603", f"{_shown(given)} is no type of tensors", hints=("give a torch.dtype: torch.float32",))
+
+
+def _shown(given: object) -> str:
+    return f"'{given.__name__}'" if isinstance(given, type) else f"{given!r}"
+
+
+def _check_placement(options: Mapping[str, object]) -> None:
+    for name in options.keys() - _PLACEMENT:
+        refuse("E602", f"a mod cannot pass '{name}' here")
+
+
+@RULES.of("to", "_to_copy")
+def _converted(s: Session, x: object, *targets: object, dtype: object = None, **options: object) -> Value:
+    """``x.to(dtype)``, ``x.to(other)``, ``x.to(device, dtype)``."""
+    _check_placement(options)
     value = s.value(x)
-    for target in (*targets, dtype):
-        if isinstance(target, torch.dtype):
-            value = cast(value, target)
-        elif isinstance(target, torch.Tensor):
-            value = cast(value, target.held if isinstance(target, Symbolic) else target.dtype)
-    return value
+    for place, target in enumerate(targets):
+        if isinstance(target, torch.Tensor):
+            value = cast(value, _dtype_of(target))
+        elif target is not None and not _is_device(target) and not (place and isinstance(target, bool)):
+            value = cast(value, _as_dtype(target))
+    return value if dtype is None else cast(value, _as_dtype(dtype))
+
+
+def _is_device(given: object) -> bool:
+    if not isinstance(given, str):
+        return isinstance(given, torch.device) or type(given) in (int, Number)
+    try:
+        torch.device(given)
+    except RuntimeError:
+        return False
+    return True
+
+
+@RULES.of("type")
+def _typed(s: Session, x: object, dtype: object = None, non_blocking: bool = False) -> Value:  # noqa: ARG001
+    if dtype is None:
+        refuse("E602", "a mod cannot ask for the name of a type", hints=("ask for x.dtype",))
+    return cast(s.value(x), _as_type(dtype))
+
+
+@RULES.of("type_as")
+def _typed_as(s: Session, x: object, other: torch.Tensor) -> Value:
+    return cast(s.value(x), _dtype_of(other))
 
 
 @RULES.of("clone", "contiguous", "__pos__", "positive", "alias", "view_as_real", "__deepcopy__")
@@ -96,22 +170,27 @@ def _alone(size: object) -> None:
     refuse("E603", "a mod makes numbers, not tensors with dimensions", hints=("give the size ()",))
 
 
-def _made(s: Session, value: object, dtype: object, otherwise: torch.dtype) -> Value:
+def _made(s: Session, value: object, dtype: object, otherwise: torch.dtype, options: Mapping[str, object]) -> Value:
+    _check_placement(options)
     made = s.value(value)
-    return cast(made._replace(weak=False), dtype if isinstance(dtype, torch.dtype) else otherwise)
+    return cast(made._replace(weak=False), otherwise if dtype is None else _as_dtype(dtype))
 
 
 @RULES.of("new_full")
-def _new_full(s: Session, x: object, size: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
+def _new_full(
+    s: Session, x: object, size: object, fill_value: object, *, dtype: object = None, **options: object
+) -> Value:
     _alone(size)
-    return _made(s, fill_value, dtype, s.value(x).dtype)
+    return _made(s, fill_value, dtype, s.value(x).dtype, options)
 
 
 def _new(value: int) -> Rule:
-    def rule(s: Session, x: object, *sizes: object, size: object = (), dtype: object = None, **_: object) -> Value:
+    def rule(
+        s: Session, x: object, *sizes: object, size: object = (), dtype: object = None, **options: object
+    ) -> Value:
         for each in (*sizes, size):
             _alone(each)
-        return _made(s, value, dtype, s.value(x).dtype)
+        return _made(s, value, dtype, s.value(x).dtype, options)
 
     return rule
 
@@ -120,31 +199,31 @@ RULES["new_zeros"], RULES["new_ones"] = _new(0), _new(1)
 
 
 @RULES.of("new_tensor")
-def _new_tensor(s: Session, x: object, data: object, *, dtype: object = None, **_: object) -> Value:
-    return _made(s, data, dtype, s.value(x).dtype)
+def _new_tensor(s: Session, x: object, data: object, *, dtype: object = None, **options: object) -> Value:
+    return _made(s, data, dtype, s.value(x).dtype, options)
 
 
 @RULES.of("full_like")
-def _full_like(s: Session, x: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
-    return _made(s, fill_value, dtype, s.value(x).dtype)
+def _full_like(s: Session, x: object, fill_value: object, *, dtype: object = None, **options: object) -> Value:
+    return _made(s, fill_value, dtype, s.value(x).dtype, options)
 
 
 def _like(value: int) -> Rule:
-    return lambda s, x, *, dtype=None, **_: _made(s, value, dtype, s.value(x).dtype)
+    return lambda s, x, *, dtype=None, **options: _made(s, value, dtype, s.value(x).dtype, options)
 
 
 RULES["zeros_like"], RULES["ones_like"] = _like(0), _like(1)
 
 
 @RULES.of("tensor", "as_tensor", "scalar_tensor", "asarray")
-def _tensor(s: Session, data: object, *, dtype: object = None, **_: object) -> Value:
-    return _made(s, data, dtype, s.value(data).dtype)
+def _tensor(s: Session, data: object, *, dtype: object = None, **options: object) -> Value:
+    return _made(s, data, dtype, s.value(data).dtype, options)
 
 
 @RULES.of("full")
-def _full(s: Session, size: object, fill_value: object, *, dtype: object = None, **_: object) -> Value:
+def _full(s: Session, size: object, fill_value: object, *, dtype: object = None, **options: object) -> Value:
     _alone(size)
-    return _made(s, fill_value, dtype, s.value(fill_value).dtype)
+    return _made(s, fill_value, dtype, s.value(fill_value).dtype, options)
 
 
 # -- what is asked of a value ------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class _Writer:
                 return self._capture(torch.tensor(values, dtype=dtype).view(shape)) + place + ".long()"
             return self.pick("b", "h", "q", "kv", "q - kv", "kv - q", str(self.chance.randrange(1, 9)))
         x, y, n = self.whole(depth - 1), self.whole(depth - 1), self.chance.randrange(1, 7)
+        chosen = self.condition(depth - 2)
         as_tensor = f"(q * 0 + {x})"  # methods and functions take no Python number
         return self.pick(
             f"({x} + {y})",
@@ -100,8 +101,10 @@ class _Writer:
             f"torch.clamp({as_tensor}, -3, 9)",
             f"torch.div({as_tensor}, {n}, rounding_mode='floor')",
             f"torch.remainder({as_tensor}, {n})",
-            f"torch.where({self.condition(depth - 2)}, {as_tensor}, {y})",
+            f"torch.where({chosen}, {as_tensor}, {y})",
             f"({as_tensor} & {n})",
+            f"{chosen}.to({self.pick('int', 'torch.int32', 'torch.long')})",
+            f"torch.full_like({as_tensor}, {n}.7)",
         )
 
     def condition(self, depth: int) -> str:
@@ -124,7 +127,8 @@ class _Writer:
                 case 0:
                     return f"(0.1 * {self.whole(1)} + 0.0 * q)"
                 case 1:
-                    return f"(({self.whole(1)} + 0 * q).to(torch.float32) / 8)"
+                    kind = self.pick("torch.float32", "float", "torch.double")
+                    return f"(({self.whole(1)} + 0 * q).to({kind}).float() / 8)"
                 case _:
                     shape, place = self._place()
                     dtype = self.chance.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))

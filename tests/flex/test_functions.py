@@ -1,0 +1,62 @@
+"""Single functions of PyTorch mean in a mod what they mean to FlexAttention: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.diagnostics import SpecError
+from flashgen.flex import create_block_mask, flex_attention, to_spec
+from tests.flex.helpers import assert_close, gradients, inputs, judged
+
+Mod = Callable[..., Any]
+
+SCORES: dict[str, Mod] = {
+    # conversions
+    "to(int)": lambda s, b, h, i, j: s + (h + 1) * ((i > j).to(int) + (j > 3).to(int)),
+    "to(float)": lambda s, b, h, i, j: s + ((i > j).to(float) + (j > 3).to(dtype=float)),
+    "to(device, dtype)": lambda s, b, h, i, j: s + (i > j).to("cpu", int) + (i > j).to(torch.int32, True),
+    "type_as": lambda s, b, h, i, j: s + (i > j).type_as(i) + (j > 3).type_as(i),
+    "type(tensor type)": lambda s, b, h, i, j: s + (3 * s).type(torch.LongTensor) * 0.5,
+    "type(text)": lambda s, b, h, i, j: s + (3 * s).type("torch.LongTensor") * 0.5,
+    "full_like(dtype=float)": lambda s, b, h, i, j: s * torch.full_like(i, 2.7, dtype=float),  # type: ignore[arg-type]
+    "new_full(dtype=int)": lambda s, b, h, i, j: s * s.new_full((), 2.7, dtype=int),
+}
+MASKS: dict[str, Mod] = {
+    "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
+}
+REFUSED: list[tuple[Mod, str, str]] = [
+    (lambda s, b, h, i, j: s + i.to("int64"), "E603", "'int64' is no type of numbers"),
+    (lambda s, b, h, i, j: s + i.to(torch.LongTensor), "E603", "'LongTensor' is no type of numbers"),
+    (lambda s, b, h, i, j: s + i.type(int), "E603", "'int' is no type of tensors"),
+    (lambda s, b, h, i, j: s if i.type() == "torch.LongTensor" else 2 * s, "E602", "ask for x.dtype"),
+    (lambda s, b, h, i, j: s.to(complex).real, "E603", "cannot convert to torch.complex128"),
+]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_in_a_score_mod(name: str) -> None:
+    q, k, v = wanted = inputs(q_len=12, kv_len=12)
+    mine = flex_attention(q, k, v, SCORES[name], return_lse=True, backend="reference")
+    theirs = judged(q, k, v, SCORES[name])
+    for x, y in zip((*mine, *gradients(mine, wanted)), (*theirs, *gradients(theirs, wanted)), strict=True):
+        assert_close(x, y, 1e-4)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_in_a_mask_mod(name: str) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    mask = create_block_mask(MASKS[name], None, None, q.shape[2], k.shape[2])
+    mine = flex_attention(q, k, v, None, mask, backend="reference")
+    assert_close(mine, judged(q, k, v, None, MASKS[name])[0])
+
+
+@pytest.mark.parametrize(("mod", "code", "words"), REFUSED)
+def test_what_is_refused(mod: Mod, code: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        to_spec(score_mod=mod)
+    assert caught.value.diagnostics[0].code == code
+    assert words in str(caught.value)
