@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashgen.flex.conversions import cast
 from flashgen.flex.places import refuse
 from flashgen.flex.rules import Rules, common, floats, numbers, swapped
 from flashgen.flex.values import (
@@ -12,7 +13,6 @@ from flashgen.flex.values import (
     Value,
     choice,
     conjunction,
-    convert,
     disjunction,
     node,
     promoted,
@@ -220,4 +220,4 @@ def _selected(_s: Session, condition: Value, x: Value, y: Value) -> Value:
 def _filled(s: Session, x: object, mask: object, value: object) -> Value:
     kept = s.value(x)
     filled = _selected(s, s.value(mask), s.value(value), kept)
-    return Value(convert(filled.expr, scalar_of(kept.dtype)), kept.dtype)
+    return cast(filled, kept.dtype)

@@ -9,18 +9,17 @@ import torch
 
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
-from flashgen.flex.rules import Plain, Rule, Rules
-from flashgen.flex.values import FLOAT, INT, NARROW, Session, Symbolic, Value, convert, scalar_of
+from flashgen.flex.rules import Plain, Rule, Rules, ends
+from flashgen.flex.values import BOOL, FLOAT, NARROW, Session, Symbolic, Value, convert, scalar_of
+from flashgen.ir.expr import Literal
 
 RULES = Rules()
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
 
-_BITS = {
-    torch.bool: 1, torch.int8: 7, torch.uint8: 8, torch.int16: 15, torch.uint16: 16, torch.int32: 31, torch.uint32: 32,
-    torch.int64: 63, torch.float16: 16, torch.bfloat16: 16, torch.float32: 32, torch.float64: 64,
-}  # fmt: skip
+_HALVES = (torch.float16, torch.bfloat16)
+_TYPES = frozenset((torch.bool, *NARROW, torch.int32, torch.int64, *_HALVES, torch.float32, torch.float64))
 _CASTS = {
     "float": torch.float32,
     "double": torch.float64,
@@ -39,19 +38,36 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
     """The value in another of PyTorch's types."""
     if value.dtype is dtype:
         return value
-    if dtype not in _BITS:
+    if dtype not in _TYPES:
         refuse("E603", f"a mod cannot convert to {dtype}")
     before, after = scalar_of(value.dtype), scalar_of(dtype)
-    loses = _BITS[dtype] < _BITS.get(value.dtype, 0) or (before is FLOAT and after is INT)
-    if after is FLOAT and dtype in (torch.float16, torch.bfloat16) and (loses or before is INT):
+    if dtype in _HALVES and before is not BOOL and not _is_exact(value, dtype):
         refuse(
             "E603",
             f"converting to {dtype} would round, and a mod is computed in 32 bits",
             hints=("leave the conversion out",),
         )
-    if after is INT and dtype in NARROW and loses:
+    if dtype in NARROW and not _fits(value, dtype):
         refuse("E603", f"converting to {dtype} would drop bits", hints=("convert to torch.int32",))
     return Value(convert(value.expr, after), dtype)
+
+
+def _is_exact(value: Value, dtype: torch.dtype) -> bool:
+    """Whether a float of 16 bits holds the operand: a constant, or a float of 8 bits."""
+    if isinstance(value.expr, Literal):
+        return torch.tensor(value.expr.value, dtype=dtype).item() == value.expr.value
+    return value.dtype.is_floating_point and value.dtype.itemsize == 1
+
+
+def _fits(value: Value, dtype: torch.dtype) -> bool:
+    """Whether a type of ints has every value that the operand may have."""
+    low, high = ends(dtype)
+    if isinstance(value.expr, Literal):
+        return low <= value.expr.value <= high
+    if value.dtype.is_floating_point:
+        return False
+    least, most = ends(value.dtype)
+    return low <= least and most <= high
 
 
 def _caster(dtype: torch.dtype) -> Rule:
@@ -173,7 +189,7 @@ def _alone(size: object) -> None:
 def _made(s: Session, value: object, dtype: object, otherwise: torch.dtype, options: Mapping[str, object]) -> Value:
     _check_placement(options)
     made = s.value(value)
-    return cast(made._replace(weak=False), otherwise if dtype is None else _as_dtype(dtype))
+    return cast(made._replace(number=None), otherwise if dtype is None else _as_dtype(dtype))
 
 
 @RULES.of("new_full")

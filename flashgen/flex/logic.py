@@ -68,7 +68,8 @@ def _inverted(s: Session, x: object) -> Value:
     if value.dtype is torch.bool:
         return Value(node("not", value.expr), torch.bool)
     _ints_only("~", value)
-    return Value(node("sub", literal(-1), value.expr), value.dtype)
+    dtype, (a,) = common(value, wraps=not value.dtype.is_signed)
+    return Value(node("sub", literal(-1), a), dtype)
 
 
 _ON_BOOLS: Mapping[str, Choice] = {"bitand": conjunction, "bitor": disjunction, "bitxor": lambda x, y: node("ne", x, y)}

@@ -8,7 +8,7 @@ PyTorch's; an int has 64 bits there and 32 here, where ``overflow.py`` says whet
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -43,13 +43,36 @@ class Plain:
 def common(*operands: Value, wraps: bool = True) -> tuple[torch.dtype, tuple[Expr, ...]]:
     """The type of a result and the operands in it. ``wraps``: the result may leave the range of the type."""
     dtype = promoted(*operands)
-    if wraps and dtype in NARROW:
-        refuse(
-            "E603",
-            f"arithmetic in {dtype} wraps at the ends of that type, which kernels do not do",
-            hints=("convert what is read first: t[h, kv_idx].int()",),
-        )
+    if dtype in NARROW:
+        if wraps:
+            _refuse_wrapping(f"arithmetic in {dtype}", dtype)
+        for each in operands:
+            _check_fits(each, dtype)
     return dtype, tuple(convert(each.expr, scalar_of(dtype)) for each in operands)
+
+
+def ends(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the largest value of a type of ints."""
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _check_fits(operand: Value, dtype: torch.dtype) -> None:
+    """A Python number takes the type of the others. Of a captured one, the trace holds for those that fit."""
+    low, high = ends(dtype)
+    given: Any = operand.number
+    if given is not None and not low <= given <= high:
+        _refuse_wrapping(f"{given} as {dtype}", dtype)
+
+
+def _refuse_wrapping(what: str, dtype: torch.dtype) -> NoReturn:
+    refuse(
+        "E603",
+        f"{what} wraps at the ends of that type, {ends(dtype)[0]} and {ends(dtype)[1]}, which kernels do not do",
+        hints=("convert what is read first: t[h, kv_idx].int()",),
+    )
 
 
 def numbers(s: Session, op: str, *operands: object, wraps: bool = True) -> Value:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashgen.diagnostics import SpecError, nearest, quoted_list
 from flashgen.flex.captured import Captured, Lifting
+from flashgen.flex.conversions import cast
 from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
 from flashgen.flex.indexing import extents, index, row_answer
 from flashgen.flex.numbers import Guards, Host, Number, Recipe
@@ -352,7 +353,7 @@ def _assigned(session: Session, target: Symbolic, result: Value) -> Symbolic:
         refuse("E602", "a mod cannot change a captured tensor")
     if order[scalar_of(result.dtype)] > order[scalar_of(target.held)]:
         refuse("E603", f"{result.dtype} cannot be stored in a value of {target.held}", hints=("give it a new name",))
-    made = session.symbolic(Value(convert(result.expr, scalar_of(target.held)), target.held))
+    made = session.symbolic(cast(result, target.held))
     target.expr = made.expr
     return target
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashgen.flex.numbers import Guards, Number, Recipe, as_host
+from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host
 from flashgen.flex.places import current_place, refuse
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal
@@ -69,11 +69,16 @@ class Row(Tensor):
 
 
 class Value(NamedTuple):
-    """An operand: its expression, its type in PyTorch, and whether it is a Python number, which gives way."""
+    """An operand: its expression, its type in PyTorch, and the Python number that it is, whose type gives way."""
 
     expr: Expr
     dtype: torch.dtype
-    weak: bool = False
+    number: Number | Host | None = None
+
+    @property
+    def weak(self) -> bool:
+        """Whether its type gives way."""
+        return self.number is not None
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Session:
             return self._number(x)
         plain = as_host(x)
         if plain is not None:
-            return Value(constant(plain), _weak_dtype(plain), weak=True)
+            return Value(constant(plain), _weak_dtype(plain), plain)
         if isinstance(x, Row):
             self._refuse_rank(x, [k for k, index in enumerate(x.places) if index is None])
         if isinstance(x, Tensor):
@@ -172,7 +177,7 @@ class Session:
 
     def _number(self, x: Number) -> Value:
         if isinstance(x.value, float) and not math.isfinite(x.value):
-            return Value(constant(x.settled()), torch.get_default_dtype(), weak=True)
+            return Value(constant(x.settled()), torch.get_default_dtype(), x)
         scalar = INT if isinstance(x.value, int) else FLOAT
         if scalar is INT and fits(x.value) is not None:
             refuse_large(x.value)
@@ -180,7 +185,7 @@ class Session:
             name = self.names.get(-1 - x.recipe[1], "") if x.recipe[0] == "leaf" else ""
             name = x.recipe[2] if x.recipe[0] == "attribute" else name
             self._by_recipe[x.recipe] = self._param(name, scalar, x.value, x.recipe)
-        return Value(param_symbol(self._by_recipe[x.recipe], scalar), _weak_dtype(x.value), weak=True)
+        return Value(param_symbol(self._by_recipe[x.recipe], scalar), _weak_dtype(x.value), x)
 
     def _scalar(self, x: Tensor) -> Value:
         if x.dim() > 0:

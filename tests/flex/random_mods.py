@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import textwrap
 from dataclasses import dataclass, field
@@ -113,6 +114,13 @@ class _Writer:
                 shape, place = self._place()
                 values = [self.chance.random() < 0.7 for _ in range(torch.Size(shape).numel())]
                 return self._capture(torch.tensor(values).view(shape)) + place
+            if self.chance.random() < 0.2:
+                shape, place = self._place()
+                dtype = self.chance.choice((torch.int8, torch.uint8, torch.int16))
+                few = [self.chance.randrange(-5 if dtype.is_signed else 0, 100) for _ in range(math.prod(shape))]
+                read = self._capture(torch.tensor(few, dtype=dtype).view(shape)) + place
+                read = self.pick(read, f"({read} & {self.chance.randrange(128)})", f"{read}.clamp(3, 90)")
+                return f"({read} {self.chance.choice(_COMPARISONS)} {self.chance.randrange(100)})"
             return f"(q * 0 + {self.whole(0)} {self.chance.choice(_COMPARISONS)} {self.whole(1)})"
         x, y = self.condition(depth - 1), self.condition(depth - 1)
         return self.pick(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+from flashgen.diagnostics import SpecError
 from flashgen.flex import create_block_mask, flex_attention, from_mods, ops, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
@@ -180,6 +181,16 @@ def test_a_captured_slice(compiled: list[Any]) -> None:
     assert len(compiled) == 2
 
 
+def test_a_captured_number_that_a_small_type_has_no_longer(compiled: list[Any]) -> None:
+    ids = torch.arange(24, dtype=torch.uint8)
+    for border in (5, 17):
+        check(None, lambda b, h, q, kv, border=border: ids[kv] > border)
+    assert len(compiled) == 1
+    border = 256
+    with pytest.raises(SpecError, match="256 as"):
+        check(None, lambda b, h, q, kv: ids[kv] > border)
+
+
 def test_grouped_heads_mixed_dimensions_scale_and_lse() -> None:
     q, k, _ = inputs(kv_heads=2, q_len=9, kv_len=24)
     v = torch.randn(2, 2, 24, 5, requires_grad=True)
@@ -267,6 +278,7 @@ def test_the_text_has_the_users_names_and_numbers() -> None:
 def test_dynamo_is_not_imported_for_an_eager_call() -> None:
     code = """
 import sys, torch
+from flashgen.diagnostics import SpecError
 from flashgen.flex import create_block_mask, flex_attention
 q = torch.rand(1, 1, 8, 16)
 flex_attention(q, q, q, lambda s, b, h, i, j: s + (i - j), backend="reference")

@@ -13,8 +13,17 @@ from flashgen.flex import create_block_mask, flex_attention, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
 Mod = Callable[..., Any]
+BYTES, SIGNED = torch.arange(24, dtype=torch.uint8), torch.arange(-12, 12, dtype=torch.int8)
+HALVES = torch.arange(24, dtype=torch.float16)
+LARGE = 256
 
 SCORES: dict[str, Mod] = {
+    # types of few bits
+    "uint8": lambda s, b, h, i, j: s + torch.where((BYTES[j] > 5) & (BYTES[i] != 255), 0.5, 0) + BYTES[j].int(),
+    "uint8 & 254": lambda s, b, h, i, j: s + (BYTES[j] & 254).clamp(3, 200).float() / 100,
+    "zeros_like(uint8)": lambda s, b, h, i, j: s + torch.where(i > j, BYTES[j], torch.zeros_like(BYTES[j])),
+    "~int8": lambda s, b, h, i, j: s + (~SIGNED[j]).float() + SIGNED[i].to(torch.int16),
+    "full_like(float16)": lambda s, b, h, i, j: s + torch.full_like(HALVES[j], 0.5),
     # conversions
     "to(int)": lambda s, b, h, i, j: s + (h + 1) * ((i > j).to(int) + (j > 3).to(int)),
     "to(float)": lambda s, b, h, i, j: s + ((i > j).to(float) + (j > 3).to(dtype=float)),
@@ -29,6 +38,16 @@ MASKS: dict[str, Mod] = {
     "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
 }
 REFUSED: list[tuple[Mod, str, str]] = [
+    (lambda s, b, h, i, j: s + SIGNED[j].to(torch.uint8), "E603", "torch.uint8 would drop bits"),
+    (lambda s, b, h, i, j: s + SIGNED[j].byte(), "E603", "torch.uint8 would drop bits"),
+    (lambda s, b, h, i, j: s + ~BYTES[j], "E603", "torch.uint8 wraps at the ends of that type, 0 and 255"),
+    (lambda s, b, h, i, j: s + (BYTES[j] | -2), "E603", "-2 as torch.uint8 wraps"),
+    (lambda s, b, h, i, j: torch.where(BYTES[j] > -1, s, -s), "E603", "-1 as torch.uint8 wraps"),
+    (lambda s, b, h, i, j: torch.where(BYTES[j] == LARGE, s, -s), "E603", "256 as torch.uint8 wraps"),
+    (lambda s, b, h, i, j: s + BYTES[j].masked_fill(i > j, SIGNED[j]), "E603", "torch.uint8 would drop bits"),
+    (lambda s, b, h, i, j: s + BYTES[j].clone().bitwise_or_(i), "E603", "torch.uint8 would drop bits"),
+    (lambda s, b, h, i, j: s + HALVES[j].clone().add_(s), "E603", "torch.float16 would round"),
+    (lambda s, b, h, i, j: s + HALVES[j].bfloat16(), "E603", "torch.bfloat16 would round"),
     (lambda s, b, h, i, j: s + i.to("int64"), "E603", "'int64' is no type of numbers"),
     (lambda s, b, h, i, j: s + i.to(torch.LongTensor), "E603", "'LongTensor' is no type of numbers"),
     (lambda s, b, h, i, j: s + i.type(int), "E603", "'int' is no type of tensors"),
