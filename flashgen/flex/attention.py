@@ -89,8 +89,7 @@ def _attend(
     batch, heads, q_len, width = query.shape
     sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
     traced = bound.trace.traced
-    if overflow.is_at_risk(traced):
-        overflow.check(traced, sizes, bound.params, (score_mod, mask_mod))
+    overflow.check(bound, sizes, (score_mod, mask_mod))
     scaled = scale is not None and scale != 1 / math.sqrt(width)
     pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
     ops = family(traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
@@ -206,7 +205,8 @@ def from_mods(
     """The op of mods, and what they capture, by name: ``op(q, k, v, **captured)``.
 
     ``head_dim`` may be (D, Dv). ``shape`` is (B, H, Nq, Nk): with it, dimensions of captured tensors that are as long
-    as a size are declared as that size, if what reads them follows it; without it, if a position itself reads them.
+    as a size are declared as that size, if what reads them follows it, and ints are refused that leave 32 bits at these
+    lengths; without it, dimensions are sizes if a position itself reads them, and nothing is known of ints.
     Raises ``SpecError``, and ``ValueError`` for a head dimension that is none.
     """
     bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
@@ -255,4 +255,6 @@ def _described(
     shell = Shell(name or name_of(score_mod, mask_mod), _checked_head_dim(head_dim), names)
     if shape is None:
         return bound, shell, None
-    return bound, shell, {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}
+    sizes = {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}
+    overflow.check(bound, sizes, (score_mod, mask_mod))
+    return bound, shell, sizes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
 from flashgen.flex.ops import arguments, bind
 from flashgen.flex.shapes import declared
@@ -46,6 +47,7 @@ def picture_of(mask: BlockMask) -> MaskPicture:
     bound = bind(None, mask, torch.device("cpu"))
     traced = bound.trace.traced
     sizes = {"B": batch, "H": heads, "Hkv": heads, "Nq": q_len, "Nk": kv_len}
+    overflow.check(bound, sizes, (None, mask.mask_mod))
     shapes = declared(traced, tuple(x.shape for x in bound.tensors), sizes)
     learned = (False,) * (len(traced.tensors) + len(traced.params))
     head_dim = HeadDim(64, 64)

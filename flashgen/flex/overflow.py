@@ -1,88 +1,150 @@
 """Whether ints of a mod leave 32 bits at the lengths of a call: PyTorch's have 64.
 
-In: a ``Traced``, sizes, values of params. Exact ranges of sums and products of positions; what is read from tensors is
-taken to fit, with whatever is computed of it.
+In: a ``Traced``, sizes, values of params. Out: an error, or nothing. Ranges are exact where an operator may leave 32
+bits, and the compiler's own where it may not. What is read from tensors is taken to fit, with whatever is computed of
+it, until an operator bounds it (``%``, ``clamp``). A float that becomes an int stops at the ends of 32 bits.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
+from flashgen.analysis.ranging import plain_range
+from flashgen.flex.ops import Bound
 from flashgen.flex.places import place_of, raise_at
+from flashgen.flex.specs import plain_names
 from flashgen.flex.tracing import Mod, Traced
-from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, walk
+from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, walk
+from flashgen.ir.interval import FULL_BOOL, FULL_FLOAT, FULL_INT, INT_MAX, INT_MIN, FloatRange, IntRange, Range
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 
-_LIMIT = 2**31
-Range = tuple[int, int]
-_EXACT: Mapping[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "neg": lambda x: -x,
-    "shl": lambda x, n: x << max(0, min(n, 64)),
-    "ipow": lambda x, n: x ** max(0, min(n, 64)),
-    "min": min,
-    "max": max,
-}
+BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
+
+
+def _power(x: int, n: int) -> int:
+    if n < 0:
+        n, x = n % 2, x if abs(x) == 1 else 0
+    return int(x ** min(n, 64))
+
+
+# The operators whose result may leave 32 bits.
+_LEAVING: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "neg": operator.neg,
+        "abs": abs,
+        "shl": lambda x, n: x << min(n, 64) if n >= 0 else 0,
+        "ipow": _power,
+    }
+)
+# What may stand for a value of which nothing is known. A result that is the same for both does not hang on it.
+_WIDE: Mapping[ScalarType, Range] = MappingProxyType({BOOL: FULL_BOOL, INT: FULL_INT, FLOAT: FULL_FLOAT})
+_NEAR: Mapping[ScalarType, Range] = MappingProxyType(
+    {BOOL: FULL_BOOL, INT: IntRange(-(2**15), 2**15), FLOAT: FloatRange(-1.0, 1.0, may_be_nan=True)}
+)
+_SIZE_OF: Mapping[str, str] = MappingProxyType({"b": "B", "h": "H", "i": "Nq", "j": "Nk"})
+# Mods that stay inside up to here are not looked at again.
+_ORDINARY = 2**18
+_ORDINARY_SIZES: tuple[tuple[str, int], ...] = tuple((name, _ORDINARY) for name in _SIZE_OF.values())
+
+# Of each param the ends of its value; None where it is a tensor's, or a float.
+_Params = tuple[tuple[int, int] | None, ...]
+
+
+def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
+    """Raise ``SpecError`` (E604) where an int of a mod does not fit in 32 bits."""
+    traced = bound.trace.traced
+    ints = [x if isinstance(x, int) else None for x in bound.params]
+    is_ordinary = max(sizes.values()) <= _ORDINARY and all(x is None or abs(x) <= _ORDINARY for x in ints)
+    if is_ordinary and _is_harmless(traced):
+        return
+    lengths = tuple((name, sizes[name]) for name in _SIZE_OF.values())
+    found = _leaving(traced, lengths, tuple(None if x is None else (x, x) for x in ints))
+    if found is None:
+        return
+    number, node, reached = found
+    known = dict(zip(plain_names(traced), bound.trace.names, strict=True))
+    shown = re.sub(r"\b[tp]\d+\b", lambda name: known[name[0]] or name[0], text(node))
+    message = f"'{shown}' reaches {reached} at these lengths; ints of flashgen have 32 bits"
+    hints = ("compute it with floats, or divide before you multiply",)
+    raise_at(place_of(mods[number]), "E604", message, hints=hints)
 
 
 @functools.lru_cache(maxsize=256)
-def is_at_risk(traced: Traced) -> bool:
-    """Whether any length could make a difference: products of positions, powers, shifts, large constants."""
-    for node in walk(*(root for root in (traced.score, traced.mask) if root is not None)):
-        if isinstance(node, Apply) and node.type is ScalarType.INT:
-            literals = [arg.value for arg in node.args if isinstance(arg, Literal)]
-            grows = node.op in ("shl", "ipow") or (node.op == "mul" and not literals)
-            if grows or any(abs(value) >= 2**8 for value in literals if node.op == "mul"):
-                return True
-            if any(abs(value) >= 2**28 for value in literals):
-                return True
-    return False
+def _is_harmless(traced: Traced) -> bool:
+    """Whether no int leaves 32 bits at ordinary sizes, whatever the params."""
+    ends = tuple((-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params)
+    return _leaving(traced, _ORDINARY_SIZES, ends) is None
 
 
-def check(
-    traced: Traced, sizes: Mapping[str, int], params: Sequence[int | float | Tensor], mods: Sequence[Mod | None]
-) -> None:
-    """Raise ``SpecError`` (E604) where an int of a mod does not fit in 32 bits."""
-    for root, mod in zip((traced.score, traced.mask), mods, strict=True):
-        if root is None:
-            continue
+@functools.lru_cache(maxsize=1024)
+def _leaving(traced: Traced, lengths: tuple[tuple[str, int], ...], params: _Params) -> tuple[int, Expr, int] | None:
+    """Which mod has an int that leaves 32 bits, the int, and what it reaches; None where none does."""
+    sizes = dict(lengths)
+    for number, root in enumerate((traced.score, traced.mask)):
         known: dict[Expr, Range | None] = {}
-        for node in walk(root):
-            if node.type is not ScalarType.INT:
-                continue
+        for node in _deciding(root):
             found = known[node] = _range(node, known, sizes, params)
-            if found is not None and not (found[0] >= -_LIMIT and found[1] < _LIMIT):
-                reached = found[0] if found[0] < -_LIMIT else found[1]
-                message = f"'{text(node)}' reaches {reached} at these lengths; ints of flashgen have 32 bits"
-                raise_at(
-                    place_of(mod), "E604", message, hints=("compute it with floats, or divide before you multiply",)
-                )
+            if isinstance(found, IntRange) and not INT_MIN <= found.lo <= found.hi <= INT_MAX:
+                reached = found.lo if found.lo < INT_MIN else found.hi
+                return number, node, reached
+    return None
+
+
+def _deciding(root: Expr | None) -> list[Expr]:
+    """The ints of an expression and the numbers that they are computed from, those first."""
+    nodes = [] if root is None else list(walk(root))
+    wanted: set[Expr] = set()
+    for node in reversed(nodes):
+        if node.type is INT or node in wanted:
+            wanted.add(node)
+            wanted.update(arg for arg in node.children if arg.type is not BOOL)
+    return [node for node in nodes if node in wanted]
 
 
 def _range(
-    node: Expr, known: Mapping[Expr, Range | None], sizes: Mapping[str, int], params: Sequence[int | float | Tensor]
-) -> Range | None:
+    node: Expr, known: Mapping[Expr, Range | None], sizes: Mapping[str, int], params: _Params
+) -> IntRange | FloatRange | None:
+    """The range of a number; None where nothing is known."""
+    found: Any
     match node:
-        case Literal(value=value):
-            return int(value), int(value)
         case Symbol(name=name, kind=SymbolKind.PARAM):
-            given = params[int(name[1:])]
-            return (given, given) if isinstance(given, int) else None
+            ends = params[int(name[1:])]
+            return None if ends is None else IntRange(*ends)
         case Symbol(name=name, kind=SymbolKind.INDEX):
-            count = sizes[{"b": "B", "h": "H", "i": "Nq", "j": "Nk"}[name]]
-            return 0, max(count - 1, 0)
-        case Apply(op=op, args=args) if op in _EXACT:
+            return IntRange(0, max(sizes[_SIZE_OF[name]] - 1, 0))
+        case Apply(args=args):
             ranges = [known.get(arg) for arg in args]
-            if any(each is None for each in ranges):
-                return None
-            ends = [_EXACT[op](*corner) for corner in itertools.product(*(each for each in ranges if each))]
-            return min(ends), max(ends)
-    return None
+            wide, near = (
+                _applied(node, tuple(each or other[arg.type] for each, arg in zip(ranges, args, strict=True)))
+                for other in (_WIDE, _NEAR)
+            )
+            found = wide if wide == near else None
+        case _:
+            found = plain_range(node, {}, None, tuple(_WIDE[each.type] for each in node.children))
+    return None if found == _WIDE[node.type] else found
+
+
+def _applied(node: Apply, ranges: tuple[Range, ...]) -> Range:
+    exact = _LEAVING.get(node.op)
+    if exact is None or node.type is not INT:
+        found = plain_range(node, {}, None, ranges)
+        stops = node.op == "to_int" and isinstance(found, IntRange) and (found.lo == INT_MIN or found.hi == INT_MAX)
+        return FULL_INT if stops else found
+    reached = [exact(*points) for points in itertools.product(*map(_points, ranges))]
+    return IntRange(min(reached), max(reached))
+
+
+def _points(x: Range) -> set[int]:
+    """Where operators have their extremes: at the ends, of both parities, and at 0."""
+    assert isinstance(x, IntRange)
+    return {n for n in (x.lo, x.lo + 1, 0, x.hi - 1, x.hi) if x.lo <= n <= x.hi}
