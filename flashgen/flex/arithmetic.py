@@ -6,7 +6,7 @@ import torch
 
 from flashgen.flex.conversions import cast
 from flashgen.flex.places import refuse
-from flashgen.flex.rules import Rules, common, floats, numbers, swapped
+from flashgen.flex.rules import Rules, common, floats, numbers, reals, swapped
 from flashgen.flex.values import (
     FLOAT,
     Session,
@@ -114,10 +114,16 @@ RULES["__rfloordiv__"] = swapped(_floor_divided)
 RULES["__rmod__"] = swapped(_remainder)
 
 
-@RULES.of("pow", "__pow__", "float_power")
+@RULES.of("pow", "__pow__")
 def _power(s: Session, x: object, y: object) -> Value:
     dtype, (a, b) = common(s.value(x), s.value(y))
     return Value(node("pow", a, b), dtype)
+
+
+@RULES.of("float_power")
+def _float_power(s: Session, x: object, y: object) -> Value:
+    _, (a, b) = reals(s, x, y)
+    return Value(node("pow", a, b), torch.float64)
 
 
 RULES["__rpow__"] = swapped(_power)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from flashgen.flex.arithmetic import maximum, truncated
 from flashgen.flex.places import refuse
-from flashgen.flex.rules import Rule, Rules, floats, reals
+from flashgen.flex.rules import InPlace, Rule, Rules, floats, in_place, reals
 from flashgen.flex.values import FLOAT, Session, Value, node, scalar_of
 from flashgen.ir.expr import literal
 from flashgen.ir.operators import OPERATORS, Library
@@ -24,35 +25,39 @@ for _row in OPERATORS.values():
 
 
 @RULES.of("silu")
-def _silu(s: Session, x: object, inplace: bool = False) -> Value:  # noqa: ARG001
-    return floats(s, "silu", x)
+def _silu(s: Session, x: object, inplace: bool = False) -> Value | InPlace:
+    return in_place(floats(s, "silu", x), inplace)
 
 
 @RULES.of("relu")
-def _relu(s: Session, x: object, inplace: bool = False) -> Value:  # noqa: ARG001
-    value = s.value(x)
-    if scalar_of(value.dtype) is FLOAT:
-        return floats(s, "relu", x)
-    return maximum(s, x, 0)
+def _relu(s: Session, x: object, inplace: bool = False) -> Value | InPlace:
+    is_float = scalar_of(s.value(x).dtype) is FLOAT
+    return in_place(floats(s, "relu", x) if is_float else maximum(s, x, 0), inplace)
 
 
 @RULES.of("gelu")
 def _gelu(s: Session, x: object, approximate: str = "none") -> Value:
     if approximate == "none":
         return floats(s, "gelu", x)
+    if approximate != "tanh":
+        refuse("E603", f"torch's gelu has no approximate={approximate!r}", hints=("write 'none' or 'tanh'",))
     dtype, (a,) = reals(s, x)
     cube = node("mul", a, node("mul", a, a))
     inner = node("mul", literal(math.sqrt(2 / math.pi)), node("add", a, node("mul", literal(0.044715), cube)))
     return Value(node("mul", node("mul", literal(0.5), a), node("add", literal(1.0), node("tanh", inner))), dtype)
 
 
+_UNSEEN = 20  # from here on softplus(x) is x in float32
+
+
 @RULES.of("softplus")
-def _softplus(s: Session, x: object, beta: object = 1, threshold: object = 20) -> Value:  # noqa: ARG001
-    # Beyond the threshold PyTorch takes x itself, which differs by less than float32 shows.
-    if beta == 1:
-        return floats(s, "softplus", x)
-    dtype, (a, b) = reals(s, x, beta)
-    return Value(node("div", node("softplus", node("mul", a, b)), b), dtype)
+def _softplus(s: Session, x: object, beta: object = 1, threshold: Any = 20) -> Value:
+    dtype, (a, b, border) = reals(s, x, beta, threshold)
+    scaled = a if beta == 1 else node("mul", a, b)
+    smooth = node("softplus", scaled) if beta == 1 else node("div", node("softplus", scaled), b)
+    if threshold >= _UNSEEN:
+        return Value(smooth, dtype)
+    return Value(node("where", node("gt", scaled, border), a, smooth), dtype)
 
 
 @RULES.of("logsigmoid", "log_sigmoid")
@@ -62,9 +67,9 @@ def _logsigmoid(s: Session, x: object) -> Value:
 
 
 @RULES.of("leaky_relu")
-def _leaky_relu(s: Session, x: object, negative_slope: object = 0.01, inplace: bool = False) -> Value:  # noqa: ARG001
+def _leaky_relu(s: Session, x: object, negative_slope: object = 0.01, inplace: bool = False) -> Value | InPlace:
     dtype, (a, slope) = reals(s, x, negative_slope)
-    return Value(node("where", node("gt", a, literal(0.0)), a, node("mul", a, slope)), dtype)
+    return in_place(Value(node("where", node("gt", a, literal(0.0)), a, node("mul", a, slope)), dtype), inplace)
 
 
 @RULES.of("tan")

@@ -6,6 +6,7 @@ One beyond the end is an error in PyTorch's eager mode, whatever the pair; a ker
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -153,6 +154,18 @@ def _not_negative_float(expr: Expr) -> bool:
 # -- lengths, and rows -------------------------------------------------------------------------------------------------
 
 
+class Lengths(tuple[Any, ...]):
+    """A shape, as ``torch.Size`` is one, that may hold captured numbers."""
+
+    def numel(self) -> Any:
+        """The number of elements."""
+        return math.prod(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return Lengths(found) if type(key) is slice else found
+
+
 def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any:
     """Lengths of a captured tensor, as numbers that a later call finds anew. None: as they are."""
     leaf = session.leaves.get(id(tensor))
@@ -164,7 +177,7 @@ def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any
         if not lengths:
             return None
         return session.guards.tell(("extent", leaf, 0), lengths[0])
-    numbers = tuple(Number(length, ("extent", leaf, axis), session.guards) for axis, length in enumerate(lengths))
+    numbers = Lengths(Number(length, ("extent", leaf, axis), session.guards) for axis, length in enumerate(lengths))
     return numbers if dim is None else numbers[dim]
 
 
@@ -177,7 +190,7 @@ def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: A
     open_axes = [axis for axis, each in enumerate(indices) if each is None]
     if name in ("get:shape", "size"):
         numbers = extents(session, "get:shape", tensor) or tuple(tensor.shape)
-        lengths = tuple(numbers[axis] for axis in open_axes)
+        lengths = Lengths(numbers[axis] for axis in open_axes)
         dim = args[0] if args else kwargs.get("dim")
         return lengths if dim is None else lengths[dim]
     if name in ("dim", "get:ndim"):

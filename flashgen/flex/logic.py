@@ -144,11 +144,7 @@ RULES["isnan"] = _infinite(lambda x: node("not", node("le", x, _INFINITY)))
 @RULES.of("isclose")
 def _is_close(s: Session, x: object, y: object, rtol: object = 1e-5, atol: object = 1e-8) -> Value:
     _, (a, b, relative, absolute) = reals(s, x, y, rtol, atol)
-    return Value(
-        node(
-            "le",
-            node("abs", node("sub", a, b)),
-            node("add", absolute, node("mul", relative, node("abs", b))),
-        ),
-        torch.bool,
-    )
+    apart = node("abs", node("sub", a, b))
+    allowed = node("add", absolute, node("abs", node("mul", relative, b)))
+    near = conjunction(node("lt", apart, _INFINITY), node("le", apart, allowed))
+    return Value(disjunction(node("eq", a, b), near), torch.bool)

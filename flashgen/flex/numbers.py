@@ -82,10 +82,15 @@ class Guards:
 
 
 def as_host(value: object) -> Host | None:
-    """A Python number, also of NumPy's; None for anything else."""
+    """A Python number, also of NumPy's, an enum's or another class of numbers; None for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
-    return value if type(value) in (bool, int, float) else None  # type: ignore[return-value]
+    kind = type(value)
+    if kind in (bool, int, float):
+        return value  # type: ignore[return-value]
+    if issubclass(kind, int):
+        return int.__int__(value)  # type: ignore[arg-type]
+    return float.__float__(value) if issubclass(kind, float) else None  # type: ignore[arg-type]
 
 
 class Number:

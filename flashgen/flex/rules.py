@@ -40,6 +40,18 @@ class Plain:
         self.answer = answer
 
 
+class InPlace:
+    """A value that the first argument takes, for all names of it."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+def in_place(value: Value, is_so: bool) -> Value | InPlace:
+    """What a function with an argument ``inplace`` gives."""
+    return InPlace(value) if is_so else value
+
+
 def common(*operands: Value, wraps: bool = True) -> tuple[torch.dtype, tuple[Expr, ...]]:
     """The type of a result and the operands in it. ``wraps``: the result may leave the range of the type."""
     dtype = promoted(*operands)

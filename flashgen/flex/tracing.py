@@ -24,7 +24,7 @@ from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
 from flashgen.flex.indexing import extents, index, row_answer
 from flashgen.flex.numbers import Guards, Host, Number, Recipe
 from flashgen.flex.places import border, refuse, refuse_at, refuse_raised
-from flashgen.flex.rules import Plain
+from flashgen.flex.rules import InPlace, Plain
 from flashgen.flex.values import FLOAT, Row, Session, Symbolic, Value, convert, scalar_of, symbolic
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position
@@ -259,6 +259,8 @@ class _Watch(TorchFunctionMode):
             refuse("E602", f"a mod cannot call '{name}' like this: {str(error).partition('() ')[2] or error}")
         if isinstance(result, Plain):
             return result.answer
+        if isinstance(result, InPlace):
+            target, result = args[0], result.value
         if target is None:
             return session.symbolic(result)
         return _assigned(session, target, result)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own name
 
 from flashgen.diagnostics import SpecError
 from flashgen.flex import create_block_mask, flex_attention, to_spec
@@ -15,9 +17,37 @@ from tests.flex.helpers import assert_close, gradients, inputs, judged
 Mod = Callable[..., Any]
 BYTES, SIGNED = torch.arange(24, dtype=torch.uint8), torch.arange(-12, 12, dtype=torch.int8)
 HALVES = torch.arange(24, dtype=torch.float16)
-LARGE = 256
+TABLE, LARGE, INFINITY = torch.zeros(24, 3), 256, float("inf")
+
+
+class Factor(enum.IntEnum):
+    THREE = 3
+
+
+class Weight(float):
+    """A number of a class of its own."""
+
+
+def _in_place(s: Any) -> Any:
+    first, second, third = s.clone(), s.clone(), s.clone()
+    F.relu(first, inplace=True)
+    F.silu(second, True)
+    return first + second + F.leaky_relu(third, 0.1, inplace=True) * third
+
 
 SCORES: dict[str, Mod] = {
+    # functions
+    "float_power of ints": lambda s, b, h, i, j: s + torch.float_power(2, i - j).clamp(max=3),
+    "float_power j**8": lambda s, b, h, i, j: s + torch.float_power(j, 8) / 1e10,
+    "softplus threshold": lambda s, b, h, i, j: F.softplus(s, 1, 0.0),
+    "softplus beta threshold": lambda s, b, h, i, j: F.softplus(s, 2.0, threshold=0.5),
+    "softplus beta": lambda s, b, h, i, j: F.softplus(30 * s, 0.5),
+    "gelu(tanh)": lambda s, b, h, i, j: F.gelu(s, approximate="tanh"),
+    "inplace": lambda s, b, h, i, j: _in_place(s),
+    "an enum": lambda s, b, h, i, j: s + (i - j) * Factor.THREE * 0.1 + h * Weight(0.5),
+    "shape.numel()": lambda s, b, h, i, j: (
+        s * BYTES.shape.numel() / 24 + TABLE.shape[:1].numel() * TABLE[i].shape.numel()
+    ),
     # types of few bits
     "uint8": lambda s, b, h, i, j: s + torch.where((BYTES[j] > 5) & (BYTES[i] != 255), 0.5, 0) + BYTES[j].int(),
     "uint8 & 254": lambda s, b, h, i, j: s + (BYTES[j] & 254).clamp(3, 200).float() / 100,
@@ -35,9 +65,13 @@ SCORES: dict[str, Mod] = {
     "new_full(dtype=int)": lambda s, b, h, i, j: s * s.new_full((), 2.7, dtype=int),
 }
 MASKS: dict[str, Mod] = {
+    "isclose of infinities": lambda b, h, i, j: torch.isclose((j - 5) * INFINITY, (i - 5) * INFINITY) | (i == 5),
+    "isclose of one infinity": lambda b, h, i, j: torch.isclose(i * 1.0, (j + 1) * INFINITY) | (i >= j),
+    "isclose of numbers": lambda b, h, i, j: torch.isclose(i * 1.0, j * 1.0, rtol=0.1),
     "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
 }
 REFUSED: list[tuple[Mod, str, str]] = [
+    (lambda s, b, h, i, j: F.gelu(s, approximate="exact"), "E603", "no approximate='exact'"),
     (lambda s, b, h, i, j: s + SIGNED[j].to(torch.uint8), "E603", "torch.uint8 would drop bits"),
     (lambda s, b, h, i, j: s + SIGNED[j].byte(), "E603", "torch.uint8 would drop bits"),
     (lambda s, b, h, i, j: s + ~BYTES[j], "E603", "torch.uint8 wraps at the ends of that type, 0 and 255"),
@@ -65,6 +99,7 @@ def test_in_a_score_mod(name: str) -> None:
         assert_close(x, y, 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of the judge: PyTorch maps isclose by a loop
 @pytest.mark.parametrize("name", MASKS)
 def test_in_a_mask_mod(name: str) -> None:
     q, k, v = (x.detach() for x in inputs())
