@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashgen.flex.conversions import cast
@@ -105,7 +107,9 @@ def _fmod(s: Session, x: object, y: object) -> Value:
     """What is left of x, with its sign."""
     dtype, (a, b) = common(s.value(x), s.value(y))
     if scalar_of(dtype) is FLOAT:
-        return Value(node("mul", node("sign", a), node("mod", node("abs", a), node("abs", b))), dtype)
+        size = node("abs", b)
+        below = node("neg", node("mod", node("neg", a), size))
+        return Value(node("where", node("lt", a, literal(0.0)), below, node("mod", a, size)), dtype)
     quotient = _quotient(s, x, y).expr
     return Value(node("sub", a, node("mul", quotient, b)), dtype)
 
@@ -193,21 +197,30 @@ def _clamped(s: Session, x: object, min: object = None, max: object = None) -> V
     if min is None and max is None:
         refuse("E603", "torch.clamp needs a bound", hints=("give min=, max= or both",))
     if max is None:
-        return _chosen(s, "max", x, min)
+        return _bounded(s, "max", x, min)
     if min is None:
-        return _chosen(s, "min", x, max)
+        return _bounded(s, "min", x, max)
     dtype, args = common(s.value(x), s.value(min), s.value(max), wraps=False)
     return Value(node("clamp", *args), dtype)
 
 
+def _bounded(s: Session, op: str, x: object, bound: object) -> Value:
+    """A clamp with one bound. At the bound its derivative is 1, as of one with two; that of a maximum is 1/2 there."""
+    dtype, (a, b) = common(s.value(x), s.value(bound), wraps=False)
+    if scalar_of(dtype) is not FLOAT:
+        return _chosen(s, op, x, bound)
+    ends = (b, literal(math.inf)) if op == "max" else (literal(-math.inf), b)
+    return Value(node("clamp", a, *ends), dtype)
+
+
 @RULES.of("clamp_min")
 def _at_least(s: Session, x: object, min: object) -> Value:  # noqa: A002
-    return _chosen(s, "max", x, min)
+    return _bounded(s, "max", x, min)
 
 
 @RULES.of("clamp_max")
 def _at_most(s: Session, x: object, max: object) -> Value:  # noqa: A002
-    return _chosen(s, "min", x, max)
+    return _bounded(s, "min", x, max)
 
 
 @RULES.of("where")

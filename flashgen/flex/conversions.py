@@ -10,7 +10,7 @@ import torch
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
 from flashgen.flex.rules import Plain, Rule, Rules, ends
-from flashgen.flex.values import BOOL, FLOAT, NARROW, Session, Symbolic, Value, convert, scalar_of
+from flashgen.flex.values import BOOL, NARROW, Session, Symbolic, Value, convert, scalar_of
 from flashgen.ir.expr import Literal
 
 RULES = Rules()
@@ -166,15 +166,9 @@ def _itself(s: Session, x: object, *_: object, memory_format: object = None) -> 
 
 
 @RULES.of("detach")
-def _detached(s: Session, x: object) -> Value:
-    value = s.value(x)
-    if scalar_of(value.dtype) is FLOAT:
-        refuse(
-            "E602",
-            "a mod cannot detach a value from the gradient",
-            hints=("detach the captured tensor outside of the mod",),
-        )
-    return value
+def _detached(s: Session, x: Symbolic) -> Value:
+    s.check_detached(x, "detach")
+    return s.value(x)
 
 
 # -- values made anew --------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class Bound(NamedTuple):
 def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
     """The trace of two mods and their captured values. Raises ``SpecError``."""
     captured = Captured()
-    signature = (captured.signature(score_mod), captured.signature(mask_mod), device.type)
+    # A mod may ask for gradients to be left out, which makes a difference where there are any.
+    signature = (captured.signature(score_mod), captured.signature(mask_mod), device.type, torch.is_grad_enabled())
     if captured.cacheable:
         leaves = captured.leaves
         for known in _TRACES.get(signature, ()):

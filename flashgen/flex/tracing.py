@@ -227,8 +227,20 @@ class _Watch(TorchFunctionMode):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
+        self._learns = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._answer(func, args, kwargs)
+        if self._learns and not torch.is_grad_enabled():
+            self._check_detached(result)
+        return result
+
+    def _check_detached(self, result: Any) -> None:
+        """What the mod computes under ``no_grad``. PyTorch itself keeps gradients from what it computes there."""
+        if isinstance(result, (Symbolic, Row)):
+            self._session.check_detached(result, "no_grad")
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
         kinds = _kinds((args, kwargs))

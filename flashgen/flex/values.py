@@ -18,7 +18,7 @@ from torch import Tensor
 from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host
 from flashgen.flex.places import current_place, refuse
 from flashgen.ir.build import TypingError, apply, power
-from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal
+from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language.constants import ConstantError, fits, fold
 
@@ -174,6 +174,26 @@ class Session:
     def remember_alive(self, x: Tensor) -> None:
         """Keep a tensor that the mod computed, whose identity stands for it."""
         self._alive.append(x)
+
+    def check_detached(self, x: Symbolic | Row, way: str) -> None:
+        """Refuse a value without its gradient, where there is one: the derivatives of a kernel leave nothing out."""
+        if isinstance(x, Row):
+            has_one = x.captured.requires_grad
+        else:
+            has_one = x.expr.type is FLOAT and any(map(self._learns, walk(x.expr)))
+        if has_one:
+            message = f"'{way}' takes a value out of the gradient, which kernels do not do within a mod"
+            refuse("E602", message, hints=("detach the captured tensor outside of the mod",))
+
+    def _learns(self, node: Expr) -> bool:
+        match node:
+            case Load(tensor=tensor):
+                return self.tensors[int(tensor[1:])].learned
+            case Symbol(name=name, kind=SymbolKind.PARAM):
+                return self.params[int(name[1:])].learned
+            case Symbol(kind=SymbolKind.SCORE):
+                return True
+        return False
 
     def _number(self, x: Number) -> Value:
         if isinstance(x.value, float) and not math.isfinite(x.value):

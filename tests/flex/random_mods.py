@@ -29,6 +29,7 @@ _SMOOTH = (
     "torch.nn.functional.silu(x)",
     "(x).clamp(-2.0, 2.5)",
     "torch.clamp(x, max=1.5)",
+    "torch.clamp_min(x, 0.25)",
     "(x) / (1 + (x) * (x))",
     "torch.sqrt(1 + torch.square(x))",
     "torch.nn.functional.softplus(x)",

@@ -17,6 +17,7 @@ from tests.flex.helpers import assert_close, gradients, inputs, judged
 Mod = Callable[..., Any]
 BYTES, SIGNED = torch.arange(24, dtype=torch.uint8), torch.arange(-12, 12, dtype=torch.int8)
 HALVES = torch.arange(24, dtype=torch.float16)
+WEIGHTS = torch.zeros(4, 24, requires_grad=True)
 TABLE, LARGE, INFINITY = torch.zeros(24, 3), 256, float("inf")
 
 
@@ -106,6 +107,55 @@ def test_in_a_mask_mod(name: str) -> None:
     mask = create_block_mask(MASKS[name], None, None, q.shape[2], k.shape[2])
     mine = flex_attention(q, k, v, None, mask, backend="reference")
     assert_close(mine, judged(q, k, v, None, MASKS[name])[0])
+
+
+def _frozen(of: str) -> Mod:
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        with torch.no_grad():
+            w = 2 * s if of == "the score" else WEIGHTS[h][j] if of == "a row" else WEIGHTS[h, j]
+            d = (i - j).float() * TABLE[i, 0] + WEIGHTS.exp()[h, j]
+        return s + w + d + TABLE[i, 0].detach()
+
+    return mod
+
+
+@pytest.mark.parametrize("of", ["an element", "a row", "the score"])
+def test_values_without_their_gradient_are_refused(of: str) -> None:
+    q, k, v = inputs()
+    with pytest.raises(SpecError, match="'no_grad' takes a value out of the gradient"):
+        flex_attention(q, k, v, _frozen(of), backend="reference")
+    with torch.no_grad():
+        flex_attention(q, k, v, _frozen(of), backend="reference")
+    with pytest.raises(SpecError, match="'no_grad' takes a value out of the gradient"):
+        flex_attention(q, k, v, _frozen(of), backend="reference")
+
+
+TIES: dict[str, Callable[[Any], Any]] = {
+    "clamp(min)": lambda x: x.clamp(min=0),
+    "clamp(max)": lambda x: torch.clamp(x, max=0),
+    "clamp_min": lambda x: x.clamp_min(0),
+    "clamp_max": lambda x: torch.clamp_max(x, 0),
+    "clamp": lambda x: x.clamp(0, 2),
+    "clamp by a tensor": lambda x: x.clamp(min=x.exp() - 1),
+    "fmod": lambda x: torch.fmod(x, 1.0),
+    "fmod by a tensor": lambda x: torch.fmod(x + 2.3, x + 1.1) + torch.fmod(x - 2.3, -x - 1.1),
+    "relu": torch.relu,
+    "abs": torch.abs,
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_derivatives_at_ties(name: str) -> None:
+    """A learned table that begins with zeros."""
+    table = torch.zeros(4, 24, requires_grad=True)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + TIES[name](table[h, j]) * (1 + i)
+
+    q, k, v = inputs()
+    mine = gradients(flex_attention(q, k, v, mod, return_lse=True, backend="reference"), [table])
+    theirs = gradients(judged(q, k, v, mod), [table])
+    assert_close(mine[0], theirs[0], 1e-4)
 
 
 @pytest.mark.parametrize(("mod", "code", "words"), REFUSED)
