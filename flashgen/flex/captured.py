@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _UNLIFTABLE_NAMES = frozenset(("type", "id", "globals", "locals", "eval", "exec"
 # What reads values by names that no instruction has.
 _READ_BY_TEXT = frozenset(("globals", "locals", "eval", "exec", "vars", "__import__"))
 _STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF"))
+_STORES_OF_OBJECTS = frozenset(("STORE_ATTR", "DELETE_ATTR"))
 
 _SCALARS = frozenset((int, float))
 _CONSTANTS = (
@@ -57,7 +59,7 @@ def _read_code(code: CodeType) -> _Code:
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 names[instruction.argval] = None
             stores = instruction.opname in _STORES and instruction.argval not in own
-            liftable &= not stores
+            liftable &= not stores and instruction.opname not in _STORES_OF_OBJECTS
             is_known &= instruction.opname != "IMPORT_NAME" or _is_library(instruction.argval)
     return _Code(
         tuple(names),
@@ -134,8 +136,9 @@ def _function_parts(function: FunctionType) -> Parts | None:
             values.append(there[name])
     defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
     arguments = code.co_varnames[: code.co_argcount]
-    names += [*arguments[len(arguments) - len(defaults) :], *keywords]
-    values += [*defaults, *keywords.values()]
+    attributes = vars(function)
+    names += [*arguments[len(arguments) - len(defaults) :], *keywords, *attributes]
+    values += [*defaults, *keywords.values(), *attributes.values()]
     # Two functions of one text may read other names from other globals.
     return Parts((code, len(defaults), tuple(keywords), tuple(names)), tuple(names), tuple(values))
 
@@ -286,15 +289,16 @@ class Lifting:
         copy.__module__ = function.__module__
         self._seen[id(function)] = copy
         made = [self.lifted(each) for each in parts.values]
-        free, defaults = len(cells), len(function.__defaults__ or ())
-        for cell, content in zip(cells, made, strict=False):
+        left = iter(zip(parts.names, made, strict=True))
+        for cell, (_, content) in zip(cells, left):  # noqa: B905 - the others follow
             if content is not _Empty:
                 cell.cell_contents = content
-        ends = len(made) - len(function.__kwdefaults__ or {})
-        there |= zip(parts.names[free : ends - defaults], made[free : ends - defaults], strict=True)
-        copy.__globals__.update(there)
-        copy.__defaults__ = (*made[ends - defaults : ends],) or None
-        copy.__kwdefaults__ = dict(zip(function.__kwdefaults__ or {}, made[ends:], strict=True)) or None
+        defaults, keywords, attributes = function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)
+        named = len(made) - len(cells) - len(defaults) - len(keywords) - len(attributes)
+        copy.__globals__.update(islice(left, named))
+        copy.__defaults__ = tuple(value for _, value in islice(left, len(defaults))) or None
+        copy.__kwdefaults__ = dict(islice(left, len(keywords))) or None
+        vars(copy).update(left)
         return copy
 
     def attribute_holder(self, value: Any) -> Any:
@@ -315,7 +319,8 @@ class Lifting:
         """An attribute of an object, lifted."""
         value = getattr(holder, name)
         if type(value) in _SCALARS and math.isfinite(value):
-            return Number(value, ("attribute", id(holder), name), self._guards)
+            # Another value is another number: the mod may change what it reads.
+            return Number(value, ("attribute", id(holder), name, repr(value)), self._guards)
         if isinstance(value, Tensor):
             self._names.setdefault(id(value), name)
             return value
@@ -342,14 +347,26 @@ class Attributes:
         return lifting.attribute(object.__getattribute__(self, "_target"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_target"), name, value)
+        setattr(object.__getattribute__(self, "_target"), name, value.settled() if type(value) is Number else value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = object.__getattribute__(self, "_target")
         method: Callable[..., Any] = type(target).__call__
         if type(method) is FunctionType and not _is_library(method.__module__):
-            return method(self, *args, **kwargs)
+            return object.__getattribute__(self, "_lifting").lifted(method)(self, *args, **kwargs)
         return target(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(object.__getattribute__(self, "_target"))
+
+    def __repr__(self) -> str:
+        return repr(object.__getattribute__(self, "_target"))
+
+    def __str__(self) -> str:
+        return str(object.__getattribute__(self, "_target"))
+
+    def __format__(self, form: str) -> str:
+        return format(object.__getattribute__(self, "_target"), form)
 
     def __getitem__(self, key: Any) -> Any:
         return object.__getattribute__(self, "_target")[key]

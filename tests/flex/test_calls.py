@@ -174,6 +174,79 @@ def test_values_that_a_mod_reads_past_its_closure_are_read_anew(monkeypatch: pyt
             check(None, mask)
 
 
+def test_attributes_of_functions(compiled: list[Any]) -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * helper.factor + kv * mod.slope  # type: ignore[attr-defined]
+
+    def helper() -> None: ...
+
+    for factor, slope in ((1.0, 0.1), (5.0, 0.3)):
+        helper.factor, mod.slope = factor, slope  # type: ignore[attr-defined]
+        check(mod)
+    assert len(compiled) == 1
+
+
+class Switch:
+    """False, and three entries long."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 3
+
+    def __str__(self) -> str:
+        return "off"
+
+
+class Odd:
+    """What its attributes are changes while a mod runs, or is asked for in odd ways."""
+
+    def __init__(self) -> None:
+        self.n, self.calls, self.switch = 3, 0, Switch()
+
+    def by_type(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 2 if type(self.n) is int else s
+
+    def set_twice(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        self.k = 2.0
+        first = s * self.k
+        self.k = self.n * 1.0
+        return first + q * self.k * 0.1 + kv * self.k * 0.2
+
+    def loop(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        for self.k in (1.0, 2.0, 3.0):
+            s = s + self.k * kv * 0.1
+        return s
+
+    @property
+    def following(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def counted(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * (self.following % 2) + kv * (self.following % 2) * 0.1
+
+    def truth(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 3 if self.switch else s
+
+    def words(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 3 if f"{self.switch}" == "off" == str(self.switch) else s
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 2 if type(self.n) is int else s
+
+
+@pytest.mark.parametrize("name", ["by_type", "set_twice", "loop", "counted", "truth", "words", "__call__"])
+def test_odd_objects(name: str) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    layer = Odd()
+    mine = flex_attention(q, k, v, layer if name == "__call__" else getattr(layer, name), backend="reference")
+    layer.calls = 0
+    assert_close(mine, judged(q, k, v, getattr(Odd(), name))[0])
+    assert type(vars(layer).get("k", 0.0)) is float
+
+
 def test_a_captured_slice(compiled: list[Any]) -> None:
     table = torch.randn(8, 4)
     for part in (slice(0, 4), slice(4, 8), slice(1, None)):
