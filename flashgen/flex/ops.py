@@ -21,6 +21,7 @@ from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
 from flashgen.flex.values import readable
+from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.spec import HeadDim, Schedule
 from flashgen.ir.types import ScalarType
 from flashgen.pipeline import load_spec
@@ -48,13 +49,34 @@ def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> B
     if captured.cacheable:
         leaves = captured.leaves
         for known in _TRACES.get(signature, ()):
-            if all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
-                tensors = tuple([leaves[leaf] for leaf in known.leaves])  # type: ignore[index]
-                return Bound(known, tensors, tuple([evaluate(recipe, leaves) for recipe in known.recipes]))
+            params = _params_of(known, leaves)
+            if params is not None:
+                return Bound(known, tuple([leaves[leaf] for leaf in known.leaves]), params)  # type: ignore[index]
     found = trace(score_mod, mask_mod, captured, device)
     if found.settled and captured.cacheable:
         _remember(signature, found)
     return Bound(found, found.tensors, found.params)
+
+
+def _params_of(known: Trace, leaves: Sequence[Any]) -> tuple[int | float | Tensor, ...] | None:
+    """The params of a trace, of what is captured now; None where the trace does not hold for that."""
+    try:
+        if not all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
+            return None
+        params = tuple([evaluate(recipe, leaves) for recipe in known.recipes])
+    except (ArithmeticError, ValueError):
+        return None  # the mod raises it, too, where it is traced
+    # 2 ** n is an int or a float, and may be a large one.
+    fits = all(map(_is_of_type, params, known.traced.params))
+    return params if fits else None
+
+
+def _is_of_type(value: object, scalar: ScalarType) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if scalar is ScalarType.INT:
+        return isinstance(value, int) and INT_MIN <= value <= INT_MAX
+    return isinstance(value, float)
 
 
 def _remember(signature: Hashable, found: Trace) -> None:

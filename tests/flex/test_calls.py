@@ -174,6 +174,18 @@ def test_values_that_a_mod_reads_past_its_closure_are_read_anew(monkeypatch: pyt
             check(None, mask)
 
 
+def test_captured_powers_that_are_no_longer_ints() -> None:
+    def power(n: int, m: int) -> Any:
+        return lambda s, b, h, q, kv: s + (n**m) * kv * 0.1
+
+    for n, m in ((2, 2), (2, -1), (2, 3), (0, 2)):
+        check(power(n, m))
+    with pytest.raises(SpecError, match="E604.*4294967296 does not fit in 32 bits"):
+        check(power(2, 32))
+    with pytest.raises(SpecError, match="E606.*ZeroDivisionError"):
+        check(power(0, -1))
+
+
 def test_attributes_of_functions(compiled: list[Any]) -> None:
     def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return s * helper.factor + kv * mod.slope  # type: ignore[attr-defined]
