@@ -70,8 +70,14 @@ def _fits(value: Value, dtype: torch.dtype) -> bool:
     return low <= least and most <= high
 
 
+def _kept(x: object, value: Value) -> Value | Plain:
+    """What PyTorch gives back as the very operand where nothing changes: methods in place then change both."""
+    is_same = isinstance(x, Symbolic) and x.held is value.dtype and x.expr is value.expr
+    return Plain(x) if is_same else value
+
+
 def _caster(dtype: torch.dtype) -> Rule:
-    return lambda s, x, memory_format=None: cast(s.value(x), dtype)  # noqa: ARG005
+    return lambda s, x, memory_format=None: _kept(x, cast(s.value(x), dtype))  # noqa: ARG005
 
 
 for _name, _dtype in _CASTS.items():
@@ -125,17 +131,24 @@ def _check_placement(options: Mapping[str, object]) -> None:
         refuse("E602", f"a mod cannot pass '{name}' here")
 
 
-@RULES.of("to", "_to_copy")
-def _converted(s: Session, x: object, *targets: object, dtype: object = None, **options: object) -> Value:
+@RULES.of("to")
+def _converted(s: Session, x: object, *targets: object, dtype: object = None, **options: object) -> Value | Plain:
     """``x.to(dtype)``, ``x.to(other)``, ``x.to(device, dtype)``."""
     _check_placement(options)
     value = s.value(x)
+    switches = [target for target in targets if isinstance(target, bool)]  # non_blocking, copy
     for place, target in enumerate(targets):
         if isinstance(target, torch.Tensor):
             value = cast(value, _dtype_of(target))
         elif target is not None and not _is_device(target) and not (place and isinstance(target, bool)):
             value = cast(value, _as_dtype(target))
-    return value if dtype is None else cast(value, _as_dtype(dtype))
+    value = value if dtype is None else cast(value, _as_dtype(dtype))
+    return value if options.get("copy") or switches[1:] == [True] else _kept(x, value)
+
+
+@RULES.of("_to_copy")
+def _copied(s: Session, x: object, *, dtype: object = None, **options: object) -> Value:
+    return _made(s, x, dtype, s.value(x).dtype, options)
 
 
 def _is_device(given: object) -> bool:
@@ -149,26 +162,31 @@ def _is_device(given: object) -> bool:
 
 
 @RULES.of("type")
-def _typed(s: Session, x: object, dtype: object = None, non_blocking: bool = False) -> Value:  # noqa: ARG001
+def _typed(s: Session, x: object, dtype: object = None, non_blocking: bool = False) -> Value | Plain:  # noqa: ARG001
     if dtype is None:
         refuse("E602", "a mod cannot ask for the name of a type", hints=("ask for x.dtype",))
-    return cast(s.value(x), _as_type(dtype))
+    return _kept(x, cast(s.value(x), _as_type(dtype)))
 
 
 @RULES.of("type_as")
-def _typed_as(s: Session, x: object, other: torch.Tensor) -> Value:
-    return cast(s.value(x), _dtype_of(other))
+def _typed_as(s: Session, x: object, other: torch.Tensor) -> Value | Plain:
+    return _kept(x, cast(s.value(x), _dtype_of(other)))
 
 
-@RULES.of("clone", "contiguous", "__pos__", "positive", "alias", "view_as_real", "__deepcopy__")
-def _itself(s: Session, x: object, *_: object, memory_format: object = None) -> Value:  # noqa: ARG001
+@RULES.of("clone", "__deepcopy__")
+def _cloned(s: Session, x: object, *_: object, memory_format: object = None) -> Value:  # noqa: ARG001
     return s.value(x)
+
+
+@RULES.of("contiguous", "__pos__", "positive", "alias")
+def _itself(s: Session, x: object, *, memory_format: object = None) -> Value | Plain:  # noqa: ARG001
+    return _kept(x, s.value(x))
 
 
 @RULES.of("detach")
-def _detached(s: Session, x: Symbolic) -> Value:
+def _detached(s: Session, x: Symbolic) -> Value | Plain:
     s.check_detached(x, "detach")
-    return s.value(x)
+    return _kept(x, s.value(x))
 
 
 # -- values made anew --------------------------------------------------------------------------------------------------
@@ -225,9 +243,25 @@ def _like(value: int) -> Rule:
 RULES["zeros_like"], RULES["ones_like"] = _like(0), _like(1)
 
 
-@RULES.of("tensor", "as_tensor", "scalar_tensor", "asarray")
+@RULES.of("tensor", "scalar_tensor")
 def _tensor(s: Session, data: object, *, dtype: object = None, **options: object) -> Value:
     return _made(s, data, dtype, s.value(data).dtype, options)
+
+
+@RULES.of("as_tensor", "asarray")
+def _as_tensor(s: Session, data: object, *, dtype: object = None, **options: object) -> Value | Plain:
+    made = _made(s, data, dtype, s.value(data).dtype, options)
+    return made if options.get("copy") else _kept(data, made)
+
+
+@RULES.of("fill", "copy")
+def _filled(s: Session, x: object, value: object, non_blocking: bool = False) -> Value:  # noqa: ARG001
+    return _made(s, value, None, s.value(x).dtype, {})
+
+
+@RULES.of("zero")
+def _zeroed(s: Session, x: object) -> Value:
+    return _made(s, 0, None, s.value(x).dtype, {})
 
 
 @RULES.of("full")

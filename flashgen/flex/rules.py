@@ -34,7 +34,7 @@ class Rules(dict[str, Rule]):
 
 
 class Plain:
-    """An answer that is no value of the mod."""
+    """An answer that is no new value: no value of the mod, or the very operand."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer

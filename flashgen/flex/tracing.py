@@ -259,10 +259,8 @@ class _Watch(TorchFunctionMode):
             hint = INSTEAD.get(name, "")
             message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
             refuse("E601", message, hints=(hint,) if hint else ())
-        rule = FUNCTIONS.get(name)
-        target: Symbolic | None = None
-        if rule is None and name.endswith("_") and not name.startswith("__"):
-            rule, target = FUNCTIONS.get(name[:-1]), args[0]
+        plain = _name_in_place(name)
+        rule, target = FUNCTIONS.get(plain or name), args[0] if plain else None
         if rule is None:
             _refuse_unknown(name)
         try:
@@ -328,6 +326,15 @@ def _name_of(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name.strip('_')}:{func.__self__.__name__}"
     return name.partition(".")[0] if not name.startswith("_") else name
+
+
+def _name_in_place(name: str) -> str | None:
+    """What a method that changes its tensor is called otherwise: ``add_``, ``__iand__``. None for others."""
+    if name in FUNCTIONS:
+        return None
+    if name.startswith("__i"):
+        return f"__{name[3:]}"
+    return name[:-1] if name.endswith("_") and not name.startswith("__") else None
 
 
 def _kinds(value: Any) -> set[type]:

@@ -49,6 +49,8 @@ SCORES: dict[str, Mod] = {
     "shape.numel()": lambda s, b, h, i, j: (
         s * BYTES.shape.numel() / 24 + TABLE.shape[:1].numel() * TABLE[i].shape.numel()
     ),
+    "the same object": lambda s, b, h, i, j: _same(s) + _same(s.clone()),
+    "in place": lambda s, b, h, i, j: torch.where(_narrowed(i, j), s, _refilled(s, i)),
     # types of few bits
     "uint8": lambda s, b, h, i, j: s + torch.where((BYTES[j] > 5) & (BYTES[i] != 255), 0.5, 0) + BYTES[j].int(),
     "uint8 & 254": lambda s, b, h, i, j: s + (BYTES[j] & 254).clamp(3, 200).float() / 100,
@@ -89,6 +91,42 @@ REFUSED: list[tuple[Mod, str, str]] = [
     (lambda s, b, h, i, j: s if i.type() == "torch.LongTensor" else 2 * s, "E602", "ask for x.dtype"),
     (lambda s, b, h, i, j: s.to(complex).real, "E603", "cannot convert to torch.complex128"),
 ]
+
+
+def _same(s: Any) -> Any:
+    for number, same in enumerate(
+        (
+            s.contiguous(), s.to(s.dtype), s.to("cpu"), s.to(s), s.to(s.dtype, True), s.type(s.dtype), +s, s.type_as(s),
+            torch.positive(s), torch.as_tensor(s),
+        )
+    ):  # fmt: skip
+        same.add_(number + 1)
+    for other in (s.clone(), s.to(s.dtype, copy=True), s.to(s.dtype, False, True), s * 1):
+        other.add_(100)
+    return s
+
+
+def _narrowed(i: Any, j: Any) -> Any:
+    keep = i >= j
+    same = keep
+    keep &= i - j < 9
+    keep |= j < 2
+    keep ^= j == 5
+    half = i.clone()
+    half >>= 1
+    half <<= 2
+    half |= 1
+    return same & (half % 5 != 0)
+
+
+def _refilled(s: Any, i: Any) -> Any:
+    first, second, third = s.clone(), s.clone(), i.clone()
+    first.zero_()
+    second.copy_(i)
+    third.fill_(2.7)
+    fourth = i.clone()
+    fourth.long().add_(7)
+    return first + second * 0.1 + third + fourth
 
 
 @pytest.mark.parametrize("name", SCORES)
