@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from flashgen.flex.places import refuse
 from flashgen.flex.rules import Rules, common, floats, numbers, reals, swapped
 from flashgen.flex.values import (
     FLOAT,
+    INT,
     Session,
     Value,
     choice,
@@ -120,7 +122,11 @@ RULES["__rmod__"] = swapped(_remainder)
 
 @RULES.of("pow", "__pow__")
 def _power(s: Session, x: object, y: object) -> Value:
-    dtype, (a, b) = common(s.value(x), s.value(y))
+    exponent = s.value(y)
+    dtype, (a, b) = common(s.value(x), exponent)
+    number: Any = exponent.number
+    if scalar_of(dtype) is INT and number is not None and number < 0:
+        refuse("E603", f"PyTorch takes no int to the power of {number}", hints=("make it a float: x.float() ** n",))
     return Value(node("pow", a, b), dtype)
 
 

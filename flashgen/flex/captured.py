@@ -28,7 +28,9 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "flashgen", "numpy", "torch"))
 # Modules of ours and of PyTorch's whose closures hold mods of the user's.
 _COMPOSING = frozenset(("flashgen.flex.masks", "torch.nn.attention.flex_attention"))
 # What tells a number that is lifted from a plain one, or changes what is captured.
-_UNLIFTABLE_NAMES = frozenset(("type", "id", "globals", "locals", "eval", "exec", "vars"))
+_UNLIFTABLE_NAMES = frozenset(
+    ("type", "id", "globals", "locals", "eval", "exec", "vars", "setattr", "delattr", "__import__")
+)
 # What reads values by names that no instruction has.
 _READ_BY_TEXT = frozenset(("globals", "locals", "eval", "exec", "vars", "__import__"))
 _STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF"))

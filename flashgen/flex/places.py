@@ -19,8 +19,13 @@ import torch
 
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+
+def spellings(folder: Path) -> tuple[str, ...]:
+    """A folder as it is imported, which may be through links, and where it lies."""
+    return tuple(dict.fromkeys((str(folder.absolute()), str(folder.resolve()))))
+
+
+_NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
 def refuse(code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()) -> NoReturn:
@@ -110,7 +115,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith((_OURS, _TORCH, "<frozen"))
+    return code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def _span(frame: FrameType, instruction: int) -> Span:

@@ -7,7 +7,10 @@ PyTorch's; an int has 64 bits there and 32 here, where ``overflow.py`` says whet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -31,6 +34,30 @@ class Rules(dict[str, Rule]):
             return function
 
         return enter
+
+
+# What PyTorch calls the operands of its functions where rules call them x, y and z.
+_OPERANDS: Mapping[str, str] = MappingProxyType(
+    {"input": "x", "self": "x", "other": "y", "exponent": "y", "end": "y", "tensor1": "y", "tensor2": "z"}
+)
+
+
+def by_our_names(
+    rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments under the names of a rule's parameters, the first of them at its place."""
+    if not kwargs:
+        return args, {}
+    known = _parameters(rule)
+    named = {name if name in known else _OPERANDS.get(name, name): value for name, value in kwargs.items()}
+    if not args and len(known) > 1 and known[1] in named:
+        args = (named.pop(known[1]),)
+    return args, named
+
+
+@functools.lru_cache(maxsize=512)
+def _parameters(rule: Rule) -> tuple[str, ...]:
+    return tuple(inspect.signature(rule).parameters)
 
 
 class Plain:

@@ -24,7 +24,7 @@ from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
 from flashgen.flex.indexing import extents, index, row_answer
 from flashgen.flex.numbers import Guards, Host, Number, Recipe
 from flashgen.flex.places import border, refuse, refuse_at, refuse_raised
-from flashgen.flex.rules import InPlace, Plain
+from flashgen.flex.rules import InPlace, Plain, by_our_names
 from flashgen.flex.values import FLOAT, Row, Session, Symbolic, Value, convert, scalar_of, symbolic
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position
@@ -248,7 +248,7 @@ class _Watch(TorchFunctionMode):
             return index(self._session, *args)
         if Row in kinds and isinstance(args[0], Row):
             return row_answer(self._session, name, *args, **kwargs)
-        if Symbolic in kinds or (Number in kinds and name in _MAKERS and not isinstance(args[0], Tensor)):
+        if Symbolic in kinds or (Number in kinds and name in _MAKERS and Tensor not in kinds):
             return self._symbolic(name, args, kwargs)
         return self._plain(func, name, args, kwargs)
 
@@ -259,10 +259,13 @@ class _Watch(TorchFunctionMode):
             hint = INSTEAD.get(name, "")
             message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
             refuse("E601", message, hints=(hint,) if hint else ())
+        name = name.removeprefix("special_") if name not in FUNCTIONS else name
         plain = _name_in_place(name)
-        rule, target = FUNCTIONS.get(plain or name), args[0] if plain else None
+        rule = FUNCTIONS.get(plain or name)
         if rule is None:
             _refuse_unknown(name)
+        args, kwargs = by_our_names(rule, args, kwargs)
+        target = args[0] if plain else None
         try:
             result = rule(session, *args, **kwargs)
         except TypeError as error:

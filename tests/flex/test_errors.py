@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from flashgen.diagnostics import SpecError
 from flashgen.flex import create_block_mask, flex_attention, from_mods, to_spec
+from flashgen.flex.places import spellings
 from tests.flex.helpers import inputs
 
 TABLE = torch.zeros(4, 8)
@@ -87,6 +89,14 @@ def test_a_mistake_in_a_helper_is_shown_there() -> None:
     span = caught.value.diagnostics[0].span
     assert span is not None
     assert span.line == helper.__code__.co_firstlineno + 1
+
+
+def test_packages_behind_links_are_no_code_of_the_users(tmp_path: Path) -> None:
+    there, link = tmp_path / "torch", tmp_path / "link"
+    there.mkdir()
+    link.symlink_to(there)
+    assert set(spellings(link)) == {str(there), str(link)}
+    assert spellings(there) == (str(there),)
 
 
 def test_a_mod_that_fails_inside_of_pytorch_is_shown_where_it_begins() -> None:

@@ -50,6 +50,9 @@ SCORES: dict[str, Mod] = {
         s * BYTES.shape.numel() / 24 + TABLE.shape[:1].numel() * TABLE[i].shape.numel()
     ),
     "the same object": lambda s, b, h, i, j: _same(s) + _same(s.clone()),
+    "by PyTorch's names": lambda s, b, h, i, j: _by_name(s, i, j),
+    "torch.special": lambda s, b, h, i, j: torch.special.erf(s) + torch.special.exp2(-(i * 0.1)),
+    "a power": lambda s, b, h, i, j: s + (i + 1) ** -2.0 + torch.pow(2.0, -i) + (i % 5) ** 2,
     "in place": lambda s, b, h, i, j: torch.where(_narrowed(i, j), s, _refilled(s, i)),
     # types of few bits
     "uint8": lambda s, b, h, i, j: s + torch.where((BYTES[j] > 5) & (BYTES[i] != 255), 0.5, 0) + BYTES[j].int(),
@@ -74,6 +77,7 @@ MASKS: dict[str, Mod] = {
     "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
 }
 REFUSED: list[tuple[Mod, str, str]] = [
+    (lambda s, b, h, i, j: s + (i + 1) ** -2, "E603", "no int to the power of -2"),
     (lambda s, b, h, i, j: F.gelu(s, approximate="exact"), "E603", "no approximate='exact'"),
     (lambda s, b, h, i, j: s + SIGNED[j].to(torch.uint8), "E603", "torch.uint8 would drop bits"),
     (lambda s, b, h, i, j: s + SIGNED[j].byte(), "E603", "torch.uint8 would drop bits"),
@@ -127,6 +131,16 @@ def _refilled(s: Any, i: Any) -> Any:
     fourth = i.clone()
     fourth.long().add_(7)
     return first + second * 0.1 + third + fourth
+
+
+def _by_name(s: Any, i: Any, j: Any) -> Any:
+    keep = torch.logical_and(i > 1, other=torch.lt(input=j, other=i))
+    x = torch.where(keep, s, other=-s) + torch.where(condition=keep, input=s, other=s * 2)
+    x = torch.add(x, other=i, alpha=0.1) + torch.pow(s, exponent=2) + torch.pow(self=2.0, exponent=s)
+    x = torch.div(x, other=2) + torch.maximum(s, other=x) + torch.clamp(input=s, min=0) + torch.tanh(input=s)
+    x = x + torch.full_like(input=i, fill_value=3) + F.gelu(input=s) + torch.full(size=(), fill_value=LARGE)
+    x = torch.lerp(x, end=s, weight=0.3)
+    return torch.addcmul(x, tensor1=s, tensor2=s, value=0.1) + torch.remainder(input=i, other=3)
 
 
 @pytest.mark.parametrize("name", SCORES)
