@@ -7,9 +7,10 @@ bytes, so that every element type travels everywhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flashgen.runtime.values import type_of_sums
 
 Group = dist.ProcessGroup | None
+Backward = Callable[..., Any]
 
 
 class Counter:
@@ -62,11 +64,31 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
 def of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients that nobody differentiates again. Raises ``RuntimeError``: they would be taken for constant."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
-        raise RuntimeError(
-            "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
-            "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
-        )
+        raise _of_second_order()
     return gradients
+
+
+def once(backward: Backward) -> Backward:
+    """A backward pass that nobody differentiates again. Raises ``RuntimeError`` where somebody would.
+
+    It is asked for before the pass: PyTorch's ``once_differentiable`` leaves the error to a node of the graph, which
+    ``torch.autograd.grad`` passes by, as it runs those alone that lead to its inputs.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # by create_graph=True; gradients depend on inputs, whatever arrives
+            raise _of_second_order()
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+def _of_second_order() -> RuntimeError:
+    return RuntimeError(
+        "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
+        "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
+    )
 
 
 class Flight:
@@ -243,13 +265,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.dim, ctx.own = dim, positions[rank]
+        ctx.rest = dim, positions, rank, group
         return _whole(x, dim, positions, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return gradient.index_select(ctx.dim, ctx.own.to(gradient.device)), None, None, None, None
+        return sliced(*gradients, *ctx.rest), None, None, None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -257,13 +278,12 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.dim, ctx.positions, ctx.group = dim, positions, group
+        ctx.rest = dim, positions, rank, group
         return x.index_select(dim, positions[rank].to(x.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return _whole(gradient, ctx.dim, ctx.positions, ctx.group), None, None, None, None
+        return gathered(*gradients, *ctx.rest), None, None, None, None
 
 
 def gathered(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashgen.distributed.blocks import Span
-from flashgen.distributed.exchange import Flight, Group, post
+from flashgen.distributed.exchange import Flight, Group, once, post
 from flashgen.distributed.partial import Closed, Partial, Rows, Where
 from flashgen.distributed.pieces import Keys, Pieces, RowForm, taken
 from flashgen.distributed.rounds import Round, Rounds, Unit, Which
@@ -136,7 +135,7 @@ class _Attend(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
         walk: Walk = ctx.walk
         saved = ctx.saved_tensors

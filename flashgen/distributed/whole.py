@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from flashgen.distributed.exchange import once
 from flashgen.runtime.call import Rest
 from flashgen.runtime.engine import Engine, Tensors
 from flashgen.runtime.plain import with_memory
@@ -48,7 +48,7 @@ class _Attend(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
         engine: Engine = ctx.engine
         *tensors, o, lse, parts = ctx.saved_tensors

@@ -207,21 +207,55 @@ def test_a_mesh_of_one() -> None:
 
 
 def _whole_and_back() -> list[float]:
+    """``shard`` and ``gather``: values, gradients, and gradients of a penalty on gradients that mix all rows."""
     op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
     dealt = partition(op, 23, dist.get_world_size())
-    x = torch.arange(46.0).reshape(2, 23).requires_grad_()
+    x = torch.arange(46.0, dtype=torch.float64).reshape(2, 23).requires_grad_()
     own = dealt.shard(x, 1)
     again = dealt.gather(own, 1)
     (gradient,) = torch.autograd.grad((again * x.detach()).sum(), x)
-    return [float((again - x).abs().max().detach()), float((gradient - x).abs().max().detach())]
+    rows = own.detach().requires_grad_()
+    (of_whole,) = torch.autograd.grad(own.pow(3).sum(), x, create_graph=True)
+    (of_rows,) = torch.autograd.grad(dealt.gather(rows, 1).mean().pow(3), rows, create_graph=True)
+    (of_mean,) = torch.autograd.grad(of_rows.square().sum(), rows)
+    expected = (36 / 46**2 * again.mean().pow(3)).detach()
+    return [
+        float((found - wanted).abs().max().detach())
+        for found, wanted in (
+            (again, x),
+            (gradient, x),
+            (torch.autograd.grad(of_whole.square().sum(), x)[0], 36 * x.pow(3)),
+            (of_mean, expected.expand_as(rows)),
+        )
+    ]
 
 
 def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
-    assert run(_whole_and_back, 3) == [[0.0, 0.0]] * 3
+    for found in run(_whole_and_back, 3):
+        assert found[:3] == [0.0] * 3
+        assert found[3] < 1e-9
+
+
+def _twice() -> list[str]:
+    """What is said of a gradient penalty over ranks, by each method."""
+    op = flashgen.loads("attention causal { head_dim 8 mask causal }", backend="reference")
+    said = []
+    for method in ("ring", "all_gather", "ulysses"):
+        q, k, v = (torch.randn(1, 2, 10, 8).requires_grad_() for _ in range(3))
+        o = context_parallel(op, method=cast("Any", method))(q, k, v)
+        try:
+            gradients = torch.autograd.grad(o.sum(), (q, k, v), create_graph=True)
+            torch.autograd.grad(o.sum() + sum(each.square().sum() for each in gradients), (q, k, v))
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 def test_gradients_of_gradients_are_refused_by_name() -> None:
     """What a backward pass sends is no node of a graph: second derivatives would lack it without a word."""
+    for said in run(_twice, 2):
+        assert all("(context_parallel) cannot be differentiated again" in each for each in said), said
     x = torch.ones(2, requires_grad=True)
     assert of_first_order((x.detach(),))[0].shape == (2,)
     with pytest.raises(RuntimeError, match=r"context_parallel\) cannot be differentiated again"):
