@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flashgen.reference.programs import Program
 from flashgen.runtime.call import Rest
 from flashgen.runtime.mapping import by_samples, folds, has_samples, mapped
+from flashgen.runtime.plain import refuse_distributed
 
 if TYPE_CHECKING:
     from flashgen.runtime.registration import Registered
@@ -33,7 +34,8 @@ def _apply(how: tuple[Registered, Program, Rest], values: Sequence[Any]) -> Any:
 
 
 def derive(op: Registered, program: Program, values: Sequence[Any], rest: Rest) -> tuple[Tensor, ...]:
-    """The outputs of a program of ``op.engine``, differentiable any number of times."""
+    """The outputs of a program of ``op.engine``, differentiable any number of times. Refuses DTensors."""
+    refuse_distributed("derivatives of gradients, and tangents,", values)
     if has_samples(values):
         return by_samples(lambda *own: derive(op, program, own, rest), values)
     found: tuple[Tensor, ...] = _apply((op, program, rest), values)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime import registration
 from flashgen.runtime.dtensor_spread import local, made, spread_of
+from flashgen.runtime.plain import refuse_distributed
 from flashgen.runtime.registration import Registered
 from flashgen.runtime.signature import CACHED, DENSE, F8_CALLS, Signature
 
@@ -56,16 +57,8 @@ def prepared(signature: Signature, tensors: Sequence[Any]) -> tuple[Any, ...]:
     Raises ``TypeError`` where one of q, k and v is none or a tensor that is none wants a gradient, and ``ValueError``
     where meshes differ.
     """
-    if signature.form is CACHED:
-        raise TypeError(
-            "'decode' takes no DTensors: pass what each rank has (to_local()), with h_start and h_total, or b_start "
-            "and b_total"
-        )
-    if signature.form is F8_CALLS:
-        raise TypeError(
-            "calls of 8 bits take no DTensors: pass what each rank has (to_local()), with h_start and h_total, or "
-            "b_start and b_total"
-        )
+    if signature.form in (CACHED, F8_CALLS):
+        refuse_distributed("calls of 'decode'" if signature.form is CACHED else "calls of 8 bits", tensors)
     mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
     names = signature.inputs_by_name
     for name, x in zip(names, tensors, strict=False):

@@ -76,6 +76,15 @@ def has_distributed(tensors: Sequence[Any]) -> bool:
     return any(type(x).__name__ == "DTensor" for x in tensors)
 
 
+def refuse_distributed(who: str, tensors: Sequence[Any]) -> None:
+    """Raise ``TypeError`` where some of these are DTensors, whose parts ``who`` does not join."""
+    if has_distributed(tensors):
+        raise TypeError(
+            f"{who} take no DTensors: pass what each rank has (to_local()), with h_start and h_total, or b_start and "
+            "b_total"
+        )
+
+
 def transforming() -> bool:
     """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
     return not is_compiling() and _are_functorch_transforms_active()

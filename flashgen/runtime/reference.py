@@ -31,7 +31,7 @@ from flashgen.runtime.engine import Tensors
 from flashgen.runtime.f8 import factors_of_call
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
-from flashgen.runtime.plain import check_tensors
+from flashgen.runtime.plain import check_tensors, refuse_distributed
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.signature import CACHED, RAGGED, Signature
@@ -215,6 +215,7 @@ class Reference:
         """The captured tensors, and the params that are given."""
         bound = self.positional((q, k, v), self.signature.bind(captured), is_exact=True)
         check_tensors(self.signature.inputs_by_name, bound)
+        refuse_distributed("references", bound)
         _check_floating(q, k, v, dtype)
         if deterministic is not None:
             check_switch("deterministic", deterministic)

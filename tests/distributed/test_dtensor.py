@@ -130,9 +130,16 @@ def _refusals() -> list[Callable[[], Any]]:
         lambda: op(six, three, three, slope=torch.zeros(6)),
         lambda: hkv(q, one, v, t=t, z=z),
         lambda: op.decode(q, q, q, 6, slope=slope),
+        lambda: op.reference(q, q, q, slope=slope),
+        lambda: _penalty(op, q.detach().requires_grad_(), slope),
         lambda: op(q, q, q, slope=torch.zeros(3)),
         lambda: op(q, q, q, slope=slope),
     ]
+
+
+def _penalty(op: Any, q: Any, slope: torch.Tensor) -> None:
+    (gradient,) = torch.autograd.grad(op(q, q, q, slope=slope).sum(), q, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), q)
 
 
 def test_what_cannot_be_computed_from_shards_is_named(ran: list[Ran]) -> None:
@@ -147,7 +154,9 @@ def test_what_cannot_be_computed_from_shards_is_named(ran: list[Ran]) -> None:
         "ValueError: 'slope' is on",
         "ValueError: 6 query heads of 3 key/value heads, over 2 ranks: a rank would get a part of a group",
         "ValueError: 4 query heads of 1 key/value heads, over 2 ranks: ranks share key/value heads, and 'biased' reads",
-        "TypeError: 'decode' takes no DTensors",
+        "TypeError: calls of 'decode' take no DTensors: pass what each rank has (to_local())",
+        "TypeError: references take no DTensors",
+        "TypeError: derivatives of gradients, and tangents, take no DTensors",
         "ValueError: tensor 'slope' has shape [3]; the spec declares [H] = [4]",
         "nothing",
     ]
