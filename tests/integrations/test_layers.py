@@ -313,6 +313,24 @@ def test_masks_for_other_lengths_are_refused() -> None:
         mask.expand(2, 4, 24, 25)
 
 
+def test_models_that_change_their_masks_are_refused() -> None:
+    """Doge merges a mask into its own unless it is a BlockMask: tokens saw later ones."""
+    config = hf.DogeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="flashgen")
+    with pytest.raises(AttributeError, match=r"has no 'dtype': .* use attn_implementation='sdpa'"):
+        model(tokens(1, 9))
+
+
+def test_masks_that_are_made_before_are_handed_through() -> None:
+    model = build("mistral")
+    ids = tokens(2, 9)
+    mask = hf.masking_utils.create_sliding_window_causal_mask(model.config, model.model.embed_tokens(ids), None, None)
+    assert isinstance(mask, LayerMask)
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, model(ids).logits)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 

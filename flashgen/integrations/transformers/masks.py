@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
@@ -34,14 +33,15 @@ _FORMS = {
     "window": "param {}: i32",
     "chunk": "param {}: i32",
 }
+_ELSEWHERE = "this model changes its masks itself, use attn_implementation='sdpa' for it"
 
 
-class LayerMask(BlockMask):
+class LayerMask:
     """Which pairs a layer keeps: ``condition``, in the language, over ``captured`` values, which are declared by
     ``declarations``.
 
-    It is for ``shape`` [B, 1, Nq, Nk] and holds nothing of that size. A BlockMask, since transformers hands masks of
-    this type through where a mask is prepared before the model is called; what only a matrix can do is refused.
+    It is for ``shape`` [B, 1, Nq, Nk] and holds nothing of that size; what only a matrix can do is refused. It is
+    neither a tensor nor FlexAttention's ``BlockMask``: models that ask for these go other ways around a mask.
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class LayerMask(BlockMask):
     __str__ = __repr__
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a mask of flashgen has no '{name}': it is a condition, no matrix and no list of blocks")
+        raise AttributeError(
+            f"a mask of flashgen has no '{name}': it is a condition, no matrix and no list of blocks; {_ELSEWHERE}"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(
-            f"a mask of flashgen cannot be indexed ([{index}]): it is a condition, no matrix ({self!r}); "
-            "this model changes its masks itself, use attn_implementation='sdpa' for it"
+            f"a mask of flashgen cannot be indexed ([{index}]): it is a condition, no matrix ({self!r}); {_ELSEWHERE}"
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from abc import ABCMeta
 from typing import Any
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, blockwise_overlay  # noqa: F401 - since 5
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import generic
@@ -18,7 +19,7 @@ except ImportError as error:
     ) from error
 
 from flashgen.integrations.transformers.calls import attention_forward
-from flashgen.integrations.transformers.masks import layer_mask
+from flashgen.integrations.transformers.masks import LayerMask, layer_mask
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # Substrings by which transformers knows implementations of its own.
@@ -36,6 +37,9 @@ def register(name: str = "flashgen") -> None:
     transformers takes every name with "flash" in it for a FlashAttention package: it would import one, and refuse
     what these cannot do. The predicate by which it asks, ``is_flash_attention_requested``, is replaced by one that
     says no to the registered name and gives transformers' answer to all others.
+
+    Masks may be made before a model is called, as ``generate`` does. ``masking_utils`` hands what it finds made through
+    where it is a tensor or a ``BlockMask``; flashgen's masks are added to the latter name there, and nowhere else.
     """
     if not _NAME.fullmatch(name) or any(own in name for own in _OWN):
         raise ValueError(
@@ -50,9 +54,22 @@ def register(name: str = "flashgen") -> None:
             raise ValueError(f"'{name}' is registered already, for {table[name]!r}; choose another name")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, layer_mask)
+    _teach_the_masks()
     if "flash" in name:
         _NOT_FLASH.add(name)
         _teach_the_predicate()
+
+
+class _MadeMask(metaclass=ABCMeta):  # noqa: B024 - classes are registered with it
+    """Masks that are made already, by ``isinstance``: transformers' own and flashgen's."""
+
+
+def _teach_the_masks() -> None:
+    """Put the class above where ``masking_utils`` asks for a ``BlockMask``."""
+    if masking_utils.BlockMask is not _MadeMask:
+        for kind in (masking_utils.BlockMask, LayerMask):
+            _MadeMask.register(kind)
+        masking_utils.BlockMask = _MadeMask
 
 
 def _teach_the_predicate() -> None:
