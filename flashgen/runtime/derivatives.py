@@ -83,19 +83,20 @@ class Derivative(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
-        ctx.how, *values = inputs
+        how, *values = inputs
+        ctx.how = how[:3]  # outputs that are known hold this context: with them in it nothing would ever be freed
         ctx.save_for_backward(*values)
         ctx.save_for_forward(*values)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> Any:
-        op, program, rest = ctx.how[:3]
+        op, program, rest = ctx.how
         return (None, *gradients_of(op, program, ctx.saved_tensors, arriving, ctx.needs_input_grad[1:], rest))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        op, program, rest = ctx.how[:3]
+        op, program, rest = ctx.how
         return tangents_of(op, program, ctx.saved_tensors, tangents, rest)
 
     @staticmethod
