@@ -62,6 +62,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "E310": "the form of the weights is not legal",
         "E311": "the result does not exist for this spec",
         "E312": "the list of a selection is not legal",
+        "E313": "a spec has more tensors and params than an op can take",
         # Schedule and target
         "E401": "a schedule entry is unknown",
         "E402": "a schedule entry has a value that is not legal",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flashgen.diagnostics import Span
-from flashgen.ir.arguments import OP_ARGUMENTS
+from flashgen.ir.arguments import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
@@ -77,8 +77,17 @@ class Block:
             self.report.add("E104", f"'{name.text}' is defined twice", name.span, notes=notes)
             return
         self.declarations[name.text] = declaration
+        if isinstance(statement, syntax.Param | syntax.Tensor):
+            self._count(name)
         if statement is not None:
             self._check_name(name, statement)
+
+    def _count(self, name: syntax.Name) -> None:
+        given = sum(isinstance(each.statement, syntax.Param | syntax.Tensor) for each in self.declarations.values())
+        if given == MAX_CAPTURED + 1:
+            message = f"'{name.text}' is one more than the {MAX_CAPTURED} tensors and params that an op can take"
+            hints = ("put values of one type into one tensor, f32[40] say, and read t[0], t[1], …",)
+            self.report.add("E313", message, name.span, hints=hints)
 
     def _check_name(self, name: syntax.Name, statement: Declaring) -> None:
         text = name.text

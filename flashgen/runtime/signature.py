@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashgen.ir.arguments import OP_ARGUMENTS, OPTIONS
+from flashgen.ir.arguments import MAX_CAPTURED, OP_ARGUMENTS, OPTIONS
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
@@ -118,6 +118,8 @@ class Signature:
         for each in captured:
             if each.name in OP_ARGUMENTS:
                 raise ValueError(f"'{each.name}' is an argument of every op; the spec has to call it otherwise")
+        if len(captured) > MAX_CAPTURED:
+            raise ValueError(f"'{spec.name}' captures {len(captured)} values; an op can take {MAX_CAPTURED} at most")
         drawn = 0 if spec.dropout is None else 2
         names = tuple(each.name for each in captured)
         return cls(

@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def backward(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     o = attend(q, k, v)
-    o.square().sum().backward()
+    o.square().sum().backward()  # type: ignore[no-untyped-call]
     return [o]
 
 
@@ -30,7 +30,7 @@ def twice(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def tangent(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    o, moved = torch.func.jvp(lambda q: attend(q, k, v), (q.detach(),), (torch.ones_like(q),))
+    o, moved = torch.func.jvp(lambda q: attend(q, k, v), (q.detach(),), (torch.ones_like(q),))  # type: ignore[misc]
     (o.square().sum() + moved.square().sum()).backward()
     return [o, moved]
 
