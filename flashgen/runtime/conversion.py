@@ -175,12 +175,12 @@ def as_number(value: object, *, whole: bool) -> Any:
 
 
 def as_scalar(value: object, dtype: torch.dtype) -> Tensor:
-    """A Python number as a 0-dim tensor."""
+    """A Python number as a 0-dim tensor on the CPU, whatever torch's default device is."""
     if torch.compiler.is_compiling():
         # The compiler keeps a number symbolic that meets a tensor in arithmetic, and specialises on any
         # other.
-        return torch.zeros((), dtype=dtype) + value  # type: ignore[operator]
-    return torch.scalar_tensor(value, dtype=dtype)  # type: ignore[arg-type]
+        return torch.zeros((), dtype=dtype, device="cpu") + value  # type: ignore[operator]
+    return torch.scalar_tensor(value, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
 def check_scalar(x: Tensor, what: str, device: torch.device) -> None:

@@ -171,3 +171,11 @@ def test_indices_are_checked_by_the_reference_as_well() -> None:
     q, k, v = (x.detach() for x in qkv())
     with pytest.raises(ValueError, match=r"'p': index 'i' of tensor 'doc' .*Nq = 37"):
         packed.reference(q, k[:, :, :20], v[:, :, :20], doc=torch.zeros(2, 20, dtype=torch.int32))
+
+
+def test_numbers_lie_on_the_cpu_whatever_the_default_device_is() -> None:
+    q, k, v = qkv(9)
+    attention = op("attention a { head_dim 16 param c: f32 = 1.0 score c * s dropout 0.1 }", "reference")
+    wanted = attention(q, k, v, c=0.5, seed=3, dropout_p=0.2)
+    with torch.device("meta"):
+        assert torch.equal(attention(q, k, v, c=0.5, seed=3, dropout_p=0.2), wanted)
