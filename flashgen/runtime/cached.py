@@ -212,23 +212,27 @@ def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
-    form = f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
     takes_number = len(shape) == 1
     number = as_number(x, whole=True) if takes_number else None
     if number is not None:
         return torch.full((shape[0] or 0,), saturated_number(number), dtype=torch.int32, device=q.device)
     if not isinstance(x, Tensor):
-        what = f"a tensor ({form}) or an int" if takes_number else f"a tensor ({form})"
+        what = f"a tensor ({_form(shape)})" + (" or an int" if takes_number else "")
         raise TypeError(f"'{name}' must be {what}, not {type(x).__name__}")
     if not is_integral(x.dtype):
-        raise TypeError(f"'{name}' is {x.dtype}; {form} is expected")
+        raise TypeError(f"'{name}' is {x.dtype}; {_form(shape)} is expected")
     if x.dim() != len(shape) or any(
         wanted not in (None, length) for wanted, length in zip(shape, x.shape, strict=True)
     ):
-        raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
+        raise ValueError(f"'{name}' has shape {list(x.shape)}; {_form(shape)} is expected")
     if x.device != q.device:
         raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
     return saturated(x).contiguous()
+
+
+def _form(shape: tuple[int | None, ...]) -> str:
+    """What a tensor of numbers looks like. Written where one does not fit alone: Dynamo writes no symbolic size."""
+    return f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
 
 
 class CachedEngine(Engine):
