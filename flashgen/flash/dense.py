@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.language.statements import MAX_HEAD_DIM
 from flashgen.layer import LOWER_RIGHT, Layer, conjunction
+from flashgen.runtime.conversion import as_number
 
 
 def flash_attn_func(
@@ -86,19 +89,20 @@ def layer_of(
 ) -> tuple[Layer, dict[str, Any]]:
     """What FlashAttention's options ask for, and what is captured; ``inputs`` are q, v and the number of sequences.
 
-    Raises ``ValueError`` for options that do not fit.
+    Raises ``ValueError`` and ``TypeError`` by name for options that do not fit.
     """
     q, v, batch = inputs
+    if softmax_scale is None:
+        softmax_scale = 1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
+    _check_numbers(q, v, dropout_p, softmax_scale, softcap)
     if return_attn_probs and dropout_p > 0:
         raise ValueError(
             "return_attn_probs: with dropout FlashAttention returns the matrix of weights, which is never made here; "
             "pass dropout_p=0.0 to get lse alone"
         )
-    if softcap < 0:
-        raise ValueError(f"'softcap' is {softcap}; expected a number above 0, or 0 for none")
     left, right = _window(window_size, causal)
     conditions, declarations = [], []
-    captured: dict[str, Any] = {"scaling": 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale}
+    captured: dict[str, Any] = {"scaling": softmax_scale}
     if right == 0:
         conditions.append(f"j <= {LOWER_RIGHT}")
     elif right > 0:
@@ -166,12 +170,30 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *options, s_aux=s_aux)
 
 
-def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
+def _check_numbers(q: Tensor, v: Tensor, dropout_p: Any, softmax_scale: Any, softcap: Any) -> None:
+    """Raise ``TypeError`` and ``ValueError`` for options and head dimensions that do not fit."""
+    for name, x in (("q and k", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"the head dimension of {name} is {x.shape[-1]}; 1 to {MAX_HEAD_DIM} are supported")
+    for name, given in (("dropout_p", dropout_p), ("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if as_number(given, whole=False) is None and not (isinstance(given, Tensor) and given.dim() == 0):
+            raise TypeError(f"'{name}' must be a number, not {type(given).__name__}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"'dropout_p' is {dropout_p}; expected a number from 0 on that is less than 1")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"'softcap' is {softcap}; expected a number above 0, or 0 for none")
+
+
+def _window(window_size: Any, causal: bool) -> tuple[int, int]:
     """How many keys a query sees to its left and right; −1 for all."""
-    if len(window_size) != 2:
-        raise ValueError(f"'window_size' is {window_size}; expected two ints (left, right), -1 for no limit")
-    left, right = window_size
-    return max(left, -1), 0 if causal else max(right, -1)
+    sides = window_size if isinstance(window_size, (tuple, list)) else (None,)
+    numbers = [as_number(side, whole=True) for side in sides]
+    if None in numbers or len(numbers) != 2:
+        kind = TypeError if None in numbers else ValueError
+        raise kind(f"'window_size' is {window_size!r}; expected two ints (left, right), -1 for no limit")
+    # No position lies further away; what does would leave 32 bits in the condition.
+    left, right = (-1 if side < 0 or side >= SIZE_LIMIT else side for side in numbers)
+    return left, 0 if causal else right
 
 
 def _unpacked(name: str, packed: Tensor, count: int, form: str) -> tuple[Tensor, ...]:

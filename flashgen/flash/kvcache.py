@@ -15,6 +15,7 @@ from torch import Tensor
 from flashgen.flash.dense import check_of_heads, layer_of
 from flashgen.runtime.appending import append
 from flashgen.runtime.cached import cache_of
+from flashgen.runtime.conversion import as_number
 
 
 def flash_attn_with_kvcache(
@@ -76,7 +77,7 @@ def flash_attn_with_kvcache(
         (q, v_cache, batch), 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_softmax_lse
     )
     if rotary_cos is not None or rotary_sin is not None:
-        counts = causal or max(window_size) >= 0
+        counts = layer.mask != "true"
         angles = _angles(q, k, k_cache, rotary_cos, rotary_sin, cache_seqlens, block_table)
         q = _rotated(q, angles(queries if counts else 1), rotary_interleaved)
         assert k is not None, "refused otherwise"
@@ -118,7 +119,8 @@ def _has_short_sequences(cache_seqlens: object, new: int, queries: int) -> bool:
         if cache_seqlens.is_cuda and queries == 1:  # a sequence without a row keeps nothing, which kernels see
             return False
         return not cache_seqlens.is_meta and bool((cache_seqlens + new < queries).any())
-    return isinstance(cache_seqlens, int) and cache_seqlens + new < queries
+    length = as_number(cache_seqlens, whole=True)
+    return length is not None and length + new < queries
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:

@@ -49,6 +49,8 @@ def flash_attn_varlen_func(
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
     if not isinstance(cu_seqlens_q, Tensor):
         raise TypeError(f"'cu_seqlens_q' must be a tensor of cumulative lengths, not {type(cu_seqlens_q).__name__}")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.numel() == 0:
+        raise ValueError(f"'cu_seqlens_q' has shape {list(cu_seqlens_q.shape)}; [B + 1] is expected")
     batch, heads = cu_seqlens_q.numel() - 1, q.shape[1]
     check_of_heads(alibi_slopes, s_aux, batch, heads)
     layer, captured = layer_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -127,6 +128,16 @@ def test_windows_beyond_the_lengths_are_none() -> None:
         )
 
 
+def test_windows_of_the_largest_ints_are_none() -> None:
+    """Sums of them and positions leave 32 bits: keys were lost."""
+    q, k, v = inputs(9, 7)
+    o, lse = formula(q, k, v)
+    for window in ((-1, 2**31 - 1), (2**31 - 1, -1), (2**31 - 1, 2**31 - 1), (sys.maxsize, sys.maxsize), (2**30,) * 2):
+        got, sums, _ = flash_attn_func(q, k, v, window_size=window, return_attn_probs=True)
+        torch.testing.assert_close(got.double(), o, **TOLERANCE)
+        torch.testing.assert_close(sums.double(), lse, **TOLERANCE)
+
+
 def test_rows_without_a_key_are_zero() -> None:
     q, k, v = inputs(70, 17)
     o, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
@@ -210,12 +221,23 @@ def test_whole_graphs(dynamic: bool) -> None:
     [
         ({"dropout_p": 0.1, "return_attn_probs": True}, ValueError, "return_attn_probs: with dropout"),
         ({"softcap": -1.0}, ValueError, "'softcap' is -1.0"),
+        ({"softcap": math.nan}, ValueError, "'softcap' is nan"),
+        ({"softcap": math.inf}, ValueError, "'softcap' is inf"),
+        ({"softcap": "2"}, TypeError, "'softcap' must be a number, not str"),
+        ({"softmax_scale": "2"}, TypeError, "'softmax_scale' must be a number, not str"),
         ({"window_size": (1, 2, 3)}, ValueError, "'window_size' is"),
+        ({"window_size": 5}, TypeError, "'window_size' is 5; expected two ints"),
+        ({"window_size": (None, None)}, TypeError, r"'window_size' is \(None, None\); expected two ints"),
         ({"alibi_slopes": torch.zeros(3)}, ValueError, r"'alibi_slopes' has shape \[3\]"),
         ({"alibi_slopes": 0.5}, TypeError, "'alibi_slopes' must be a tensor"),
         ({"s_aux": torch.zeros(2, 4)}, ValueError, r"'s_aux' has shape \[2, 4\]; \[H\] = \[4\] is expected"),
         ({"s_aux": 0.5}, TypeError, r"'s_aux' must be a tensor \[H\], not float"),
         ({"dropout_p": 1.0}, ValueError, "'dropout_p' is 1.0"),
+        ({"dropout_p": -0.1}, ValueError, "'dropout_p' is -0.1"),
+        ({"dropout_p": math.nan}, ValueError, "'dropout_p' is nan"),
+        ({"dropout_p": None}, TypeError, "'dropout_p' must be a number, not NoneType"),
+        ({"v": torch.zeros(2, 33, 2, 0)}, ValueError, "the head dimension of v is 0; 1 to 576"),
+        (dict.fromkeys(("q", "k"), torch.zeros(2, 33, 2, 0)), ValueError, "the head dimension of q and k is 0"),
         ({"k": torch.zeros(2, 4, 40, 16)}, ValueError, "H must be a multiple of Hkv|expected q"),
         ({"q": torch.zeros(33, 4, 16)}, ValueError, r"'q' has shape \[33, 4, 16\]; \[B, Nq, H, D\]"),
         ({"v": None}, TypeError, "'v' must be a tensor"),

@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -160,6 +161,9 @@ def test_sequences_that_are_shorter_than_their_queries() -> None:
             torch.testing.assert_close(o[b : b + 1].double(), truth, **TOLERANCE)
             torch.testing.assert_close(lse[b : b + 1].double(), sums, **TOLERANCE)
     assert (lse[1] == -math.inf).all()
+    numbers: tuple[Any, Any] = (np.int64(3), 3)
+    of_numpy, of_python = (flash_attn_with_kvcache(**own, cache_seqlens=each, causal=True) for each in numbers)
+    assert torch.equal(of_numpy, of_python)
     nothing = {name: x[:0] for name, x in own.items()}
     assert flash_attn_with_kvcache(**nothing, cache_seqlens=1).shape == (0, 5, H, D)
 
@@ -219,3 +223,16 @@ def test_compiled_whole() -> None:
     eager = flash_attn_with_kvcache(**theirs, **rotary, cache_seqlens=LENGTHS, causal=True) * 2
     assert torch.equal(step(own, LENGTHS), eager)
     assert torch.equal(own["k_cache"], theirs["k_cache"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_for_any_batch() -> None:
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+
+    given = inputs()
+    for batch in (3, 2):
+        own = (*(given[name][:batch] for name in ("q", "k_cache", "v_cache")), LENGTHS[:batch] + 1)
+        assert torch.equal(step(*own), flash_attn_with_kvcache(*own[:3], cache_seqlens=own[3], causal=True))

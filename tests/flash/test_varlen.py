@@ -54,3 +54,5 @@ def test_what_does_not_fit_is_named() -> None:
         flash_attn_varlen_func(q, k, v, Q_STARTS, K_STARTS, alibi_slopes=torch.rand(3))
     with pytest.raises(ValueError, match="'cu_seqlens_k' ends at 25"):
         flash_attn_varlen_func(q, k, v, Q_STARTS, K_STARTS.clamp(max=25))
+    with pytest.raises(ValueError, match=r"'cu_seqlens_q' has shape \[0\]; \[B \+ 1\] is expected"):
+        flash_attn_varlen_func(q, k, v, Q_STARTS[:0], K_STARTS, alibi_slopes=torch.rand(4))
