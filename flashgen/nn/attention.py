@@ -92,8 +92,8 @@ class Attention(nn.Module):
             value = getattr(self, each.name).to(each.dtype)
             arguments[each.name] = value.reshape(()) if each.is_scalar else value
         self._check_heads(q, k, arguments)
-        if not self.training and op.spec.dropout is not None:
-            arguments.setdefault("dropout_p", 0.0)
+        if not self.training and op.spec.dropout is not None and arguments.get("dropout_p") is None:
+            arguments["dropout_p"] = 0.0
         return op(q, k, v, **arguments)  # type: ignore[operator]
 
     def _check_heads(self, q: Any, k: Any, arguments: Mapping[str, Any]) -> None:

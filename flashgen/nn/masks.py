@@ -24,10 +24,7 @@ _PLACES = {
 
 
 class Form(NamedTuple):
-    """One mask of a call: ``name`` is ``PADDING`` or ``PAIRS``; what is not boolean is added to the score.
-
-    A tuple, because Dynamo looks modules' ops up by it, and knew no other keys before PyTorch 2.7.
-    """
+    """One mask of a call: ``name`` is ``PADDING`` or ``PAIRS``; what is not boolean is added to the score."""
 
     name: str
     dimensions: int
@@ -38,8 +35,8 @@ class Form(NamedTuple):
 class Change:
     """How a module's op differs from its spec as it is written; ``masks`` are what a call brings."""
 
-    head_dim: HeadDim
-    drops: bool
+    head_dim: HeadDim | None = None
+    drops: bool = False
     masks: tuple[Form, ...] = ()
     causal: bool = False
 
@@ -49,7 +46,7 @@ class Change:
             spec = _masked(spec, form)
         if self.causal:
             spec = replace(spec, mask=apply("and", spec.mask, apply("le", index("j"), index("i"))))
-        if self.head_dim not in spec.head_dims:
+        if self.head_dim is not None and self.head_dim not in spec.head_dims:
             spec = replace(spec, head_dims=(self.head_dim,))
         if self.drops and spec.dropout is None:
             spec = replace(spec, dropout=literal(0.0))

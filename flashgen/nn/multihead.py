@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,18 @@ from torch.nn import functional
 
 from flashgen.ir.spec import HeadDim
 from flashgen.nn.attention import Attention, as_op
+from flashgen.nn.changed import changed_op, origin_name
 from flashgen.nn.learned import Initial
-from flashgen.nn.masks import PADDING, PAIRS, Change, Form
+from flashgen.nn.masks import PADDING, PAIRS, Change
 from flashgen.pipeline import Constant, load_spec
 from flashgen.runtime.conversion import int_argument
 from flashgen.runtime.op import BaseOp
+
+_NESTED = (
+    "a nested tensor is taken in the strided layout, for query, key and value at once, with batch_first=True and "
+    "without masks; pass a padded tensor and 'key_padding_mask' "
+    "(torch.nn.TransformerEncoder: enable_nested_tensor=False)"
+)
 
 
 class MultiheadAttention(nn.Module):
@@ -79,13 +85,15 @@ class MultiheadAttention(nn.Module):
         self.dropout, self.batch_first = dropout, batch_first
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         width = embed_dim // num_heads
-        self._origin, self._backend = as_op(spec, name, const, backend), backend
-        self._change = Change(HeadDim(width, width), drops=dropout > 0)
-        self._ops: dict[tuple[tuple[Form, ...], bool], BaseOp] = {}
+        op = as_op(spec, name, const, backend)
+        changed = Change(HeadDim(width, width), drops=dropout > 0).of(op.spec)
+        if changed is not op.spec:
+            op = op.of_spec(changed, load_spec)
         self.attention = Attention(
-            self._op((), False), heads=num_heads, kv_heads=kv_heads, head_dim=width,
+            op, heads=num_heads, kv_heads=kv_heads, head_dim=width,
             sizes=sizes, initial=initial, device=device, dtype=dtype,
         )  # fmt: skip
+        self._op_name = origin_name(self.attention.op)
 
         made: Any = {"device": device, "dtype": dtype}
         keys = kv_heads * width
@@ -100,6 +108,10 @@ class MultiheadAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(embed_dim + 2 * keys, **made)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
         self._reset_projections()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._op_name = origin_name(self.attention.op)
 
     def reset_parameters(self) -> None:
         """Give every Parameter its initial values again."""
@@ -137,10 +149,19 @@ class MultiheadAttention(nn.Module):
         keys up to the query. The first call with masks of a form compiles a kernel for it. ``captured`` are tensors and
         params of the spec that the module does not own, and options of the op.
 
+        A strided nested tensor, as ``torch.nn.TransformerEncoder`` makes of padding in ``eval()``, is taken for all of
+        query, key and value.
+
         Returns (o, None), o as ``query``. Raises ``ValueError`` and ``TypeError`` by name.
         """
         if need_weights:
             raise ValueError("need_weights: the weights are never made; call with need_weights=False")
+        if any(getattr(x, "is_nested", False) for x in (query, key, value)):
+            is_self = query is key and key is value and query.layout is torch.strided
+            is_masked = key_padding_mask is not None or attn_mask is not None
+            if not is_self or is_masked or not self.batch_first:
+                raise ValueError(_NESTED)
+            return self._of_nested(query, is_causal=is_causal, **captured), None
         self._check(query, key, value)
         is_batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -148,9 +169,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"query, key and value have shapes {shapes}; all have three dimensions, or two without B")
         q, k, v = (self._split(x, is_batched) for x in self._projected(query, key, value))
         masks = self._masks(q, k, key_padding_mask, attn_mask, is_batched)
-        forms = tuple(Form(name, mask.dim(), mask.dtype is torch.bool) for name, mask in masks.items())
-        if self.dropout and self.training:
-            captured.setdefault("dropout_p", self.dropout)
+        forms = tuple((name, mask.dim(), mask.dtype is torch.bool) for name, mask in masks.items())
+        if self.dropout and self.training and captured.get("dropout_p") is None:
+            captured["dropout_p"] = self.dropout
         o = self.attention.attend_with(self._op(forms, is_causal and attn_mask is None), q, k, v, **captured, **masks)
         rows = o.transpose(1, 2).flatten(2)
         if not is_batched:
@@ -172,14 +193,18 @@ class MultiheadAttention(nn.Module):
         """What stands between the parentheses."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_heads={self.kv_heads}"
 
-    def _op(self, masks: tuple[Form, ...], causal: bool) -> BaseOp:
+    def _of_nested(self, x: Tensor, **options: Any) -> Tensor:
+        """Self-attention of sequences in a nested tensor, whose padding is masked; a nested tensor of the same."""
+        lengths = [each.shape[0] for each in x.unbind()]
+        rows = x.to_padded_tensor(0.0)
+        ends = torch.tensor(lengths, device=rows.device)
+        padding = torch.arange(rows.shape[1], device=rows.device) >= ends[:, None]
+        o, _ = self.forward(rows, rows, rows, padding, **options)
+        return torch.nested.as_nested_tensor([each[:length] for each, length in zip(o, lengths, strict=True)])
+
+    def _op(self, masks: tuple[tuple[str, int, bool], ...], causal: bool) -> BaseOp:
         """The op of a call; the spec's own where nothing is changed."""
-        key = masks, causal
-        if key not in self._ops:
-            spec = self._origin.spec
-            changed = replace(self._change, masks=masks, causal=causal).of(spec)
-            self._ops[key] = self._origin if changed is spec else load_spec(changed, self._backend)
-        return self._ops[key]
+        return changed_op(self._op_name, masks, causal) if masks or causal else self.attention.op
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """q, k and v before heads are told apart; one product where all three are the same."""
@@ -199,7 +224,8 @@ class MultiheadAttention(nn.Module):
             x = x.unsqueeze(0)
         elif not self.batch_first:
             x = x.transpose(0, 1)
-        return x.view(*x.shape[:2], -1, self._change.head_dim.qk).transpose(1, 2)
+        width = self.attention.head_dim.qk
+        return x.view(*x.shape[:2], x.shape[-1] // width, width).transpose(1, 2)
 
     def _masks(
         self, q: Tensor, k: Tensor, padding: Tensor | None, pairs: Tensor | None, is_batched: bool

@@ -234,5 +234,7 @@ def test_compiled_for_any_batch() -> None:
 
     given = inputs()
     for batch in (3, 2):
-        own = (*(given[name][:batch] for name in ("q", "k_cache", "v_cache")), LENGTHS[:batch] + 1)
-        assert torch.equal(step(*own), flash_attn_with_kvcache(*own[:3], cache_seqlens=own[3], causal=True))
+        q, k, v = (given[name][:batch] for name in ("q", "k_cache", "v_cache"))
+        lengths = LENGTHS[:batch] + 1
+        wanted = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        assert torch.equal(step(q, k, v, lengths), wanted)

@@ -66,6 +66,14 @@ def test_it_is_pytorchs_where_the_spec_is_plain(plain: Any, arguments: dict[str,
         compare(theirs, ours, x, x, x)
 
 
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (3, 0, 7), (3, 5, 0)], ids=str)
+def test_with_nothing_in_it(sizes: tuple[int, int, int]) -> None:
+    batch, q_len, kv_len = sizes
+    theirs, ours = twins(flashgen.loads(PLAIN, backend="reference"), batch_first=True)
+    inputs = random(batch, q_len, 32), *(random(batch, kv_len, 32) for _ in range(2))
+    torch.testing.assert_close(ours(*inputs)[0], theirs(*inputs, need_weights=False)[0])
+
+
 def test_without_a_batch(plain: Any) -> None:
     compare(*twins(plain), random(5, 32), random(7, 32), random(7, 32))
 
@@ -113,6 +121,33 @@ def test_dropout_is_that_of_training_alone(plain: Any) -> None:
     torch.testing.assert_close(layer(x, x, x)[0], twin_without_dropout(layer, plain)(x, x, x)[0])
 
 
+def test_no_rate_is_the_modules_own(plain: Any) -> None:
+    layer, x = MultiheadAttention(32, 2, 0.5, spec=plain), random(6, 2, 32)
+    assert not torch.equal(layer(x, x, x, dropout_p=None)[0], layer(x, x, x, dropout_p=0.0)[0])
+    layer.eval()
+    assert torch.equal(layer(x, x, x, dropout_p=None)[0], layer(x, x, x)[0])
+
+
+def test_changed_ops_stay_on_the_backend_of_the_op() -> None:
+    layer = MultiheadAttention(32, 2, 0.5, spec=flashgen.loads(PLAIN, backend="reference"))
+    assert layer.attention.op.backends == ("reference",)
+    assert layer._op((("key_padding_mask", 2, True),), False).backends == ("reference",)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask", "is_causal"])
+def test_masks_of_a_form_that_a_compiled_graph_meets_first(name: str) -> None:
+    text = PLAIN.replace("plain_heads", f"plain_{name}")  # whose ops nobody made
+    layer = MultiheadAttention(32, 2, batch_first=True, spec=flashgen.loads(text, backend="reference"))
+    x = random(2, 6, 32)
+    masks: dict[str, Any] = {"key_padding_mask": torch.arange(6) > torch.tensor([[3], [5]]), "attn_mask": random(6, 6)}
+    given: dict[str, Any] = {name: masks.get(name, True)}
+    compiled: Any = torch.compile(layer, backend="eager", fullgraph=True)
+    found = compiled(x, x, x, **given)[0]
+    torch.testing.assert_close(found, layer(x, x, x, **given)[0])
+
+
 def twin_without_dropout(layer: MultiheadAttention, op: Any) -> MultiheadAttention:
     other = MultiheadAttention(32, 2, spec=op)
     other.load_state_dict(layer.state_dict())
@@ -149,6 +184,23 @@ def test_what_is_wrong_is_named(plain: Any) -> None:
         MultiheadAttention(32, 2, spec=plain, kv_heads=0)
     with pytest.raises(ValueError, match=r"'dropout' is 1\.5"):
         MultiheadAttention(32, 2, 1.5, spec=plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
+def test_in_the_layers_of_an_encoder_that_makes_nested_tensors() -> None:
+    op = flashgen.loads(PLAIN, backend="reference")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 48, batch_first=True), 2).eval()
+    x, padding = random(3, 9, 32), torch.arange(9) > torch.tensor([[7], [5], [3]])
+    with torch.no_grad():
+        wanted = encoder(x, src_key_padding_mask=padding)
+        for layer in encoder.layers:
+            ours = MultiheadAttention(32, 2, batch_first=True, spec=op)
+            ours.load_state_dict(layer.self_attn.state_dict())
+            layer.self_attn = ours.eval()
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), wanted, rtol=1e-4, atol=1e-5)
+    nested = torch.nested.nested_tensor([x[0], x[1, :5]])
+    with pytest.raises(ValueError, match="a nested tensor is taken in the strided layout, for query, key and value"):
+        ours(nested, x, x)
 
 
 @pytest.mark.parametrize("training", [True, False])
