@@ -57,9 +57,8 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
     if not k.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in written)):
         return _by_operators(cache, *written)
     if checks_lengths():
-        later = _longer(cache, new)
-        later.check(k_cache, new)
-        _check_places(later, k_cache, new)
+        _name_what_lies_outside(cache, k_cache, new)
+        _check_places(_longer(cache, new), k_cache, new)
     arguments = (cache.lengths, cache.entries, cache.blocks, cache.k_factors, cache.v_factors, *written)
     if is_compiling() or not lies_in_memory((cache.lengths, *written)):
         filled: Tensor = getattr(getattr(torch.ops, NAMESPACE), _OPERATOR)(*arguments)
@@ -94,34 +93,40 @@ def _check_places(cache: Cache, k_cache: Tensor, new: int) -> None:
     require(differ, outer, "two rows of k and v lie at the same place of the cache")
 
 
+def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
+    """Raise ``ValueError`` where one of so many new rows would lie outside; lengths are those before them."""
+    for b, length in enumerate(cache.lengths.tolist()):
+        if length < 0:
+            raise ValueError(f"'cache_seqlens' of sequence {b} is {length}; rows before those of k and v are 0 or more")
+    replace(cache, lengths=cache.lengths.long() + new).check(k_cache, new)  # whose sum takes more than 32 bits
+
+
 def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
     """The same; a row without a place stops a GPU before one is written."""
-    new = k.shape[2]
+    new, given = k.shape[2], cache
     cache = _longer(cache, new)
     places, outer, inner = _places(cache, k_cache, new)
     capacity = cache.capacity(k_cache)
     inside = functools.partial(_inside, places, outer, capacity, k_cache.shape[0])
     try:
         require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
-    except ValueError as error:
-        b, n = _outside(places, outer, capacity, k_cache.shape[0]).nonzero()[0].tolist()
-        raise ValueError(f"{error}: row {int(places[b, n])} of sequence {b} does") from None
+    except ValueError:
+        _name_what_lies_outside(given, k_cache, new)
+        raise
     if not k.is_cuda:
         _check_places(cache, k_cache, new)
+    # Positions, then heads: indices that stand side by side are what torch.vmap maps.
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
+        rows = cached.transpose(1, 2)
         if cached.dtype is F8:  # whose rows are written as bytes
-            cached.view(torch.uint8)[outer, :, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
+            rows.view(torch.uint8)[outer, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
         else:
-            cached[outer, :, inner] = x.transpose(1, 2)
+            rows[outer, inner] = x.transpose(1, 2)
     return cache
 
 
 def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
-    return ~_outside(places, outer, capacity, count).any()
-
-
-def _outside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
-    return (places < 0) | (places >= capacity) | (outer < 0) | (outer >= count)
+    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
 
 
 def _differ(outer: Tensor, inner: Tensor) -> Tensor:

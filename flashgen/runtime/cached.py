@@ -94,13 +94,9 @@ class Cache:
         return pages.transpose(0, 1).flatten(1, 2)[None, :, padding:length]
 
     def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
-        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding.
-
-        Of a cache that is ``in_numbers``.
-        """
-        capacity, is_paged = self.capacity(cache), self.is_paged
-        lengths, padding = self.lengths.tolist(), self.padding.tolist()
-        entries = self.entries.tolist()
+        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding."""
+        capacity, is_paged, written = self.capacity(cache), self.is_paged, self.in_numbers()
+        lengths, padding, entries = (x.tolist() for x in (written.lengths, written.padding, written.entries))
         for b, (length, before) in enumerate(zip(lengths, padding, strict=True)):
             if not 0 <= length <= capacity:
                 raise ValueError(
@@ -199,13 +195,15 @@ def _written_out(batch: int, device: torch.device) -> tuple[Tensor, ...]:
 def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
     """What most calls of so many sequences say, on the device of a tensor. Nobody writes to it.
 
-    On a CPU it is made once: a small call takes as long as to make it.
+    On a CPU it is made once: a small call takes as long as to make it. Autograd saves it for calls to come, whatever
+    mode this one is in.
     """
     if not (like.is_cpu and is_plain((like,))):
         return make(batch, like.device)
     found = _USUAL.get((make, batch))
     if found is None:
-        found = make(batch, like.device)
+        with torch.inference_mode(mode=False):
+            found = make(batch, like.device)
         if len(_USUAL) < _MOST_USUAL:
             _USUAL[make, batch] = found
     return found

@@ -148,11 +148,11 @@ def head_dim_argument(given: object) -> HeadDim | None:
 
 
 def splits_argument(given: object) -> Any:
-    """The number of parts that keys are split into. Raises ``ValueError``."""
+    """The number of parts that keys are split into, of 32 bits. Raises ``ValueError``."""
     splits = as_number(given, whole=True)
     if splits is None or splits < 0:
         raise ValueError(f"'num_splits' is {given!r}; 0 or the number of parts that keys are split into is expected")
-    return splits
+    return saturated_number(splits)  # there are no more than tiles of keys
 
 
 def check_switch(name: str, value: object) -> None:

@@ -148,7 +148,7 @@ class BaseOp(ShownOp):
             (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
         )
         numbers = (b_start, h_start, b_total, h_total)
-        asked = ask_of_cache(self._cached.engine, tensors, block_table, numbers, num_splits, device)
+        asked = ask_of_cache(self._cached.engine, tensors, block_table, numbers, splits_argument(num_splits), device)
         shows = self._shows(asked.call.device.type)
         if not isinstance(shows, ShowsCaches) or asked.call.is_empty:
             raise ValueError(

@@ -185,7 +185,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "'v' has shape": {"v": torch.zeros(3, 2, 2, 16)},
     "'cache_seqlens' is missing": {"cache_seqlens": None},
     "'cache_seqlens' must be a tensor": {"cache_seqlens": [1, 2, 3], "k": None, "v": None},
-    "rows of k and v lie outside of the cache": {"cache_seqlens": 64},
+    "what is new make 65 rows of sequence 0": {"cache_seqlens": 64},
     "'alibi_slopes' has shape": {"alibi_slopes": torch.zeros(3)},
     "'softcap' is -1": {"softcap": -1.0},
     "'num_splits' is -2": {"num_splits": -2},

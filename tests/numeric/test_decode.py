@@ -281,7 +281,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "'cache_batch_idx' of sequence 0 is 2147483647": {"cache_batch_idx": torch.tensor([2**32, 1, 2])},
     "names page 2147483647 at 0": {"block_table": torch.tensor([[0], [2**32], [2]])},
     "'cache_batch_idx' goes with a": {"cache_batch_idx": i32(0, 1, 2), "block_table": i32(0, 1, 2)[:, None]},
-    "of 256 rows a sequence: row 256 of sequence 0 does": {"cache_seqlens": 256, "k": ROW, "v": ROW},
+    "what is new make 257 rows of sequence 0": {"cache_seqlens": 256, "k": ROW, "v": ROW},
+    "what is new make 2147483648 rows of sequence 0": {"cache_seqlens": 2**40, "k": ROW, "v": ROW},
+    "'cache_seqlens' of sequence 1 is -1; rows before": {"cache_seqlens": i32(1, -1, 3), "k": ROW, "v": ROW},
+    "'cache_batch_idx' of sequence 1 is 7; the cache has 3": {"cache_batch_idx": i32(0, 7, 1), "k": ROW, "v": ROW},
+    "of sequence 1 names page -3 at 0": {"block_table": i32(0, -3, 2)[:, None], "k": ROW, "v": ROW},
     "'k' has shape": {"k": torch.zeros(3, 1, 1, 64), "v": ROW},
     "at the same place": {"cache_batch_idx": i32(0, 0, 1), "cache_seqlens": 8, "k": ROW, "v": ROW},
     "dimension 0 must be 3, the batch size": dict.fromkeys(("k_cache", "v_cache"), torch.zeros(4, 2, 256, 64)),
@@ -303,11 +307,36 @@ def test_what_is_wrong_is_named(said: str, backend: str) -> None:
     assert torch.equal(k, inputs()[1]), "nothing is written"
 
 
+def test_samples_of_vmap_write_to_the_cache() -> None:
+    op = loaded(CAUSAL, "reference")
+    q, k, v, row = (torch.stack([x, -2 * x]) for x in (*inputs(), random(B, HKV, 1, 64, seed=4)))
+    k_one, v_one = k.clone(), v.clone()
+
+    def step(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Any:
+        return op.decode(q, k, v, LENGTHS, k=row, v=row)
+
+    found = torch.vmap(step)(q, k, v, row)
+    assert torch.equal(found, torch.stack([step(*each) for each in zip(q, k_one, v_one, row, strict=True)]))
+    assert torch.equal(k, k_one)
+    assert torch.equal(v, v_one)
+
+
+def test_what_inference_mode_leaves_behind_serves_autograd() -> None:
+    """Tensors that calls of a batch size have in common are saved for backward."""
+    op = loaded(CAUSAL, "reference")
+    q, k = torch.randn(11, H, 1, 64), torch.randn(11, HKV, 8, 64)
+    with torch.inference_mode():
+        op.decode(q, k, k, 5)
+    assert op.decode(q.requires_grad_(), k, k, 5).requires_grad
+
+
 def test_a_length_of_numpy_and_the_reference_in_parts() -> None:
     op, (q, k, v) = loaded(CAUSAL, "reference"), inputs()
     length: Any = np.int64(4)
     assert torch.equal(op.reference.decode(q, k, v, 4, num_splits=3), op.reference.decode(q, k, v, 4))
     assert torch.equal(op.decode(q, k, v, length), op.decode(q, k, v, 4))
+    compiled = loaded(CAUSAL, "cpu")
+    assert torch.equal(compiled.decode(q, k, v, 4, num_splits=2**70), compiled.decode(q, k, v, 4, num_splits=2**31 - 1))
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:

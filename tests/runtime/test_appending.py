@@ -182,6 +182,18 @@ def test_what_crosses_to_the_kernel() -> None:
     assert ctypes.sizeof(Arguments) == 2 * ctypes.sizeof(Rows) + 4 * 8 + 3 * 8 + 4 * 4
 
 
+def test_lengths_are_checked_of_a_cache_that_leaves_out_numbers() -> None:
+    """As ``FLASHGEN_CHECK_LENGTHS`` does on a GPU."""
+    cached = torch.zeros(B, HKV, 40, 8)
+    cache = cache_of(
+        torch.empty(B, HKV, 1, 8), cached, cached, torch.tensor([3, 40, 1]), block_table=None, leftpad=None,
+        cache_batch_idx=None,
+    )  # fmt: skip
+    assert cache.check(cached, 1) == [(3, 0), (40, 0), (1, 0)]
+    with pytest.raises(ValueError, match="sequence 2 has 1 rows in the cache, but 2 queries"):
+        cache.check(cached, 2)
+
+
 def test_programs_see_one_operator() -> None:
     """What traces a call on a GPU finds no more than that."""
     with FakeTensorMode():
