@@ -32,11 +32,12 @@ class MultiheadAttention(nn.Module):
         layer = flashgen.nn.MultiheadAttention(512, 8, batch_first=True, spec="specs/alibi.attn")
         o, _ = layer(x, x, x)
 
-    The arguments before the ``*``, the projections' names and shapes and the form of a call are PyTorch's: with a spec
-    that learns nothing, its ``state_dict`` loads as it is. ``spec`` is the file of a spec or a loaded op; it is built
-    for embed_dim // num_heads columns whatever head dimensions it names. ``kv_heads`` (default: ``num_heads``) may be
-    fewer. ``sizes``, ``initial``, ``name``, ``const``, ``backend``: as in ``Attention``, which is ``self.attention``.
-    It may stand in for PyTorch's in ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
+    The arguments before the ``*``, the projections' names and shapes and the form of a call are PyTorch's. So is the
+    state: a ``state_dict`` of PyTorch's loads as it is, and leaves what the spec learns as it was. ``spec`` is the file
+    of a spec or a loaded op; it is built for embed_dim // num_heads columns whatever head dimensions it names.
+    ``kv_heads`` (default: ``num_heads``) may be fewer. ``sizes``, ``initial``, ``name``, ``const``, ``backend``: as in
+    ``Attention``, which is ``self.attention``. It may stand in for PyTorch's in ``torch.nn.TransformerEncoderLayer``
+    and ``TransformerDecoderLayer``.
 
     ``dropout`` drops attention weights while training; 0 leaves what the spec says. ``add_bias_kv`` and
     ``add_zero_attn`` are refused, and so is ``need_weights``: the weights are never made.
@@ -129,6 +130,13 @@ class MultiheadAttention(nn.Module):
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """A checkpoint of PyTorch's has nothing of what the spec learns."""
+        own = f"{prefix}attention."
+        if not any(name.startswith(own) for name in state_dict):
+            state_dict.update((own + name, value) for name, value in self.attention.state_dict().items())
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def forward(
         self,

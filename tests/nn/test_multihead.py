@@ -113,6 +113,23 @@ def test_learned_values_get_gradients_with_masks_too_and_heads_may_be_grouped() 
     assert bool(layer.attention.slope.grad.any())
 
 
+def test_a_state_of_pytorchs_leaves_what_the_spec_learns() -> None:
+    layer = MultiheadAttention(32, 2, spec=flashgen.loads(ALIBI, backend="reference"), initial={"slope": 0.3})
+    theirs = nn.MultiheadAttention(32, 2)
+    for whole, state in (
+        (layer, theirs.state_dict()),
+        (nn.ModuleDict({"a": layer}), nn.ModuleDict({"a": theirs}).state_dict()),
+    ):
+        whole.load_state_dict(state)
+        assert torch.equal(layer.in_proj_weight, theirs.in_proj_weight)
+        assert layer.attention.slope.tolist() == pytest.approx([0.3, 0.3])
+    saved = layer.state_dict()
+    layer.attention.slope.data.zero_()
+    layer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "in_proj_bias"'):
+        layer.load_state_dict({name: x for name, x in theirs.state_dict().items() if name != "in_proj_bias"})
+
+
 def test_dropout_is_that_of_training_alone(plain: Any) -> None:
     layer = MultiheadAttention(32, 2, 0.5, spec=plain)
     x = random(6, 2, 32)
