@@ -11,20 +11,28 @@ import dis
 import enum
 import functools
 import math
+import os
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashgen.flex.numbers import Guards, Number
+from flashgen.flex.places import NOT_THE_USERS, spellings
 
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "flashgen", "numpy", "torch")) - {"__main__"}
+_PACKAGES = frozenset(("flashgen", "numpy", "torch"))
+_PYTHONS = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")), Path(os.__file__).parent)
+_PYTHONS_FOLDERS = tuple(f"{each}{os.sep}" for folder in _PYTHONS for each in spellings(folder))
+_FOLDERS = (*NOT_THE_USERS, *spellings(Path(np.__file__).parent), *_PYTHONS_FOLDERS)
 # Modules of ours and of PyTorch's whose closures hold mods of the user's.
 _COMPOSING = frozenset(("flashgen.flex.masks", "torch.nn.attention.flex_attention"))
 # What tells a number that is lifted from a plain one, or changes what is captured.
@@ -57,11 +65,15 @@ def _read_code(code: CodeType) -> _Code:
     liftable = is_known = True
     for each in _codes(code):
         own = frozenset(each.co_cellvars)
+        before = None
         for instruction in dis.get_instructions(each):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 names[instruction.argval] = None
             stores = instruction.opname in _STORES and instruction.argval not in own
             liftable &= not stores and instruction.opname not in _STORES_OF_OBJECTS
+            # What stands for an object is another one.
+            liftable &= instruction.opname != "IS_OP" or before == "LOAD_CONST"
+            before = instruction.opname
             is_known &= instruction.opname != "IMPORT_NAME" or _is_library(instruction.argval)
     return _Code(
         tuple(names),
@@ -78,18 +90,35 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @functools.lru_cache(maxsize=256)
 def _is_library(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _LIBRARIES
+    """Whether a module of this name is Python's, NumPy's, PyTorch's or ours; the user's may be called ``code``, too."""
+    top = "" if module is None else module.partition(".")[0]
+    if top in _PACKAGES or top not in sys.stdlib_module_names or top == "__main__":
+        return top in _PACKAGES
+    if top not in sys.modules:
+        return True
+    origin = getattr(sys.modules[top].__spec__, "origin", None) or ""
+    is_pythons = origin.startswith(_PYTHONS_FOLDERS) and "site-packages" not in origin
+    return is_pythons or origin in ("built-in", "frozen")
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value never changes, as libraries do not; a class of the user's has attributes that do."""
+    """Whether a value never changes, as libraries do not; a class of the user's has attributes and methods that do."""
     if isinstance(value, type):
         return _is_library(value.__module__)
+    if isinstance(value, enum.Enum):
+        return _is_library(type(value).__module__)
     if isinstance(value, types.BuiltinFunctionType):
         # A method of an object is as that is: ``table.get``.
         owner = value.__self__
         return owner is None or isinstance(owner, ModuleType) or (isinstance(owner, type) and _is_constant(owner))
     return isinstance(value, _CONSTANTS)
+
+
+def _is_of_library(value: ModuleType | FunctionType) -> bool:
+    """Whether a module or function is a library's: what is called like one of theirs, or wraps the user's, is not."""
+    if isinstance(value, ModuleType):
+        return _is_library(value.__name__) and sys.modules.get(value.__name__) is value
+    return _is_library(value.__module__) and value.__code__.co_filename.startswith(_FOLDERS)
 
 
 class Parts(NamedTuple):
@@ -127,7 +156,7 @@ def _parts(value: Any) -> Parts | None:
 
 
 def _function_parts(function: FunctionType) -> Parts | None:
-    if _is_library(function.__module__) and function.__module__ not in _COMPOSING:
+    if _is_of_library(function) and function.__module__ not in _COMPOSING:
         return None
     code = function.__code__
     names, values = [*code.co_freevars], [_content(cell) for cell in function.__closure__ or ()]
@@ -202,11 +231,8 @@ class Captured:
 
     def _opaque(self, value: Any) -> Hashable:
         """Libraries and their functions do not change; anything else may hold what is not seen here."""
-        is_fixed = isinstance(value, (ModuleType, FunctionType)) and _is_library(
-            getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
-        )
-        if is_fixed:
-            return value  # type: ignore[no-any-return]
+        if isinstance(value, (ModuleType, FunctionType)) and _is_of_library(value):
+            return value
         self.cacheable = False
         return None
 
@@ -306,13 +332,13 @@ class Lifting:
     def attribute_holder(self, value: Any) -> Any:
         """An object whose attributes are lifted as they are read; libraries and what has no attributes as it is.
 
-        So are classes, which Python tells by their identity.
+        So are classes and members of enums, which Python tells by their identity.
         """
         kind = type(value)
-        named = value.__name__ if isinstance(value, ModuleType) else kind.__module__
-        if isinstance(value, type) or (callable(value) and not hasattr(kind.__call__, "__code__")):
+        of_library = _is_of_library(value) if isinstance(value, ModuleType) else _is_library(kind.__module__)
+        if isinstance(value, (type, enum.Enum)) or (callable(value) and not hasattr(kind.__call__, "__code__")):
             return value
-        if not hasattr(value, "__dict__") or _is_library(named):
+        if not hasattr(value, "__dict__") or of_library:
             return value
         self._seen[id(value)] = made = Attributes(value, self)
         return made
@@ -354,7 +380,7 @@ class Attributes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = object.__getattribute__(self, "_target")
         method: Callable[..., Any] = type(target).__call__
-        if type(method) is FunctionType and not _is_library(method.__module__):
+        if type(method) is FunctionType and not _is_of_library(method):
             return object.__getattribute__(self, "_lifting").lifted(method)(self, *args, **kwargs)
         return target(*args, **kwargs)
 

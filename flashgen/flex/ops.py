@@ -44,8 +44,9 @@ class Bound(NamedTuple):
 def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
     """The trace of two mods and their captured values. Raises ``SpecError``."""
     captured = Captured()
-    # A mod may ask for gradients to be left out, which makes a difference where there are any.
-    signature = (captured.signature(score_mod), captured.signature(mask_mod), device.type, torch.is_grad_enabled())
+    # A mod may ask whether there are gradients, which it may leave out, and what type numbers become.
+    settings = (device.type, torch.is_grad_enabled(), torch.get_default_dtype())
+    signature = (captured.signature(score_mod), captured.signature(mask_mod), settings)
     if captured.cacheable:
         leaves = captured.leaves
         for known in _TRACES.get(signature, ()):

@@ -25,7 +25,7 @@ def spellings(folder: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys((str(folder.absolute()), str(folder.resolve()))))
 
 
-_NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
+NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
 def refuse(code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()) -> NoReturn:
@@ -115,7 +115,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(_NOT_THE_USERS)
+    return code.co_filename.startswith(NOT_THE_USERS)
 
 
 def _span(frame: FrameType, instruction: int) -> Span:

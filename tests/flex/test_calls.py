@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import importlib
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import create_block_mask, flex_attention, from_mods, ops, to_spec
+from flashgen.flex import captured, create_block_mask, flex_attention, from_mods, ops, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
 SLOPES = torch.rand(4)
@@ -154,6 +157,27 @@ def test_what_a_class_holds_is_read_anew() -> None:
 REACH = 4
 
 
+class Kind(enum.Enum):
+    NEAR = 1
+    FAR = 2
+
+    def reach(self) -> int:
+        return REACH if self is Kind.NEAR else 20
+
+
+class Chosen:
+    """Objects that are told by their identity, here and by a class."""
+
+    default = Config()
+
+    def __init__(self) -> None:
+        self.kind, self.config = Kind.NEAR, Chosen.default
+
+    def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        reach = self.kind.reach() if self.kind is Kind.NEAR and self.config is Chosen.default else 1
+        return (q - kv).abs() < reach
+
+
 def test_values_that_a_mod_reads_past_its_closure_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.flex.test_calls as here
 
@@ -168,9 +192,12 @@ def test_values_that_a_mod_reads_past_its_closure_are_read_anew(monkeypatch: pyt
 
         return (q - kv).abs() < reach
 
+    def of_an_enum(b: Any, h: Any, q: Any, kv: Any, kind: Any = Kind.NEAR) -> Any:
+        return (q - kv).abs() < kind.reach()
+
     for reach in (4, 9):
         monkeypatch.setattr(here, "REACH", reach)
-        for mask in (of_a_type, of_a_text, of_an_import):
+        for mask in (of_a_type, of_a_text, of_an_import, of_an_enum, Chosen().mask):
             check(None, mask)
 
 
@@ -264,6 +291,32 @@ def test_a_captured_slice(compiled: list[Any]) -> None:
     for part in (slice(0, 4), slice(4, 8), slice(1, None)):
         check(lambda s, b, h, q, kv, part=part: s + table[part][q % 4, h])
     assert len(compiled) == 2
+
+
+def test_whether_there_are_gradients_is_asked_anew() -> None:
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * 2 if torch.is_grad_enabled() else s
+
+    q, k, v = inputs()
+    for _ in range(2):
+        with torch.no_grad():
+            plain = flex_attention(q, k, v, mod, backend="reference")
+        assert_close(plain, judged(q, k, v)[0])
+        assert_close(flex_attention(q, k, v, mod, backend="reference"), judged(q, k, v, lambda s, *_: s * 2)[0])
+
+
+def test_a_module_of_the_users_with_a_name_of_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own 'this' is a poem that nobody imports."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "this.py").write_text("reach = 4\ndef near(q, kv):\n    return (q - kv).abs() < reach\n", "utf-8")
+    captured._is_library.cache_clear()
+    this: Any = importlib.import_module("this")
+    for this.reach in (4, 9):
+        check(None, lambda b, h, q, kv: this.near(q, kv))
+        check(None, lambda b, h, q, kv, near=this.near: near(q, kv))
+    monkeypatch.undo()
+    captured._is_library.cache_clear()
 
 
 def test_a_captured_number_that_a_small_type_has_no_longer(compiled: list[Any]) -> None:
