@@ -36,11 +36,14 @@ def import_(mods: tuple[str, ...], head_dim: int, kind: str | None, name: str | 
         if role in found:
             raise click.UsageError(f"'{place}' is another {role}; combine mods in Python")
         found[role] = mod
-    if name is not None and not name.isidentifier():
-        raise click.UsageError(f"'{name}' is no name")
-
     from flashgen.flex import to_spec
+    from flashgen.flex.specs import check_name
 
+    if name is not None:
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
     text = to_spec(**found, head_dim=head_dim, name=name)
     if as_json:
         print_json({"spec": text})

@@ -17,7 +17,7 @@ from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
 from flashgen.flex.ops import Bound, arguments, bind, compiled, family, wanted_gradients
 from flashgen.flex.shapes import Sizes, declared
-from flashgen.flex.specs import SCALE, Shell, make_spec, name_of, user_names
+from flashgen.flex.specs import SCALE, Shell, check_name, make_spec, name_of, user_names
 from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim, Schedule
@@ -98,9 +98,9 @@ def _attend(
     captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
     if scaled:
         captured[SCALE] = scale
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     op: Any = found.op
     try:
         result = op(query, key, value, return_lse=wants_lse, deterministic=deterministic, **captured)
@@ -138,7 +138,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         )
 
 
-def _check_aux(request: torch_flex.AuxRequest, return_lse: bool) -> None:
+def _check_aux(request: object, return_lse: bool) -> None:
+    if not isinstance(request, torch_flex.AuxRequest):
+        raise TypeError(f"'return_aux' must be an AuxRequest, not {type(request).__name__}; AuxRequest(lse=True)")
     if return_lse:
         raise ValueError("return_lse and return_aux cannot be given both; use return_aux=AuxRequest(lse=True)")
     if request.max_scores:
@@ -170,7 +172,9 @@ def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     return mod, key, value
 
 
-def _schedule(options: Mapping[str, Any]) -> Schedule:
+def _schedule(options: object) -> Schedule:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"'kernel_options' must be a dict, not {type(options).__name__}")
     pins: dict[str, Any] = {}
     for name, option in options.items():
         plain = name.removeprefix("fwd_")
@@ -242,6 +246,12 @@ def _checked_head_dim(given: object) -> HeadDim:
     return found
 
 
+def _check_shape(shape: object) -> None:
+    sizes = [as_number(each, whole=True) for each in shape] if isinstance(shape, (tuple, list)) else []
+    if len(sizes) != 4 or any(each is None or each < 0 for each in sizes):
+        raise ValueError(f"'shape' is {shape!r}; (B, H, Nq, Nk) is expected")
+
+
 def _described(
     score_mod: Mod | None,
     mask: Mod | Mask | None,
@@ -250,9 +260,13 @@ def _described(
     name: str | None,
 ) -> tuple[Bound, Shell, Sizes | None]:
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
+    if name is not None:
+        check_name(name)
+    if shape is not None:
+        _check_shape(shape)
     bound = bind(score_mod, mask_mod, torch.device("cpu"))
     names = user_names(bound.trace.traced, bound.trace.names)
-    shell = Shell(name or name_of(score_mod, mask_mod), _checked_head_dim(head_dim), names)
+    shell = Shell(name_of(score_mod, mask_mod) if name is None else name, _checked_head_dim(head_dim), names)
     if shape is None:
         return bound, shell, None
     sizes = {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}

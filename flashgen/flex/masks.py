@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashgen.flex.tracing import Mod
+from flashgen.runtime.conversion import as_number, int_argument
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -144,7 +145,8 @@ def create_block_mask(
 
     Takes what FlexAttention's function takes. ``BLOCK_SIZE``, ``_compile``, ``separate_full_blocks`` and those about
     the order of writes steer FlexAttention's kernels and change no result; they change nothing here. Raises
-    ``TypeError`` for what is no mask_mod or an unknown argument, ``ValueError`` for lengths below 0.
+    ``TypeError`` for what is no mask_mod, no int, or an unknown argument, ``ValueError`` for lengths below 0 and sizes
+    of blocks that are none.
     """
     unknown = others.keys() - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
     if unknown:
@@ -152,8 +154,16 @@ def create_block_mask(
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function of b, h, q_idx and kv_idx, not {type(mask_mod).__name__}")
     for name, count in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if count is not None and count < 0:
+        is_open = count is None and name in "BH"
+        if not is_open and int_argument(name, count) < 0:
             raise ValueError(f"'{name}' is {count}; it must not be negative")
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     where = torch.device("cpu" if device is None else device)
-    return BlockMask(mask_mod, B, H, int(Q_LEN), int(KV_LEN), where, (sizes[0], sizes[1]))
+    return BlockMask(mask_mod, B, H, int(Q_LEN), int(KV_LEN), where, _block_size(BLOCK_SIZE))
+
+
+def _block_size(given: object) -> tuple[int, int]:
+    both = given if isinstance(given, (tuple, list)) else (given, given)
+    sizes: list[Any] = [as_number(each, whole=True) for each in both]
+    if len(sizes) != 2 or any(each is None or each < 1 for each in sizes):
+        raise ValueError(f"'BLOCK_SIZE' is {given!r}; an int of at least 1, or two, is expected")
+    return sizes[0], sizes[1]

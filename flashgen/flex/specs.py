@@ -149,6 +149,16 @@ def user_names(traced: Traced, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def check_name(name: object) -> None:
+    """Raise ``ValueError`` for what cannot be the name of a spec and of its op."""
+    is_one = isinstance(name, str) and name.isidentifier() and name.isascii()
+    if not is_one or name in RESERVED or keyword.iskeyword(str(name)):
+        raise ValueError(
+            f"'name' is {name!r}; letters, digits and '_' are expected that begin with no digit and are no word of "
+            "the language or of Python"
+        )
+
+
 def name_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
     """A name for the attention of these mods."""
     parts = [_mod_name(mod) for mod in (score_mod, mask_mod) if mod is not None]

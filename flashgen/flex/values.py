@@ -7,6 +7,7 @@ dimensions have been indexed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host
 from flashgen.flex.places import current_place, refuse
@@ -289,15 +291,22 @@ def readable(tensor: Tensor) -> Tensor:
 def symbolic(expr: Expr, dtype: torch.dtype) -> Symbolic:
     """A tensor of a mod that holds an expression."""
     with torch._C.DisableTorchFunction():
-        made: Symbolic = torch.Tensor._make_subclass(Symbolic, torch.zeros((), dtype=dtype))
+        made: Symbolic = torch.Tensor._make_subclass(Symbolic, _blank(dtype))
     made.expr, made.held = expr, dtype
     return made
+
+
+@functools.lru_cache(maxsize=32)
+def _blank(dtype: torch.dtype) -> Tensor:
+    """A tensor without dimensions, a real one also where a mode makes fake ones."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device="cpu")
 
 
 def row(captured: Tensor, indices: tuple[Expr | None, ...]) -> Row:
     """A captured tensor of which some dimensions are indexed."""
     with torch._C.DisableTorchFunction():
-        made: Row = torch.Tensor._make_subclass(Row, torch.zeros(()))
+        made: Row = torch.Tensor._make_subclass(Row, _blank(torch.float32))
     made.captured, made.places = captured, indices
     return made
 

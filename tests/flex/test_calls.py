@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.diagnostics import SpecError
@@ -423,6 +424,14 @@ flex_attention(q, q, q, lambda s, b, h, i, j: s + (i - j), backend="reference")
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensors_without_values() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in (q, k, v))
+        o = flex_attention(q, k, v, lambda s, b, h, i, j: s + 0.1 * (i - j), backend="reference")
+    assert o.shape == q.shape
 
 
 def test_torch_compile_breaks_the_graph_and_is_right() -> None:

@@ -177,6 +177,44 @@ def test_arguments_are_refused_by_name(change: Any, words: str) -> None:
         flex_attention(q, k, v, **change, backend="reference")
 
 
+@pytest.mark.parametrize("name", ["x y", "class", "score", "1a", "", "größe", 5])
+def test_a_name_that_is_none(name: Any) -> None:
+    for make in (from_mods, to_spec):
+        with pytest.raises(ValueError, match=r"'name' is .*; letters, digits and '_' are expected"):
+            make(name=name)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 24), (2, 4, 24, None), 5, (2, 4, -1, 3)])
+def test_a_shape_that_is_none(shape: Any) -> None:
+    with pytest.raises(ValueError, match=r"'shape' is .*; \(B, H, Nq, Nk\) is expected"):
+        to_spec(shape=shape)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, (5,), (5, 0), "x", None])
+def test_a_size_of_blocks_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"'BLOCK_SIZE' is .*; an int of at least 1, or two, is expected"):
+        create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 24, 24, BLOCK_SIZE=size)
+
+
+def test_lengths_of_masks_are_ints() -> None:
+    for lengths in ((24.7, 24), (24, "24"), (24, None)):
+        with pytest.raises(TypeError, match="_LEN' must be an int, not"):
+            create_block_mask(lambda b, h, q, kv: q >= kv, None, None, *lengths)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kernel_options": []}, "'kernel_options' must be a dict, not list"),
+        ({"return_aux": True}, "'return_aux' must be an AuxRequest, not bool"),
+    ],
+)
+def test_arguments_of_other_types(change: Any, words: str) -> None:
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=words):
+        flex_attention(q, k, v, **change, backend="reference")
+
+
 def test_grouped_queries_are_asked_for() -> None:
     q, k, v = inputs(kv_heads=2)
     with pytest.raises(ValueError, match="enable_gqa=True"):
