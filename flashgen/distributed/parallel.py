@@ -107,7 +107,9 @@ class ContextParallel:
         self.rank, self.world = topology.rank, topology.world
         self._topology, self._sums = topology, sums
         self._partial = Partial(op, wide=wide)
-        self._preparation = Preparation(op, topology, method, partition, check=check, link=float(link))
+        self._preparation = Preparation(
+            op, topology, method, partition, check=check, link=float(link), switches={"wide": wide, "sums": sums}
+        )
 
     def __repr__(self) -> str:
         return f"<{self.op.name} over {self.world} ranks by {method_text(self.method)}; this is rank {self.rank}>"

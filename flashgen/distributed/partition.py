@@ -19,6 +19,7 @@ from torch import Tensor
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
 from flashgen.distributed.exchange import Group, gathered, sliced
 from flashgen.distributed.needs import Held, joined, needs_of
+from flashgen.reference.shard import MOST_POSITIONS
 from flashgen.runtime.call import check_captured
 from flashgen.runtime.conversion import param_argument, tensor_argument
 from flashgen.runtime.op import BaseOp
@@ -53,10 +54,22 @@ class Partition:
     sent: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        ordered = sorted(span for own in self.spans for span in own)
+        if not 0 <= self.length < MOST_POSITIONS:
+            raise ValueError(f"the partition is of {self.length} positions; 0 to {MOST_POSITIONS - 1} are expected")
+        if len(self.work) != len(self.spans):
+            raise ValueError(f"'work' has {len(self.work)} shares; {len(self.spans)} are expected, one a rank")
+        for rank, own in enumerate(self.spans):
+            ends = [end for span in own for end in span]
+            if ends != sorted(ends):
+                raise ValueError(
+                    f"the spans of rank {rank}, {tuple(own)}, do not ascend; they are expected in order, as rows lie"
+                )
+        ordered = sorted(tuple(span) for own in self.spans for span in own)
         ends = [0, *(stop for _, stop in ordered)]
         if any(start != before for (start, _), before in zip(ordered, ends, strict=False)) or ends[-1] != self.length:
             raise ValueError(f"the spans {self.spans} do not hold each of {self.length} positions once")
+        # As plans of calls are remembered by them; neighbours are one.
+        object.__setattr__(self, "spans", tuple(joined((start, stop) for start, stop in own) for own in self.spans))
 
     @property
     def world(self) -> int:
@@ -189,7 +202,7 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
     """The same of a mask, without the bytes that travel."""
     if method == "documents":
         blocks = _documents(mask, length)
-        weights = work_of(mask, length, blocks)
+        blocks, weights = _together(blocks, work_of(mask, length, blocks), _FINE * world)
         return _made(length, blocks, weights, _by_weight(weights, world, len(blocks)), world)
     parts = {"contiguous": 1, "head_tail": 2}.get(method)
     if parts is not None:
@@ -204,8 +217,9 @@ def _documents(mask: Mask, length: int) -> list[Span]:
 
     Where there are many positions, places are tried where something that the mask reads changes, and some others.
     """
-    places = set(range(1, length))
-    if length > _MOST_BORDERS:
+    if length <= _MOST_BORDERS:
+        places = set(range(1, length))
+    else:
         places = {start for start, _ in cuts(0, length, _MOST_BORDERS)} - {0}
         for array in mask.tensors.values():
             for axis, extent in enumerate(array.shape):
@@ -218,6 +232,17 @@ def _documents(mask: Mask, length: int) -> list[Span]:
     crosses = kept_of_pairs(mask, before, behind) + kept_of_pairs(mask, behind, before)
     ends = [0, *tried[crosses == 0.0].tolist(), length]
     return list(itertools.pairwise(ends))
+
+
+def _together(blocks: Sequence[Span], weights: Sequence[float], most: int) -> tuple[list[Span], list[float]]:
+    """Neighbours as one where there are more than ``most``, of about equal weight: what a call costs goes by spans."""
+    if len(blocks) <= most:
+        return list(blocks), list(weights)
+    each = np.array(weights if any(weights) else [stop - start for start, stop in blocks], np.float64)
+    middles = np.cumsum(each) - each / 2
+    first = np.unique((middles * (most / each.sum())).astype(np.int64), return_index=True)[1].tolist()
+    parts = list(itertools.pairwise([*first, len(blocks)]))
+    return [(blocks[m][0], blocks[n - 1][1]) for m, n in parts], [sum(weights[m:n]) for m, n in parts]
 
 
 def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:

@@ -76,9 +76,10 @@ class Preparation:
         *,
         check: bool,
         link: float,
+        switches: Mapping[str, bool],
     ) -> None:
         self._op, self._method, self._partition, self._topology = op, method, partition, topology
-        self._check, self._link = check, link
+        self._check, self._link, self._switches = check, link, switches
         self._backend = dist.get_backend(topology.whole)
         self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
         self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
@@ -226,7 +227,7 @@ class Preparation:
         batch = q.shape[0] if starts is None else len(starts) - 1
         rows = {"B": batch, "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
         values = zip(signature.names, tensors[3 : signature.inputs], strict=True)
-        nanoseconds = 0
+        options, nanoseconds = {**options, "link": self._link, **self._switches}, 0
         if self._method == "auto":
             rows_of_all = self._topology.world * q.shape[2]
             shape = Shape(q.shape[0], q.shape[1], k.shape[1], rows_of_all, rows_of_all)
@@ -239,9 +240,7 @@ class Preparation:
             k=described(k, flag),
             v=described(v, flag),
             captured=", ".join(f"{name} {worded(value, flag)}" for name, value in values),
-            options=", ".join(
-                f"{name} {worded(value, flag)}" for name, value in {**options, "link": self._link}.items()
-            ),
+            options=", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
             mask=mask_of(spec, head_dim, rows, captured).key,
             told=Told(q.shape[2], self._seed_of(tensors), nanoseconds),
         )

@@ -85,10 +85,28 @@ def test_what_is_no_partition_is_named() -> None:
         partition(op, 20, 2, doc=doc).shard(cast("Any", [1]), rank=0)
     with pytest.raises(ValueError, match="do not hold each of 9 positions once"):
         Partition(9, (((0, 4),), ((5, 9),)), (0.5, 0.5))
+    for unordered in (((5, 9), (0, 4)), ((0, 4), (9, 5))):
+        with pytest.raises(ValueError, match=r"the spans of rank 0, .*, do not ascend"):
+            Partition(9, (unordered, ((4, 5),)), (0.5, 0.5))
+    with pytest.raises(ValueError, match="'work' has 0 shares; 2 are expected, one a rank"):
+        Partition(9, (((0, 4),), ((4, 9),)), ())
+    with pytest.raises(ValueError, match=r"is of 1073741824 positions; 0 to 1073741823 are expected"):
+        Partition(2**30, (((0, 2**30),),), (1.0,))
+    lists: Any = [[[0, 2], [2, 4]], [[4, 9]]]
+    assert Partition(9, lists, (0.5, 0.5)).spans == (((0, 4),), ((4, 9),))
     with pytest.raises(ValueError, match="'x' has 7 rows in dimension 2; the partition says 20"):
         partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 7, 16), rank=0)
     with pytest.raises(RuntimeError, match="not initialised"):
         partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 20, 16))
+
+
+def test_documents_of_half_a_billion_positions() -> None:
+    op = flashgen.loads("attention chunks { head_dim 16 mask i // 4096 == j // 4096 }", backend="reference")
+    found = partition(op, 2**29, 2, method="documents")
+    assert found.imbalance < 0.02
+    assert max(map(len, found.spans)) <= 64
+    assert all(place % 4096 == 0 for own in found.spans for span in own for place in span)
+    assert found.sent == (0, 0)
 
 
 def test_whole_documents_send_nothing() -> None:
