@@ -33,9 +33,13 @@ def fake_forward(
     for name, tensor in (("'k'", k), ("'v'", v), *captured):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
-    for number in others[len(signature.tensors) : signature.tensor_arguments - 3 - len(form.tensors)]:
-        if number is not None and number.is_meta and not q.is_meta:
-            raise ValueError(f"a param, 'seed' or 'dropout_p' is on meta, but 'q' is on {q.device}")
+    end = signature.tensor_arguments - 3
+    scalars, own = others[len(signature.tensors) : end - len(form.tensors)], others[end - len(form.tensors) : end]
+    numbers = [("a param, 'seed' or 'dropout_p'", x) for x in scalars]
+    numbers += [(f"'{name}'", x) for name, x in zip(form.tensors, own, strict=True)]
+    for name, x in numbers:
+        if x is not None and x.is_meta and not q.is_meta:
+            raise ValueError(f"{name} is on meta, but 'q' is on {q.device}")
     o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=form.o or q.dtype)
     if not signature.has_lse:
         return o

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flashgen.runtime.conversion import is_integral, saturated, unwrapped
@@ -58,8 +59,11 @@ class Lengths:
             yield number, slice(q[number], q[number + 1]), slice(k[number], k[number + 1])
 
 
-def check_starts(name: str, starts: object) -> Tensor:
-    """Cumulative lengths as an int32 tensor; values are not looked at. Raises ``TypeError`` and ``ValueError``."""
+def check_starts(name: str, starts: object, device: torch.device | None = None) -> Tensor:
+    """Cumulative lengths as an int32 tensor; values are not looked at. Raises ``TypeError`` and ``ValueError``.
+
+    ``device`` is that of q: of a tensor without memory PyTorch would take the whole call for one without.
+    """
     if not isinstance(starts, Tensor):
         raise TypeError(f"'{name}' must be a tensor of cumulative lengths (i32[B + 1]), not {type(starts).__name__}")
     if not is_integral(starts.dtype):
@@ -69,6 +73,8 @@ def check_starts(name: str, starts: object) -> Tensor:
             f"'{name}' has shape {list(starts.shape)}; [B + 1] is expected, where each of B sequences begins and the "
             "last one ends"
         )
+    if device is not None and starts.is_meta and device.type != "meta":
+        raise ValueError(f"'{name}' is on meta, but 'q' is on {device}")
     return saturated(starts)
 
 

@@ -255,7 +255,7 @@ class OpCalls:
         """Call the operator of ragged batches."""
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
-        cu_seqlens = tuple(map(check_starts, RAGGED.tensors, starts))
+        cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
         return call(self._ragged, (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
 
     @property

@@ -120,10 +120,13 @@ class Reference:
     ) -> Any:
         """What ``op.varlen`` computes of these arguments: the dense formula of each sequence. Raises what it raises."""
         tensors, params = self._bound(q, k, v, captured, dtype, return_lse, deterministic)
-        starts = check_starts("cu_seqlens_q", cu_seqlens_q), check_starts("cu_seqlens_k", cu_seqlens_k)
+        starts = tuple(
+            check_starts(name, x, q.device)
+            for name, x in zip(RAGGED.tensors, (cu_seqlens_q, cu_seqlens_k), strict=True)
+        )
         numbers = offset_arguments((b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k), RAGGED)
         RaggedChecker.check_dims(q, k, v)
-        found = lengths(*starts, (q.shape[0], k.shape[0]), numbers[4:])
+        found = lengths(starts[0], starts[1], (q.shape[0], k.shape[0]), numbers[4:])
         checker = RaggedChecker(self.spec, {}, is_reference=True)
         shard, sizes = checker.check_ragged(q, k, v, tensors, (*numbers[:4], found.max_q, found.max_k, found.count))
         checker.check_lengths(HeadDim(q.shape[2], v.shape[2]), sizes, found.pairs)

@@ -296,6 +296,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "'cu_seqlens_k' ends at 2147483647": {"cu_seqlens_k": torch.tensor([0, 1, 2, 6 + 2**32])},
     "both are \\[B \\+ 1\\]": {"cu_seqlens_k": i32(0, 6)},
     "'cu_seqlens_q' is torch.float32": {"cu_seqlens_q": torch.tensor([0.0, 1, 2, 6])},
+    "'cu_seqlens_q' is on meta, but 'q' is on cpu": {"cu_seqlens_q": i32(0, 1, 2, 6).to("meta")},
+    "'cu_seqlens_k' is on meta, but 'q' is on cpu": {"cu_seqlens_k": torch.empty(4, dtype=torch.int64, device="meta")},
     "'cu_seqlens_q' must be a tensor": {"cu_seqlens_q": [0, 1, 2, 6]},
     "'cu_seqlens_q' has shape \\[4, 1\\]": {"cu_seqlens_q": i32(0, 1, 2, 6)[:, None]},
     "'max_seqlen_q' is 3, but sequence 2": {"max_seqlen_q": 3},

@@ -156,6 +156,12 @@ def test_the_operator_itself_is_strict() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             run(*inputs, seed, None, *rest)
+    name = seeded.name.partition("::")[2]
+    rows, starts = [x[0].transpose(0, 1) for x in inputs], torch.tensor([0, inputs[0].shape[2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="'cu_seqlens_k' is on meta, but 'q' is on cpu"):
+        getattr(torch.ops.flashgen, f"{name}_varlen")(
+            *rows, torch.tensor(5), None, starts, starts.to("meta"), 0, 0, None, None, None, None, False
+        )
 
 
 def test_the_reference_is_exact(backend: str) -> None:
