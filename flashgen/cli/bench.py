@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen.cli.bench_sweep import BUDGET, KINDS, Request, run_sweeps
 from flashgen.cli.bench_sweep import DEFAULT_PEERS as SWEEP_PEERS
-from flashgen.cli.bench_sweep import KINDS, Request, run_sweeps
 from flashgen.cli.console import note, plain_table, print_json, print_table, progress
-from flashgen.cli.operators import chosen_specs, loaded_operators
+from flashgen.cli.operators import chosen_specs, element_of, loaded_operators
 from flashgen.cli.options import (
     Constant,
     OneOf,
@@ -28,7 +28,6 @@ from flashgen.cli.options import (
     spec_argument,
 )
 from flashgen.ir.shape import Shape
-from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
     from flashgen.benchmark.bench import Comparison
@@ -59,10 +58,9 @@ DEFAULT_PEERS = ("sdpa", "dense")  # FlexAttention compiles for half a minute
 @click.option(
     "--budget",
     type=read_seconds,
-    default=300.0,
-    show_default=True,
+    default=None,
     metavar="SECONDS",
-    help="What a sweep may take, about.",
+    help=f"What a sweep may take, about; default: {BUDGET:g}.",
 )
 @click.option(
     "--dropout",
@@ -98,7 +96,7 @@ def bench(
     sweep: str | None,
     lengths: tuple[int, ...] | None,
     blocks: tuple[int, ...] | None,
-    budget: float,
+    budget: float | None,
     dropout: float | None,
     padding: bool,
     plot: Path | None,
@@ -137,7 +135,7 @@ def bench(
             backend=backend,
             lengths=lengths,
             blocks=blocks,
-            budget=budget,
+            budget=BUDGET if budget is None else budget,
             dropout=dropout,
             padding=padding,
             plot=plot,
@@ -145,15 +143,15 @@ def bench(
         )
         run_sweeps(chosen_specs(file, name, None if sweep == "length" else shape, constants), request)
         return
-    for option, given in (("--plot", plot), ("--dropout", dropout), ("--padding", padding or None)):
+    of_sweeps = {"--plot": plot, "--dropout": dropout, "--padding": padding or None, "--lengths": lengths}
+    for option, given in {**of_sweeps, "--blocks": blocks, "--budget": budget}.items():
         if given is not None:
             raise click.UsageError(f"'{option}' belongs to a sweep: add --sweep {', '.join(KINDS)}")
     from flashgen.benchmark.bench import bench as compare
 
     everything: dict[str, list[Comparison]] = {}
     for op in loaded_operators(file, name, backend, shape, constants):
-        element = ElementType(dtype) if dtype else None
-        steps = compare(op, shape=shape, dtype=element, peers=peers or DEFAULT_PEERS, device=device)
+        steps = compare(op, shape=shape, dtype=element_of(op.spec, dtype), peers=peers or DEFAULT_PEERS, device=device)
         everything[op.spec.name] = list(progress(steps, f"timing {op.spec.name}"))
     if as_json:
         print_json({name: [_as_dict(entry) for entry in entries] for name, entries in everything.items()})

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, plain_table, print_json, print_table, progress
+from flashgen.cli.operators import element_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
-from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
     from flashgen.benchmark.sweep import Found, Point, Sweep
@@ -32,6 +32,7 @@ DEFAULT_PEERS = {
     "sparsity": (),
     "totals": ("standard", "rabe_staats"),
 }
+BUDGET = 300.0  # seconds
 INTERRUPTED = 130  # what shells say of a program that SIGINT ended
 _AGAINST = {"length": "× flashgen", "blocks": "× planner", "sparsity": "× densest", "totals": "× flashgen"}
 _PLACES = {"length": "N", "blocks": "B_r × B_c", "sparsity": "pairs kept", "totals": "B,H,Hkv,Nq,Nk"}
@@ -125,7 +126,7 @@ def _task(spec: AttentionSpec, request: Request) -> Task:
         return task_for(
             spec,
             request.shape or DEFAULT_SHAPES[request.kind],
-            element=ElementType(request.dtype) if request.dtype else None,
+            element=element_of(spec, request.dtype),
             peers=DEFAULT_PEERS[request.kind] if request.peers is None else request.peers,
             device=request.device,
             backend=request.backend,

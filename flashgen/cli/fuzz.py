@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, print_json
-from flashgen.cli.options import SPEC_FILE, OneOf, emulated_target_option, json_option
+from flashgen.cli.options import SPEC_FILE, OneOf, emulated_target_option, json_option, read_seconds
 
 if TYPE_CHECKING:
     from flashgen.fuzz.campaign import Failure, Summary
@@ -36,7 +36,7 @@ _OF_A_CASE = {"cpu": 240.0, "emulator": 600.0, "cuda": 240.0, "tiled": 240.0}
     help="cpu, emulator, cuda, or tiled: as without a compiler (cpu).",
 )
 @emulated_target_option
-@click.option("--seconds", type=click.FloatRange(min=0), default=None, help="How long (60, where no count is given).")
+@click.option("--seconds", type=read_seconds, metavar="N", default=None, help="How long (60, where no count is given).")
 @click.option("--count", type=click.IntRange(min=1), default=None, help="How many specs, or calls of FILE.")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="The first spec's; the next one adds 1.")
 @click.option(

@@ -12,6 +12,7 @@ from flashgen.cli.console import near_matches
 from flashgen.cli.options import Constant
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
     from flashgen.runtime.op import AttentionOp
@@ -36,6 +37,16 @@ def chosen_specs(
         if reason:
             raise click.BadParameter(f"'{spec.name}' cannot be called so: {reason}", param_hint="'--shape'")
     return chosen
+
+
+def element_of(spec: AttentionSpec, dtype: str | None) -> ElementType | None:
+    """The type that is asked for. Raises where the spec is not built for it."""
+    if dtype is None:
+        return None
+    built = [str(each) for each in spec.dtypes or ()]
+    if built and dtype not in built:
+        raise click.BadParameter(f"'{spec.name}' is built for {', '.join(built)}, not {dtype}", param_hint="'--dtype'")
+    return ElementType(dtype)
 
 
 def loaded_operators(

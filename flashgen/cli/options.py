@@ -119,6 +119,8 @@ def read_seconds(text: str | float) -> float:
         raise click.BadParameter(f"'{text}' is no number of seconds") from None
     if not seconds > 0:  # nor no number
         raise click.BadParameter(f"{seconds} is not in the range x>0.")
+    if math.isinf(seconds):
+        raise click.BadParameter(f"{seconds} is no time that ends")
     return seconds
 
 

@@ -10,7 +10,7 @@ import click
 
 from flashgen.cli.bench_sweep import INTERRUPTED
 from flashgen.cli.console import note, plain_table, print_json, print_json_error, print_table, progress_bar
-from flashgen.cli.operators import chosen_specs
+from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
     OneOf,
@@ -57,6 +57,7 @@ _MOST_PAIRS = 2**25
 @click.option(
     "--seconds",
     type=read_seconds,
+    metavar="N",
     default=3.0,
     show_default=True,
     help="What one candidate may take, about.",
@@ -103,7 +104,7 @@ def tune(
             raise click.BadParameter(f"at {chosen} there is nothing to measure", param_hint="'--shape'")
         check_countable(chosen)
         usual = ElementType.BF16 if device == "cuda" else ElementType.F32
-        element = ElementType(dtype) if dtype else (spec.dtypes or (usual,))[0]
+        element = element_of(spec, dtype) or (spec.dtypes or (usual,))[0]
         for head_dim in spec.head_dims:
             job = Job(spec, head_dim, chosen, element, device, most, seconds)
             tuning = _run(job, store, again=again, quiet=as_json)

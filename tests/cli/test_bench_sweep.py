@@ -108,6 +108,10 @@ def test_an_interruption_keeps_what_was_measured(spec: Path, tmp_path: Path, mon
     [
         (("--plot", "a.png"), "'--plot' belongs to a sweep: add --sweep length, blocks, sparsity, totals"),
         (("--padding",), "'--padding' belongs to a sweep"),
+        (("--lengths", "64"), "'--lengths' belongs to a sweep"),
+        (("--budget", "60"), "'--budget' belongs to a sweep"),
+        (("--sweep", "length", "--dtype", "f16"), "is built for f32, not f16"),
+        (("--budget", "inf"), "inf is no time that ends"),
         (("--sweep", "length", "--lengths", "64,x"), "'64,x' is no list of lengths such as 128,256,512"),
         (("--sweep", "length", "--lengths", "0,64"), "a length is at least 1"),
         (("--sweep", "length", "--plot", "a.txt"), "its name has to end in .png, .svg, .pdf"),
