@@ -24,7 +24,7 @@ from flashgen.runtime.cached import Cache
 from flashgen.runtime.call import ELEMENTS
 from flashgen.runtime.conversion import require
 from flashgen.runtime.eight_bits import F8, to_8_bits
-from flashgen.runtime.plain import lies_in_memory
+from flashgen.runtime.plain import lies_in_memory, transforming
 from flashgen.runtime.ragged_checks import checks_lengths
 from flashgen.runtime.registration import NAMESPACE, library
 from flashgen.runtime.standalone import Standalone
@@ -68,6 +68,19 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
             if not x.is_inference():
                 increment_version(x)
     return replace(cache, lengths=filled)
+
+
+def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor]:
+    """The same unseen by autograd, as a cache would hold the graphs of all steps; and k_cache for who reads it.
+
+    There are no gradients; who asks for those of k and v is told so, as the call's keys require one.
+    """
+    is_watched = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if not is_watched or is_compiling() or transforming():
+        return append(cache, k_cache, v_cache, k, v), k_cache
+    with torch.no_grad():
+        cache = append(cache, k_cache, v_cache, k, v)
+    return cache, k_cache.detach().requires_grad_()
 
 
 # -- by PyTorch's operators --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.explanation import Explanation
-from flashgen.runtime.appending import append
+from flashgen.runtime.appending import written
 from flashgen.runtime.asked import ask_of_cache, placed
 from flashgen.runtime.cached import cache_of
 from flashgen.runtime.conversion import splits_argument
@@ -120,7 +120,8 @@ class BaseOp(ShownOp):
         nothing = 0.0 if self._signature.has_dropout else None
         tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
         if k is not None and v is not None:
-            cache = append(cache, k_cache, v_cache, k, v)
+            cache, k_cache = written(cache, k_cache, v_cache, k, v)
+            tensors = (tensors[0], k_cache, *tensors[2:])
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
         return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
 

@@ -355,6 +355,20 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         op.decode(q.requires_grad_(), k, v, 4).sum().backward()
 
 
+def test_a_cache_holds_no_graph_of_what_is_written() -> None:
+    op = loaded(CAUSAL, "reference")
+    q, k, v = inputs()
+    rows = random(B, HKV, 1, 64, seed=4).requires_grad_()
+    o = op.decode(q, k, v, LENGTHS, k=rows, v=rows)
+    assert k.grad_fn is None
+    assert not k.requires_grad
+    with pytest.raises(RuntimeError, match="decode has no gradients"):
+        o.sum().backward()
+    exact = op.reference.decode(q, *inputs()[1:], LENGTHS, k=rows, v=rows)
+    assert relative_error(o.detach(), exact.detach()) < 2e-6
+    assert torch.autograd.grad(exact.sum(), rows)[0].any(), "the formula has gradients"
+
+
 @pytest.mark.parametrize("heads", [(8, 2), (48, 2), (10, 2), (34, 1), (3, 3)])
 @pytest.mark.parametrize("text", [CAUSAL, WEIGHTS, "attention dropped { head_dim 64  mask causal  dropout 0.5 }"])
 def test_heads_of_one_query_are_rows(text: str, heads: tuple[int, int]) -> None:
