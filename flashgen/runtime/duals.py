@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad, get_interpreter_stack
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 Apply = Callable[..., Any]
 
 
+# Dynamo would compile what is called below, and free a workspace, which kernels know by its address alone, before they
+# have run. As in derivatives.py not by torch.compiler.disable.
+@_disable_dynamo
 def attend(op: Registered, tensors: Sequence[Any], rest: Rest, apply: Apply) -> tuple[Tensor, Tensor | None] | None:
     """o and lse (None: there is none) of dual tensors; None where others have to compute them."""
     if _is_any_autocast_enabled():
