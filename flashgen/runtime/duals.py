@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Apply = Callable[..., Any]
 
 
-# Dynamo would compile what is called below, and free a workspace, which kernels know by its address alone, before they
-# have run. As in derivatives.py not by torch.compiler.disable.
+# Under a transform of a compiled function Dynamo would compile what runs here, and free tensors of which kernels have
+# the address alone.
 @_disable_dynamo
 def attend(op: Registered, tensors: Sequence[Any], rest: Rest, apply: Apply) -> tuple[Tensor, Tensor | None] | None:
     """o and lse (None: there is none) of dual tensors; None where others have to compute them."""

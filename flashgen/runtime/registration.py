@@ -264,7 +264,7 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients that are needed. ``arriving`` are d_o and d_lse, ``kept`` o, lse and its parts, if there are."""
     d_o, d_lse = arriving
-    if not is_grad_enabled() and is_plain(arriving):
+    if not is_grad_enabled() and is_plain(arriving) and d_o.dtype is tensors[0].dtype:
         try:
             return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None,) * 4, tensors, rest, needs)
         except RuntimeError:  # as in `call`
@@ -341,6 +341,8 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     if not is_compiling():
         tensors = with_memory(tensors)
     if transforming():
+        # What they save is what runs: the dispatcher would cast below them.
+        tensors = _cast_for_region(op, tensors)
         result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
     else:
         result = op.forward(*tensors, *rest[0], rest[1])
@@ -401,19 +403,30 @@ def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
 
 
 def _autocast(op: Registered, device: str, *args: Any) -> Any:
-    signature, region = op.signature, torch.get_autocast_dtype(device.lower())
+    count = op.signature.tensor_arguments
+    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        return op.forward(*_cast(op, device.lower(), args[:count]), *args[count:])
+
+
+def _cast_for_region(op: Registered, tensors: Tensors) -> Tensors:
+    """What a region of autocast makes of the tensors of a call, and these where there is none."""
+    device = tensors[0].device.type
+    return _cast(op, device, tensors) if torch.is_autocast_enabled(device) else tensors
+
+
+def _cast(op: Registered, device: str, tensors: Tensors) -> Tensors:
+    signature, region = op.signature, torch.get_autocast_dtype(device)
     allowed = op.engine.checker.dtypes
     wanted = next((dtype for dtype in (region, torch.float32) if dtype in allowed), None)
-    cast = list(args)
-    for n, x in enumerate(args[:3]):
+    cast = list(tensors)
+    for n, x in enumerate(tensors[:3]):
         if wanted is not None and _is_castable(x):
             cast[n] = x.to(wanted)
     for n, tensor in enumerate(signature.tensors, start=3):
-        if tensor.element.is_floating and _is_castable(args[n]):
-            cast[n] = args[n].to(TORCH_DTYPES[tensor.element])
-    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        return op.forward(*cast)
+        if tensor.element.is_floating and _is_castable(tensors[n]):
+            cast[n] = tensors[n].to(TORCH_DTYPES[tensor.element])
+    return tuple(cast)
 
 
 def _is_castable(x: Tensor) -> bool:

@@ -260,6 +260,49 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
         close(found, truth, 3e-2)
 
 
+IN_REGIONS: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
+    "grad": lambda f, x, _: torch.func.grad(f)(x),
+    "vjp": lambda f, x, _: torch.func.vjp(f, x)[1](torch.ones(()))[0],
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "jvp of grad": lambda f, x, t: torch.func.jvp(torch.func.grad(f), (x,), (t,))[1],
+    "vmap of grad": lambda f, x, t: torch.vmap(torch.func.grad(f))(torch.stack((x, t))),
+}
+
+
+@pytest.mark.parametrize("change", IN_REGIONS)
+def test_in_a_region_of_autocast(change: str, backend: str) -> None:
+    """What transforms save has the type of the region, as what ran: kernels read beyond what was saved."""
+    causal = op(CAUSAL, backend)
+    q, k, v = (x.detach() for x in qkv(9))
+    truth = IN_REGIONS[change](lambda x: causal.reference(x, k, v).square().sum(), q, q.flip(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = IN_REGIONS[change](lambda x: causal(x, k, v).float().square().sum(), q, q.flip(2))
+    close(found, truth, 3e-2)
+
+
+def test_the_backward_operator_takes_what_is_of_its_tensors(backend: str) -> None:
+    causal = op(CAUSAL, backend)
+    inputs = tuple(x.detach() for x in qkv(9))
+    o, lse, parts = causal.engine.attend(inputs, ((0, 0, 0, 0, None, None, None, None), False))
+    call = getattr(torch.ops.flashgen, f"{causal.name.split('::')[1]}_backward")
+    rest = (0, 0, 0, 0, None, None, None, None, False, [True] * 3)
+    for d_o in (o.bfloat16(), o[:, :, :4]):
+        with pytest.raises(ValueError, match=r"'d_o' is torch.* of shape .*; that of q and v is torch.float32"):
+            call(d_o, None, o, lse, parts, *inputs, *(None,) * (causal.signature.tensor_arguments - 3), *rest)
+
+
+def test_tangents_of_a_compiled_function(backend: str) -> None:
+    """Dynamo compiles what stands below its graph breaks, and freed what kernels have the address of."""
+    causal = op(CAUSAL, backend)
+    q, k, v = (x.detach() for x in qkv(9))
+
+    def attend(x: Tensor) -> Any:
+        return causal(x, k, v)
+
+    found = torch.func.jvp(torch.compile(attend, backend="eager"), (q,), (k.repeat(1, 2, 1, 1),))
+    close(found, torch.func.jvp(attend, (q,), (k.repeat(1, 2, 1, 1),)))
+
+
 def test_shapes_of_derivatives_need_no_numbers(backend: str) -> None:
     with FakeTensorMode():
         inputs = [torch.empty(2, heads, 37, 16, requires_grad=True) for heads in (4, 2, 2)]
