@@ -344,14 +344,14 @@ class Engine:
                 if found is not None and self.form is DENSE:  # there is one problem
                     totals = found
                     break
-                totals = totals or _zeros(likes, compute, tensors[0].device)
+                totals = totals or _zeros(likes, compute, values)
                 parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
                 if found is None:
                     tiled.derive(problem, program, own, parts)
                 else:
                     for part, x in zip(parts, found, strict=True):
                         part.add_(x)
-            totals = totals or _zeros(likes, compute, tensors[0].device)
+            totals = totals or _zeros(likes, compute, values)
         return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
 
     def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
@@ -421,9 +421,14 @@ def _taking(find: Callable[[], JvpKernel] | None, q: Tensor) -> JvpKernel | None
     return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
 
 
-def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """What results are added to."""
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in likes]
+def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
+    """What a program's outputs are added up in.
+
+    They are made of the last of its inputs, a tangent or what arrives: torch.func.linearize folds what follows from
+    nothing, or from primals alone, and would lose what is written to it.
+    """
+    last = next(x for x in reversed(values) if isinstance(x, Tensor))
+    return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]
 
 
 def for_derivatives(problem: tiled.Problem) -> tiled.Problem:

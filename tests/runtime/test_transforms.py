@@ -291,6 +291,16 @@ def test_the_backward_operator_takes_what_is_of_its_tensors(backend: str) -> Non
             call(d_o, None, o, lse, parts, *inputs, *(None,) * (causal.signature.tensor_arguments - 3), *rest)
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_linearize(backend: str) -> None:
+    """Which folds what does not follow from tangents: sums began in zeros of nothing, and stayed there."""
+    causal = op(CAUSAL, backend)
+    q, k, v = (x.detach() for x in qkv(9))
+    _, linear = torch.func.linearize(lambda x: causal(x, k, v), q)
+    for tangent in (q, q.flip(2)):
+        close(linear(tangent), torch.func.jvp(lambda x: causal(x, k, v), (q,), (tangent,))[1])
+
+
 def test_tangents_of_a_compiled_function(backend: str) -> None:
     """Dynamo compiles what stands below its graph breaks, and freed what kernels have the address of."""
     causal = op(CAUSAL, backend)
