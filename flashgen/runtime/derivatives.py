@@ -48,8 +48,14 @@ def tangents_of(
     """The tangents of a program's outputs, by those of its inputs; a ``jvp`` calls it, where no tangents are seen."""
     moving = [n for n, x in enumerate(tangents) if x is not None]
     with forward_ad._set_fwd_grad_enabled(True):
+        tangents = typed_as(values, tangents)
         own = [forward_ad.unpack_dual(x).primal if isinstance(x, Tensor) else x for x in values]  # type: ignore[no-untyped-call]
         return derive(op, program.forward(moving), (*own, *(tangents[n] for n in moving)), rest)
+
+
+def typed_as(values: Sequence[Any], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Tangents in the types of what moves by them: PyTorch takes any, and kernels read those of their inputs."""
+    return [t if t is None else t.to(x.dtype) for x, t in zip(values, tangents, strict=True)]
 
 
 def gradients_of(

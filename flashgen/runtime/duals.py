@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from flashgen.runtime.call import Rest
-from flashgen.runtime.derivatives import known
+from flashgen.runtime.derivatives import known, typed_as
 from flashgen.runtime.plain import lies_in_memory, with_memory
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _attended(
     op: Registered, own: Sequence[Any], tangents: Sequence[Tensor | None], rest: Rest, apply: Apply
 ) -> Sequence[Any] | None:
     """o and its tangent, lse and its tangent, differentiable by all that requires it."""
-    own, tangents = with_memory(own), with_memory(tangents)
+    own, tangents = with_memory(own), with_memory(typed_as(own, tangents))
     if not lies_in_memory((*own, *tangents)):
         return None
     found = op.engine.attend_and_move(own, tangents, rest)

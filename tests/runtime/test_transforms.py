@@ -291,6 +291,25 @@ def test_the_backward_operator_takes_what_is_of_its_tensors(backend: str) -> Non
             call(d_o, None, o, lse, parts, *inputs, *(None,) * (causal.signature.tensor_arguments - 3), *rest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tangents_of_other_types(dtype: torch.dtype, backend: str) -> None:
+    """Kernels take their addresses for those of tensors of the primals' types."""
+    logs = op(SPECS["masked log"], backend)
+    q, k, v = (x.detach() for x in qkv(9))
+    slope = random(4, seed=5)
+    moves = q.flip(2).to(dtype), slope.flip(0).to(dtype)
+
+    def moved(run: Callable[..., Any], *tangents: Tensor) -> Any:
+        with forward_ad.dual_level():
+            pairs = zip((q, slope), tangents, strict=True)
+            x, own = (forward_ad.make_dual(x, t) for x, t in pairs)  # type: ignore[no-untyped-call]
+            return forward_ad.unpack_dual(run(x, k, v, slope=own)).tangent  # type: ignore[no-untyped-call]
+
+    truth = moved(logs.reference, *(x.float() for x in moves))
+    close(moved(logs, *moves), truth)
+    close(torch.func.jvp(lambda x, s: logs(x, k, v, slope=s), (q, slope), moves)[1], truth)
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 def test_linearize(backend: str) -> None:
     """Which folds what does not follow from tangents: sums began in zeros of nothing, and stayed there."""
