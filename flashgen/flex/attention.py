@@ -88,8 +88,12 @@ def _attend(
     bound = bind(score_mod, mask_mod, query.device)
     batch, heads, q_len, width = query.shape
     sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
+    longest = sizes
+    if query.is_nested or key.is_nested:
+        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
+        sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
     traced = bound.trace.traced
-    overflow.check(bound, sizes, (score_mod, mask_mod))
+    overflow.check(bound, longest, (score_mod, mask_mod))
     scaled = scale is not None and scale != 1 / math.sqrt(width)
     pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
     ops = family(traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
@@ -118,6 +122,18 @@ def _attend(
 # Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
 # torch.compiler.disable, which would import Dynamo here and not when it is called.
 _outside: Any = _disable_dynamo(_attend)
+
+
+# Sequences of a nested tensor have lengths of their own: no captured tensor grows with them.
+_NO_LENGTH = -(2**40)
+
+
+def _most_rows(x: Any) -> int:
+    """The longest sequence of a nested tensor, where that is known, else the rows of all."""
+    if not x.is_nested:
+        return int(x.shape[2])
+    most: int | None = x._maybe_max_seqlen
+    return x.values().numel() // max(1, x.shape[1] * x.shape[3]) if most is None else most
 
 
 def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]) -> str:
@@ -160,6 +176,11 @@ def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     mod = mask.mask_mod if isinstance(mask, BlockMask) else mod_of(mask)
     if mod is None:
         return None, key, value
+    if query.is_nested or key.is_nested:
+        raise ValueError(
+            "'block_mask' is for tensors of one length, but 'query' or 'key' is nested; call the op of "
+            "from_mods(mask_mod=…), which masks each sequence"
+        )
     lengths = (query.shape[2], key.shape[2])
     if tuple(mask.seq_lengths) != lengths and min(mask.BLOCK_SIZE) < 1 << 30:
         raise ValueError(

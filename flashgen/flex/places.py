@@ -61,8 +61,14 @@ def refuse_raised(error: BaseException, mod: object) -> NoReturn:
 
 def place_of(function: object) -> Span | None:
     """The line where a function of the user's begins; that of ``__call__`` where an object is called."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    while True:
+        of_class = getattr(type(function), "__flashgen_mod__", None)
+        if of_class is not None:
+            function = of_class(function)
+        elif isinstance(function, functools.partial):
+            function = function.func
+        else:
+            break
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(code):
         return None

@@ -246,10 +246,13 @@ class _Watch(TorchFunctionMode):
         kinds = _kinds((args, kwargs))
         if name == "__getitem__" and (kinds & {Symbolic, Row} or _indexed_by_number(args)):
             return index(self._session, *args)
-        if Row in kinds and isinstance(args[0], Row):
+        if Row in kinds and args and isinstance(args[0], Row):
             return row_answer(self._session, name, *args, **kwargs)
         if Symbolic in kinds or (Number in kinds and name in _MAKERS and Tensor not in kinds):
             return self._symbolic(name, args, kwargs)
+        within = _first_row((args, kwargs)) if Row in kinds else None
+        if within is not None:
+            return row_answer(self._session, name, within)
         return self._plain(func, name, args, kwargs)
 
     def _symbolic(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,6 +352,13 @@ def _kinds(value: Any) -> set[type]:
     if type(value) is slice:
         return _kinds((value.start, value.stop, value.step))
     return {type(value)}
+
+
+def _first_row(value: Any) -> Row | None:
+    if isinstance(value, Row):
+        return value
+    parts = value.values() if type(value) is dict else value if type(value) in (tuple, list) else ()
+    return next((found for each in parts if (found := _first_row(each)) is not None), None)
 
 
 def _indexed_by_number(args: tuple[Any, ...]) -> bool:

@@ -426,6 +426,26 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    rows = [torch.randn(3, n, 4, 8) for n in (5, 11, 3)]
+    q, k, v = (torch.nested.nested_tensor([x[n] for x in rows], layout=torch.jagged).transpose(1, 2) for n in range(3))
+    table, reach = torch.randn(4, 40), 3
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[h, i - j + 20] + table[0, j] + reach * i * 0.1
+
+    found = flex_attention(q, k, v, mod, backend="reference")
+    for o, x in zip(found.unbind(), rows, strict=True):
+        q_alone, k_alone, v_alone = (each.transpose(0, 1)[None] for each in x)
+        assert_close(o, judged(q_alone, k_alone, v_alone, mod)[0][0])
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11)
+    with pytest.raises(ValueError, match=r"'query' or 'key' is nested; call the op of from_mods\(mask_mod=…\)"):
+        flex_attention(q, k, v, mod, mask, backend="reference")
+    with pytest.raises(SpecError, match="E604"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + i * 500_000_000, backend="reference")
+
+
 def test_tensors_without_values() -> None:
     q, k, v = (x.detach() for x in inputs())
     with FakeTensorMode() as mode:

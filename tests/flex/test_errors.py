@@ -17,7 +17,7 @@ from flashgen.flex import create_block_mask, flex_attention, from_mods, to_spec
 from flashgen.flex.places import spellings
 from tests.flex.helpers import inputs
 
-TABLE = torch.zeros(4, 8)
+TABLE, COLUMN = torch.zeros(4, 8), torch.zeros(8)
 
 
 def branch(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -51,6 +51,11 @@ MISTAKES: list[tuple[Callable[..., Any], str, str]] = [
     (lambda s, b, h, q, kv: s + TABLE[h, q, kv], "E603", "3 indices"),
     (lambda s, b, h, q, kv: s + TABLE[99, q], "E603", "index 99"),
     (lambda s, b, h, q, kv: s + TABLE[h].sum(), "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: s + (COLUMN * TABLE[h])[0], "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: s + torch.dot(COLUMN, TABLE[h]), "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: s + torch.cat([COLUMN, TABLE[h]])[q], "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: s + torch.where(COLUMN > 0, TABLE[h], 0)[q], "E603", "row of 'TABLE'"),
+    (lambda s, b, h, q, kv: s + torch.where(COLUMN > 0, input=TABLE[h], other=0)[q], "E603", "row of 'TABLE'"),
     (lambda s, b, h, q, kv: (q - kv).to(torch.float16), "E603", "would round"),
     (lambda s, b, h, q, kv: q >= kv, "E603", "returns a tensor of torch.bool"),
     (lambda s, b, h, q, kv: None, "E603", "returns nothing"),
@@ -152,6 +157,19 @@ def test_a_head_dimension_that_is_none(head_dim: Any) -> None:
 def test_masks_are_boolean(mod: Any) -> None:
     with pytest.raises(SpecError, match="boolean tensor is expected"):
         to_spec(mask_mod=mod)
+
+
+def test_a_mistake_in_a_mask_is_shown_in_its_mod() -> None:
+    def mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return q - kv
+
+    mask = create_block_mask(mod, None, None, 24, 24)
+    for ask in (lambda: str(mask), lambda: from_mods(mask_mod=mask)):
+        with pytest.raises(SpecError) as caught:
+            ask()
+        span = caught.value.diagnostics[0].span
+        assert span is not None
+        assert (span.file, span.line) == (__file__, mod.__code__.co_firstlineno)
 
 
 def test_products_of_positions_beyond_32_bits_are_refused() -> None:

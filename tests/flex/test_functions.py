@@ -17,6 +17,7 @@ from tests.flex.helpers import assert_close, gradients, inputs, judged
 Mod = Callable[..., Any]
 BYTES, SIGNED = torch.arange(24, dtype=torch.uint8), torch.arange(-12, 12, dtype=torch.int8)
 HALVES = torch.arange(24, dtype=torch.float16)
+IDS = torch.zeros(4, 24, dtype=torch.int64)
 WEIGHTS = torch.zeros(4, 24, requires_grad=True)
 TABLE, LARGE, INFINITY = torch.zeros(24, 3), 256, float("inf")
 
@@ -65,6 +66,7 @@ SCORES: dict[str, Mod] = {
     "to(float)": lambda s, b, h, i, j: s + ((i > j).to(float) + (j > 3).to(dtype=float)),
     "to(device, dtype)": lambda s, b, h, i, j: s + (i > j).to("cpu", int) + (i > j).to(torch.int32, True),
     "type_as": lambda s, b, h, i, j: s + (i > j).type_as(i) + (j > 3).type_as(i),
+    "type_as(a row)": lambda s, b, h, i, j: s + (1.7 * i).type_as(IDS[h]) + (2.7 * j).to(IDS[h]),
     "type(tensor type)": lambda s, b, h, i, j: s + (3 * s).type(torch.LongTensor) * 0.5,
     "type(text)": lambda s, b, h, i, j: s + (3 * s).type("torch.LongTensor") * 0.5,
     "full_like(dtype=float)": lambda s, b, h, i, j: s * torch.full_like(i, 2.7, dtype=float),  # type: ignore[arg-type]
