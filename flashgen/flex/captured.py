@@ -7,6 +7,7 @@ numbers and tensors in their order. Closures, globals, defaults, partials, conta
 
 from __future__ import annotations
 
+import argparse
 import dis
 import enum
 import functools
@@ -45,6 +46,8 @@ _STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DER
 _STORES_OF_OBJECTS = frozenset(("STORE_ATTR", "DELETE_ATTR"))
 
 _SCALARS = frozenset((int, float))
+# Python's own, which hold what the user puts there.
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONSTANTS = (
     bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.Size,
     types.MethodDescriptorType, types.WrapperDescriptorType, enum.Enum,
@@ -112,6 +115,18 @@ def _is_constant(value: Any) -> bool:
         owner = value.__self__
         return owner is None or isinstance(owner, ModuleType) or (isinstance(owner, type) and _is_constant(owner))
     return isinstance(value, _CONSTANTS)
+
+
+def _number_of(value: Any) -> int | float | None:
+    """A number, NumPy's too, as Python's own; None for anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if type(value) in _SCALARS else None
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether something may be put into an object by a name: also by ``__slots__``, which a namedtuple has."""
+    return hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__)
 
 
 def _is_of_library(value: ModuleType | FunctionType) -> bool:
@@ -201,10 +216,11 @@ class Captured:
     def signature(self, value: Any, name: str = "") -> Hashable:
         """What tells a value from those that would be traced otherwise."""
         kind = type(value)
-        if kind in _SCALARS:
-            if kind is float and not math.isfinite(value):
+        number = _number_of(value)
+        if number is not None:
+            if not math.isfinite(number):
                 return repr(value)
-            self.leaves.append(value)
+            self.leaves.append(number)
             self.names.append(name)
             return kind.__name__
         if isinstance(value, Tensor):
@@ -264,15 +280,15 @@ class Lifting:
 
     def lifted(self, value: Any) -> Any:
         """The same value over lifted numbers. Raises ``UnliftableError``."""
-        kind = type(value)
-        if kind in _SCALARS and math.isfinite(value):
+        number = _number_of(value)
+        if number is not None and math.isfinite(number):
             self._count += 1
-            return Number(value, ("leaf", self._count - 1), self._guards)
+            return Number(number, ("leaf", self._count - 1), self._guards)
         if isinstance(value, Tensor):
             self._count += id(value) not in self._tensors
             self._tensors.add(id(value))
             return value
-        if kind in _SCALARS or _is_constant(value):
+        if number is not None or _is_constant(value):
             return value
         if id(value) in self._seen:
             return self._seen[id(value)]
@@ -338,7 +354,7 @@ class Lifting:
         of_library = _is_of_library(value) if isinstance(value, ModuleType) else _is_library(kind.__module__)
         if isinstance(value, (type, enum.Enum)) or (callable(value) and not hasattr(kind.__call__, "__code__")):
             return value
-        if not hasattr(value, "__dict__") or of_library:
+        if not _has_attributes(value) or (of_library and kind not in _NAMESPACES):
             return value
         self._seen[id(value)] = made = Attributes(value, self)
         return made
@@ -346,9 +362,10 @@ class Lifting:
     def attribute(self, holder: Any, name: str) -> Any:
         """An attribute of an object, lifted."""
         value = getattr(holder, name)
-        if type(value) in _SCALARS and math.isfinite(value):
+        number = _number_of(value)
+        if number is not None and math.isfinite(number):
             # Another value is another number: the mod may change what it reads.
-            return Number(value, ("attribute", id(holder), name, repr(value)), self._guards)
+            return Number(number, ("attribute", id(holder), name, repr(value)), self._guards)
         if isinstance(value, Tensor):
             self._names.setdefault(id(value), name)
             return value

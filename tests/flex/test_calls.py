@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import importlib
 import math
@@ -9,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -212,6 +215,43 @@ def test_captured_powers_that_are_no_longer_ints() -> None:
         check(power(2, 32))
     with pytest.raises(SpecError, match=r"E606.*ZeroDivisionError"):
         check(power(0, -1))
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class Named(NamedTuple):
+    factor: float
+
+
+def _factor(held: Any) -> Any:
+    return held.factor
+
+
+def _item(held: Any) -> Any:
+    return held[0]
+
+
+@pytest.mark.parametrize(
+    ("hold", "read"),
+    [
+        *((lambda x: SimpleNamespace(factor=x), _factor), (lambda x: argparse.Namespace(factor=x), _factor)),
+        *((Slots, _factor), (Named, _factor), (lambda x: SimpleNamespace(factor=np.float64(x)), _factor)),
+        *((lambda x: [np.float32(x)], _item), (lambda x: (np.int64(x),), _item)),
+    ],
+)
+def test_another_number_compiles_nothing_wherever_it_is(hold: Any, read: Any, compiled: list[Any]) -> None:
+    for number in (2.0, 3.0, 5.0):
+
+        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any, held: Any = hold(number)) -> Any:  # noqa: B008
+            return s * read(held) + kv * (read(held) / 4)
+
+        check(mod)
+    assert len(compiled) == 1
 
 
 def test_attributes_of_functions(compiled: list[Any]) -> None:
