@@ -29,6 +29,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime.call import check_captured, check_device
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.per_sequence import check_numbers
 from flashgen.runtime.plain import check_tensors
 
 _MOST_MARKED = 8  # calls that are remembered
@@ -159,6 +160,7 @@ class Preparation:
             if q.shape[2] != rows:
                 raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({self._partition})")
             tensors = self._tensors(q, k, v, options, seed, captured)
+            self._op.engine.checker.check_types(q, k, v, tensors[3 : 3 + len(spec.tensors)])
             drawn.append(tensors)
             return ((q, k, v), options), head_dim, tensors
 
@@ -262,6 +264,8 @@ class Preparation:
         for declared, x in zip(spec.tensors, tensors[3:], strict=False):
             check_captured(declared, x, sizes, q.device)
         self._op.engine.checker.check_indices(head_dim, sizes)
+        if N:
+            check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())

@@ -27,6 +27,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.call import check_captured
 from flashgen.runtime.lengths import check_starts
 from flashgen.runtime.op import AttentionOp
+from flashgen.runtime.per_sequence import check_numbers
 from flashgen.runtime.values import type_of_sums
 
 
@@ -100,8 +101,8 @@ def attend_pieces(
     """o [1, H, n, Dv] and lse [1, H, n] of a rank's rows, sequence by sequence; ``tensors`` are the operator's.
 
     q, k and v are [1, heads, n, width]. Raises ``ValueError`` where a captured tensor is not of the longest sequence,
-    or an index leaves its tensor in any: on every rank, whoever holds it, as the others would wait for one that has
-    raised.
+    or an index or a number of dropout is wrong in any: on every rank, whoever holds it, as the others would wait for
+    one that has raised.
     """
     q, k, v = tensors[:3]
     spec, signature = partial.op.spec, partial.op.signature
@@ -117,6 +118,7 @@ def attend_pieces(
     for each in {each.length: each for each in reversed(pieces) if each.length}.values():
         try:
             partial.op.engine.checker.check_indices(head_dim, sizes_of(each.length))
+            check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes_of(each.length))
         except ValueError as error:
             raise ValueError(f"sequence {each.number}, of {each.length} positions: {error}") from None
     for each in pieces:

@@ -216,11 +216,15 @@ class CallChecker:
         if head_dim not in self.spec.head_dims:
             dims = ", ".join(str(each) for each in self.spec.head_dims)
             raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {dims}")
+        self.check_types(q, k, v, tensors)
+        provider = self._kernels.get(q.device.type)
+        return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
+
+    def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
         self._check_types(q, k, v)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             check_captured_type(declared, tensor)
-        provider = self._kernels.get(q.device.type)
-        return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
 
     def _made(
         self,

@@ -6,7 +6,7 @@ In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,19 @@ class PerSequence:
                 check_probability("dropout", probability)
             self._known[lens] = (tuple(values.values()), probability)
         return self._known[lens]
+
+
+def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` where a param's default or the drop probability is none at these sizes.
+
+    ``given`` are the operator's params, then its seed and drop probability where pairs are dropped.
+    """
+    present = {param.name: x.item() for param, x in zip(spec.params, given, strict=False) if x is not None}
+    values = param_values(spec, present, sizes)
+    if spec.dropout is not None:
+        chosen = given[-1]
+        probability = drop_probability(spec, values, sizes) if chosen is None else float(chosen.item())
+        check_probability("dropout" if chosen is None else "dropout_p", probability)
 
 
 def params_by_length(spec: AttentionSpec, given: Sequence[Tensor | None]) -> set[str]:

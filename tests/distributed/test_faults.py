@@ -238,6 +238,42 @@ def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
         assert found[3] < 1e-9
 
 
+def _of_no_rows() -> list[str]:
+    """What is said where one rank holds all rows, or a sequence, that nobody can compute."""
+    text = "attention drops { head_dim 8 dtype f32 param p: f32 = 1.0 / Nk dropout p }"
+    op = flashgen.loads(text, backend="reference")
+    has_all = dist.get_rank() == 0
+    x = torch.zeros(1, 2, 20 if has_all else 0, 8)
+    rows = [torch.zeros(19 if has_all else 1, 2, 8)] * 3
+    calls: list[Callable[[], Any]] = [
+        lambda: context_parallel(op, method="ring")(x, x, x, seed=1, dropout_p=1.0),
+        lambda: context_parallel(op, method="all_gather")(x, x, x, seed=1, p=1.5),
+        lambda: context_parallel(op, method="ring")(*[x.bfloat16()] * 3, seed=1),
+        lambda: context_parallel(op, method="ring").varlen(*rows, torch.tensor([0, 19, 20]), seed=1),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_without_rows_says_what_others_do() -> None:
+    first, second = run(_of_no_rows, 2)
+    assert first == second
+    expected = [
+        "'dropout_p' is 1.0; a drop probability lies in [0, 1)",
+        "'dropout' is 1.5; a drop probability lies in [0, 1)",
+        "rank 0: q, k and v are torch.bfloat16; 'drops' is built for torch.float32",
+        "sequence 1, of 1 positions: 'dropout' is 1.0; a drop probability lies in [0, 1)",
+    ]
+    for found, wanted in zip(first, expected, strict=True):
+        assert found.startswith(wanted), found
+
+
 def _twice() -> list[str]:
     """What is said of a gradient penalty over ranks, by each method."""
     op = flashgen.loads("attention causal { head_dim 8 mask causal }", backend="reference")
