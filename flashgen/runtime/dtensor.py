@@ -22,8 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from flashgen.ir.spec import HeadDim
 from flashgen.runtime import registration
+from flashgen.runtime.call import check_captured
 from flashgen.runtime.dtensor_spread import local, made, spread_of
+from flashgen.runtime.lengths import lengths, unseen_lengths
+from flashgen.runtime.per_sequence import check_numbers
 from flashgen.runtime.plain import refuse_distributed
+from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.registration import Registered
 from flashgen.runtime.signature import CACHED, DENSE, F8_CALLS, Signature
 
@@ -90,7 +94,7 @@ def _forward(op: Registered, operator: Any, args: Sequence[Any]) -> Any:
     spread = spread_of(op, tensors, args[count:-1])
     own = spread.tensors(tensors)
     if spread.is_idle:
-        _check_indices(op, tensors, args[count:-1])
+        _check_idle(op, tensors, own, args[count:-1])
     found = _nothing(op, own) if spread.is_idle else operator(*own, *spread.numbers, args[-1])
     if not signature.has_lse:
         return made(found, spread.mesh, spread.o.placements, spread.o.shape)
@@ -124,19 +128,40 @@ def _backward(op: Registered, operator: Any, args: Sequence[Any]) -> list[Tensor
     ]
 
 
-def _check_indices(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
-    """Raises ``ValueError`` on a rank that holds nothing for indices that others refuse, so that nobody waits."""
-    if op.signature.form is not DENSE:
-        return
-    q, k, v = tensors[:3]
-    given = dict(zip(op.signature.form.numbers, numbers, strict=True))
-    sizes = {"D": q.shape[3], "Dv": v.shape[3]}
-    for name, axis, extent in zip(("B", "H", "Nq", "Nk"), "bhqk", (*q.shape[:3], k.shape[2]), strict=True):
-        letter = "kv" if axis == "k" else axis
-        total = given[f"{letter}_total"]
-        sizes[name] = given[f"{letter}_start"] + extent if total is None else total
-    sizes["Hkv"] = sizes["H"] // max(q.shape[1] // max(k.shape[1], 1), 1)
-    op.engine.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
+def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Raises what others raise on a rank that holds nothing, so that nobody waits.
+
+    ``own`` are the tensors as this rank has them.
+    """
+    signature, checker, spec = op.signature, op.engine.checker, op.engine.spec
+    form, (q, k, v) = signature.form, tensors[:3]
+    head_dim = HeadDim(q.shape[-1], v.shape[-1])
+    given = dict(zip(form.numbers, numbers, strict=True))
+    extents = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[-2], "kv": k.shape[-2]}
+    heads, kv_heads = q.shape[1], k.shape[1]
+    pairs: list[tuple[int, int]] = []
+    if form is not DENSE:
+        assert isinstance(checker, RaggedChecker)
+        starts, most = own[-2:], (given["max_seqlen_q"], given["max_seqlen_k"])
+        is_seen = not (q.is_cuda and all(x.is_cuda for x in starts)) or checker.asks_lengths(head_dim, own, most)
+        found = (lengths if is_seen else unseen_lengths)(starts[0], starts[1], (q.shape[0], k.shape[0]), most)
+        extents, pairs = {"b": found.count, "h": heads, "q": found.max_q, "kv": found.max_k}, found.pairs
+    sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
+    for name, letter in (("B", "b"), ("H", "h"), ("Nq", "q"), ("Nk", "kv")):
+        total = given.get(f"{letter}_total")
+        sizes[name] = given.get(f"{letter}_start", 0) + extents[letter] if total is None else total
+    sizes["Hkv"] = sizes["H"] // max(heads // max(kv_heads, 1), 1)
+    checker.check_types(q, k, v, tensors[3 : 3 + len(spec.tensors)])
+    for declared, x in zip(spec.tensors, tensors[3:], strict=False):
+        check_captured(declared, x, sizes, q.device)
+    if isinstance(checker, RaggedChecker):
+        checker.check_lengths(head_dim, sizes, pairs)
+    else:
+        checker.check_indices(head_dim, sizes)
+        pairs = [(sizes["Nq"], sizes["Nk"])]
+    values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(form.tensors)]
+    for q_len, kv_len in {each for each in pairs if all(each)}:
+        check_numbers(spec, values, {**sizes, "Nq": q_len, "Nk": kv_len})
 
 
 def _nothing(op: Registered, own: Sequence[Any]) -> Any:

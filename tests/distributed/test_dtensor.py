@@ -119,6 +119,10 @@ def _refusals() -> list[Callable[[], Any]]:
     slope = torch.zeros(4)
     one, six, three = (distribute_tensor(torch.zeros(2, n, 6, 16), mesh, [Shard(1)]) for n in (1, 6, 3))
     v = distribute_tensor(torch.zeros(2, 1, 6, 24), mesh, [Replicate()])
+    dropped = flashgen.loads(DROPPED, backend="reference")
+    lone, of_ints = torch.zeros(1), one.to(torch.int32)
+    packed = distribute_tensor(torch.zeros(9, 1, 16), mesh, [Shard(1)])
+    ends = torch.tensor([0, 8], dtype=torch.int32)
     t, z = torch.zeros(2, 4, 6, 6), torch.zeros(1)
     return [
         lambda: op(rows, rows, rows, slope=slope),
@@ -133,6 +137,12 @@ def _refusals() -> list[Callable[[], Any]]:
         lambda: op.reference(q, q, q, slope=slope),
         lambda: _penalty(op, q.detach().requires_grad_(), slope),
         lambda: op(q, q, q, slope=torch.zeros(3)),
+        # One head, which one rank holds.
+        lambda: op(one, one, one, slope=slope),
+        lambda: op(of_ints, of_ints, of_ints, slope=lone),
+        lambda: dropped(one, one, one, slope=lone, dropout_p=1.0),
+        lambda: op.varlen(packed, packed, packed, ends, ends, slope=lone),
+        lambda: op(one, one, one, slope=lone),
         lambda: op(q, q, q, slope=slope),
     ]
 
@@ -158,6 +168,11 @@ def test_what_cannot_be_computed_from_shards_is_named(ran: list[Ran]) -> None:
         "TypeError: references take no DTensors",
         "TypeError: derivatives of gradients, and tangents, take no DTensors",
         "ValueError: tensor 'slope' has shape [3]; the spec declares [H] = [4]",
+        "ValueError: tensor 'slope' has shape [4]; the spec declares [H] = [1]",
+        "TypeError: q, k and v are torch.int32; 'slopes' is built for",
+        "ValueError: 'dropout_p' is 1.0; a drop probability lies in [0, 1)",
+        "ValueError: 'cu_seqlens_q' ends at 8, but q has 9 rows",
+        "nothing",
         "nothing",
     ]
     for said, wanted in zip(first, expected, strict=True):
