@@ -176,12 +176,11 @@ class ForwardMode:
             found[tensor_field(name)] = x
         if _T_ROWS[0] not in kernel.layout.slots:  # the op's own
             return found
-        # Tangents may come in another type than what they move.
-        for name, x, tangent in zip(_T_ROWS, (problem.q, problem.k, problem.v), tangents, strict=False):
-            found[name] = None if tangent is None else _rows(kernel, tangent.to(x.dtype))
+        for name, tangent in zip(_T_ROWS, tangents, strict=False):
+            found[name] = None if tangent is None else _rows(kernel, tangent)
         for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
             if name in self._names:
-                found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent.to(x.dtype)
+                found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent
         return found
 
     def _run(
