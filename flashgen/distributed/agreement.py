@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.distributed.exchange import Group, answering
+from flashgen.distributed.exchange import Group, answering, backend_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
     if isinstance(mine, Given):
         numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
     with answering(group, "what a call was given"):
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        device = "cuda" if backend_of(group, "cpu") == "nccl" else "cpu"
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         table = own.new_empty(dist.get_world_size(group), len(numbers))
         dist.all_gather(list(table), own, group=group)

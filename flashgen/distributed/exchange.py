@@ -46,6 +46,18 @@ def counting() -> Iterator[Counter]:
         _counters.remove(counter)
 
 
+def backend_of(group: Group, device: str) -> str:
+    """What moves tensors of a kind of device: a group may have a backend for each."""
+    config = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return config.get(device) or next(iter(config.values()))
+
+
+def check_member(group: object) -> None:
+    """Raise ``ValueError`` on a rank that a group does not hold."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"this rank ({dist.get_rank()}) is none of the group's: only its ranks make the call")
+
+
 def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """``rows`` [n, C], those for each rank one behind the other → those from each rank, in the same order."""
     width = rows.shape[1] * rows.element_size()
@@ -142,7 +154,7 @@ def _gone(group: Group) -> list[int]:
 
     One that is lost takes connections of others with it: those that are left say so where all ranks met first.
     """
-    if dist.get_backend(group) != "gloo":
+    if backend_of(group, "cpu") != "gloo":
         return []
     name = "" if group is None else group.group_name
     count = _failures[name] = _failures.get(name, 0) + 1

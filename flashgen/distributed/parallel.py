@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.distributed.arguments import autocast, dense
 from flashgen.distributed.choice import LINKS, Choice, method_text
-from flashgen.distributed.exchange import is_under_ddp, summed
+from flashgen.distributed.exchange import backend_of, is_under_ddp, summed
 from flashgen.distributed.needs import length
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.partition import Partition
@@ -84,7 +84,8 @@ def context_parallel(
         raise ValueError(f"the partition is for {partition.world} ranks; the group has {topology.world}")
     by = method if isinstance(method, str) else tuple(method)
     if link is None:
-        link = LINKS.get(dist.get_backend(topology.whole), LINKS["gloo"])
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        link = LINKS.get(backend_of(topology.whole, kind), LINKS["gloo"])
     return ContextParallel(op, topology, by, partition, check=check, wide=wide, sums=sums, link=link)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
-from flashgen.distributed.exchange import Group, gathered, sliced
+from flashgen.distributed.exchange import Group, check_member, gathered, sliced
 from flashgen.distributed.needs import Held, joined, needs_of
 from flashgen.reference.shard import MOST_POSITIONS
 from flashgen.runtime.call import check_captured
@@ -116,6 +116,7 @@ class Partition:
     def _own(self, group: Group) -> int:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call init_process_group first, or name the rank")
+        check_member(group)
         if dist.get_world_size(group) != self.world:
             raise ValueError(f"this partition is for {self.world} ranks; the group has {dist.get_world_size(group)}")
         return dist.get_rank(group)

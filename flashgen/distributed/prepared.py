@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.agreement import Given, Told, agree
 from flashgen.distributed.arguments import checked, described, refuse_distributed, worded
 from flashgen.distributed.blocks import mask_of, read_by
 from flashgen.distributed.choice import Choice, Sizes, choice_of, method_text, pace_of, predicted
+from flashgen.distributed.exchange import backend_of
 from flashgen.distributed.marks import Mark, mark_of
 from flashgen.distributed.needs import Held, Needs, length, needs_of
 from flashgen.distributed.partition import Partition, in_order
@@ -81,7 +81,6 @@ class Preparation:
     ) -> None:
         self._op, self._method, self._partition, self._topology = op, method, partition, topology
         self._check, self._link, self._switches = check, link, switches
-        self._backend = dist.get_backend(topology.whole)
         self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
         self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
 
@@ -155,7 +154,9 @@ class Preparation:
 
         def take() -> tuple[Call, HeadDim, tuple[Any, ...]]:
             (q, k, v), options = call()
-            head_dim = checked(spec, q, k, v, self._backend)
+            first: object = q  # which is checked next
+            kind = first.device.type if isinstance(first, Tensor) else "cpu"
+            head_dim = checked(spec, q, k, v, backend_of(self._topology.whole, kind))
             rows = q.shape[2] if held is None else length(held[self._topology.rank])
             if q.shape[2] != rows:
                 raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({self._partition})")

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashgen.distributed.exchange import Group
+from flashgen.distributed.exchange import Group, check_member
 from flashgen.distributed.needs import Held, joined
 
 KEYS = ("all_gather", "ring")
@@ -70,6 +70,9 @@ def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
     """Raises ``TypeError`` and ``ValueError`` for what is no mesh, or methods that do not go with it."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        raise ValueError(f"this rank ({dist.get_rank()}) is none of the mesh's: only its ranks make the call")
+    check_member(mesh)
     if isinstance(method, str):
         _check(method)
         group = _one(mesh)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import flashgen
@@ -236,6 +237,42 @@ def test_shard_and_gather_are_inverse_with_their_gradients() -> None:
     for found in run(_whole_and_back, 3):
         assert found[:3] == [0.0] * 3
         assert found[3] < 1e-9
+
+
+def _of_a_group() -> list[str]:
+    """What is said on each rank over a group and a mesh of the first alone, and over one with a backend a device."""
+    op = flashgen.loads("attention causal { head_dim 16 mask causal }", backend="reference")
+    first, mixed = dist.new_group([0]), dist.new_group(backend="cpu:gloo")
+    mesh = DeviceMesh("cpu", [0])
+    x = torch.zeros(1, 2, 10, 16)
+    calls: list[Callable[[], Any]] = [
+        lambda: context_parallel(op, first),
+        lambda: context_parallel(op, mesh),
+        lambda: partition(op, 10, 1).shard(x, group=first),
+        lambda: context_parallel(op, mixed)(*[x.to("meta")] * 3),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_groups_that_lack_a_rank_or_have_several_backends() -> None:
+    first, second = run(_of_a_group, 2)
+    assert first[:3] == ["nothing"] * 3
+    assert second[:3] == [
+        f"ValueError: this rank (1) is none of the {whose}: only its ranks make the call"
+        for whose in ("group's", "mesh's", "group's")
+    ]
+    assert (
+        first[3]
+        == second[3]
+        == ("ValueError: rank 0: 'q' is on meta; gloo, which this group has, takes tensors on CPUs")
+    )
 
 
 def _of_no_rows() -> list[str]:
