@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -311,6 +312,11 @@ def test_masks_for_other_lengths_are_refused() -> None:
         mask[:, :, :, :24]
     with pytest.raises(AttributeError, match="has no 'expand'"):
         mask.expand(2, 4, 24, 25)
+    matrix: Any = mask
+    changes: list[Callable[[], Any]] = [lambda: q + matrix, lambda: matrix & q, lambda: ~matrix, lambda: matrix < 0]
+    for change in changes:
+        with pytest.raises(TypeError, match=r"has no arithmetic: .* takes attn_implementation='sdpa'"):
+            change()
 
 
 def test_models_that_change_their_masks_are_refused() -> None:
@@ -319,7 +325,7 @@ def test_models_that_change_their_masks_are_refused() -> None:
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
     )
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="flashgen")
-    with pytest.raises(AttributeError, match=r"has no 'dtype': .* use attn_implementation='sdpa'"):
+    with pytest.raises(AttributeError, match=r"has no 'dtype': .* takes attn_implementation='sdpa'"):
         model(tokens(1, 9))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.integrations.transformers.masks import LayerMask
+from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
 from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element
 
 # Keywords that models hand through to every layer and that say nothing of what it computes.
@@ -166,7 +166,7 @@ def _check_mask(mask: LayerMask, sizes: tuple[int, int, int, int]) -> None:
     if (there[0], there[2], there[3]) != (batch, q_length, kv_length):
         raise ValueError(
             f"'attention_mask' is for {list(there)}, but there are {q_length} queries, {kv_length} keys and {batch} "
-            "batch entries"
+            f"batch entries; {ELSEWHERE}"
         )
 
 

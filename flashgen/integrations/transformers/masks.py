@@ -33,7 +33,7 @@ _FORMS = {
     "window": "param {}: i32",
     "chunk": "param {}: i32",
 }
-_ELSEWHERE = "this model changes its masks itself, use attn_implementation='sdpa' for it"
+ELSEWHERE = "a model that changes its masks itself takes attn_implementation='sdpa'"
 
 
 class LayerMask:
@@ -89,13 +89,19 @@ class LayerMask:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a mask of flashgen has no '{name}': it is a condition, no matrix and no list of blocks; {_ELSEWHERE}"
+            f"a mask of flashgen has no '{name}': it is a condition, no matrix and no list of blocks; {ELSEWHERE}"
         )
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(
-            f"a mask of flashgen cannot be indexed ([{index}]): it is a condition, no matrix ({self!r}); {_ELSEWHERE}"
+            f"a mask of flashgen cannot be indexed ([{index}]): it is a condition, no matrix ({self!r}); {ELSEWHERE}"
         )
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"a mask of flashgen has no arithmetic: it is a condition, no matrix ({self!r}); {ELSEWHERE}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __invert__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 def layer_mask(
