@@ -87,14 +87,10 @@ class Engine:
         first = 4 if self.signature.has_lse else 0
         end = first + self.signature.tensor_arguments
         rows: Any = args[:first] or (None,) * 4
-        q, v = args[first], args[first + 2]
-        for name, x in (("d_o", d_o), ("o", rows[1])):
-            # Kernels take both for o of these tensors, and read what lies there.
-            if x is not None and (x.dtype is not q.dtype or x.shape != (*q.shape[:-1], v.shape[-1])):
-                raise ValueError(
-                    f"'{name}' is {x.dtype} of shape {list(x.shape)}; that of q and v is {q.dtype} "
-                    f"{[*q.shape[:-1], v.shape[-1]]}"
-                )
+        q, wanted = args[first], (*args[first].shape[:-1], args[first + 2].shape[-1])
+        for name, x in (("d_o", d_o), ("o", rows[1])):  # kernels read what lies there
+            if x is not None and (x.dtype is not q.dtype or x.shape != wanted):
+                raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {q.dtype} {list(wanted)}")
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - others look at it
