@@ -16,6 +16,7 @@ from flashgen.runtime.call import Call, CallChecker
 from flashgen.runtime.conversion import check_scalar
 from flashgen.runtime.kernel import ADDED, Stored
 from flashgen.runtime.plain import NoMemoryError
+from flashgen.runtime.selected import check_selection
 from flashgen.runtime.signature import Signature
 from flashgen.runtime.values import address
 
@@ -46,7 +47,7 @@ class CapturedValues:
 
     def __init__(self, spec: AttentionSpec, signature: Signature, checker: CallChecker) -> None:
         self._signature, self._checker = signature, checker
-        self._tensors_end = 3 + len(spec.tensors)
+        self._spec, self._tensors_end = spec, 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
         self._names = [each.name for each in spec.tensors if each.grad]
         self._names += [each.name for each in spec.params if each.grad]
@@ -77,6 +78,8 @@ class CapturedValues:
                 number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
                 dropout = Dropout(probability, number)
         captured: Sequence[Tensor] = tensors[3 : self._tensors_end]
+        if call.kernel is None:
+            check_selection(self._spec, captured, call.sizes)
         read = captured
         if call.reads_nothing:
             read = tuple(x if x.numel() else x.new_zeros(1) for x in captured)

@@ -34,6 +34,7 @@ from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.plain import check_tensors, refuse_distributed
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.ragged_checks import RaggedChecker
+from flashgen.runtime.selected import check_selection
 from flashgen.runtime.signature import CACHED, RAGGED, Signature
 
 
@@ -93,6 +94,7 @@ class Reference:
             dtype = dtype or torch.float32
             q, k, v = (from_8_bits(x, each, dtype) for x, each in zip((q, k, v), factors, strict=True))
         self.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
+        check_selection(self.spec, tensors, sizes)
         drawn = self._drawn(q, dropout_p, seed)
         o, lse = self._formula((q, k, v), tensors, params, shard, drawn, dtype)
         return (o, lse) if return_lse else o
@@ -130,6 +132,7 @@ class Reference:
         checker = RaggedChecker(self.spec, {}, is_reference=True)
         shard, sizes = checker.check_ragged(q, k, v, tensors, (*numbers[:4], found.max_q, found.max_k, found.count))
         checker.check_lengths(HeadDim(q.shape[2], v.shape[2]), sizes, found.pairs)
+        check_selection(self.spec, tensors, sizes)
         drawn = self._drawn(q, dropout_p, seed)
         dtype = dtype or q.dtype
         nothing = _nothing_of((q, k, v, *tensors, *params.values()), dtype)
@@ -191,6 +194,7 @@ class Reference:
         whole = (*numbers, cache.capacity(k_cache))
         shard, sizes = checker.check_cached(q, k_cache, v_cache, tensors, whole)
         checker.check_lengths(HeadDim(q.shape[3], v_cache.shape[3]), sizes, [(length, length) for length, _ in found])
+        check_selection(self.spec, tensors, sizes)
         dtype = dtype or q.dtype
         nothing = self._drawn(q, 0.0 if self.signature.has_dropout else None, None)
         rows = list(q.new_zeros((*q.shape[:-1], v_cache.shape[3]), dtype=dtype))

@@ -42,6 +42,13 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
     return {name: x for name, x in {**tensors, **made}.items() if name in wanted}
 
 
+def check_selection(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
+    """The same check where the formula runs, which reads lists as they are."""
+    if spec.select is not None:
+        named = {declared.name: x for declared, x in zip(spec.tensors, tensors, strict=True)}
+        check_numbers(spec.select, named, sizes)
+
+
 def check_numbers(select: Select, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
     """Where it is asked for: raise ``ValueError`` for a number that is no block's. It waits for the device."""
     if os.environ.get(CHECK_SELECTION, "").strip() in ("", "0"):

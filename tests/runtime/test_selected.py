@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,24 @@ def test_numbers_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setenv(CHECK_SELECTION, "1")
     with pytest.raises(ValueError, match=r"tensor 'idx' names block 3 at \[1, 1\]; there are 3 blocks of 64 keys"):
         lowered_tensors(own, {"idx": numbers}, SIZES)
+
+
+def test_the_formula_looks_at_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = flashgen.loads(
+        "attention drawn { head_dim 8  tensor idx: i32[2, 2]  select 64: idx[i % 2, :] }", backend="reference"
+    )
+    numbers, x = torch.tensor([[0, -1], [1, 3]], dtype=torch.int32), torch.zeros(1, 1, 130, 8)
+    rows, starts = x[0].transpose(0, 1), torch.tensor([0, 130])
+    monkeypatch.setenv(CHECK_SELECTION, "1")
+    for of in (op, op.reference):
+        for call in (
+            functools.partial(of, x, x, x),
+            functools.partial(of.varlen, rows, rows, rows, starts, starts),
+            functools.partial(of.decode, x, x, x, 130),
+        ):
+            call(idx=numbers.clamp(max=2))
+            with pytest.raises(ValueError, match=r"tensor 'idx' names block 3 at \[1, 1\]; there are 3 blocks of 64"):
+                call(idx=numbers)
 
 
 def test_long_lists_are_gone_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
