@@ -88,9 +88,10 @@ class Engine:
         end = first + self.signature.tensor_arguments
         rows: Any = args[:first] or (None,) * 4
         q, wanted = args[first], (*args[first].shape[:-1], args[first + 2].shape[-1])
+        dtype = self.signature.form.o or q.dtype
         for name, x in (("d_o", d_o), ("o", rows[1])):  # kernels read what lies there
-            if x is not None and (x.dtype is not q.dtype or x.shape != wanted):
-                raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {q.dtype} {list(wanted)}")
+            if x is not None and (x.dtype is not dtype or x.shape != wanted):
+                raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {dtype} {list(wanted)}")
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - others look at it
