@@ -1,6 +1,6 @@
 """Speaks about weights that cannot be normalised: an error where none is above 0, whatever the score is.
 
-Stage: analyse. In: a spec and a head dimension. Out: diagnostics. Weights that are below 0 for some scores alone are
+Stage: analyse. In: a spec. Out: diagnostics. Weights that are below 0 for some scores alone are
 taken at their word (specs/LANGUAGE.md, section 7).
 """
 
