@@ -5,15 +5,16 @@ Stage: analyse. In: a score. Out: log2(e) times it, and how large that may becom
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, literal
-from flashgen.ir.interval import FloatRange
+from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, walk
+from flashgen.ir.interval import FloatRange, Range
 from flashgen.ir.types import ScalarType
 
 LOG2_E = math.log2(math.e)
@@ -31,9 +32,9 @@ def in_base_2(expr: Expr) -> Expr:
     return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
 
 
-def largest_exponent(exponent: Expr) -> float:
+def largest_exponent(exponent: Expr, ranges: Mapping[Expr, Range] | None = None) -> float:
     """The largest magnitude of what ``in_base_2`` gave, over all inputs but NaN; infinite where nothing bounds it."""
-    found = bounds(exponent, {})
+    found = bounds(exponent, ranges or {})
     assert isinstance(found, FloatRange)
     return max(-found.lo, found.hi)
 
@@ -41,6 +42,28 @@ def largest_exponent(exponent: Expr) -> float:
 def needs_no_maximum(exponent: Expr) -> bool:
     """Whether weights are numbers wherever ``exponent``, a score in base 2, is counted from 0."""
     return largest_exponent(exponent) <= MOST_EXPONENT
+
+
+def float_params(expr: Expr) -> list[Symbol]:
+    """The params of an expression that are floats."""
+    params = [each for each in walk(expr) if isinstance(each, Symbol) and each.kind is SymbolKind.PARAM]
+    return [each for each in params if each.type is ScalarType.FLOAT]
+
+
+def bounding_condition(exponent: Expr) -> Expr | None:
+    """Of a score that params bound: for which it needs no maximum, those whose magnitudes are at most one number."""
+    params = float_params(exponent)
+
+    def largest(most: float) -> float:
+        return largest_exponent(exponent, {each: FloatRange(-most, most) for each in params})
+
+    if not params or not 0.0 < (unit := largest(1.0)) < math.inf:
+        return None
+    most = MOST_EXPONENT / unit
+    if largest(most) > MOST_EXPONENT * (1 + 2.0**-20):  # in more than proportion
+        return None
+    conditions = (apply("le", apply("abs", each), literal(most)) for each in params)
+    return functools.reduce(lambda x, y: apply("and", x, y), conditions)
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

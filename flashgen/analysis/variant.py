@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from flashgen.analysis.bounds import IndexProof, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
+from flashgen.analysis.factors import factor_of_dot, gathered, is_of_launch
 from flashgen.analysis.levels import Level, level_of_indices
 from flashgen.analysis.masked_score import split_masked_score
 from flashgen.analysis.selection import ListedBlocks, lowered
@@ -77,6 +78,12 @@ class CapturedGradient:
         """Those that are computed for each pair."""
         parts = (self.from_score, self.from_weight, self.from_score_tangent, self.from_weight_tangent)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def times_score_gradient(self) -> Expr | None:
+        """A number of the launch: what a pair adds is this times dS. None where a pair adds anything else."""
+        alone = self.from_weight is None and self.from_score is not None and is_of_launch(self.from_score)
+        return self.from_score if alone else None
 
     @property
     def is_of_sink(self) -> bool:
@@ -267,7 +274,7 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     score, score_keep = split_masked_score(simplify(apply("to_float", score)))
     weights, score = canonical_weights(map_weights(spec.weights, specialise), score)
     weights = map_weights(weights, functools.partial(simplify, reciprocals=True))  # a division a pair is slow
-    score = simplify(score)
+    score = gathered(simplify(score))
     keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
 
     weight_by_score = None if weights.weight is None else derivative(weights.weight, S)
@@ -277,6 +284,7 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     by_dot = derivative(differentiated, DOT)
     if by_sqdist is not None:
         by_dot = simplify(apply("sub", by_dot, apply("mul", literal(2.0), by_sqdist)))
+    by_dot = gathered(by_dot)
     return Variant(
         spec=spec,
         head_dim=head_dim,
@@ -291,22 +299,24 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     )
 
 
-def constant_factor(score: Expr) -> float | None:
-    """c where a score is c · dot with a positive constant; then maxima are taken of dot itself."""
-    match score:
-        case Apply(op="mul", args=(Literal(value=float() as value), other)) if other == DOT and value > 0:
-            return value
-        case Apply(op="mul", args=(other, Literal(value=float() as value))) if other == DOT and value > 0:
-            return value
-    return 1.0 if score == DOT else None
+def linear_factor(variant: Variant) -> Expr | None:
+    """c where a softmax's score is c · dot, with a positive constant or a number of the launch, else None.
 
-
-def linear_factor(variant: Variant) -> float | None:
-    """The same of a softmax whose gradients want nothing of dot: kernels may count it from where they like, then."""
+    Kernels may count such scores from where they like, if gradients want nothing of dot. What is a number of the launch
+    may be negative or 0. Kernels of 8 bits and of forward mode take constants alone.
+    """
     parts = (part for each in variant.gradients for part in each.of_pairs)
     if not variant.weights.form.exponential or any(DOT in walk(part) for part in parts):
         return None
-    return constant_factor(variant.score)
+    factor = factor_of_dot(variant.score)
+    takes_numbers = not variant.f8 and variant.tangent is None
+    return factor if isinstance(factor, Literal) or takes_numbers else None
+
+
+def constant_factor(variant: Variant) -> float | None:
+    """The same where it is a constant, what kernels of all kinds and for all targets go by."""
+    factor = linear_factor(variant)
+    return float(factor.value) if isinstance(factor, Literal) else None
 
 
 def map_weights(weights: Weights, rule: _Rule) -> Weights:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.analysis.variant import analyse, linear_factor
+from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
 from flashgen.pipeline import load_spec
 from flashgen.reference.dense import evaluator
@@ -82,7 +82,8 @@ class Partial:
         self.engine: Engine = self.inner.engine_of_parts if wide else self.inner.engine
         self._sliced: dict[object, bool] = {}
         # What makes what kernels count from an exponent in base 2.
-        self._factors = {each: LOG2_E * (linear_factor(analyse(of_parts, each)) or 1.0) for each in of_parts.head_dims}
+        found = ((each, constant_factor(analyse(of_parts, each))) for each in of_parts.head_dims)
+        self._factors = {each: LOG2_E * (factor or 1.0) for each, factor in found}
 
     def type_of(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which parts are written, and o is read backward."""

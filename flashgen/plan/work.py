@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal as OneOf
 
+from flashgen.analysis.factors import factor_of_dot
 from flashgen.analysis.levels import Level, kept_level, level_of
-from flashgen.analysis.variant import Variant, constant_factor
+from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, walk
 from flashgen.ir.operators import OPERATORS
 
@@ -80,7 +81,7 @@ _PRODUCTS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = MappingProxyTyp
 def _weight_cost(variant: Variant, costs: Costs) -> tuple[float, float]:
     """Special functions and other instructions from the product to the weight."""
     if variant.weights.weight is None:
-        if constant_factor(variant.score) is not None:
+        if factor_of_dot(variant.score) is not None:
             return 1, _SOFTMAX_PLAIN
         special, other = _cost([variant.score], {}, costs)
         return special + 1, other + _SOFTMAX_PLAIN

@@ -44,8 +44,8 @@ def test_what_is_bounded(body: str, bounded: bool) -> None:
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_exponents_near_0_are_right(cap: float) -> None:
     near = recipe_of(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).near
-    assert near is not None
-    dot = np.linspace(-near.bound, near.bound, 1_000_001).astype(np.float32)
+    assert near is not None and isinstance(near.bound, Literal)
+    dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)
     exact = LOG2_E * cap * np.tanh(dot.astype(np.float64) / 8 / cap)
     assert np.abs(_value(near.exponent, dot) - exact).max() < LOG2_E * 3.2e-7 * abs(cap)
 

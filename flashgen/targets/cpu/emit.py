@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
-from flashgen.analysis.variant import CapturedGradient, Variant, linear_factor
+from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
     AddHook,
     Declaration,
@@ -195,7 +195,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
     pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
     moved = moved_inputs(variant, "fg::VecF", pair_inputs)
     inputs: dict[str, str] = {}
-    linear = linear_factor(variant)
+    linear = constant_factor(variant)
 
     def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
         placement.function(name, expr, comment)

@@ -14,7 +14,7 @@ from flashgen.analysis.diagonals import by_distance, diagonal_values, over_diago
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Literal, index_set, literal
+from flashgen.ir.expr import Expr, index_set, literal
 from flashgen.plan.launches import Buffer, Count, Factor, Sum
 from flashgen.plan.work import takes_longer_than_a_read
 
@@ -71,13 +71,14 @@ def exponent_of(computed: Variant, score: Expr) -> Expr:
 
 
 def has_runs(variant: Variant, gradient: CapturedGradient) -> bool:
-    """Whether a gradient that pairs add to is a constant times dS, to elements that distances of those heads choose
-    whose diagonals there are.
+    """Whether what pairs add to a gradient is a number of the launch times dS, to elements that distances choose.
+
+    Of those heads alone whose diagonals there are.
     """
     read = by_distance(gradient.read)
     if read is None or gradient.level is not Level.PAIR or not diagonal_numbers(variant):
         return False
-    if gradient.from_weight is not None or not isinstance(gradient.from_score, Literal):
+    if gradient.times_score_gradient is None:
         return False
     return index_set(read) - {"distance"} <= diagonal_indices(variant)
 

@@ -6,13 +6,16 @@ units do in one, and a tanh asks it twice. Kernels ask once for all pairs of a w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
+from flashgen.analysis.factors import is_of_launch
+from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, kept_level
 from flashgen.analysis.variant import DOT, Variant
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, literal, substitute, walk
+from flashgen.ir.expr import Apply, Expr, literal, substitute, walk
 from flashgen.targets.gpu.diagonals import exponent_of
 
 # tanh x = x + x³ (c1 + c2 x²), right to 3e-7 up to FAR: to 1.4e-5 in a score whose cap is 50, where a weight is rounded
@@ -26,7 +29,7 @@ class Near:
     """The ``score`` where ``argument`` is at most ``bound``, whatever its sign; ``exponent``: in base 2."""
 
     argument: Expr
-    bound: float
+    bound: Expr
     score: Expr
     exponent: Expr
 
@@ -53,18 +56,27 @@ def near_tanh(variant: Variant) -> Near | None:
     (argument,) = tanh.args
     match variant.score, argument:
         case (
-            Apply(op="mul", args=(Literal(value=cap), inner)),
-            Apply(op="mul", args=(Literal(value=factor), value)),
-        ) if inner == tanh and value == DOT and factor != 0:
-            # One multiplication less for either constant.
-            c0, c1, c2 = cap * factor, cap * _C1 * factor**3, cap * _C2 * factor**5
-            exponent = _odd(DOT, *(LOG2_E * each for each in (c0, c1, c2)))
-            return Near(DOT, FAR / abs(factor), _odd(DOT, c0, c1, c2), exponent)
-    near: dict[Expr, Expr] = {tanh: _odd(argument, 1.0, _C1, _C2)}
-    return Near(argument, FAR, substitute(variant.score, near), substitute(exponent_of(variant, variant.score), near))
+            Apply(op="mul", args=(cap, inner)),
+            Apply(op="mul", args=(factor, value)),
+        ) if inner == tanh and value == DOT and is_of_launch(cap) and is_of_launch(factor) and factor != literal(0.0):
+            # One multiplication less for either number.
+            square = _product(factor, factor)
+            cubed = _product(factor, square)
+            numbers = (
+                _product(cap, factor), _product(cap, literal(_C1), cubed), _product(cap, literal(_C2), cubed, square)
+            )  # fmt: skip
+            exponent = _odd(DOT, *(_product(literal(LOG2_E), each) for each in numbers))
+            return Near(DOT, make("div", literal(FAR), make("abs", factor)), _odd(DOT, *numbers), exponent)
+    near: dict[Expr, Expr] = {tanh: _odd(argument, literal(1.0), literal(_C1), literal(_C2))}
+    score, exponent = substitute(variant.score, near), substitute(exponent_of(variant, variant.score), near)
+    return Near(argument, literal(FAR), score, exponent)
 
 
-def _odd(x: Expr, c0: float, c1: float, c2: float) -> Expr:
+def _product(*factors: Expr) -> Expr:
+    return functools.reduce(lambda x, y: make("mul", x, y), factors)
+
+
+def _odd(x: Expr, c0: Expr, c1: Expr, c2: Expr) -> Expr:
     square = apply("mul", x, x)
-    inner = apply("add", literal(c1), apply("mul", square, literal(c2)))
-    return apply("mul", x, apply("add", literal(c0), apply("mul", square, inner)))
+    inner = apply("add", c1, apply("mul", square, c2))
+    return apply("mul", x, apply("add", c0, apply("mul", square, inner)))

@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flashgen.analysis.base_2 import needs_no_maximum
+from flashgen.analysis.base_2 import bounding_condition, float_params, needs_no_maximum
+from flashgen.analysis.factors import is_of_launch
 from flashgen.analysis.levels import Level, kept_level, mask_axes, observed_loads
 from flashgen.analysis.norms import SplitNorms, split_norms
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, linear_factor
-from flashgen.ir.expr import Expr, Literal, Load, walk
+from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
 from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
 from flashgen.plan.recipe import FORCED, Decision, Rule
@@ -32,6 +33,8 @@ from flashgen.targets.gpu.near import Near, near_tanh
 _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of finite rows
 # What masks tell apart where blocks take lists by their lengths: few masks, of heads that follow each other.
 _ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
+_MOST_FLOAT = (2 - 2.0**-23) * 2.0**127
+_PARAM = FloatRange(2.0**-60, 2.0**60)  # of scores; by others these are no numbers, or none that a float holds
 MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
 
 
@@ -71,8 +74,9 @@ class Recipe:
     ``stored``: those of which pairs store dS, each in an element of its own; ``in_turn``: the one to which batch
     entries may add in turn, a tile at a time, the last of which stores it.
     ``exponent``: the score in base 2, where it is so bounded that weights are formed before maxima of rows are looked
-    at, which few tiles need. ``sums_tell``: scores are products but for a factor, and sums of weights tell warpgroups
-    where a maximum has grown. ``norms``: of a score that is linear in |q - k|², what pairs form of it without |q|².
+    at, which few tiles need; ``is_bounded``: in which launches, None: in all. ``sums_tell``: scores are products but
+    for a factor, and sums of weights tell warpgroups where a maximum has grown. ``norms``: of a score that is linear in
+    |q - k|², what pairs form of it without |q|².
     """
 
     computed: Variant
@@ -100,6 +104,7 @@ class Recipe:
     stored: tuple[CapturedGradient, ...]
     in_turn: CapturedGradient | None
     exponent: Expr | None
+    is_bounded: Expr | None
     sums_tell: bool
     ahead: Load | None
     near: Near | None
@@ -153,6 +158,7 @@ def recipe_of(variant: Variant) -> Recipe:
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
     weights_first, exponent = folded or _weights_first(computed, keys), _exponent(computed)
+    condition = None if exponent is None or needs_no_maximum(exponent) else bounding_condition(exponent)
     norms = None if exponent is not None else _norms(computed)
     return Recipe(
         computed=computed,
@@ -180,6 +186,7 @@ def recipe_of(variant: Variant) -> Recipe:
         stored=_stored(variant, keys, dq) if weights_first else (),
         in_turn=_in_turn(variant, keys, dq) if weights_first else None,
         exponent=exponent,
+        is_bounded=condition,
         sums_tell=_sums_tell(computed),
         ahead=read_ahead(computed),
         near=near_tanh(computed),
@@ -200,8 +207,8 @@ def _sums_tell(computed: Variant) -> bool:
 
 
 def _stored(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -> tuple[CapturedGradient, ...]:
-    """dS but for a constant is what a pair adds."""
-    found = [each for each in keys if each.from_weight is None and isinstance(each.from_score, Literal)]
+    """dS but for a number of the launch is what a pair adds."""
+    found = [each for each in keys if each.times_score_gradient is not None]
     names = [each.name for each in stored_tensors(variant.spec)]
     return tuple(each for each in found if each.name in names) if _stores(variant, dq) else ()
 
@@ -212,8 +219,7 @@ def _in_turn(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -
         return None
     names = [each.name for each in summed_tensors(variant.spec)]
     found = [each for each in keys if each.name in names]
-    by_constant = len(found) == 1 and found[0].from_weight is None and isinstance(found[0].from_score, Literal)
-    return found[0] if by_constant else None
+    return found[0] if len(found) == 1 and found[0].times_score_gradient is not None else None
 
 
 def _stores(variant: Variant, dq: SumsOfDq) -> bool:
@@ -289,7 +295,7 @@ def _exponent(computed: Variant) -> Expr | None:
     if kept_level(computed.score) is not Level.PAIR:
         return None
     exponent = exponent_of(computed, computed.score)
-    return exponent if needs_no_maximum(exponent) else None
+    return exponent if needs_no_maximum(exponent) or bounding_condition(exponent) is not None else None
 
 
 def _norms(computed: Variant) -> SplitNorms | None:
@@ -301,9 +307,9 @@ def _norms(computed: Variant) -> SplitNorms | None:
 
 def _folds(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
     """dS is all that follows the weights, and reaches dot products by a factor of the pair, a number everywhere."""
-    if not _is_linear(computed) or keys or computed.forward_only or isinstance(computed.score_by_dot, Literal):
+    if not _is_linear(computed) or keys or computed.forward_only or is_of_launch(computed.score_by_dot):
         return False
-    found = bounds(computed.score_by_dot, _ANY_DOT)
+    found = bounds(computed.score_by_dot, _usual_numbers(computed))
     assert isinstance(found, FloatRange)
     return math.isfinite(found.lo) and math.isfinite(found.hi) and not found.may_be_nan
 
@@ -313,7 +319,13 @@ def _weights_first(computed: Variant, keys: tuple[CapturedGradient, ...]) -> boo
     if not _is_linear(computed):
         return False
     parts = [computed.score_by_dot, *(each.from_score for each in keys)]
-    return all(part is None or DOT not in walk(part) for part in parts) and isinstance(computed.score_by_dot, Literal)
+    return all(part is None or DOT not in walk(part) for part in parts) and is_of_launch(computed.score_by_dot)
+
+
+def _usual_numbers(computed: Variant) -> Mapping[Expr, Range]:
+    """Products, and params of scores that are numbers."""
+    floats: dict[Expr, Range] = dict.fromkeys(float_params(computed.score_by_dot), _PARAM)
+    return floats | {DOT: FloatRange(-_MOST_FLOAT, _MOST_FLOAT)} if floats else _ANY_DOT
 
 
 def _decisions(

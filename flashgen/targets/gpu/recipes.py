@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from flashgen.analysis.variant import Variant, constant_factor
+from flashgen.analysis.factors import factor_of_dot
+from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
@@ -64,7 +65,7 @@ class Recipes:
 
 def is_plain(variant: Variant) -> bool:
     """Whether a pair's weight takes no more than a product and an exponential, and its mask a comparison or two."""
-    plain_score = variant.weights.form.exponential and constant_factor(variant.score) is not None
+    plain_score = variant.weights.form.exponential and factor_of_dot(variant.score) is not None
     return plain_score and variant.spec.dropout is None and has_light_mask(variant)
 
 

@@ -13,8 +13,8 @@ from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.context import by_score, labels, moved_inputs
-from flashgen.emit.spelling import c_literal
-from flashgen.ir.expr import Expr, Literal, Load, index_set
+from flashgen.emit.placement import Placement
+from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.text import text
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors, summed_tensors
 from flashgen.targets.gpu.diagonals import RUN
@@ -48,7 +48,7 @@ class Gradient:
     offset: str  # of the element
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     runs: int | None  # which number it is of those whose elements are known for runs of distances
-    factor: str | None  # a constant times dS is what a pair adds, by distance or to an element of its own
+    factor: str | None  # a number of the launch times dS is what a pair adds, by distance or to an element of its own
     stored: Stored | None  # where each pair of a call has an element of its own
     summed: Stored | None  # where batch entries may add to it in turn
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
@@ -148,7 +148,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
         runs=recipe.runs.index(gradient) if gradient in recipe.runs else None,
-        factor=None if on_diagonal is None and strides is None else _constant(gradient),
+        factor=None if on_diagonal is None and strides is None else _factor(gradient, placement),
         stored=_stored(variant, gradient),
         summed=_summed(variant, gradient) if gradient == recipe.in_turn else None,
         strides=strides,
@@ -166,10 +166,9 @@ def _summed(variant: Variant, gradient: CapturedGradient) -> Stored:
     return Stored(stored_field(found.name), C_TYPES[found.element])
 
 
-def _constant(gradient: CapturedGradient) -> str | None:
-    if gradient.from_weight is not None or not isinstance(gradient.from_score, Literal):
-        return None
-    return c_literal(gradient.from_score.value)
+def _factor(gradient: CapturedGradient, placement: Placement) -> str | None:
+    factor = gradient.times_score_gradient
+    return None if factor is None else placement.value(f"score_by_{gradient.name}", factor, Level.LAUNCH)
 
 
 def _strides_of_pairs(read: Expr) -> tuple[str, str] | None:

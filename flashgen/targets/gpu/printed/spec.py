@@ -6,17 +6,20 @@ Formulas are placed first, captured gradients and loads of the mask by their own
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
 from flashgen.analysis.constraints import ROW
+from flashgen.analysis.factors import is_of_launch, never_zero
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.selection import selected
-from flashgen.analysis.variant import Variant, linear_factor
+from flashgen.analysis.variant import Variant, constant_factor, linear_factor
 from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
 from flashgen.emit.distance import split_score
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal
+from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Literal, Load, literal
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
@@ -91,11 +94,14 @@ class NormCode:
 class SpecCode:
     """What a spec computes.
 
-    ``linear``: scores are the dot product but for a constant factor, with which kernels go on. ``score_factor``: of
-    exponential weights, what makes the score, or the dot product, an exponent in base 2; ``natural_factor`` the same
-    for base e; ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in
-    units of the score. ``by_score``: a format: what comes through the score, from one of its derivatives;
-    ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's.
+    ``linear``: scores are the dot product but for a factor, with which kernels go on; ``signed``: one of the launch,
+    perhaps negative. Maxima are of products times ``direction``, 1 or -1; ``hidden`` stands for the product of a pair
+    that is not kept; ``slope`` is the factor. ``is_bounded``: whether weights may be formed before maxima are looked
+    at, None: in every launch. ``score_factor``: of exponential weights, what makes the score, or the dot product, an
+    exponent in base 2; ``top_factor`` the same of a maximum, ``natural_factor`` of a maximum for base e;
+    ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in units of the
+    score. ``by_score``: a format: what comes through the score, from one of its derivatives; ``by_tangent`` and
+    ``by_weight_tangent`` the same of its tangent and of the weight's.
     ``ahead``: an element that pairs read, which kernels may read before; ``near``: up to which argument scores need no
     special function. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
     beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
@@ -119,7 +125,13 @@ class SpecCode:
     moves_apart: bool
     sink_tangent: str | None
     linear: bool
+    signed: bool
+    direction: str
+    hidden: str
+    slope: str
+    is_bounded: str | None
     score_factor: str
+    top_factor: str
     natural_factor: str
     exponent_of_dot: str
     lag_code: str
@@ -195,9 +207,17 @@ def _place_score(variant: Variant, recipe: Recipe, places: Places) -> None:
 def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     """What a spec computes, once everything is placed."""
     norms = _norm_code(recipe, places.placement)
-    hooks, form, linear = places.placement.hooks(), variant.weights.form, linear_factor(variant)
+    placement, form, constant = places.placement, variant.weights.form, constant_factor(variant)
+    launch = _launch_factor(linear_factor(variant), placement) if constant is None else None
+    near = None if recipe.near is None else placement.value("near_bound", recipe.near.bound, Level.LAUNCH)
+    condition = recipe.is_bounded
+    is_bounded = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
+    dot_factor = _dot_factor(variant, placement)
+    hooks = placement.hooks()
     assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
-    factor, by_units = LOG2_E * (linear or 1.0), variant.f8 and linear is not None
+    factor, by_units = LOG2_E * (constant or 1.0), variant.f8 and constant is not None
+    score_factor = "exponent_unit" if by_units else c_literal(factor)
+    natural_factor = "exponent_unit * fg::LN_2" if by_units else c_literal(constant or 1.0)
     return SpecCode(
         formula=formula(variant),
         hooks=template_hooks(hooks),
@@ -214,16 +234,22 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
         moves_apart=recipe.moves_apart,
         sink_tangent=sinks.tangent,
-        linear=linear is not None,
-        score_factor="exponent_unit" if by_units else c_literal(factor),
-        natural_factor="exponent_unit * fg::LN_2" if by_units else c_literal(linear or 1.0),
+        linear=constant is not None or launch is not None,
+        signed=launch is not None,
+        direction="1.0f" if launch is None else launch.direction,
+        hidden="-INFINITY" if launch is None else launch.hidden,
+        slope=c_literal(constant or 1.0) if launch is None else launch.slope,
+        is_bounded=is_bounded,
+        score_factor=score_factor if launch is None else launch.exponent,
+        top_factor=score_factor if launch is None else f"fg::abs({launch.exponent})",
+        natural_factor=natural_factor if launch is None else f"fg::abs({launch.slope})",
         exponent_of_dot=c_literal(factor),
         lag_code=c_literal(recipe.lag / factor),
-        dot_factor=_dot_factor(variant),
+        dot_factor=dot_factor,
         by_score=by_score(variant),
         by_tangent=by_score(variant, "d_t_score"),
         by_weight_tangent=by_score(variant, "d_t_weight"),
-        near=None if recipe.near is None else c_literal(recipe.near.bound),
+        near=near,
         norms=norms,
         ahead=None if recipe.ahead is None else _ahead(variant, recipe.ahead, places.placement),
     )
@@ -258,14 +284,45 @@ def has_dropout(variant: Variant) -> bool:
     return variant.spec.dropout is not None and not variant.cached
 
 
-def _dot_factor(variant: Variant) -> str | None:
-    """What becomes of sums of gradients of dot products at the end, where a constant is their factor.
+@dataclass(frozen=True)
+class LaunchFactor:
+    """What makes scores of products, where it is a number of the launch: the ``slope``, in base 2 the ``exponent``, and
+    what follows from its sign.
+    """
+
+    exponent: str
+    slope: str
+    direction: str
+    hidden: str
+
+
+def _launch_factor(factor: Expr | None, placement: Placement) -> LaunchFactor | None:
+    if factor is None:
+        return None
+    own = never_zero(factor)
+    is_negative = apply("lt", own, literal(0.0))
+
+    def value(name: str, expr: Expr) -> str:
+        return placement.value(name, expr, Level.LAUNCH)
+
+    return LaunchFactor(
+        exponent=value("exponent_of_dot", apply("mul", literal(LOG2_E), own)),
+        slope=value("slope_of_dot", own),
+        direction=value("direction", apply("where", is_negative, literal(-1.0), literal(1.0))),
+        hidden=value("hidden", apply("where", is_negative, literal(math.inf), literal(-math.inf))),
+    )
+
+
+def _dot_factor(variant: Variant, placement: Placement) -> str | None:
+    """What becomes of sums of gradients of dot products at the end, where one number is their factor.
 
     By 0 nothing is multiplied: in a row that has +inf sums are NaN, which times 0 stays.
     """
     tangent, slope = variant.tangent, variant.score_by_dot
     if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
         return None
-    if not isinstance(slope, Literal):
+    if isinstance(slope, Literal):
+        return f"*= {c_literal(slope.value)}" if slope.value else "= 0.0f"
+    if not is_of_launch(slope):
         return None
-    return f"*= {c_literal(slope.value)}" if slope.value else "= 0.0f"
+    return f"*= {placement.value('score_by_dot', slope, Level.LAUNCH)}"
