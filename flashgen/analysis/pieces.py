@@ -211,8 +211,8 @@ def _has_no_gaps(atom: Expr) -> bool:
     match atom:
         case Symbol():
             return atom in (ROW, COLUMN)
-        case Apply(op="floordiv", args=(x, Literal(value=c))):
-            return c > 0 and _has_no_gaps(x)
+        case Apply(op="floordiv", args=(x, c)) if is_point(c):  # it rises, falls or stays, by 1 at most
+            return _has_no_gaps(x)
         case Apply(op="neg", args=(x,)):
             return _has_no_gaps(x)
         case Apply(op="add" | "sub" | "min" | "max", args=(x, y)):

@@ -201,6 +201,8 @@ class Builder:
                 known["n"] = self.number(place)
             if "{c}" in form.text:
                 known["c"] = self.expression(place, BOOL, 2)
+            if "{p}" in form.text:
+                known["p"] = self.param(FLOAT, "score")
             if "{l}" in form.text:
                 known["l"] = number(self.chance.choice((0.1, -0.5, 1.0, 0.0, -2.0)))
             numbered = form.text.format(**{name: f"{{{n}}}" for n, name in enumerate(known)})
@@ -314,6 +316,9 @@ class Builder:
         return hoisted(draw, self.chance, self.names).tidied()
 
     def _scale(self) -> Node:
+        """A number, a param of either sign, or an expression over these."""
+        if self.chance.random() < 0.4:
+            return self.param(FLOAT, "scale")
         text = self.chance.choice(SCALES)
         if text:
             return leaf(FLOAT, text)

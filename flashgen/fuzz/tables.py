@@ -158,6 +158,7 @@ SCORES = tuple(
             *("({s} + {n})",) * 3,
             *("({s} - {n})", "({s} * (1 + 0.5 * tanh({n})))", "({n} * {s} / 4)", "({s} * {n})"),
             *("(5 * tanh({s} / 5))", "softcap({s}, 3.0)", "log1p(exp({s}))", "gelu({s})", "(sin({s}) + 0.1 * {s})"),
+            *("softcap({s}, 40.0 * {p})", "({s} * {p})"),
             *("min({s}, 4 + {n})", "max({s}, {n} - 3)", "clamp({s}, -3, 3 + {n})", "({s} / sqrt(1 + {n} ** 2))"),
             *("({s} if {c} else 0.5 * {s})", "where({c}, {s}, {s} + {n})", "({s} if {c} else {n})"),
             *("({s} if {c} else -inf)", "where({c}, -inf, {s})"),

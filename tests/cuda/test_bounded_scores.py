@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashgen.analysis.base_2 import LOG2_E
+from flashgen.ir.expr import Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.recipe import recipe_of
@@ -30,7 +31,7 @@ from tests.slices import one_of
         ("tensor sink: f32[H]  score softcap(s, 30.0)  weights softmax(sink = sink[h])", True),
         ("tensor bias: f32[Nk]  score softcap(s, 30.0) + bias[j]", False),
         ("tensor bias: f32[Nk]  score softcap(s + bias[j], 30.0)", True),
-        ("param cap: f32  score softcap(s, cap)", False),
+        ("param cap: f32  score softcap(s, cap)", True),
         ("score s if sin(s) > 0 else -inf", False),
         ("score cos(i - j)", False),  # a number by distance, as it is
         ("score softcap(s, 30.0)  weights sigmoid(s)", False),
@@ -44,7 +45,8 @@ def test_what_is_bounded(body: str, bounded: bool) -> None:
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_exponents_near_0_are_right(cap: float) -> None:
     near = recipe_of(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).near
-    assert near is not None and isinstance(near.bound, Literal)
+    assert near is not None
+    assert isinstance(near.bound, Literal)
     dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)
     exact = LOG2_E * cap * np.tanh(dot.astype(np.float64) / 8 / cap)
     assert np.abs(_value(near.exponent, dot) - exact).max() < LOG2_E * 3.2e-7 * abs(cap)

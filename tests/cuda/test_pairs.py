@@ -430,7 +430,8 @@ def _value(expr: Expr, dot: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_scores_near_0_are_right(cap: float) -> None:
     variant = variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")
     near = recipe_of(variant).near
-    assert near is not None and isinstance(near.bound, Literal)
+    assert near is not None
+    assert isinstance(near.bound, Literal)
     assert near.bound.value == pytest.approx(FAR * abs(cap) * 8)  # of products, of which scores are an eighth
     dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)
     exact = cap * np.tanh(dot.astype(np.float64) / 8 / cap)
