@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import flashgen
 from benchmarks.gpu_speed import medians, sdpa
 
 cuda: Any = torch.cuda
-WORKERS = 12
+WORKERS = 14
 DECODER = "attention bench_decoder { head_dim 128  dtype bf16, f8e4m3  mask causal }"
 LATENT = "attention bench_latent { head_dim 576/512  dtype bf16  mask causal }"
 LONG = "attention bench_long { head_dim 128  dtype bf16  mask causal }"
@@ -404,12 +405,17 @@ def _prepare(job: tuple[str, Any]) -> str:
 
 
 def _prepared(report: Any, jobs: Sequence[tuple[str, Any]]) -> None:
-    """Every kernel of a table, compiled by several processes at once."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(WORKERS, context) as pool:
-        failed = [line for line in pool.map(_prepare, jobs) if line]
+    """Every kernel of a table."""
+    by_many(_prepare, jobs, report.text)
+
+
+def by_many(prepare: Callable[[Any], str], jobs: Sequence[Any], say: Callable[[str], object]) -> None:
+    """Compile by several processes at once; ``prepare`` says of a job why it failed."""
+    workers = min(len(jobs), os.cpu_count() or 1, WORKERS)
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        failed = [line for line in pool.map(prepare, jobs) if line]
     if failed:
-        report.text("\n".join(["What did not compile:", "", *failed]))
+        say("\n".join(["What did not compile:", "", *failed]))
 
 
 def _calls(*texts: str) -> list[tuple[str, Any]]:

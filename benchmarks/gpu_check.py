@@ -24,7 +24,7 @@ import cupy
 import torch
 
 import flashgen
-from benchmarks import gpu_batches, gpu_variants
+from benchmarks import doors, gpu_batches, gpu_variants
 from benchmarks.gpu_speed import overhead, speed
 from benchmarks.report import Report
 from benchmarks.speed import names_of
@@ -172,6 +172,7 @@ SECTIONS: Mapping[str, Callable[[Report], None]] = {
     "sanitizer": sanitizer,
     **gpu_batches.SECTIONS,
     **gpu_variants.SECTIONS,
+    **doors.SECTIONS,
 }
 
 
@@ -185,17 +186,7 @@ def main() -> None:
     given = parser.parse_args()
     report = Report(given.out, time.monotonic() + given.seconds)
     environment(report)
-    for name in given.only:
-        if report.seconds_left() < 30:
-            report.text(f"## {name}\n\nNot run: out of time.")
-            continue
-        start = time.monotonic()
-        try:
-            SECTIONS[name](report)
-        except Exception:
-            report.text(f"## {name}\n\nFAILED\n\n```\n{traceback.format_exc()}\n```")
-        report.data.setdefault("seconds", {})[name] = time.monotonic() - start
-        report.save()
+    report.run(SECTIONS, given.only)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu_rows import SIDE, WINDOW, Row
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def captured(row: Row) -> dict[str, Tensor]:
@@ -117,15 +118,16 @@ def flex_mask(row: Row, of: Mapping[str, Tensor]) -> Callable[..., Tensor] | Non
 
 @functools.cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False) if DEVICE == "cuda" else flex_attention
 
 
-def flex(row: Row, of: Mapping[str, Tensor]) -> Attention:
-    """FlexAttention, compiled; its block mask is made outside the time."""
+def flex(row: Row, of: Mapping[str, Tensor], options: Mapping[str, Any] | None = None) -> Attention:
+    """FlexAttention, compiled where there is a GPU; its block mask is made outside the time."""
     keep = flex_mask(row, of)
     by_batch = row.batch if row.name in ("prefix", "padding", "documents") else None
     by_head = row.heads if row.name.startswith("block") else None
-    mask = create_block_mask(keep, by_batch, by_head, row.length, row.length, device="cuda", _compile=True)  # type: ignore[arg-type]
+    length, is_compiled = row.length, DEVICE == "cuda"
+    mask = create_block_mask(keep, by_batch, by_head, length, length, device=DEVICE, _compile=is_compiled)  # type: ignore[arg-type]
     score, compiled = flex_score(row, of), _compiled_flex()
     if row.name == "squared distances":
 
@@ -143,7 +145,13 @@ def flex(row: Row, of: Mapping[str, Tensor]) -> Attention:
             return (o * torch.sigmoid(lse - of["sink"][:, None]).unsqueeze(-1)).to(o.dtype)  # type: ignore[no-any-return]
 
         return with_sink
-    return lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=mask)
+    more = {"enable_gqa": grouped(row), "kernel_options": options}
+    return lambda q, k, v: compiled(q, k, v, score_mod=score, block_mask=mask, **more)
+
+
+def grouped(row: Row) -> bool:
+    """Whether several heads share keys and values."""
+    return row.kv_heads not in (0, row.heads)
 
 
 def sigmoid_formula(row: Row) -> Attention:
@@ -160,9 +168,8 @@ def sigmoid_formula(row: Row) -> Attention:
 
 def sdpa(row: Row, backend: SDPBackend | None) -> Attention:
     """PyTorch's own kernels: of one backend, or of the one that it chooses."""
-    grouped = row.kv_heads not in (0, row.heads)
     settings: dict[str, Any] = {"is_causal": "causal" in row.body, "dropout_p": 0.1 if "dropout" in row.body else 0.0}
-    if grouped:
+    if grouped(row):
         settings["enable_gqa"] = True
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -187,9 +194,9 @@ def flash4(row: Row) -> Attention:
 
 def inputs(row: Row) -> list[Tensor]:
     """q, k, v and dO."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     made = []
     for shape in row.shapes:
-        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+        x = torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_(generator=generator)
         made.append(x / row.head_dims[0] ** 0.25 if row.name in ("T5", "squared distances") else x)
     return made

@@ -138,3 +138,9 @@ SHORT = tuple(
     for d, heads in ((64, 8), (128, 16))
     for mask in ("causal", "")
 )
+
+DOORS = tuple(
+    Row("causal", "mask causal", (d, d), n, batch, heads, kv_heads)
+    for batch, heads, kv_heads, n in ((1, 16, 4, 16384), (2, 16, 16, 8192), (1, 32, 8, 4096), (1, 32, 8, 1024))
+    for d in (128, 64)
+)

@@ -8,9 +8,7 @@ in five rounds, as replays of captured graphs, so that the host's pace is not me
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import flashgen
-from benchmarks.gpu_batches import copy_rate, replay, warmed
+from benchmarks.gpu_batches import by_many, copy_rate, replay, warmed
 from benchmarks.gpu_peers import Attention, captured, flash4, flex, inputs, sdpa, sigmoid_formula
 from benchmarks.gpu_rows import BIAS, BY_DISTANCE, DENSE, MASKS, SHORT, SOFTCAP, WINDOW, Row
 from benchmarks.gpu_speed import medians
@@ -343,12 +341,7 @@ def prepared(names: Sequence[str], report: Any | None = None) -> None:
     _PREPARED.update(names)
     if not jobs or "FLASHGEN_PREPARED" in os.environ:
         return
-    workers = min(len(jobs), os.cpu_count() or 1, 14)
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        failed = [line for line in pool.map(_prepare, jobs.values()) if line]
-    if failed:
-        text = "\n".join(["What did not compile:", "", *failed])
-        print(text, flush=True) if report is None else report.text(text)
+    by_many(_prepare, list(jobs.values()), print if report is None else report.text)
 
 
 if __name__ == "__main__":

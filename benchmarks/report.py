@@ -13,7 +13,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ class Report:
         print(f"\n{text}", flush=True)
         self.sections.append(text)
         self.save()
+
+    def run(self, sections: Mapping[str, Callable[[Report], None]], names: Sequence[str]) -> None:
+        """The sections of these names: one that fails is said, and the next one starts."""
+        for name in names:
+            if self.seconds_left() < 30:
+                self.text(f"## {name}\n\nNot run: out of time.")
+                continue
+            start = time.monotonic()
+            try:
+                sections[name](self)
+            except Exception:
+                self.text(f"## {name}\n\nFAILED\n\n```\n{traceback.format_exc()}\n```")
+            self.data.setdefault("seconds", {})[name] = time.monotonic() - start
+            self.save()
 
     def save(self) -> None:
         """Write both files."""
