@@ -124,6 +124,8 @@ FG_DEVICE float sqrt(float x) { return sqrtf(x); }
 FG_DEVICE float rsqrt(float x) { return 1.0f / sqrtf(x); }
 FG_DEVICE float relu(float x) { return x <= 0 ? 0.0f : x; }
 FG_DEVICE float copy_sign(float magnitude, float sign) { return copysignf(magnitude, sign); }
+// The factor of scores from what makes exponents in base 2 of products, which is never 0: a tiny one stands for a factor of 0.
+FG_DEVICE float factor_of_scores(float exponent) { return fabsf(exponent) > 0x1p-125f ? exponent * LN_2 : 0.0f; }
 
 // Python's // and % of floats: rare, and they need the exact remainder.
 static __device__ __noinline__ float floor_mod(float a, float b) {

@@ -6,7 +6,6 @@ Formulas are placed first, captured gradients and loads of the mask by their own
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
@@ -208,11 +207,11 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
     """What a spec computes, once everything is placed."""
     norms = _norm_code(recipe, places.placement)
     placement, form, constant = places.placement, variant.weights.form, constant_factor(variant)
-    launch = _launch_factor(linear_factor(variant), placement) if constant is None else None
+    launch = _exponent_of_launch(variant, placement)
     near = None if recipe.near is None else placement.value("near_bound", recipe.near.bound, Level.LAUNCH)
     condition = recipe.is_bounded
     is_bounded = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
-    dot_factor = _dot_factor(variant, placement)
+    dot_factor = _dot_factor(variant, placement) if launch is None else f"*= fg::factor_of_scores({launch})"
     hooks = placement.hooks()
     assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
     factor, by_units = LOG2_E * (constant or 1.0), variant.f8 and constant is not None
@@ -236,13 +235,13 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         sink_tangent=sinks.tangent,
         linear=constant is not None or launch is not None,
         signed=launch is not None,
-        direction="1.0f" if launch is None else launch.direction,
-        hidden="-INFINITY" if launch is None else launch.hidden,
-        slope=c_literal(constant or 1.0) if launch is None else launch.slope,
+        direction="1.0f" if launch is None else f"fg::copy_sign(1.0f, {launch})",
+        hidden="-INFINITY" if launch is None else f"fg::copy_sign(INFINITY, -{launch})",
+        slope=c_literal(constant or 1.0) if launch is None else f"{launch} * fg::LN_2",
         is_bounded=is_bounded,
-        score_factor=score_factor if launch is None else launch.exponent,
-        top_factor=score_factor if launch is None else f"fg::abs({launch.exponent})",
-        natural_factor=natural_factor if launch is None else f"fg::abs({launch.slope})",
+        score_factor=score_factor if launch is None else launch,
+        top_factor=score_factor if launch is None else f"fg::abs({launch})",
+        natural_factor=natural_factor if launch is None else f"fg::abs({launch} * fg::LN_2)",
         exponent_of_dot=c_literal(factor),
         lag_code=c_literal(recipe.lag / factor),
         dot_factor=dot_factor,
@@ -284,33 +283,13 @@ def has_dropout(variant: Variant) -> bool:
     return variant.spec.dropout is not None and not variant.cached
 
 
-@dataclass(frozen=True)
-class LaunchFactor:
-    """What makes scores of products, where it is a number of the launch: the ``slope``, in base 2 the ``exponent``, and
-    what follows from its sign.
-    """
-
-    exponent: str
-    slope: str
-    direction: str
-    hidden: str
-
-
-def _launch_factor(factor: Expr | None, placement: Placement) -> LaunchFactor | None:
-    if factor is None:
+def _exponent_of_launch(variant: Variant, placement: Placement) -> str | None:
+    """What makes exponents in base 2 of products, where that is a number of the launch. It is never 0."""
+    factor = linear_factor(variant)
+    if factor is None or isinstance(factor, Literal):
         return None
-    own = never_zero(factor)
-    is_negative = apply("lt", own, literal(0.0))
-
-    def value(name: str, expr: Expr) -> str:
-        return placement.value(name, expr, Level.LAUNCH)
-
-    return LaunchFactor(
-        exponent=value("exponent_of_dot", apply("mul", literal(LOG2_E), own)),
-        slope=value("slope_of_dot", own),
-        direction=value("direction", apply("where", is_negative, literal(-1.0), literal(1.0))),
-        hidden=value("hidden", apply("where", is_negative, literal(math.inf), literal(-math.inf))),
-    )
+    exponent = apply("mul", literal(LOG2_E), never_zero(factor))
+    return placement.value("exponent_of_dot", exponent, Level.LAUNCH)
 
 
 def _dot_factor(variant: Variant, placement: Placement) -> str | None:
