@@ -312,7 +312,7 @@ def sliced(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: G
 
 def _whole(x: Tensor, dim: int, positions: Sequence[Tensor], group: Group) -> Tensor:
     rows = x.movedim(dim, 0)
-    flat = rows.reshape(rows.shape[0], -1)
+    flat = rows.unsqueeze(-1).flatten(1)  # of no rows, too, which say no width to reshape
     counts = [len(each) for each in positions]
     found = all_to_all(flat.repeat(len(counts), 1), [flat.shape[0]] * len(counts), counts, group)
     order = torch.argsort(torch.cat(list(positions))).to(x.device)

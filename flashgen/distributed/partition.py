@@ -19,6 +19,7 @@ from torch import Tensor
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
 from flashgen.distributed.exchange import Group, check_member, gathered, sliced
 from flashgen.distributed.needs import Held, joined, needs_of
+from flashgen.ir.expr import Symbol
 from flashgen.reference.shard import MOST_POSITIONS
 from flashgen.runtime.call import check_captured
 from flashgen.runtime.conversion import param_argument, tensor_argument
@@ -144,9 +145,9 @@ def partition(
     world: int,
     *,
     method: str = "balanced",
-    batch: int = 1,
-    heads: int = 1,
-    kv_heads: int = 1,
+    batch: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **captured: object,
 ) -> Partition:
@@ -158,7 +159,7 @@ def partition(
     equal lengths where that is possible, else as ``"runs"`` where none is longer than the mean by a quarter;
     ``"documents"``, only whole documents, which are what lies between places that no kept pair crosses: nothing
     travels. ``captured`` is what the mask reads, whole, by name; ``batch``, ``heads`` and ``kv_heads`` are the sizes of
-    the whole call, ``dtype`` is the type of keys and values.
+    the whole call, by default what shapes of captured tensors say, else 1; ``dtype`` is the type of keys and values.
 
     Raises ``ValueError`` for sizes that are none, an unknown method, and tensors of another shape than the mask reads;
     ``TypeError`` where it reads what was not given, and for what the spec does not capture.
@@ -167,6 +168,10 @@ def partition(
         raise TypeError(f"'op' must be an op of flashgen.load or loads, not {type(op).__name__}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"'dtype' is {dtype!r}; a torch.dtype is expected, as in torch.bfloat16")
+    said = _sizes_said(op, captured)
+    batch = said.get("B", 1) if batch is None else batch
+    kv_heads = said.get("Hkv", 1) if kv_heads is None else kv_heads
+    heads = said.get("H", kv_heads) if heads is None else heads
     numbers: dict[str, object] = {"N": N, "world": world, "batch": batch, "heads": heads, "kv_heads": kv_heads}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (0 if name == "N" else 1):
@@ -180,6 +185,17 @@ def partition(
     row = batch * kv_heads * (head_dim.qk + head_dim.v) * dtype.itemsize
     needs = needs_of(mask, found.spans)
     return replace(found, sent=tuple(needs.rows_sent(rank) * row for rank in range(world)))
+
+
+def _sizes_said(op: BaseOp, captured: Mapping[str, object]) -> dict[str, int]:
+    """The sizes of a call that shapes of captured tensors say, those of the first that does."""
+    return {
+        extent.name: length
+        for declared in reversed(op.spec.tensors)
+        if isinstance(x := captured.get(declared.name), Tensor) and x.dim() == len(declared.shape)
+        for extent, length in zip(declared.shape, x.shape, strict=True)
+        if isinstance(extent, Symbol)
+    }
 
 
 def _as_declared(op: BaseOp, sizes: Mapping[str, int], captured: Mapping[str, object]) -> dict[str, object]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flashgen.distributed import context_parallel, partition
+from flashgen.distributed import Partition, context_parallel, partition
+from flashgen.distributed.partition import METHODS
 from flashgen.verification.verify import relative_error
 from tests.distributed.cases import op_of
 from tests.distributed.ranks import run
@@ -55,6 +59,29 @@ def _ragged(name: str, method: str, dealt: str | None) -> float:
     far = [relative_error(x, y[rows]) for x, y in zip(found[:5], truth, strict=False)]
     summed = [relative_error(x, y) for x, y in zip(found[5:], truth[5:], strict=True)]
     return max(far) + max(0.0, *(x - 1e-5 for x in summed), 0.0)
+
+
+def _without_positions(length: int) -> list[str]:
+    """What goes wrong with tensors of whole sequences that are spread, of which some ranks have nothing, and back."""
+    op = op_of("attention c { head_dim 16 mask causal }", "reference")
+    world, found = dist.get_world_size(), []
+    held = [partition(op, length, world, method=each) for each in METHODS]
+    held.append(Partition(length, ((), ((0, length),), *[()] * (world - 2)), (0.0, 1.0, *[0.0] * (world - 2))))
+    for dealt, (dim, shape) in itertools.product(held, ((2, (1, 2, length, 4)), (0, (length,)), (-1, (3, length)))):
+        whole = torch.arange(float(math.prod(shape))).reshape(shape).requires_grad_()
+        own = dealt.shard(whole, dim)
+        again = dealt.gather(own, dim)
+        (again * whole.detach()).sum().backward()
+        if not torch.equal(again, whole):
+            found.append(f"{dealt.spans}, dimension {dim} of {shape}: {again}")
+        if whole.grad is None or not torch.equal(whole.grad, whole):
+            found.append(f"{dealt.spans}, dimension {dim} of {shape}, its gradient: {whole.grad}")
+    return found
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_ranks_without_positions(length: int) -> None:
+    assert run(_without_positions, 3, length) == [[], [], []]
 
 
 def _too_long(method: str) -> str:

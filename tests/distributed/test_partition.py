@@ -100,6 +100,21 @@ def test_what_is_no_partition_is_named() -> None:
         partition(op, 20, 2, doc=doc).shard(torch.zeros(1, 1, 20, 16))
 
 
+def test_sizes_follow_from_captured_tensors() -> None:
+    text = "attention d { head_dim 16 tensor d: i32[B, Nk] tensor t: i32[H] mask d[b, i] == d[b, j] and t[h] >= 0 }"
+    op = flashgen.loads(text, backend="reference")
+    d, t = torch.randint(0, 3, (2, 93), dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    found = partition(op, 93, 3, d=d, t=t)
+    assert found == partition(op, 93, 3, d=d, t=t, batch=2, heads=4, kv_heads=1)
+    assert found != partition(op, 93, 3, d=d[:1], t=t)
+    with pytest.raises(ValueError, match=r"tensor 'd' has shape \[2, 93\]; the spec declares \[B, Nk\] = \[3, 93\]"):
+        partition(op, 93, 3, d=d, t=t, batch=3)
+    with pytest.raises(ValueError, match=r"tensor 'd' has shape \[93\]; the spec declares \[B, Nk\] = \[1, 93\]"):
+        partition(op, 93, 3, d=d[0], t=t)
+    with pytest.raises(ValueError, match="'batch' is 0; a positive integer is expected"):
+        partition(op, 93, 3, d=d[:0], t=t)
+
+
 def test_documents_of_half_a_billion_positions() -> None:
     op = flashgen.loads("attention chunks { head_dim 16 mask i // 4096 == j // 4096 }", backend="reference")
     found = partition(op, 2**29, 2, method="documents")
