@@ -23,7 +23,12 @@ def names() -> tuple[str, ...]:
 
 
 def spec_file(path: Path | str) -> Path | str:
-    """The same path; the file of the gallery's spec, where it is a bare name and no file has it."""
+    """The same path; the file of the gallery's spec, where it is a bare name and no file has it.
+
+    Raises ``TypeError`` for what is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a file or the name of a spec must be a str or a Path, not {type(path).__name__}")
     given = Path(path)
     try:
         if _is_bare(path) and not given.exists() and given.name in names():

@@ -25,7 +25,7 @@ Constant = bool | int | float
 def read_constant(text: str) -> tuple[str, Constant]:
     """``NAME=VALUE`` with a value of the language: ``true``, ``12``, ``0x1f``, ``1_000``, ``-1.5e-3``."""
     name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not name.isidentifier():
+    if not equals or not name.isidentifier() or not text.isascii():
         raise click.BadParameter(f"'{text}' is not NAME=VALUE, for example window=1024")
     if value in ("true", "false"):
         return name, value == "true"

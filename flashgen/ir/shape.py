@@ -19,8 +19,8 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         """Read ``B,H,Hkv,Nq,Nk``; a ``ValueError`` says what is wrong."""
         try:
-            numbers = [int(part) for part in text.split(",")]
-        except ValueError:
+            numbers = [int(part.encode("ascii")) for part in text.split(",")]
+        except ValueError:  # digits of other scripts, too
             raise ValueError(f"'{text}' is not five integers B,H,Hkv,Nq,Nk") from None
         if len(numbers) != 5:
             raise ValueError(f"'{text}' has {len(numbers)} numbers; five are expected: B,H,Hkv,Nq,Nk")

@@ -134,7 +134,9 @@ class Block:
                 element = ELEMENT_TYPES.get(tensor.element.text)
                 if element is None or not tensor.shape:
                     return Meaning(None)
-                captured = Captured(name, element, len(tensor.shape), declaration.span)
+                sizes = (each.name if isinstance(each, syntax.Reference) else "" for each in tensor.shape)
+                usual = tuple(names.INDEX_OF.get(each, "…") for each in sizes)
+                captured = Captured(name, element, usual, declaration.span)
                 return Meaning(captured, ((name, None),))
             case syntax.Let():
                 return self._let(declaration, span)

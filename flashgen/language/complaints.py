@@ -49,6 +49,12 @@ _CHARACTER_HINTS = {
     "τ": "the scale is stated by 'scale'; 's' has it already",
 }
 
+_ASCII = "names are made of the letters a to z and A to Z, digits 0 to 9 and '_', numbers of these digits"
+_STATEMENTS = f"the statements are {', '.join(words.STATEMENTS)}; 'const' and 'let' define names"
+_QUOTES = "only imports have text in quotes"
+_NAMED = ("NAME", "NUMBER")
+_VALUES = (*_NAMED, "RPAR", "RSQB")
+
 
 @dataclass(frozen=True)
 class CharacterComplaint:
@@ -61,10 +67,10 @@ class CharacterComplaint:
 
 @dataclass(frozen=True)
 class TokenComplaint:
-    """``use_as_name``: read the reserved word as a name. ``new_statement``: the token was to start a statement."""
+    """``read_as``: the name to read in place of the word. ``new_statement``: the token was to start a statement."""
 
     diagnostic: Diagnostic
-    use_as_name: bool = False
+    read_as: str = ""
     new_statement: bool = False
 
 
@@ -90,8 +96,8 @@ def complain_about_character(text: str, position: int, here: Span) -> CharacterC
         return CharacterComplaint(diagnostic, length, harmless=True)
     shown = run if len(run) <= 20 else run[:19] + "…"
     hint = _CHARACTER_HINTS.get(character)
-    if hint is None and character.isalpha():
-        hint = "names are made of the letters a to z and A to Z, digits and '_'"
+    if hint is None and character.isalnum():
+        hint = _ASCII
     message = f"unexpected character{'s' if len(run) > 1 else ''} '{shown}'"
     diagnostic = Diagnostic("E004", message, _across(here, len(run)), hints=(hint,) if hint else ())
     return CharacterComplaint(diagnostic, len(run), harmless=character == ";")
@@ -105,6 +111,8 @@ def _malformed_number(found: str, span: Span) -> Diagnostic:
         hints = (f"write '{found[: letter.start(1)]} * {letter[1]}' for a product",)
     elif re.fullmatch(r"[0-9]*\.[0-9]*[fFlL]", found):
         hints = (f"write '{found[:-1]}': numbers have no suffix",)
+    elif not found.isascii():
+        hints = (_ASCII,)
     return Diagnostic("E005", f"'{shown}' is not a number", span, hints=hints)
 
 
@@ -125,13 +133,13 @@ def complain_about_token(
     if "NAME" in accepted and token.type in words.RESERVED_TERMINALS and _declares(last):
         message = f"'{text}' is a word of the language and cannot be used as a name"
         hints = (f"choose another name, for example '{text}_'",)
-        return TokenComplaint(Diagnostic("E106", message, token.span, hints=hints), use_as_name=True)
+        return TokenComplaint(Diagnostic("E106", message, token.span, hints=hints), read_as=text)
     if block is None and token.type in words.STATEMENT_TERMINALS and accepted >= words.TOP_LEVEL_TERMINALS:
         message = f"the statement '{text}' stands outside an 'attention' block"
         hints = ("write 'attention NAME { … }' around it",)
         return TokenComplaint(Diagnostic("E013", message, token.span, hints=hints))
     if token.type == "NAME" and statement_ended(accepted):
-        unknown = _no_statement(token, last, block)
+        unknown = _no_statement(token, last, statement, block)
         if unknown is not None:
             return TokenComplaint(unknown, new_statement=True)
     expected = expectation(accepted, statement[0] if statement else None, last)
@@ -141,14 +149,18 @@ def complain_about_token(
     notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
     left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
     code = "E007" if left_open else "E006"
-    return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=_hints(token, accepted, last)))
+    hints = _hints(token, accepted, last, statement) or _form(accepted, statement)
+    read_as = foreign.READ_AS.get(text, "") if foreign.WORDS.get(text, "") in hints else ""
+    return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=hints), read_as)
 
 
 def not_closed(block: Word, token: Word) -> Diagnostic:
     """For an attention block without its closing brace."""
     notes = (f"attention '{block}' is opened at {_place(block, token)}",)
     message = f"expected '}}' to close attention '{block}', found {description(token)}"
-    return Diagnostic("E007", message, token.span, notes=notes)
+    inside = token.type in ("DEF", "IMPORT")
+    hints = (f"'{token}' stands outside of attention blocks; inside one 'let' names an expression",) if inside else ()
+    return Diagnostic("E007", message, token.span, notes=notes, hints=hints)
 
 
 def _declares(last: Word | None) -> bool:
@@ -165,12 +177,12 @@ def _place(word: Word, seen_from: Word) -> str:
     return f"line {word.span.line}, column {word.span.column}"
 
 
-def _no_statement(token: Word, last: Word | None, block: Word | None) -> Diagnostic | None:
+def _no_statement(token: Word, last: Word | None, statement: Sequence[Word], block: Word | None) -> Diagnostic | None:
     """A name where a statement could start: a misspelt word, or an operator left out?"""
     text = str(token)
     new_line = last is None or last.span.end_line < token.span.line or last.type in ("LBRACE", "RBRACE")
-    known = words.STATEMENTS if block is not None else words.TOP_LEVEL
-    close = (text,) if text in foreign.STATEMENTS and block is not None else nearest(text, known)
+    is_mask = text in foreign.MASKS and _word(statement) != "MASK"
+    close = nearest(text, words.TOP_LEVEL) if block is None else (text,) if is_mask else meant_statements(text)
     if not new_line and not close:
         return None
     if block is None:
@@ -179,17 +191,42 @@ def _no_statement(token: Word, last: Word | None, block: Word | None) -> Diagnos
     return unknown_statement(text, token.span, close)
 
 
+def meant_statements(text: str) -> tuple[str, ...]:
+    """The statements that a word may stand for, or the word itself where another language has it."""
+    return (text,) if text in foreign.STATEMENTS else nearest(text, words.STATEMENTS)
+
+
 def unknown_statement(text: str, span: Span, close: Sequence[str]) -> Diagnostic:
     """For a word that starts no statement; ``close`` are the words that it may stand for."""
-    if text in foreign.STATEMENTS:
-        return Diagnostic("E103", f"unknown statement '{text}'", span, hints=(foreign.STATEMENTS[text],))
-    hints = tuple(f"did you mean '{word}'?" for word in close) or (f"the statements are {', '.join(words.STATEMENTS)}",)
+    instead = foreign.STATEMENTS.get(text) or foreign.MASKS.get(text, "").format(text)
+    if instead:
+        return Diagnostic("E103", f"unknown statement '{text}'", span, hints=(instead,))
+    hints = tuple(f"did you mean '{word}'?" for word in close) or (_STATEMENTS,)
     return Diagnostic("E103", f"unknown statement '{text}'", span, hints=hints)
 
 
-def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...]:
-    """What the writer may have meant, judged by two neighbouring tokens."""
-    if found := _of_another_language(token, accepted, last):
+def _word(statement: Sequence[Word]) -> str:
+    """The terminal of the word that a statement starts with."""
+    return statement[0].type if statement else ""
+
+
+def _form(accepted: Set[str], statement: Sequence[Word]) -> tuple[str, ...]:
+    """How the statement is written, where a sign or a name of its own is missing."""
+    has_own = accepted & {"COLON", "LBRACE", "BLOCK", "STRING"} or (
+        "NUMBER" not in accepted and "PLUS" not in accepted and accepted & {"ASSIGN", "NAME", "LSQB"}
+    )
+    form = words.WRITTEN.get(_word(statement))
+    if form is None or not has_own:
+        return ()
+    named = len(statement) > 1 and statement[1].type == "NAME"
+    return (f"write {form.replace('{}', str(statement[1]) if named else 'NAME')}",)
+
+
+def _hints(token: Word, accepted: Set[str], last: Word | None, statement: Sequence[Word]) -> tuple[str, ...]:
+    """What the writer may have meant, judged by two neighbouring tokens and the statement's first."""
+    if "GRAD" in accepted and ("grad" in str(token) or nearest(str(token), ("grad",))):
+        return ("did you mean 'grad'?",)
+    if found := _of_another_language(token, accepted, last, statement):
         return (found,)
     pair = (last.type if last is not None else "", token.type)
     adjacent = last is not None and last.span.end_line == token.span.line and last.span.end_column == token.span.column
@@ -197,37 +234,54 @@ def _hints(token: Word, accepted: Set[str], last: Word | None) -> tuple[str, ...
         return ("write 'and'",)
     if adjacent and pair == ("PIPE", "PIPE"):
         return ("write 'or'",)
+    if adjacent and f"{last}{token}" == "/*":
+        return ("a comment runs from '#' to the end of its line",)
     if token.type == "PLUS":
         return ("there is no unary '+'",)
     if token.type == "ASSIGN" and "PLUS" in accepted:
         return ("write '==' to compare",)
-    if pair == ("ELSE", "IF") or (pair[1] == "COLON" and pair[0] != "NAME"):
+    is_choice = pair[1] == "IF" or (pair[1] == "COLON" and pair[0] != "NAME" and accepted & {"PLUS", "NUMBER"})
+    if is_choice or "ELSE" in accepted:
         return ("a condition is written 'a if condition else b'",)
-    if "GRAD" in accepted and nearest(str(token), ("grad",)):
-        return ("did you mean 'grad'?",)
     if pair[1] == "LBRACE" and pair[0] == "ATTENTION":
         return ("give the attention a name: 'attention NAME { … }'",)
+    if pair[1] == "COMMA" and _word(statement) in words.LISTING:
+        return (words.LISTING[_word(statement)],)
     if pair[1] == "COMMA" and (statement_ended(accepted) or {"RBRACE", "NAME"} <= accepted):
         return ("statements and schedule entries need no separator",)
     return ()
 
 
-def _of_another_language(token: Word, accepted: Set[str], last: Word | None) -> str:
+def _of_another_language(token: Word, accepted: Set[str], last: Word | None, statement: Sequence[Word]) -> str:
     """What stands here for something that Python, C or FlexAttention has; nothing where it is none of it."""
     before, text = last.type if last is not None else "", str(token)
-    if token.type == "ASSIGN":
-        if before in words.STATEMENT_TERMINALS:
-            return f"a statement has no '=': write '{last} …'"
-        return "write '=='" if before == "EQ" else ""
-    if token.type == "COLON" and "ASSIGN" in accepted:
-        return "write '='"
+    if token.type in ("ASSIGN", "COLON") and _is_spare(token, last, statement):
+        return f"a statement has no '{token}': write '{statement[0]} …'"
+    inside = bool(accepted & {"PLUS", "NUMBER"})  # of an expression
+    clause = next((each for each in (text, str(last)) if each in foreign.CLAUSES), "")
+    if clause and inside:
+        return foreign.CLAUSES[clause]
+    if token.type == "STRING":
+        return "write 'inf', without quotes and without a function" if text.strip('"-') == "inf" else _QUOTES
+    if before in _VALUES and token.type == "NAME" and _word(statement) in ("MASK", "LAYOUT"):
+        return words.LISTING[_word(statement)] if inside else ""
+    if before in _VALUES and token.type in _NAMED and "PLUS" in accepted and "COLON" not in accepted:
+        called = f"'{last}({token})' for a call, " if before == "NAME" else ""
+        return f"write {called}'{last if before in _NAMED else '…'} * {token}' for a product"
     if "NUMBER" not in accepted:
         return ""
     if token.type in words.STATEMENT_TERMINALS:
         is_value = last is not None and last.span.end_line == token.span.line
         return foreign.WORDS.get(text, "") if is_value else ""
-    if text in ('"inf"', '"-inf"'):
-        return "write 'inf', without quotes and without a function"
     if token.type == "COLON" and before in ("LSQB", "COMMA"):
         return "one element is read at a time, with every index; there are no slices"
     return ""
+
+
+def _is_spare(token: Word, last: Word | None, statement: Sequence[Word]) -> bool:
+    """Whether a sign stands behind a statement's word, ``mask: …``, or a name of what it states, ``score s = …``."""
+    if not statement or statement[0].type not in words.STATEMENT_TERMINALS - words.DECLARING_TERMINALS:
+        return False
+    if statement[0] is last:
+        return True
+    return token.type == "ASSIGN" and statement[-1] is last and last.type == "NAME" and statement[0].type != "MASK"

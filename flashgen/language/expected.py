@@ -22,7 +22,7 @@ _SIGNS = {
     "GRAD": "grad",
 }
 # The order in which alternatives are named: what would end the construct comes before what would go on.
-_NAMED_SIGNS = ("ASSIGN", "COLON", "BLOCK", "LBRACE", "ELSE", "RPAR", "RSQB", "COMMA", "GRAD")
+_NAMED_SIGNS = ("ASSIGN", "COLON", "BLOCK", "LBRACE", "LSQB", "ELSE", "RPAR", "RSQB", "COMMA", "GRAD")
 
 
 def expectation(accepted: Set[str], statement: Word | None, last: Word | None) -> str:

@@ -112,9 +112,8 @@ class Expressions:
         assert isinstance(node, syntax.Reference)
         value = self._bound(node)
         if isinstance(value, Captured):
-            commas = ", ".join("…" for _ in range(value.rank))
             message = f"'{node.name}' is a tensor and stands for a value only with its indices"
-            self._error("E204", message, node.span, (f"write {node.name}[{commas}]",))
+            self._error("E204", message, node.span, (f"write {value.indexed(node.name)}",))
             return None
         return value
 
@@ -271,7 +270,8 @@ class Expressions:
         if tensor is None:
             return None
         if not isinstance(tensor, Captured):
-            self._error("E204", f"'{name}' is no tensor and cannot be indexed", node.base.span)
+            hint = foreign.OTHER_PAIRS if name in names.SCORES else f"write '{name}': only a 'tensor' has elements"
+            self._error("E204", f"'{name}' is no tensor and cannot be indexed", node.base.span, (hint,))
             return None
         return self._load(tensor, indices, node)
 
@@ -287,7 +287,8 @@ class Expressions:
             wanted = f"{tensor.rank} dimension{'s' if tensor.rank > 1 else ''}"
             given = f"{len(indices)} {'index is' if len(indices) == 1 else 'indices are'} given"
             notes = (f"'{tensor.name}' is declared at line {tensor.span.line}",)
-            self._error("E203", f"'{tensor.name}' has {wanted}, {given}", node.span, notes=notes)
+            hints = (f"write {tensor.indexed(tensor.name)}",)
+            self._error("E203", f"'{tensor.name}' has {wanted}, {given}", node.span, hints, notes)
             return None
         fine: list[Expr] = []
         for value, written in zip(indices, node.indices, strict=True):
@@ -389,7 +390,7 @@ class Expressions:
         meaning = self.block.find(name, span) if self.frame.macro is None else None
         value = self.frame.parameters.get(name, meaning.value if meaning is not None else None)
         if isinstance(value, Captured):
-            self._error("E204", f"'{name}' is a tensor, not a function", span, (f"write {name}[…]",))
+            self._error("E204", f"'{name}' is a tensor, not a function", span, (f"write {value.indexed(name)}",))
         elif name in self.frame.parameters or meaning is not None or name in names.BUILTINS:
             self._error("E204", f"'{name}' is a value, not a function", span, ("a product is written with '*'",))
         elif scope.value(name):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from flashgen.ir.weights import FORMS
 
 ROW = "an expression is of one pair (i, j), and sums over keys are those of 'weights'; pass other ones as a 'tensor'"
+OTHER_PAIRS = "write 's', the score of the pair (i, j): no expression sees those of other pairs"
 _FORMS = [each.format("E") for form in FORMS.values() for each in form.written]
 _WEIGHTS = f"the weights are {', '.join(_FORMS[:-1])} and {_FORMS[-1]} of one pair: a row is never sorted"
 _QUERY, _KEY = "the position of the query is 'i'", "the position of the key is 'j'"
@@ -19,6 +20,10 @@ _LENGTHS, _D = "the lengths are 'Nq' and 'Nk'", "the head dimension is 'D', that
 _PRODUCT = "'s' is τ · (q_i · k_j), 'dot' the product without τ"
 _SCALE = "'scale' states τ; 's' has it already"
 _LOWER, _UPPER = "write 'j <= i', which is 'causal'", "write 'j >= i'"
+_ROTARY = "rotate q and k before the call: no expression sees their elements"
+_OUTPUT = "multiply what the op returns: a spec says how scores become weights, and o is the sum of values by these"
+_SIZE = "leave it out: sizes are those of q, k and v at each call"
+_NO_LOOP = "there are no loops: write the terms out, or pass their sum as a 'tensor'"
 _RANDOM = "'hash(b, h, i, j)' is an int that looks random; 'dropout' drops weights"
 
 _OVER_KEYS = """
@@ -41,7 +46,9 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("num_heads", "n_heads", "nheads", "n_head"), "the number of query heads is 'H'"),
     **dict.fromkeys(("num_kv_heads", "n_kv_heads"), "the number of key/value heads is 'Hkv'"),
     **dict.fromkeys(("tau", "sm_scale", "softmax_scale"), _SCALE),
-    "None": "leave the statement out",
+    **dict.fromkeys(("None", "none", "null", "full"), "leave the statement out"),
+    **dict.fromkeys(("linear", "identity"), "write 's'"),
+    "alibi": "write 'score s - alibi_slope(h) * abs(i - j)'",
     **dict.fromkeys(("nan", "NaN"), "no number is NaN; a score that masks its pair is '-inf'"),
     **dict.fromkeys(("sparsemax", "entmax", "entmax15"), _WEIGHTS),
 }
@@ -54,7 +61,10 @@ FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("clip", "clamp_"), "write clamp(x, lo, hi)"),
     "clamp_min": "write max(x, lo)",
     "clamp_max": "write min(x, hi)",
-    "square": "write 'x * x'",
+    **dict.fromkeys(("rope", "rotary", "rotary_emb", "apply_rope", "apply_rotary", "apply_rotary_emb"), _ROTARY),
+    **dict.fromkeys(("sliding_window", "sliding", "local", "swa"), "write 'causal and window_left(w)', or window(w)"),
+    **dict.fromkeys(("relu2", "relu_squared", "squared_relu"), "write 'relu(s) ** 2'"),
+    **dict.fromkeys(("square", "sqr"), "write 'x * x'"),
     "power": "write 'x ** y'",
     **dict.fromkeys(("absolute", "fabs"), "write abs(x)"),
     **dict.fromkeys(("logical_and", "and_masks"), "write 'x and y'"),
@@ -99,7 +109,36 @@ STATEMENTS: Mapping[str, str] = {
     "sm_scale": "write 'scale 0.125'",
     "softmax_scale": "write 'scale 0.125'",
     "enable_gqa": "leave it out: H has to be a multiple of Hkv, and key/value heads are shared",
+    **dict.fromkeys(("output", "out", "o", "gate", "epilogue"), _OUTPUT),
+    "return": "write 'score EXPR', or 'mask CONDITION'",
+    **dict.fromkeys(("for", "while"), _NO_LOOP),
+    **dict.fromkeys(("heads", "num_heads", "n_heads", "kv_heads", "num_kv_heads", "batch", "seq_len"), _SIZE),
+    **dict.fromkeys(("rope", "rotary", "qk_norm"), _ROTARY),
+    "softcap": "write 'score softcap(s, 30)'",
+    **dict.fromkeys(("alibi", "alibi_slopes"), "write 'score s - alibi_slope(h) * abs(i - j)'"),
+    **dict.fromkeys(("window_size", "sliding_window"), "write 'mask causal and window_left(128)'"),
+    **dict.fromkeys(("sink", "sinks"), "write 'weights softmax(sink = z[h])' with 'tensor z: f32[H]'"),
+    "softmax": "write 'weights softmax', or leave it out",
+}
+
+# Definitions of the prelude that newcomers take for statements.
+MASKS: Mapping[str, str] = {
+    **dict.fromkeys(("causal", "causal_lower_right"), "write 'mask {}'"),
+    **dict.fromkeys(("window", "window_left", "prefix", "same_document", "chunked"), "write 'mask {}(…)'"),
+}
+
+# Words of other languages between two values, or before one.
+CLAUSES: Mapping[str, str] = {
+    **dict.fromkeys(("for", "in"), _NO_LOOP),
+    "lambda": "write the expression alone, of 'b', 'h', 'i' (the query) and 'j' (the key)",
+    "return": "write the expression alone",
+    "is": "write '=='",
+    "then": "write 'a if condition else b'",
+    "xor": "write '!='",
+    "mod": "write '%'",
 }
 
 # Words of the language where a value should stand.
 WORDS: Mapping[str, str] = {"score": "the score of the pair is 's'", "head_dim": _D, "scale": _SCALE}
+# What is read on in their place.
+READ_AS: Mapping[str, str] = {"score": "s", "head_dim": "D"}

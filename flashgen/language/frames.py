@@ -14,12 +14,21 @@ from flashgen.language.library import Macro, Scope
 
 @dataclass(frozen=True)
 class Captured:
-    """A tensor, which stands for a value only with its indices."""
+    """A tensor, which stands for a value only with its indices; ``usual`` are those that its shape suggests."""
 
     name: str
     element: ElementType
-    rank: int
+    usual: tuple[str, ...]
     span: Span
+
+    @property
+    def rank(self) -> int:
+        """How many dimensions it has."""
+        return len(self.usual)
+
+    def indexed(self, name: str) -> str:
+        """How it is read under a name of it: ``bias[b, h, i, j]``."""
+        return f"{name}[{', '.join(self.usual)}]"
 
 
 Bound = Expr | Captured | None  # None: reported before

@@ -18,7 +18,7 @@ from flashgen.language.imports import Disk, Given, Library, Reader, load_library
 from flashgen.language.nodes import Budget
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
-from flashgen.language.text import accepted, read_source
+from flashgen.language.text import given_text, read_source
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def parse_text(
 ) -> SpecFile:
     """Read a text; ``imports`` maps names of files to their text, instead of the disk. Raises ``SpecError``."""
     reader: Reader = Disk() if imports is None else Given(imports)
-    return _specs(accepted(text, name), reader, constants or {})
+    return _specs(given_text(text, name), reader, constants or {})
 
 
 def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> SpecFile:

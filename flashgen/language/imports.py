@@ -37,17 +37,24 @@ class Reader(Protocol):
     def known(self) -> tuple[str, ...]:
         """Names that could be meant, for suggestions."""
 
+    def may_be_shown(self, name: str) -> bool:
+        """Whether messages may quote the file whatever stands in it."""
+
 
 class Disk:
     """Files on the disk."""
 
     def read(self, name: str, written: str) -> Source:  # noqa: ARG002  the written form is for given texts
         """Read the file."""
-        return read_source(Path(name), name)
+        return read_source(Path(name), name, imported=True)
 
     def known(self) -> tuple[str, ...]:
         """The disk is not searched."""
         return ()
+
+    def may_be_shown(self, name: str) -> bool:
+        """Of other files than specs nobody is told what they hold: a spec may come from anybody."""
+        return Path(name).resolve().suffix == ".attn"
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Given:
     def known(self) -> tuple[str, ...]:
         """All names."""
         return tuple(self.texts)
+
+    def may_be_shown(self, name: str) -> bool:  # noqa: ARG002  the caller has given it
+        """All may."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -130,11 +141,17 @@ class _Loader:
         except SpecError as error:
             self._unreadable(item, name, error)
             return None
+        if not self.reader.may_be_shown(name) and parse(source).diagnostics:
+            self._no_spec(item)
+            return None
         self.load(source)
         return self.exports[name]
 
     def _unreadable(self, item: syntax.Import, name: str, error: SpecError) -> None:
         reason = error.diagnostics[0]
+        if reason.code != "E001" and not self.reader.may_be_shown(name):
+            self._no_spec(item)
+            return
         if reason.code == "E001":
             message = f"cannot import '{item.path}': {reason.message}"
             hints = reason.hints or suggestion(name, self.reader.known())
@@ -143,6 +160,10 @@ class _Loader:
             hints = reason.hints
         notes = (f"it was looked for at '{name}'",) if name != item.path else ()
         self.report.add("E011", message, item.path_span, notes=notes, hints=hints)
+
+    def _no_spec(self, item: syntax.Import) -> None:
+        hints = ("what is wrong in a file is shown where its name ends in .attn",)
+        self.report.add("E011", f"cannot import '{item.path}': it is no spec", item.path_span, hints=hints)
 
     def _bring_in(self, item: syntax.Import, macros: Mapping[str, Macro], known: dict[str, Macro]) -> None:
         for name, macro in macros.items():

@@ -23,6 +23,7 @@ _KINDS = {
     **dict.fromkeys(SIZES, SymbolKind.SIZE),
     **dict.fromkeys(SCORES, SymbolKind.SCORE),
 }
+INDEX_OF = {"B": "b", "H": "h", "Hkv": "hkv", "Nq": "i", "Nk": "j"}
 BUILTINS = frozenset((*_KINDS, *CONSTANTS))
 
 _MEANING = {
@@ -101,9 +102,10 @@ def _fact(name: str, kind: SymbolKind | None) -> str:
 _SIZES = frozenset(SIZES)
 _PAIR = _SIZES | {"b", "h", "i", "j", "hkv"}
 
+OF_BLOCKS = "blocks have 'I' and 'J'; what is of single pairs belongs into 'mask'"
 SCORE = Place("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
 MASK = Place("'mask'", _PAIR, params=True, tensors=True)
-LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True)
+LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True, instead=OF_BLOCKS)
 SELECT = Place("'select'", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
 WEIGHTS = Place("'weights'", _PAIR | {"s"}, params=True, tensors=True)
 SINK = Place("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)

@@ -23,9 +23,15 @@ from lark import Lark, UnexpectedCharacters, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from flashgen.cache import Cache, key_of
-from flashgen.diagnostics import Diagnostic, Source, Span, nearest
+from flashgen.diagnostics import Diagnostic, Source, Span
 from flashgen.language import syntax, words
-from flashgen.language.complaints import complain_about_character, complain_about_token, not_closed, unknown_statement
+from flashgen.language.complaints import (
+    complain_about_character,
+    complain_about_token,
+    meant_statements,
+    not_closed,
+    unknown_statement,
+)
 from flashgen.language.expected import statement_ended
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
@@ -229,9 +235,10 @@ class _Parser:
         self.report.put(complaint.diagnostic)
         if complaint.new_statement:
             self._lose(self.source.text[self.lexer.line_ctr.char_pos - len(token) :])
-        if complaint.use_as_name:
-            self.misused.add(str(token))
-            self.queue.append(Word.make("NAME", str(token), token.span))
+        if complaint.read_as:
+            if complaint.read_as == str(token):
+                self.misused.add(str(token))
+            self.queue.append(Word.make("NAME", complaint.read_as, token.span))
             return
         new_line = self.last is None or self.last.span.end_line < token.span.line
         self._recover(token, finished=statement_ended(accepted) and (new_line or complaint.new_statement))
@@ -337,7 +344,7 @@ class _Parser:
         line = border.span.line - len(skipped) + 1
         for offset, text in enumerate(skipped[1:_MOST_LINES_SEARCHED], 1):
             word = _LIKE_STATEMENT.match(text)
-            close = nearest(word[1], words.STATEMENTS) if word and word[1] not in words.RESERVED else ()
+            close = meant_statements(word[1]) if word and word[1] not in words.RESERVED else ()
             if word and close:
                 span = Span(self.source.name, line + offset, word.start(1) + 1, line + offset, word.end(1) + 1)
                 self.report.put(unknown_statement(word[1], span, close))

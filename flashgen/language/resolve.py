@@ -33,6 +33,12 @@ from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 from flashgen.language.text import excerpt
 
+_TOGETHER = {
+    "mask": ("join conditions by 'and': 'mask causal and window(8)'",),
+    "score": ("write one expression; 'let' names its parts",),
+    "head_dim": ("name them in one: 'head_dim 64, 128'",),
+    "dtype": ("name them in one: 'dtype f16, bf16'",),
+}
 _REPEATABLE = frozenset({"const", "param", "tensor", "let"})
 
 
@@ -94,7 +100,8 @@ def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
         word = statement.word
         if statement.keyword in first and statement.keyword not in _REPEATABLE:
             notes = (f"the first stands at line {first[statement.keyword].line}",)
-            report.add("E302", f"the statement '{statement.keyword}' occurs twice", word, notes=notes)
+            hints = _TOGETHER.get(statement.keyword, ())
+            report.add("E302", f"the statement '{statement.keyword}' occurs twice", word, notes=notes, hints=hints)
         first.setdefault(statement.keyword, word)
     if "head_dim" not in first:
         message = f"attention '{tree.name.text}' does not state its head dimensions"

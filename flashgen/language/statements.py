@@ -23,6 +23,7 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
+from flashgen.language.definitions import expressions_below
 from flashgen.language.frames import Captured
 from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
@@ -346,6 +347,9 @@ _FORMS = {form.word: form for form in FORMS.values() if form.word}
 _WEIGHT_HINTS = ("write float(…) for 0 and 1",)
 
 
+_OTHER_DENOMINATOR = "for another denominator write 'weights exp(s)', which has none, and divide what the op returns"
+
+
 def _example(form: Form) -> tuple[str, ...]:
     return (f"write {form.written[-1].format('exp(s)')}",)
 
@@ -355,7 +359,7 @@ def _with_sink(block: Block, form: Form, node: syntax.Call) -> Weights | None:
     for argument in node.arguments:
         if not isinstance(argument, syntax.Named):
             message = f"'{form.word}' takes nothing but a sink; the score is stated by 'score'"
-            block.report.add("E310", message, argument.span, hints=(f"write {form.word}(sink = …)",))
+            block.report.add("E310", message, argument.span, hints=(_instead_of_score(form, argument),))
             return None
         if argument.name.text != "sink":
             hints = suggestion(argument.name.text, ("sink",))
@@ -373,10 +377,22 @@ def _with_sink(block: Block, form: Form, node: syntax.Call) -> Weights | None:
     return None if sink is None else Weights(form, sink=sink)
 
 
+def _instead_of_score(form: Form, node: syntax.Expression) -> str:
+    """What to write for ``softmax(s)``, ``softmax(s / 2)`` or ``softmax(z[h])``."""
+    if isinstance(node, syntax.Reference) and node.name == "s":
+        return f"write 'weights {form.word}', which is of the score"
+    if any(isinstance(each, syntax.Reference) and each.name in names.SCORES for each in expressions_below(node)):
+        return f"state this expression by 'score', and write 'weights {form.word}'"
+    return f"write {form.word}(sink = …)"
+
+
 def _of_weight(block: Block, form: Form, node: syntax.Call) -> Weights | None:
     if len(node.arguments) != 1 or isinstance(node.arguments[0], syntax.Named):
-        message = f"'{form.word}' takes one weight, by its place"
-        block.report.add("E310", message, node.span, hints=_example(form))
+        given = len(node.arguments)
+        message = f"'{form.word}' takes one weight, by its place{f'; {given} are given' if given > 1 else ''}"
+        is_ratio = given > 1 and not any(isinstance(each, syntax.Named) for each in node.arguments)
+        hints = (*_example(form), *([_OTHER_DENOMINATOR] if is_ratio else []))
+        block.report.add("E310", message, node.span, hints=hints)
         return None
     place = replace(names.WEIGHTS, title="a weight")
     weight = typed(block, node.arguments[0], place, ScalarType.FLOAT, _WEIGHT_HINTS)

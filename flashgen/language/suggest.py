@@ -8,6 +8,8 @@ from flashgen.diagnostics import nearest
 from flashgen.language import foreign
 from flashgen.language.library import Macro
 
+_PARAMETERS = {"where": ("condition", "x", "y"), "clamp": ("x", "lo", "hi"), "hash": ("b", "h", "i", "j")}
+
 
 def suggestion(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """``did you mean …?`` as a tuple of hints; empty where nothing is close."""
@@ -28,7 +30,7 @@ def arguments_given(
         wanted = "no arguments" if low == 0 else f"{low} argument{'s' if low > 1 else ''}"
     else:
         wanted = f"at least {low} argument{'s' if low > 1 else ''}"
-    parameters = macro.parameters if macro is not None else None
+    parameters = macro.parameters if macro is not None else _PARAMETERS.get(name, ("x", "y")[:low])
     hints = (f"write {name}({', '.join(parameters)})",) if parameters else ()
     if name in ("min", "max") and given == 1 and macro is None:
         hints = (foreign.ROW,)

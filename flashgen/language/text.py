@@ -13,22 +13,28 @@ from pathlib import Path
 
 from flashgen import gallery
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
+from flashgen.language import words
 
 MAX_BYTES = 1 << 20
 
 _GIVEN = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 _PIPE_HINT = "to read a pipe, name /dev/stdin: flashgen check /dev/stdin < PIPE"
+_ONLY_FILES = "imports are of files"
 _HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")
+_TEXT_HINT = "a text holds 'attention NAME { … }'"
+_LONGEST_FILE_NAME = 255
+_FILE_NAME = re.compile(r"[\w.~/\\:-]*[A-Za-z][\w.~/\\:-]*|[^{}\"#\n]*\.attn", re.ASCII)
 _COMMENT = re.compile(r"#[^\n]*")
 
 
-def read_source(path: Path, name: str) -> Source:
-    """The text of a file under the given name; raises ``SpecError``."""
+def read_source(path: Path, name: str, *, imported: bool = False) -> Source:
+    """The text of a file under the given name; raises ``SpecError``. What is ``imported`` is nothing but a file."""
     if "{" in name and "}" in name and not os.path.lexists(path):
         raise _refused("E001", "<text>", "this is the text of a spec, no file's name", "flashgen.loads takes it")
     try:
-        if not _is_read_to_an_end(path):
-            raise _refused("E001", name, "this is a pipe or a device, not a file", _PIPE_HINT)
+        if not _is_file(path) and (imported or not _is_given(path)):
+            hint = _ONLY_FILES if imported else _PIPE_HINT
+            raise _refused("E001", name, "this is a pipe or a device, not a file", hint)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -43,15 +49,24 @@ def read_source(path: Path, name: str) -> Source:
     return decoded(data, name)
 
 
-def _is_read_to_an_end(path: Path) -> bool:
-    """Whether a path is a file, or something that this process was started with, such as ``/dev/stdin``.
-
-    A named pipe that nobody writes to, and most devices, would be waited for without an end.
-    """
+def _is_file(path: Path) -> bool:
+    """Whether a path is read to an end: a named pipe that nobody writes to, and most devices, are waited for."""
     mode = path.stat().st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return True
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _is_given(path: Path) -> bool:
+    """Whether a path is something that this process was started with, such as ``/dev/stdin``."""
     return _GIVEN.fullmatch(os.path.normpath(path.absolute())) is not None
+
+
+def given_text(text: str, name: str) -> Source:
+    """What a caller passes as the text of a spec; raises ``SpecError``, also where it is a file's name."""
+    word = text.strip()
+    if len(word) <= _LONGEST_FILE_NAME and word not in words.RESERVED and _FILE_NAME.fullmatch(word):
+        message = f"'{word}' is the name of a file or of a spec of the gallery, not the text of a spec"
+        raise _refused("E009", name, message, f'write flashgen.load("{word}"); {_TEXT_HINT}')
+    return accepted(text, name)
 
 
 def decoded(data: bytes, name: str) -> Source:

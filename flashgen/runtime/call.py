@@ -215,7 +215,8 @@ class CallChecker:
         head_dim = HeadDim(q.shape[-1], v.shape[-1])
         if head_dim not in self.spec.head_dims:
             dims = ", ".join(str(each) for each in self.spec.head_dims)
-            raise ValueError(f"the head dimension is {head_dim}; '{self.spec.name}' is built for {dims}")
+            stated = f"'{self.spec.name}' is built for {dims}, as its statement `head_dim` says"
+            raise ValueError(f"the head dimension is {head_dim}; {stated}")
         self.check_types(q, k, v, tensors)
         provider = self._kernels.get(q.device.type)
         return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)

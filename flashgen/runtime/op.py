@@ -7,7 +7,7 @@ call binds names to positions and goes to the operator (``op_calls.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ class BaseOp(ShownOp):
         cu_seqlens_k: Tensor,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
-        *,
+        *spare: Never,
         return_lse: bool = False,
         dropout_p: float | Tensor | None = None,
         seed: int | Tensor | None = None,
@@ -60,6 +60,8 @@ class BaseOp(ShownOp):
 
         Raises what the op raises, and ``ValueError`` for lengths that fall, do not end at T, or pass the maximum.
         """
+        if spare:
+            raise self._signature.by_position("q, k, v, lengths and their maxima", spare)
         return self._call_ragged(
             q, k, v, (cu_seqlens_q, cu_seqlens_k), (b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k),
             self._signature.bind(captured) if captured or self._signature.names else (),
@@ -72,7 +74,7 @@ class BaseOp(ShownOp):
         k_cache: Tensor,
         v_cache: Tensor,
         cache_seqlens: Tensor | int,
-        *,
+        *spare: Never,
         k: Tensor | None = None,
         v: Tensor | None = None,
         block_table: Tensor | None = None,
@@ -108,6 +110,8 @@ class BaseOp(ShownOp):
         for those on a GPU: the nearest that lie within are taken, and rows of k and v without a place are left out,
         unless ``FLASHGEN_CHECK_LENGTHS`` is set.
         """
+        if spare:
+            raise self._signature.by_position("q, k_cache, v_cache and cache_seqlens", spare)
         self._check_names("decode", CACHED)
         splits = splits_argument(num_splits)
         if (k is None) != (v is None):
@@ -177,7 +181,7 @@ class AttentionOp(BaseOp):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *spare: Never,
         return_lse: bool = False,
         dropout_p: float | Tensor | None = None,
         seed: int | Tensor | None = None,
@@ -211,6 +215,8 @@ class AttentionOp(BaseOp):
         Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
         shape, device, offset or probability), naming the argument, what was expected and what came.
         """
+        if spare:
+            raise self._signature.by_position("q, k and v", spare)
         return self._call(
             q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),

@@ -169,6 +169,18 @@ class Signature:
             raise self._unknown(next(iter(given)))
         return values
 
+    def by_position(self, taken: str, spare: Sequence[object]) -> TypeError:
+        """The error of a call with more by position than the arguments that are ``taken`` so."""
+        count = len(spare)
+        more = f"{taken} are given by position, and {count} more {'was' if count == 1 else 'were'}"
+        if self.names:
+            named = ", ".join(f"{name}=…" for name in self.names)
+            return TypeError(f"{more}: pass what the spec captures by name, {named}")
+        return TypeError(
+            f"{more}: the spec captures nothing, and options have names. What other libraries pass here, a mask or a "
+            "scale, is a statement of the spec, as in `mask causal`"
+        )
+
     def _unknown(self, name: str) -> TypeError:
         unknown = f"unknown argument '{name}'"
         if name in OPTIONS:

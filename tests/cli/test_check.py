@@ -135,6 +135,7 @@ def test_a_constant_is_overridden(tmp_path: Path) -> None:
         ("=3", "not NAME=VALUE"),
         ("w=many", "not a number"),
         ("w=", "not a number"),
+        ("w=৪", "not NAME=VALUE"),
         ("ww=3", "ww"),
     ],
 )

@@ -50,6 +50,7 @@ def test_an_unknown_command_is_answered_with_the_nearest() -> None:
         (("verify", "--shape", "1,2,2,4,99999999999"), "too large"),
         (("verify", "--shape", "1,1,1,4,2000000000"), "not enough memory"),
         (("verify", "--shape", "a,b,c,d,e"), "five integers"),
+        (("verify", "--shape", "1,1,1,৪,৪"), "five integers"),
         (("verify", "--name", "cuasal"), "'causal'"),
         (("bench", "--vs", "spda"), "'sdpa'"),
         (("bench", "--dtype", "f64"), "f32"),

@@ -23,13 +23,33 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert refused.value.diagnostics[0].code == "E001"
 
 
-@pytest.mark.parametrize("name", ["pipe.attn", "/dev/zero", "/dev/tty"])
+@pytest.mark.parametrize("name", ["pipe.attn", "/dev/zero", "/dev/tty", "given.attn", "GIVEN"])
 def test_an_import_of_a_pipe_or_a_device(tmp_path: Path, name: str) -> None:
+    """Also of one that this process was given, by its name or by a link: who runs it need not have written the spec."""
     os.mkfifo(tmp_path / "pipe.attn")
+    reading, writing = os.pipe()
+    (tmp_path / "given.attn").symlink_to(f"/dev/fd/{reading}")
+    name = name.replace("GIVEN", f"/dev/fd/{reading}")
     (tmp_path / "a.attn").write_text(f'import "{name}"\n{TEXT}')
     with pytest.raises(SpecError, match="cannot import") as refused:
         check_file(tmp_path / "a.attn")
     assert refused.value.diagnostics[0].code == "E011"
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize("content", [b"root:x:0:0:secret\n", b"secret = import os\n", b"secret \xff", b"secret\0"])
+@pytest.mark.parametrize("name", ["accounts", "link.attn"])
+def test_an_import_shows_nothing_of_what_is_no_spec(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "accounts").write_bytes(content)
+    (tmp_path / "link.attn").symlink_to("accounts")
+    (tmp_path / "a.attn").write_text(f'import "{name}"\n{TEXT}')
+    with pytest.raises(SpecError, match="it is no spec") as refused:
+        check_file(tmp_path / "a.attn")
+    assert [each.code for each in refused.value.diagnostics] == ["E011"]
+    assert not any(word in str(refused.value) for word in ("secret", "0xff"))
+    (tmp_path / "accounts").write_text("def near(w) = abs(i - j) <= w")
+    assert check_file(tmp_path / "a.attn").specs
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are files here")

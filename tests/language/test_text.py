@@ -80,6 +80,24 @@ def test_text_is_held_to_the_same_limits() -> None:
         assert [each.code for each in caught.value.diagnostics] == [code]
 
 
+@pytest.mark.parametrize(
+    "name", ["alibi", "albi", "specs/alibi.attn", " ./my specs/a.attn\n", r"C:\specs\a.attn", "a-b"]
+)
+def test_a_name_in_place_of_a_text(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_text(name)
+    (found,) = caught.value.diagnostics
+    assert found.code == "E009"
+    assert f'write flashgen.load("{name.strip()}")' in found.hints[0]
+
+
+@pytest.mark.parametrize("text", ["attention", "# causal.attn", '"masks.attn"', "4", "mask causal"])
+def test_what_is_no_name_is_read(text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_text(text)
+    assert "flashgen.load" not in str(caught.value)
+
+
 def test_lone_surrogates_in_text() -> None:
     with pytest.raises(SpecError) as caught:
         parse_text("attention a { head_dim 64 \ud800 }")

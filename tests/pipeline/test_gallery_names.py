@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,18 @@ def test_the_nearest_names_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_text_of_a_spec_in_place_of_a_file(text: str) -> None:
     with pytest.raises(SpecError, match=r"this is the text of a spec, no file's name\n.*flashgen.loads takes it"):
         flashgen.load(text)
+
+
+@pytest.mark.parametrize("given", [None, 3, ["alibi"], b"alibi"])
+def test_what_is_no_path_is_named(given: Any) -> None:
+    for door in (flashgen.load, flashgen.check, flashgen.build):
+        with pytest.raises(TypeError, match=f"must be a str or a Path, not {type(given).__name__}"):
+            door(given)
+
+
+@pytest.mark.parametrize("given", [["w=3"], "w=3", {3: 3}])
+def test_constants_have_names(given: Any) -> None:
+    text = "attention a { head_dim 16 const w = 3 mask window(w) }"
+    for call in (lambda: flashgen.loads(text, const=given), lambda: flashgen.check("alibi", given)):
+        with pytest.raises(TypeError, match="constants are given by their names, as in"):
+            call()

@@ -160,6 +160,25 @@ def test_a_name_where_the_spec_captures_nothing(backend: str) -> None:
             call(*qkv(), slope=torch.ones(4))
 
 
+def test_more_by_position_than_the_op_takes(backend: str) -> None:
+    """As other libraries take masks and slopes: what to write is said, whatever the call."""
+    plain: Any = flashgen.loads("attention plain { head_dim 16 mask causal }", backend=backend)
+    slopes: Any = flashgen.loads(
+        "attention slopes { head_dim 16 tensor slope: f32[H] param w: f32 = 1.0 score s - w * slope[h] * (i - j) }",
+        backend=backend,
+    )
+    x, starts = torch.randn(1, 2, 8, 16), torch.tensor([0, 8], dtype=torch.int32)
+    rows, slope = torch.randn(8, 2, 16), torch.ones(2)
+    with pytest.raises(TypeError, match=r"1 more was: pass what the spec captures by name, slope=…, w=…"):
+        slopes(x, x, x, slope)
+    with pytest.raises(TypeError, match=r"2 more were: pass what the spec captures by name, slope=…, w=…"):
+        slopes.varlen(rows, rows, rows, starts, starts, 8, 8, slope, 2.0)
+    with pytest.raises(TypeError, match=r"cache_seqlens are given by position, and 1 more was: pass .* slope=…, w=…"):
+        slopes.decode(x[:, :, :1], x, x, 8, slope)
+    with pytest.raises(TypeError, match=r"1 more was: the spec captures nothing.* as in `mask causal`"):
+        plain(x, x, x, None)
+
+
 def test_a_spec_is_a_text() -> None:
     with pytest.raises(TypeError, match=r"the text of a spec must be a str, not NoneType; flashgen\.load takes files"):
         flashgen.loads(None)  # type: ignore[arg-type]
