@@ -14,6 +14,7 @@ from typing import Any
 
 from flashgen.compiled import CompiledKernel, assembled
 from flashgen.diagnostics import SpecError
+from flashgen.gallery import spec_file
 from flashgen.ir.spec import AttentionSpec
 from flashgen.package import folder as package_folder
 from flashgen.package.folder import FolderRefused
@@ -74,7 +75,7 @@ def build_file(
     ``CompileFailed``, ``OSError``.
     """
     how = {"check": check, "force": force, "deterministic": deterministic}
-    return tuple(build_files([path], output=output, targets=targets, constants=constants, **how))
+    return tuple(build_files([spec_file(path)], output=output, targets=targets, constants=constants, **how))
 
 
 def build_files(

@@ -91,7 +91,7 @@ def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None)
     """
     from flashgen.language import parse_file
 
-    return _checked(parse_file(path, _by_name(constants)))
+    return _checked(parse_file(path, by_name(constants, *_CONSTANTS)))
 
 
 def check_file(
@@ -225,7 +225,7 @@ def load(
     whose kernels ``backend="emulator"`` runs (``sm_80``). Raises ``SpecError`` for a wrong spec and ``ValueError`` for
     a name, backend or target that is not there.
     """
-    constants, path = _by_name(const), spec_file(path)
+    constants, path = by_name(const, *_CONSTANTS), spec_file(path)
     specs = specs_of_file(path, constants, lambda: read_file(path, constants).specs)
     again = (load, (str(Path(path).resolve()), name, constants, backend, target))
     return _load(specs, name, backend, target, again)
@@ -241,7 +241,7 @@ def loads(
     """``load`` for the text of a spec. Raises ``TypeError`` for what is no text."""
     if not isinstance(text, str):
         raise TypeError(f"the text of a spec must be a str, not {type(text).__name__}; flashgen.load takes files")
-    constants = _by_name(const)
+    constants = by_name(const, *_CONSTANTS)
     specs = specs_of_text(text, constants, lambda: _check_text(text, constants).specs)
     return _load(specs, name, backend, target, (loads, (text, name, constants, backend, target)))
 
@@ -252,12 +252,15 @@ def _check_text(text: str, constants: Mapping[str, Constant]) -> Checked:
     return _checked(parse_text(text, constants=constants))
 
 
-def _by_name(constants: object) -> dict[str, Constant]:
-    """Constants that a caller gives, none where there are none. Raises ``TypeError`` for what has no names."""
-    given = {} if constants is None else constants
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"constants are given by their names, as in {{'window': 128}}, not as {given!r}")
-    return dict(given)
+_CONSTANTS = ("constants", "{'window': 128}")
+
+
+def by_name(given: object, what: str, example: str) -> dict[str, Any]:
+    """What a caller gives by name, nothing for None. Raises ``TypeError`` for what has no names."""
+    found = {} if given is None else given
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"{what} are given by their names, as in {example}, not as {given!r}")
+    return dict(found)
 
 
 def load_spec(spec: AttentionSpec, backend: str | None = None, target: str | None = None) -> AttentionOp:

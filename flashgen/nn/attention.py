@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn.learned import Initial, learned_values
-from flashgen.pipeline import Constant, load
+from flashgen.pipeline import Constant, by_name, load
 from flashgen.runtime.conversion import head_dim_argument, int_argument
 from flashgen.runtime.op import BaseOp
 
@@ -59,9 +59,17 @@ class Attention(nn.Module):
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; heads must be a multiple of kv_heads")
         dims = _head_dim(own, head_dim)
-        known = {"H": heads, "Hkv": kv_heads, "D": dims.qk, "Dv": dims.v, **_checked(sizes or {})}
+        known = {
+            "H": heads,
+            "Hkv": kv_heads,
+            "D": dims.qk,
+            "Dv": dims.v,
+            **_checked(by_name(sizes, "sizes", "{'Nk': 1024}")),
+        }
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dims
-        self._learned = learned_values(own, known, dict(initial or {}))
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"'dtype' is {dtype!r}; what is learned has a floating one, as torch.float32")
+        self._learned = learned_values(own, known, by_name(initial, "initial values", "{'slope': 0.1}"))
         for each in self._learned:
             if hasattr(self, each.name):
                 raise ValueError(f"'{each.name}' is an attribute of every module; the spec has to call it otherwise")
@@ -75,13 +83,15 @@ class Attention(nn.Module):
         for each in self._learned:
             each.fill(getattr(self, each.name))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *spare: Never, **arguments: Any) -> Any:
         """``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
 
         ``arguments`` are those of the op: tensors and params that the module does not own, ``return_lse``, ``seed`` …
         Raises what the op raises, ``TypeError`` for a value that the module owns, and ``ValueError`` for other heads
         than the module's.
         """
+        if spare:
+            raise self.op.signature.by_position("q, k and v", spare, owned=[each.name for each in self._learned])
         return self.attend_with(self.op, q, k, v, **arguments)
 
     def attend_with(self, op: BaseOp, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
@@ -120,7 +130,8 @@ def as_op(
 ) -> BaseOp:
     """The op of a spec's file, or the one that was given."""
     if not isinstance(spec, BaseOp):
-        return load(os.fspath(spec), name=name, const=const, backend=backend)
+        path = os.fspath(spec) if isinstance(spec, os.PathLike) else spec
+        return load(path, name=name, const=const, backend=backend)
     for argument, value in (("name", name), ("const", const), ("backend", backend)):
         if value is not None:
             raise ValueError(f"{argument}: '{spec.spec.name}' is loaded already; pass {argument} to flashgen.load")

@@ -16,7 +16,7 @@ from flashgen.nn.changed import changed_op, origin_name
 from flashgen.nn.learned import Initial
 from flashgen.nn.masks import PADDING, PAIRS, Change
 from flashgen.pipeline import Constant, load_spec
-from flashgen.runtime.conversion import int_argument
+from flashgen.runtime.conversion import as_number, int_argument
 from flashgen.runtime.op import BaseOp
 
 _NESTED = (
@@ -80,6 +80,8 @@ class MultiheadAttention(nn.Module):
                 f"embed_dim is {embed_dim}, num_heads {num_heads}, kv_heads {kv_heads}; "
                 "num_heads must divide embed_dim, and kv_heads num_heads"
             )
+        if as_number(dropout, whole=False) is None:
+            raise TypeError(f"'dropout' is {dropout!r}; a drop probability is a number")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"'dropout' is {dropout}; a drop probability lies in [0, 1)")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
@@ -252,6 +254,8 @@ class MultiheadAttention(nn.Module):
 
 
 def _check_mask(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"'{name}' must be a tensor, not {type(mask).__name__}")
     if not (mask.dtype is torch.bool or mask.is_floating_point()):
         raise TypeError(f"'{name}' is {mask.dtype}; true drops a pair, a float is added to its score")
     if tuple(mask.shape) not in shapes:

@@ -172,6 +172,10 @@ def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path
             {"heads": 4, "initial": {"slope": "x"}},
             "initial: 'slope' is given as str; a number, a tensor, or",
         ),
+        ({"heads": 4, "initial": 0.1}, "initial values are given by their names, as in {'slope': 0.1}, not as 0.1"),
+        ({"heads": 4, "sizes": ["Nk", 8]}, "sizes are given by their names, as in {'Nk': 1024}"),
+        ({"heads": 4, "dtype": torch.int32}, "'dtype' is torch.int32; what is learned has a floating one"),
+        ({"heads": 4, "dtype": "bf16"}, "'dtype' is 'bf16'; what is learned"),
     ):
         with pytest.raises(TypeError, match=words):
             Attention(op, **arguments)
@@ -179,6 +183,10 @@ def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path
         Attention(op, heads=4, sizes={"Nk": -3})
     with pytest.raises(TypeError, match="'slope' is a Parameter of this module"):
         Attention(op, heads=4)(*inputs()[:3], slope=torch.zeros(4))
+    with pytest.raises(TypeError, match=r"1 more was: pass what the spec captures by name, table=…, extra=…"):
+        Attention(op, heads=4)(*inputs())
+    with pytest.raises(TypeError, match="must be a str or a Path, not NoneType"):
+        Attention(None, heads=4)
     with pytest.raises(ValueError, match="param 'ell' has no default"):
         Attention(specs / "gaussian_regression.attn", heads=1)
     with pytest.raises(ValueError, match="const: 'learned' is loaded already"):
