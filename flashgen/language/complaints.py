@@ -51,6 +51,7 @@ _CHARACTER_HINTS = {
 
 _ASCII = "names are made of the letters a to z and A to Z, digits 0 to 9 and '_', numbers of these digits"
 _STATEMENTS = f"the statements are {', '.join(words.STATEMENTS)}; 'const' and 'let' define names"
+_NO_SLICES = "one element is read at a time, with every index; there are no slices"
 _QUOTES = "only imports have text in quotes"
 _NAMED = ("NAME", "NUMBER")
 _VALUES = (*_NAMED, "RPAR", "RSQB")
@@ -149,7 +150,7 @@ def complain_about_token(
     notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
     left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
     code = "E007" if left_open else "E006"
-    hints = _hints(token, accepted, last, statement) or _form(accepted, statement)
+    hints = _hints(token, accepted, last, statement) or _form(accepted, last, statement)
     read_as = foreign.READ_AS.get(text, "") if foreign.WORDS.get(text, "") in hints else ""
     return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=hints), read_as)
 
@@ -210,13 +211,12 @@ def _word(statement: Sequence[Word]) -> str:
     return statement[0].type if statement else ""
 
 
-def _form(accepted: Set[str], statement: Sequence[Word]) -> tuple[str, ...]:
-    """How the statement is written, where a sign or a name of its own is missing."""
-    has_own = accepted & {"COLON", "LBRACE", "BLOCK", "STRING"} or (
-        "NUMBER" not in accepted and "PLUS" not in accepted and accepted & {"ASSIGN", "NAME", "LSQB"}
-    )
+def _form(accepted: Set[str], last: Word | None, statement: Sequence[Word]) -> tuple[str, ...]:
+    """How the statement is written, where a sign, a name or the first operand of its own is missing."""
+    is_inside = accepted & {"PLUS", "NUMBER"}
+    own = {"COLON"} if is_inside else {"COLON", "LBRACE", "BLOCK", "STRING", "ASSIGN", "NAME", "LSQB"}
     form = words.WRITTEN.get(_word(statement))
-    if form is None or not has_own:
+    if form is None or not (accepted & own or any(last is each for each in statement)):
         return ()
     named = len(statement) > 1 and statement[1].type == "NAME"
     return (f"write {form.replace('{}', str(statement[1]) if named else 'NAME')}",)
@@ -230,17 +230,16 @@ def _hints(token: Word, accepted: Set[str], last: Word | None, statement: Sequen
         return (found,)
     pair = (last.type if last is not None else "", token.type)
     adjacent = last is not None and last.span.end_line == token.span.line and last.span.end_column == token.span.column
-    if adjacent and pair == ("AMPERSAND", "AMPERSAND"):
-        return ("write 'and'",)
-    if adjacent and pair == ("PIPE", "PIPE"):
-        return ("write 'or'",)
-    if adjacent and f"{last}{token}" == "/*":
-        return ("a comment runs from '#' to the end of its line",)
+    if adjacent and f"{last}{token}" in foreign.SIGNS:
+        return (foreign.SIGNS[f"{last}{token}"],)
     if token.type == "PLUS":
         return ("there is no unary '+'",)
+    if token.type == "PIPE" and "NUMBER" in accepted:
+        return ("write abs(x) for |x|",)
     if token.type == "ASSIGN" and "PLUS" in accepted:
-        return ("write '==' to compare",)
-    is_choice = pair[1] == "IF" or (pair[1] == "COLON" and pair[0] != "NAME" and accepted & {"PLUS", "NUMBER"})
+        return ("write '==', '<=' or '>=' to compare",)
+    is_inside = accepted & {"PLUS", "NUMBER"} and pair[0] not in ("NAME", "BLOCK")
+    is_choice = pair[1] == "IF" or (pair[1] == "COLON" and is_inside)
     if is_choice or "ELSE" in accepted:
         return ("a condition is written 'a if condition else b'",)
     if pair[1] == "LBRACE" and pair[0] == "ATTENTION":
@@ -254,28 +253,37 @@ def _hints(token: Word, accepted: Set[str], last: Word | None, statement: Sequen
 
 def _of_another_language(token: Word, accepted: Set[str], last: Word | None, statement: Sequence[Word]) -> str:
     """What stands here for something that Python, C or FlexAttention has; nothing where it is none of it."""
-    before, text = last.type if last is not None else "", str(token)
+    before, text, word = last.type if last is not None else "", str(token), _word(statement)
     if token.type in ("ASSIGN", "COLON") and _is_spare(token, last, statement):
         return f"a statement has no '{token}': write '{statement[0]} …'"
-    inside = bool(accepted & {"PLUS", "NUMBER"})  # of an expression
     clause = next((each for each in (text, str(last)) if each in foreign.CLAUSES), "")
-    if clause and inside:
+    if clause and accepted & {"PLUS", "NUMBER"}:
         return foreign.CLAUSES[clause]
     if token.type == "STRING":
         return "write 'inf', without quotes and without a function" if text.strip('"-') == "inf" else _QUOTES
-    if before in _VALUES and token.type == "NAME" and _word(statement) in ("MASK", "LAYOUT"):
-        return words.LISTING[_word(statement)] if inside else ""
-    if before in _VALUES and token.type in _NAMED and "PLUS" in accepted and "COLON" not in accepted:
-        called = f"'{last}({token})' for a call, " if before == "NAME" else ""
-        return f"write {called}'{last if before in _NAMED else '…'} * {token}' for a product"
+    if before in _VALUES and token.type in _NAMED:
+        return _left_out(token, accepted, last, word)
     if "NUMBER" not in accepted:
         return ""
     if token.type in words.STATEMENT_TERMINALS:
         is_value = last is not None and last.span.end_line == token.span.line
         return foreign.WORDS.get(text, "") if is_value else ""
     if token.type == "COLON" and before in ("LSQB", "COMMA"):
-        return "one element is read at a time, with every index; there are no slices"
+        is_list = word == "SELECT"
+        return f"write {words.WRITTEN[word]}" if is_list else _NO_SLICES
     return ""
+
+
+def _left_out(token: Word, accepted: Set[str], last: Word | None, word: str) -> str:
+    """What is missing between two values that follow each other."""
+    if word in ("HEAD_DIM", "DTYPE") or (
+        word in ("MASK", "LAYOUT") and token.type == "NAME" and "COLON" not in accepted
+    ):
+        return words.LISTING[word]
+    if last is None or "PLUS" not in accepted or "COLON" in accepted:
+        return ""
+    called = f"'{last}({token})' for a call, " if last.type == "NAME" else ""
+    return f"write {called}'{last if last.type in _NAMED else '…'} * {token}' for a product"
 
 
 def _is_spare(token: Word, last: Word | None, statement: Sequence[Word]) -> bool:

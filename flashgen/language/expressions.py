@@ -396,7 +396,8 @@ class Expressions:
         elif scope.value(name):
             self._error("E202", f"'{name}' takes no arguments", node.span, (f"write '{name}' without parentheses",))
         elif not scope.excuses(name):
-            known = (*FUNCTIONS, *scope.function_names())
+            forms = names.WEIGHT_FORMS if self.where == names.WEIGHTS else ()
+            known = (*FUNCTIONS, *scope.function_names(), *forms)
             self._error("E102", f"unknown function '{name}'", span, unknown_function(name, known))
 
 

@@ -23,6 +23,7 @@ _LOWER, _UPPER = "write 'j <= i', which is 'causal'", "write 'j >= i'"
 _ROTARY = "rotate q and k before the call: no expression sees their elements"
 _OUTPUT = "multiply what the op returns: a spec says how scores become weights, and o is the sum of values by these"
 _SIZE = "leave it out: sizes are those of q, k and v at each call"
+_OFF_BY_ONE = "write 'softmax(sink = 0.0)', whose denominator has one more exp(0)"
 _NO_LOOP = "there are no loops: write the terms out, or pass their sum as a 'tensor'"
 _RANDOM = "'hash(b, h, i, j)' is an int that looks random; 'dropout' drops weights"
 
@@ -47,6 +48,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("num_kv_heads", "n_kv_heads"), "the number of key/value heads is 'Hkv'"),
     **dict.fromkeys(("tau", "sm_scale", "softmax_scale"), _SCALE),
     **dict.fromkeys(("None", "none", "null", "full"), "leave the statement out"),
+    **dict.fromkeys(("softmax1", "softmax_1", "softmax_one"), _OFF_BY_ONE),
     **dict.fromkeys(("linear", "identity"), "write 's'"),
     "alibi": "write 'score s - alibi_slope(h) * abs(i - j)'",
     **dict.fromkeys(("nan", "NaN"), "no number is NaN; a score that masks its pair is '-inf'"),
@@ -54,6 +56,7 @@ NAMES: Mapping[str, str] = {
 }
 
 FUNCTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("softmax1", "softmax_1", "softmax_one"), _OFF_BY_ONE),
     **dict.fromkeys(_OVER_KEYS.split(), ROW),
     **dict.fromkeys(("sparsemax", "entmax", "entmax15", "entmax_bisect"), _WEIGHTS),
     **dict.fromkeys(("minimum", "fmin"), "write min(x, y)"),
@@ -127,6 +130,13 @@ MASKS: Mapping[str, str] = {
     **dict.fromkeys(("window", "window_left", "prefix", "same_document", "chunked"), "write 'mask {}(…)'"),
 }
 
+# Signs of other languages, of two that the language has.
+SIGNS: Mapping[str, str] = {
+    "&&": "write 'and'",
+    "||": "write 'or'",
+    "<>": "write '!='",
+    "/*": "a comment runs from '#' to the end of its line",
+}
 # Words of other languages between two values, or before one.
 CLAUSES: Mapping[str, str] = {
     **dict.fromkeys(("for", "in"), _NO_LOOP),

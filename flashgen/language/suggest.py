@@ -19,7 +19,8 @@ def suggestion(name: str, known: Iterable[str]) -> tuple[str, ...]:
 def unknown_function(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """What to write for a function that there is not."""
     elsewhere = foreign.FUNCTIONS.get(name)
-    return suggestion(name, known) if elsewhere is None else (elsewhere,)
+    defined = (f"a tensor is read by {name}[…], a function is a 'def {name}(x) = …' outside of the block",)
+    return (suggestion(name, known) or defined) if elsewhere is None else (elsewhere,)
 
 
 def arguments_given(

@@ -49,6 +49,6 @@ WRITTEN: Mapping[str, str] = {
 LISTING: Mapping[str, str] = {
     "MASK": "conditions are joined by 'and' and 'or'",
     "LAYOUT": "conditions are joined by 'and' and 'or'",
-    "HEAD_DIM": f"write {WRITTEN['HEAD_DIM']}",
+    **{word: f"write {WRITTEN[word]}" for word in ("HEAD_DIM", "DTYPE")},
     **dict.fromkeys(("CONST", "PARAM", "TENSOR", "LET"), "each name has a statement of its own"),
 }
