@@ -150,9 +150,9 @@ def complain_about_token(
     notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
     left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
     code = "E007" if left_open else "E006"
-    hints = _hints(token, accepted, last, statement) or _form(accepted, last, statement)
-    read_as = foreign.READ_AS.get(text, "") if foreign.WORDS.get(text, "") in hints else ""
-    return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=hints), read_as)
+    meant = _hints(token, accepted, last, statement) or _form(accepted, last, statement)
+    read_as = foreign.READ_AS.get(text, "") if foreign.WORDS.get(text, "") in meant else ""
+    return TokenComplaint(Diagnostic(code, message, token.span, notes=notes, hints=meant), read_as)
 
 
 def not_closed(block: Word, token: Word) -> Diagnostic:
@@ -276,11 +276,11 @@ def _of_another_language(token: Word, accepted: Set[str], last: Word | None, sta
 
 def _left_out(token: Word, accepted: Set[str], last: Word | None, word: str) -> str:
     """What is missing between two values that follow each other."""
-    if word in ("HEAD_DIM", "DTYPE") or (
-        word in ("MASK", "LAYOUT") and token.type == "NAME" and "COLON" not in accepted
-    ):
+    if "COLON" in accepted:  # of a layout or a select
+        return ""
+    if word in ("HEAD_DIM", "DTYPE") or (word in ("MASK", "LAYOUT") and token.type == "NAME"):
         return words.LISTING[word]
-    if last is None or "PLUS" not in accepted or "COLON" in accepted:
+    if last is None or "PLUS" not in accepted:
         return ""
     called = f"'{last}({token})' for a call, " if last.type == "NAME" else ""
     return f"write {called}'{last if last.type in _NAMED else '…'} * {token}' for a product"

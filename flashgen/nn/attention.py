@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,8 @@ class Attention(nn.Module):
             **_checked(by_name(sizes, "sizes", "{'Nk': 1024}")),
         }
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dims
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        given: object = dtype
+        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
             raise TypeError(f"'dtype' is {dtype!r}; what is learned has a floating one, as torch.float32")
         self._learned = learned_values(own, known, by_name(initial, "initial values", "{'slope': 0.1}"))
         for each in self._learned:
@@ -83,15 +84,13 @@ class Attention(nn.Module):
         for each in self._learned:
             each.fill(getattr(self, each.name))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *spare: Never, **arguments: Any) -> Any:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
         """``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
 
         ``arguments`` are those of the op: tensors and params that the module does not own, ``return_lse``, ``seed`` …
         Raises what the op raises, ``TypeError`` for a value that the module owns, and ``ValueError`` for other heads
         than the module's.
         """
-        if spare:
-            raise self.op.signature.by_position("q, k and v", spare, owned=[each.name for each in self._learned])
         return self.attend_with(self.op, q, k, v, **arguments)
 
     def attend_with(self, op: BaseOp, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:

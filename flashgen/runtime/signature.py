@@ -8,7 +8,7 @@ deterministic.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,19 +169,15 @@ class Signature:
             raise self._unknown(next(iter(given)))
         return values
 
-    def by_position(self, taken: str, spare: Sequence[object], owned: Collection[str] = ()) -> TypeError:
-        """The error of a call with more by position than the arguments that are ``taken`` so.
-
-        What is ``owned`` is not passed to calls.
-        """
+    def by_position(self, taken: str, spare: Sequence[object]) -> TypeError:
+        """The error of a call with more by position than the arguments that are ``taken`` so."""
         count = len(spare)
         more = f"{taken} are given by position, and {count} more {'was' if count == 1 else 'were'}"
-        names = [name for name in self.names if name not in owned]
-        if names:
-            named = ", ".join(f"{name}=…" for name in names)
+        if self.names:
+            named = ", ".join(f"{name}=…" for name in self.names)
             return TypeError(f"{more}: pass what the spec captures by name, {named}")
         return TypeError(
-            f"{more}: the call captures nothing, and options have names. What other libraries pass here, a mask or a "
+            f"{more}: the spec captures nothing, and options have names. What other libraries pass here, a mask or a "
             "scale, is a statement of the spec, as in `mask causal`"
         )
 

@@ -183,10 +183,8 @@ def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path
         Attention(op, heads=4, sizes={"Nk": -3})
     with pytest.raises(TypeError, match="'slope' is a Parameter of this module"):
         Attention(op, heads=4)(*inputs()[:3], slope=torch.zeros(4))
-    with pytest.raises(TypeError, match=r"1 more was: pass what the spec captures by name, table=…, extra=…"):
-        Attention(op, heads=4)(*inputs())
     with pytest.raises(TypeError, match="must be a str or a Path, not NoneType"):
-        Attention(None, heads=4)
+        Attention(None, heads=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="param 'ell' has no default"):
         Attention(specs / "gaussian_regression.attn", heads=1)
     with pytest.raises(ValueError, match="const: 'learned' is loaded already"):

@@ -201,7 +201,7 @@ def test_what_is_wrong_is_named(plain: Any) -> None:
         MultiheadAttention(32, 2, spec=plain, kv_heads=0)
     with pytest.raises(TypeError, match="'attn_mask' must be a tensor, not list"):
         layer(x, x, x, attn_mask=[[True]])
-    with pytest.raises(TypeError, match="'dropout' is '0.1'; a drop probability is a number"):
+    with pytest.raises(TypeError, match=r"'dropout' is '0\.1'; a drop probability is a number"):
         MultiheadAttention(32, 2, "0.1", spec=plain)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'dropout' is 1\.5"):
         MultiheadAttention(32, 2, 1.5, spec=plain)

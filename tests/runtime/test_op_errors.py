@@ -175,7 +175,7 @@ def test_more_by_position_than_the_op_takes(backend: str) -> None:
         slopes.varlen(rows, rows, rows, starts, starts, 8, 8, slope, 2.0)
     with pytest.raises(TypeError, match=r"cache_seqlens are given by position, and 1 more was: pass .* slope=…, w=…"):
         slopes.decode(x[:, :, :1], x, x, 8, slope)
-    with pytest.raises(TypeError, match=r"1 more was: the call captures nothing.* as in `mask causal`"):
+    with pytest.raises(TypeError, match=r"1 more was: the spec captures nothing.* as in `mask causal`"):
         plain(x, x, x, None)
 
 
