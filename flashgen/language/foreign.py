@@ -134,7 +134,8 @@ MASKS: Mapping[str, str] = {
 SIGNS: Mapping[str, str] = {
     "&&": "write 'and'",
     "||": "write 'or'",
-    "<>": "write '!='",
+    **dict.fromkeys(("<>", "!=="), "write '!='"),
+    "===": "write '=='",
     "/*": "a comment runs from '#' to the end of its line",
 }
 # Words of other languages between two values, or before one.

@@ -102,7 +102,7 @@ def _fact(name: str, kind: SymbolKind | None) -> str:
 _SIZES = frozenset(SIZES)
 _PAIR = _SIZES | {"b", "h", "i", "j", "hkv"}
 
-OF_BLOCKS = "blocks have 'I' and 'J'; what is of single pairs belongs into 'mask'"
+OF_BLOCKS = "blocks have 'I' and 'J'; what is of single pairs belongs into 'mask' or 'score'"
 SCORE = Place("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
 MASK = Place("'mask'", _PAIR, params=True, tensors=True)
 LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True, instead=OF_BLOCKS)
