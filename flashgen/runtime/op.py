@@ -53,12 +53,13 @@ class BaseOp(ShownOp):
         → ``o`` [Tq, H, Dv].
 
         Sequence b is the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and those of ``cu_seqlens_k`` of k
-        and v; both are int32 [B + 1], begin with 0 and end with Tq and Tk. Any length may be 0. A spec means what it
-        means for a dense call of that sequence alone: b is its number, i and j count inside of it, Nq and Nk are its
-        own lengths. In shapes of captured tensors they are ``max_seqlen_q`` and ``max_seqlen_k``, by default the
-        longest; clamped indices are clamped to these. ``return_lse`` adds ``lse`` [H, Tq]. All else is as for the op.
+        and v; both are int32 [B + 1] and begin with 0. Any length may be 0. Of rows behind the last sequence o, lse
+        and gradients are 0. A spec means what it means for a dense call of that sequence alone: b is its number, i and
+        j count inside of it, Nq and Nk are its own lengths. In shapes of captured tensors they are ``max_seqlen_q`` and
+        ``max_seqlen_k``, by default the longest; clamped indices are clamped to these. ``return_lse`` adds ``lse``
+        [H, Tq]. All else is as for the op.
 
-        Raises what the op raises, and ``ValueError`` for lengths that fall, do not end at T, or pass the maximum.
+        Raises what the op raises, and ``ValueError`` for lengths that fall, end behind T, or pass the maximum.
         """
         if spare:
             raise self._signature.by_position("q, k, v, lengths and their maxima", spare)
@@ -104,7 +105,7 @@ class BaseOp(ShownOp):
 
         The cache may be of 8 bits, ``torch.float8_e4m3fn``, beside q of more: then ``k_descale`` and ``v_descale``,
         float32 [B, Hkv] or one number, are what its keys and values are multiplied by, by default 1, and k and v are
-        written divided by them, no further out than ±448.
+        written divided by them, no further out than ±448; where they are of 8 bits, too, as they are.
 
         Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache. Nobody waits
         for those on a GPU: the nearest that lie within are taken, and rows of k and v without a place are left out,

@@ -24,6 +24,7 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
+from flashgen.runtime.behind import clear_behind
 from flashgen.runtime.call import Call, CallChecker, Rest, backward_key, is_readable
 from flashgen.runtime.captured import Captured
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, View, for_derivatives
@@ -57,7 +58,9 @@ class RaggedEngine(Engine):
         q, k, v = own[0], own[1], own[2]
         kernel = call.kernel
         if call.is_empty or kernel is None:
-            return self._attend_each(call, found, own)
+            o, lse, parts = self._attend_each(call, found, own)
+            _clear_behind(found, starts, o, lse)
+            return o, lse, parts
         o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
         lse = parts = None
         if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
@@ -81,6 +84,7 @@ class RaggedEngine(Engine):
             prepared = known or kernel.prepare("forward", (*values, *call.settled))
             call.forward[drops] = prepared
         self._workspaces.run(call, prepared, values)
+        _clear_behind(found, starts, o, lse)
         return o, lse, parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
@@ -129,6 +133,7 @@ class RaggedEngine(Engine):
                 known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
             prepared = known
         self._workspaces.run(call, prepared, values)
+        clear_behind(found, starts, (dq,), (dk, dv))
         results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
         return results + [
             total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
@@ -332,6 +337,10 @@ def no_ragged_kernels(name: str, what: str = "varlen") -> ValueError:
         f"'{name}': {what} needs kernels for CPUs, which this op does not have: load the spec with backend='cpu' or "
         "backend='reference'; a package of an earlier version has to be built again"
     )
+
+
+def _clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], o: Tensor, lse: Tensor | None) -> None:
+    clear_behind(found, starts, (o,) if lse is None else (o, lse.t()[:, :, None]), ())
 
 
 def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:

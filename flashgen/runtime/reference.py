@@ -147,10 +147,10 @@ class Reference:
             o, lse = self._formula(each, tensors, params, own, drawn, dtype)
             rows.append(o[0].transpose(0, 1))
             sums.append(o.new_empty(0, 0) if lse is None else lse[0])
-        o = torch.cat(rows) if rows else q.new_zeros((0, q.shape[1], v.shape[2]), dtype=dtype) + nothing
-        if not return_lse:
-            return o
-        return o, torch.cat(sums, 1) if sums else q.new_zeros((q.shape[1], 0), dtype=dtype) + nothing
+        behind, heads = q.shape[0] - int(found.q_starts[-1]), q.shape[1]
+        rows.append(q.new_zeros((behind, heads, v.shape[2]), dtype=dtype) + nothing)
+        sums.append(q.new_zeros((heads, behind), dtype=dtype) + nothing)
+        return (torch.cat(rows), torch.cat(sums, 1)) if return_lse else torch.cat(rows)
 
     def decode(
         self,

@@ -122,7 +122,7 @@ def _refusals() -> list[Callable[[], Any]]:
     dropped = flashgen.loads(DROPPED, backend="reference")
     lone, of_ints = torch.zeros(1), one.to(torch.int32)
     packed = distribute_tensor(torch.zeros(9, 1, 16), mesh, [Shard(1)])
-    ends = torch.tensor([0, 8], dtype=torch.int32)
+    ends = torch.tensor([0, 10], dtype=torch.int32)
     t, z = torch.zeros(2, 4, 6, 6), torch.zeros(1)
     return [
         lambda: op(rows, rows, rows, slope=slope),
@@ -171,7 +171,7 @@ def test_what_cannot_be_computed_from_shards_is_named(ran: list[Ran]) -> None:
         "ValueError: tensor 'slope' has shape [4]; the spec declares [H] = [1]",
         "TypeError: q, k and v are torch.int32; 'slopes' is built for",
         "ValueError: 'dropout_p' is 1.0; a drop probability lies in [0, 1)",
-        "ValueError: 'cu_seqlens_q' ends at 8, but q has 9 rows",
+        "ValueError: 'cu_seqlens_q' ends at 10, but q has 9 rows",
         "nothing",
         "nothing",
     ]

@@ -265,6 +265,39 @@ def test_nothing_at_all() -> None:
         assert not k.grad.any()
 
 
+def followed(given: Batch, rows: int) -> Batch:
+    """The same with rows behind the last sequence, of which nothing may be read."""
+    q, k, v, d_o = (
+        torch.cat((x, x.new_full((rows, *x.shape[1:]), torch.nan))) for x in (given.q, given.k, given.v, given.d_o)
+    )
+    d_lse = torch.cat((given.d_lse, given.d_lse.new_full((len(given.d_lse), rows), torch.nan)), 1)
+    return Batch(q, k, v, given.starts, given.captured, d_o, d_lse)
+
+
+def check_rows_behind(op: AttentionOp, given: Batch, function: Any = None) -> None:
+    """o, lse and gradients of them are 0, not what memory held, and all others what they are without them."""
+    function = function or op.varlen
+    wanted = results(function, given, op)
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote to holds NaN
+    try:
+        found = results(function, followed(given, 9), op)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, x in wanted.items():
+        axis = 1 if name == "lse" else 0
+        own = found[name] if x.shape == found[name].shape else found[name].narrow(axis, 0, x.shape[axis])
+        torch.testing.assert_close(own, x, rtol=1e-5, atol=1e-6, msg=name)
+        assert x.shape == found[name].shape or not found[name].narrow(axis, x.shape[axis], 9).any(), name
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_behind_the_last_sequence(backend: str) -> None:
+    op = operator("alibi", backend)
+    for lengths in (MIXED, ((0, 3), (0, 0)), ((0, 0),)):
+        check_rows_behind(op, batch(op, lengths))
+        check_rows_behind(op, batch(op, lengths), op.reference.varlen)
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (2, 1)])
 def test_gradients_of_the_reference_where_there_is_no_pair(lengths: tuple[int, ...]) -> None:
     """As of the op: they are 0, and there."""
@@ -290,7 +323,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "falls from 3 to 2 at sequence 1": {"cu_seqlens_q": i32(0, 3, 2, 6)},
     "begins with 1": {"cu_seqlens_q": i32(1, 2, 3, 6)},
     "'cu_seqlens_k' ends at 7, but k and v have 6 rows": {"cu_seqlens_k": i32(0, 1, 2, 7)},
-    "'cu_seqlens_q' ends at 5, but q has 6 rows": {"cu_seqlens_q": i32(0, 1, 2, 5)},
+    "'cu_seqlens_q' ends at 8, but q has 6 rows": {"cu_seqlens_q": i32(0, 1, 2, 8)},
     "'cu_seqlens_k' begins with -1": {"cu_seqlens_k": i32(-1, 1, 2, 6)},
     "'cu_seqlens_q' falls from 1 to -2147483648": {"cu_seqlens_q": torch.tensor([0, 1, 2 - 2**32, 6])},
     "'cu_seqlens_k' ends at 2147483647": {"cu_seqlens_k": torch.tensor([0, 1, 2, 6 + 2**32])},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 
 import flashgen
 from flashgen.runtime import lengths, ragged
+from flashgen.runtime.behind import KERNEL, WARPS, arguments
 from flashgen.runtime.emulated import recording
-from flashgen.runtime.emulator import EmulatorError
+from flashgen.runtime.emulator import DeviceMemory, EmulatorError, compile_program
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.runtime.standalone import grid
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 
 from .helpers import SPECS, dtypes
-from .test_ragged import OF_LENGTHS, Batch, batch, check, nested, results
+from .test_ragged import OF_LENGTHS, Batch, batch, check, check_rows_behind, nested, results
 
 # Empty ones, single rows, several tiles, more queries than keys and fewer.
 LENGTHS = ((5, 5), (0, 3), (1, 1), (64, 64), (33, 40), (0, 0), (150, 150), (17, 90), (9, 0), (2, 7))
@@ -155,6 +158,35 @@ def test_numbers_that_nobody_checked(bad: str, which: str, monkeypatch: pytest.M
             torch.autograd.grad(own.sum(), (q, k, bias))
     if bad in ("ends behind the rows", "ends before") and which == "q":
         assert torch.equal(own[:20], op.varlen(q, k, k, right, right, **rest)[:20])
+
+
+def test_rows_behind_the_last_sequence() -> None:
+    op = gallery("alibi", "sm_80")
+    check_rows_behind(op, batch(op, FEW, heads=2, kv_heads=1))
+
+
+def test_the_kernel_of_rows_behind() -> None:
+    """Of tensors of either size and of any strides; where no row is behind, and where an end is none."""
+    program = compile_program(KERNEL.source.text, name="clear_behind")
+    o, lse, d_k = torch.ones(50, 3, 40).bfloat16()[:, :, :33], torch.ones(3, 50).t()[:, :, None], torch.ones(7, 2, 5)
+    for ends in ((44, 3), (50, 7), (-1, 2**31 - 1)):
+        starts = [torch.tensor([0, end], dtype=torch.int32) for end in ends]
+        cleared = [(o, starts[0]), (lse, starts[0]), (d_k, starts[1])]
+        packed, places, memory = arguments(cleared), [], DeviceMemory()
+        for n, (x, start) in enumerate(cleared):
+            storage = x.untyped_storage()
+            places.append(memory.put(f"x{n}", ctypes.string_at(storage.data_ptr(), storage.nbytes())))
+            packed.of[n].at = places[-1]
+            packed.of[n].end = memory.put(f"starts{n}", start.numpy().tobytes()) + 4
+        program.launch("fg_clear_behind", (grid(WARPS), 1, 1), (256, 1, 1), 0, bytes(packed), memory.allocations)
+        for (x, start), place in zip(cleared, places, strict=True):
+            bytes_of = ctypes.string_at(place, x.untyped_storage().nbytes())
+            whole, end = torch.frombuffer(bytearray(bytes_of), dtype=x.dtype), max(int(start[-1]), 0)
+            found = whole.as_strided(x.shape, x.stride())
+            assert found[:end].eq(1).all()
+            assert not found[end:].any()
+            found.fill_(1)
+            assert whole.eq(1).all()  # nothing is written beside them
 
 
 def test_a_sequence_too_large_for_32_bits_is_refused() -> None:
