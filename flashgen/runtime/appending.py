@@ -38,7 +38,7 @@ Strides = tuple[int, ...]
 
 
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits.
+    """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits where they have more.
 
     Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error. Raises ``ValueError``
     and ``TypeError``.
@@ -48,7 +48,7 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         wanted = (batch, to.shape[1], new, to.shape[3])
         if x.dim() != 4 or tuple(x.shape) != wanted:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
-        fits = x.dtype in ELEMENTS and x.dtype is not F8 if to.dtype is F8 else x.dtype is to.dtype
+        fits = x.dtype is to.dtype or (to.dtype is F8 and x.dtype in ELEMENTS)
         if not fits or x.device != to.device:
             raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
     if new == 0:
@@ -132,7 +132,8 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
         rows = cached.transpose(1, 2)
         if cached.dtype is F8:  # whose rows are written as bytes
-            rows.view(torch.uint8)[outer, inner] = to_8_bits(x, factors).view(torch.uint8).transpose(1, 2)
+            own = x if x.dtype is F8 else to_8_bits(x, factors)
+            rows.view(torch.uint8)[outer, inner] = own.view(torch.uint8).transpose(1, 2)
         else:
             rows[outer, inner] = x.transpose(1, 2)
     return cache
@@ -186,7 +187,8 @@ def arguments(
     at = k.data_ptr(), k_cache.data_ptr(), v.data_ptr(), v_cache.data_ptr()
     key = (
         k.shape, k.stride(), k_cache.shape, k_cache.stride(), v.shape, v.stride(), v_cache.stride(),
-        k.dtype, k_cache.dtype, blocks.shape[1], at[0] % 16, at[1] % 16, at[2] % 16, at[3] % 16,
+        (k.dtype, k_cache.dtype), (v.dtype, v_cache.dtype), blocks.shape[1],
+        at[0] % 16, at[1] % 16, at[2] % 16, at[3] % 16,
     )  # fmt: skip
     packed = Arguments.from_buffer_copy(_settled(key))
     keys, values = packed.of
@@ -200,9 +202,9 @@ def arguments(
 @functools.lru_cache(maxsize=512)
 def _settled(key: tuple[Any, ...]) -> bytes:
     """All but addresses, of which the last digits are known."""
-    k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, dtype, cached, columns, *ends = key
-    of_keys = _rows(k[3], (k_by, k_cache_by), (dtype, cached), ends[:2])
-    of_values = _rows(v[3], (v_by, v_cache_by), (dtype, cached), ends[2:])
+    k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, of_k, of_v, columns, *ends = key
+    of_keys = _rows(k[3], (k_by, k_cache_by), of_k, ends[:2])
+    of_values = _rows(v[3], (v_by, v_cache_by), of_v, ends[2:])
     batch, heads, new, _ = k
     of = (Rows * 2)(of_keys, of_values)
     return bytes(Arguments(of, 0, 0, 0, 0, batch, heads, new, k_cache[2], columns, k_cache[0], 0))
@@ -213,7 +215,7 @@ def _rows(
 ) -> Rows:
     """How rows of a type are written to a cache of one; ``ends`` are their addresses modulo 16."""
     (dtype, cached), (from_by, to_by), element = dtypes, strides, 0
-    if cached is F8:
+    if cached is not dtype:
         unit, element = _unit((1, 4), width, ends[1:], (to_by,)), _ROUNDED[dtype]
     else:
         unit = _unit((dtype.itemsize, 16), width, ends, (from_by, to_by))

@@ -68,10 +68,10 @@ def param_argument(param: Param, value: object, device: torch.device, *, is_exac
         )
     if is_int and not _I32.min <= number <= _I32.max:
         raise ValueError(f"argument '{param.name}' is {number}; an i32 lies in [-2**31, 2**31)")
-    return as_scalar(number if is_int or isinstance(number, torch.SymFloat) else _as_float(param.name, number), dtype)
+    return as_scalar(number if is_int or isinstance(number, torch.SymFloat) else as_float(param.name, number), dtype)
 
 
-def _as_float(name: str, number: Any) -> float:
+def as_float(name: str, number: Any) -> float:
     """A number as float32 takes it: infinite only where it was."""
     if type(number) is float and -_MOST_F32 <= number <= _MOST_F32:
         return number

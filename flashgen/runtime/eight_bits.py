@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashgen.runtime.conversion import as_float, as_number
+
 F8 = torch.float8_e4m3fn
 _LARGEST = 448.0
 
@@ -26,8 +28,9 @@ def factors_of(
     if x.dtype is not F8:
         what = "a cache" if owner.endswith("_cache") else "q, k and v"
         raise ValueError(f"'{name}' goes with {what} of 8 bits ({F8}), but '{owner}' is {x.dtype}")
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return torch.full(wanted, float(given), dtype=torch.float32, device=device)
+    number = as_number(given, whole=False)
+    if number is not None:
+        return torch.full(wanted, as_float(name, number), dtype=torch.float32, device=device)
     if not isinstance(given, Tensor):
         raise TypeError(f"'{name}' must be a number or a tensor (f32[B, Hkv]), not {type(given).__name__}")
     if not given.is_floating_point():

@@ -82,7 +82,9 @@ extern "C" __global__ void __launch_bounds__(256) fg_append(const __grid_constan
     fg::copy_row<uint64_t>(of, from, to);
   } else if (of.unit == 4) {
     fg::copy_row<uint32_t>(of, from, to);
-  } else {
+  } else if (of.unit == 2) {
     fg::copy_row<uint16_t>(of, from, to);
+  } else {
+    fg::copy_row<uint8_t>(of, from, to);
   }
 }

@@ -101,6 +101,23 @@ def test_the_kernel_writes_what_operators_write(form: str, dtype: torch.dtype, w
         assert not torch.equal(x.float(), before.float())
 
 
+@pytest.mark.parametrize("widths", [(128, 64), (40, 6)])
+def test_rows_of_eight_bits_are_copied(widths: tuple[int, int]) -> None:
+    """Whatever the factors are; values of more bits beside them are rounded."""
+    given, cached = caches("odd pages", F8, widths)
+    k = random(B, NEW, HKV, widths[0], seed=4, dtype=F8).transpose(1, 2)
+    v = random(B, NEW, HKV, widths[1], seed=5, dtype=torch.bfloat16).transpose(1, 2)
+    given |= {"k_descale": 0.25, "v_descale": 0.5, "cache_batch_idx": None, "leftpad": None}
+    cache = cache_of(torch.empty(B, HKV, 1, widths[0]), cached[0], cached[1], torch.tensor([11, 0, 16]), **given)
+    theirs, mine = ([x._base.clone().transpose(1, 2)[:, 1:] for x in cached] for _ in range(2))  # type: ignore[union-attr]
+    append(cache, theirs[0], theirs[1], k, v)
+    by_kernel(cache, (mine[0], mine[1]), (k, v))
+    page = theirs[0][int(cache.blocks[1, 0])]
+    assert torch.equal(page[:, :NEW].view(torch.uint8), k[1].contiguous().view(torch.uint8))
+    for x, y in zip(mine, theirs, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
 def test_eight_bits_are_rounded_as_pytorch_rounds() -> None:
     """Every number of bfloat16 and many of float32, halfway between two of 8 bits among them."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
