@@ -1,21 +1,54 @@
 """``flash_attn_with_kvcache``: the last queries of each sequence over a cache of keys and values.
 
 In: FlashAttention's arguments, tensors [B, N, H, D] and pages [pages, page, Hkv, D]. The op of the same ``Layer`` as
-for batches of one length runs here, through its ``decode``.
+for batches of one length runs here, through its ``decode``; of sequences with queries of any lengths, through its
+``varlen``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from flashgen.flash.dense import check_of_heads, layer_of
+from flashgen.flash.options import (
+    Asked,
+    OfAll,
+    Positional,
+    Sizes,
+    ask,
+    check_bool,
+    check_names,
+    check_rows,
+    either,
+    with_second_query,
+)
+from flashgen.flash.rotary import rotated
+from flashgen.flash.rows import TYPES, Ragged, longest_argument, rows_of_cache, starts_argument
 from flashgen.runtime.appending import append
 from flashgen.runtime.cached import cache_of
-from flashgen.runtime.conversion import as_number
+from flashgen.runtime.conversion import as_number, is_integral, require
+from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
+from flashgen.runtime.f8 import wide_type
+
+
+class CachedByName(OfAll, total=False):
+    """Those of caches beside the options of ``OfAll``.
+
+    ``page_table`` is FlashAttention 3's name of ``block_table``. ``rotary_seqlens`` int32 [B] are the positions of the
+    first new rows as the rotary embedding counts, by default ``cache_seqlens``. With ``cu_seqlens_q`` int32 [B + 1]
+    q is [Tq, H, D], sequences of any lengths one behind the other, of at most ``max_seqlen_q`` queries; o is
+    [Tq, H, Dv], lse [H, Tq]. What they see of the cache is copied, and there are no new rows, so that
+    ``cu_seqlens_k_new`` is refused.
+    """
+
+    page_table: Tensor | None
+    rotary_seqlens: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k_new: Tensor | None
+    max_seqlen_q: int | Tensor | None
 
 
 def flash_attn_with_kvcache(
@@ -32,80 +65,168 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    k_descale: Tensor | float | None = None,
-    v_descale: Tensor | float | None = None,
+    **by_name: Unpack[CachedByName],
 ) -> Any:
     """Attention over a cache: ``q`` [B, Nq, H, D] → ``o`` [B, Nq, H, Dv]; with ``return_softmax_lse`` ``(o, lse)``.
 
     ``k_cache`` is [B, Nmax, Hkv, D], ``v_cache`` [B, Nmax, Hkv, Dv]; with ``block_table`` int32 [B, P] they are pages
     of any size, [pages, page, Hkv, D]. ``cache_seqlens``, int32 [B] or one number, are the rows that are filled, by
     default all. ``k`` [B, new, Hkv, D] and ``v`` are written behind them first. ``cache_batch_idx`` int32 [B] says
-    which entries of a larger cache are meant; rows before ``cache_leftpad`` int32 [B] are not seen. ``lse`` is
-    [B, H, Nq], float32, −inf for a row without a key, whose o is 0. All other options mean what they mean for
-    ``flash_attn_func``: the last query stands at the last row.
+    which entries of a larger cache, or rows of a larger table, are meant; rows before ``cache_leftpad`` int32 [B] are
+    not seen. ``lse`` is [B, H, Nq], float32, −inf for a row without a key, whose o is 0. All other options mean what
+    they mean for ``flash_attn_func``: the last query stands at the last row.
 
     ``rotary_cos`` and ``rotary_sin``, [Nmax or more, R / 2], rotate the first R ≤ D features of q and of the new k,
     neighbours as pairs (``rotary_interleaved``) or halves. New keys are rotated by the rows that they are written to.
     Queries are rotated by the same rows where ``causal`` or a window counts positions; else all as the first new row.
 
     A cache of ``torch.float8_e4m3fn`` is multiplied by ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one number;
-    k and v, of the type of q, are written to it divided by these.
+    k and v, of the type of q, are written to it divided by these, and k and v of 8 bits as they are. q of 8 bits goes
+    with such a cache alone; o then is bfloat16.
 
     On a GPU the host waits for ``cache_seqlens`` where fewer rows are new than there are queries, and these are two or
     more: a sequence may be shorter than they are. There are no gradients. Raises ``ValueError`` and ``TypeError`` by
     name for arguments that do not fit.
     """
-    _check(q, k_cache, v_cache, k, v)
-    (batch, queries, heads, _), new = q.shape, 0 if k is None else k.shape[1]
-    check_of_heads(alibi_slopes, s_aux, batch, heads)
+    given: Positional = (0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, False)
+    check_bool("return_softmax_lse", return_softmax_lse)
+    check_bool("rotary_interleaved", rotary_interleaved)
+    places: dict[str, Any] = {"block_table": block_table, "cache_batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
+    if by_name:
+        check_names("flash_attn_with_kvcache", by_name, CachedByName)
+        places["block_table"] = block_table = either(
+            {**by_name, "block_table": block_table}, "block_table", "page_table"
+        )
+        places |= {name: by_name.get(name) for name in ("k_descale", "v_descale")}
+    if block_table is not None and cache_batch_idx is not None:
+        places |= {"block_table": _rows_of_table(block_table, cache_batch_idx), "cache_batch_idx": None}
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("'cache_seqlens' is missing: it says behind which rows k and v are written")
-        if block_table is not None and not isinstance(block_table, Tensor):
-            raise TypeError(f"'block_table' must be a tensor (i32[B, P]), not {type(block_table).__name__}")
-        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
-    k_rows, v_rows = (None if x is None else x.transpose(1, 2) for x in (k, v))
-    layer, captured = layer_of(
-        (q, v_cache, batch), 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_softmax_lse
-    )
+        cache_seqlens = _room(k_cache, block_table)
+    if by_name and by_name.get("cu_seqlens_q") is not None:
+        if any(x is not None for x in (k, v, rotary_cos, rotary_sin, by_name.get("cu_seqlens_k_new"))):
+            raise ValueError("'cu_seqlens_q' goes with rows that a cache has: write k and v to it first, rotated")
+        own: dict[str, Any] = {**by_name, "return_lse": return_softmax_lse or by_name.get("return_lse", False)}
+        return _of_ragged_queries(q, k_cache, v_cache, cache_seqlens, places, given, own)
+    sizes = _sizes(q, k_cache, v_cache, k, v)
+    second = by_name.get("qv") if by_name else None
+    if second is not None:
+        sizes = sizes._replace(width=sizes.width + sizes.v_width)
+    counts_from = cache_leftpad if by_name and by_name.get("attention_chunk") else None
+    asked = ask(sizes, given, by_name, counts_from)
     if rotary_cos is not None or rotary_sin is not None:
-        counts = layer.mask != "true"
-        angles = _angles(q, k, k_cache, rotary_cos, rotary_sin, cache_seqlens, block_table)
-        q = _rotated(q, angles(queries if counts else 1), rotary_interleaved)
-        assert k is not None, "refused otherwise"
-        k_rows = _rotated(k, angles(new), rotary_interleaved).transpose(1, 2)
-    cached = (q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    places: dict[str, Any] = {
-        "block_table": block_table, "cache_batch_idx": cache_batch_idx, "leftpad": cache_leftpad,
-        "k_descale": k_descale, "v_descale": v_descale,
-    }  # fmt: skip
-    if batch > 0 and _has_short_sequences(cache_seqlens, new, queries):
-        cache = cache_of(*cached, cache_seqlens, **places).in_numbers()
-        if k_rows is not None and v_rows is not None:
-            cache = append(cache, cached[1], cached[2], k_rows, v_rows)
-        parts = [
-            layer.op()(
-                cached[0][b : b + 1],
-                *(x.to(q.dtype) for x in cache.sequence(cached[1], cached[2], b, length, padding)),
-                return_lse=True,
-                **{name: x[b : b + 1] if name == "slopes" else x for name, x in captured.items()},
-            )
-            for b, (length, padding) in enumerate(cache.check(cached[1], 0))
-        ]
-        o, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+        positions = by_name.get("rotary_seqlens")
+        first = cache_seqlens if positions is None else positions
+        q, k = rotated(
+            q, k, (rotary_cos, rotary_sin), (first, _room(k_cache, block_table)),
+            is_interleaved=rotary_interleaved, moves=not asked.sees_all,
+        )  # fmt: skip
+    dtype = q.dtype
+    if by_name.get("q_descale") is not None or dtype is F8:
+        q = _of_more_bits(q, k_cache, by_name.get("q_descale"))
+    if second is not None:
+        cache_seqlens, k, v = _appended((q, k_cache, v_cache), (k, v), cache_seqlens, places)
+        q, k_cache = with_second_query(q, k_cache, v_cache, second)
+    rows = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    if q.shape[0] and _has_short_sequences(cache_seqlens, 0 if k is None else k.shape[1], q.shape[1]):
+        cache_seqlens, k, v = _appended((q, k_cache, v_cache), (k, v), cache_seqlens, places)
+        o, lse = _of_each(rows, cache_seqlens, places, asked)
     else:
-        o, lse = layer.op().decode(
-            *cached, cache_seqlens, k=k_rows, v=v_rows, num_splits=num_splits, return_lse=True, **places, **captured
+        new = {} if k is None or v is None else {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
+        o, lse = asked.op.decode(
+            *rows, cache_seqlens, num_splits=num_splits, return_lse=True, **new, **places, **asked.captured
         )
-    return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
+    o = (o if dtype is not F8 else o.bfloat16()).transpose(1, 2)
+    return (o, lse) if return_softmax_lse or asked.has_lse else o
+
+
+def _appended(
+    rows: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor | None, Tensor | None],
+    cache_seqlens: int | Tensor,
+    places: Mapping[str, Any],
+) -> tuple[int | Tensor, None, None]:
+    """The rows that a cache has once k and v, if there are any, are written to it; and none that are new."""
+    k, v = new
+    if k is None or v is None:
+        return cache_seqlens, None, None
+    q, k_cache, v_cache = (x.transpose(1, 2) for x in rows)
+    cache = cache_of(q, k_cache, v_cache, cache_seqlens, **places)
+    return append(cache, k_cache, v_cache, k.transpose(1, 2), v.transpose(1, 2)).lengths, None, None
+
+
+def _of_each(
+    rows: tuple[Tensor, Tensor, Tensor], cache_seqlens: int | Tensor, places: Mapping[str, Any], asked: Asked
+) -> tuple[Tensor, Tensor]:
+    """o and lse by dense calls of each sequence."""
+    q, k_cache, v_cache = rows
+    cache = cache_of(q, k_cache, v_cache, cache_seqlens, **places).in_numbers()
+    parts = []
+    for b, (length, padding) in enumerate(cache.check(k_cache, 0)):
+        k, v = (x.to(q.dtype) for x in cache.sequence(k_cache, v_cache, b, length, padding))
+        own = {name: x[b : b + 1] if name in ("slopes", "padding") else x for name, x in asked.captured.items()}
+        if "padding" in own:
+            own["padding"] = torch.zeros_like(own["padding"])  # its keys begin behind it
+        parts.append(asked.op(q[b : b + 1], k, v, return_lse=True, **own))
+    o, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+    return o, lse
+
+
+def _of_ragged_queries(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: int | Tensor,
+    places: Mapping[str, Any],
+    given: Positional,
+    by_name: Mapping[str, Any],
+) -> Any:
+    """The same of sequences with queries of any lengths, one behind the other."""
+    check_rows(
+        {"q": (q, "[Tq, H, D]"), "k_cache": (k_cache, _FORMS["k_cache"]), "v_cache": (v_cache, _FORMS["v_cache"])}
+    )
+    starts = starts_argument("cu_seqlens_q", by_name["cu_seqlens_q"])
+    most = longest_argument("max_seqlen_q", by_name.get("max_seqlen_q"))
+    k, v, k_starts = rows_of_cache(q, k_cache, v_cache, starts.shape[0] - 1, cache_seqlens, places)
+    return Ragged(q, k, v, starts, k_starts, (most, None)).attend(given, by_name)
+
+
+def _of_more_bits(q: Tensor, k_cache: Tensor, factor: Any) -> Tensor:
+    """q of 8 bits, which a cache of 8 bits has. Raises ``TypeError`` and ``ValueError``."""
+    if q.dtype is F8 and k_cache.dtype is not F8:
+        raise TypeError(f"'q' is {F8}, but 'k_cache' is {k_cache.dtype}; q of 8 bits goes with a cache of 8 bits")
+    factors = factors_of("q_descale", factor, ("q", q), (q.shape[0], k_cache.shape[2]), q.device)
+    return from_8_bits(q.transpose(1, 2), factors, wide_type(TYPES, q.device)).transpose(1, 2)
+
+
+def _rows_of_table(table: Any, entries: Any) -> Tensor:
+    """The pages of the sequences that ``cache_batch_idx`` names."""
+    for name, x in (("block_table", table), ("cache_batch_idx", entries)):
+        if not isinstance(x, Tensor) or not is_integral(x.dtype):
+            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"'{name}' must be a tensor of integers, not {what}")
+    require(
+        ((entries >= 0) & (entries < table.shape[0])).all, entries,
+        f"'cache_batch_idx' names a row of 'block_table' that is none; it has {table.shape[0]}",
+    )  # fmt: skip
+    rows: Tensor = table[entries.long()]
+    return rows
+
+
+def _room(k_cache: Tensor, block_table: Any) -> int:
+    """The rows that a sequence may have."""
+    check_rows({"k_cache": (k_cache, _FORMS["k_cache"])})
+    if block_table is None:
+        return int(k_cache.shape[1])
+    check_rows({"block_table": (block_table, "[B, P]")})
+    return int(k_cache.shape[1] * block_table.shape[1])
 
 
 def _has_short_sequences(cache_seqlens: object, new: int, queries: int) -> bool:
@@ -116,90 +237,42 @@ def _has_short_sequences(cache_seqlens: object, new: int, queries: int) -> bool:
     if new >= queries or torch.compiler.is_compiling():
         return False
     if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.is_meta or cache_seqlens.numel() == 0:
+            return False
         if cache_seqlens.is_cuda and queries == 1:  # a sequence without a row keeps nothing, which kernels see
             return False
-        return not cache_seqlens.is_meta and bool((cache_seqlens + new < queries).any())
+        return int(cache_seqlens.min()) + new < queries
     length = as_number(cache_seqlens, whole=True)
     return length is not None and length + new < queries
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """Raise where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
+_FORMS = {
+    "q": "[B, Nq, H, D]",
+    "k_cache": "[B, Nmax, Hkv, D]",
+    "v_cache": "[B, Nmax, Hkv, Dv]",
+    "k": "[B, new, Hkv, D]",
+    "v": "[B, new, Hkv, Dv]",
+}
+
+
+def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> Sizes:
+    """Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
     if (k is None) != (v is None):
         raise ValueError("k and v are written to the cache together: pass both, or neither")
-    forms = {
-        "q": (q, "[B, Nq, H, D]"),
-        "k_cache": (k_cache, "[B, Nmax, Hkv, D] or, with 'block_table', [pages, page, Hkv, D]"),
-        "v_cache": (v_cache, "[B, Nmax, Hkv, Dv] or, with 'block_table', [pages, page, Hkv, Dv]"),
-    }
-    if k is not None and v is not None:
-        forms |= {"k": (k, "[B, new, Hkv, D]"), "v": (v, "[B, new, Hkv, Dv]")}
-    for name, (x, form) in forms.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor {form}, not {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
+    rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
+    check_rows(dict(zip(_FORMS, zip(rows, _FORMS.values(), strict=False), strict=False)))
     (batch, _, heads, width), (_, _, kv_heads, v_width) = q.shape, v_cache.shape
-    if k_cache.shape[3] != width or tuple(v_cache.shape[:3]) != tuple(k_cache.shape[:3]):
-        shapes = ", ".join(f"{name} {list(forms[name][0].shape)}" for name in ("q", "k_cache", "v_cache"))
-        raise ValueError(f"{shapes}: expected q [B, Nq, H, D], k_cache [B, Nmax, Hkv, D], v_cache [B, Nmax, Hkv, Dv]")
+    if k_cache.shape[3] != width or v_cache.shape[:3] != k_cache.shape[:3]:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(_FORMS, rows[:3], strict=False))
+        raise ValueError(
+            f"{shapes}: expected q [B, Nq, H, D], k_cache [B, Nmax, Hkv, D], v_cache [B, Nmax, Hkv, Dv] or, with "
+            "'block_table', pages [pages, page, Hkv, D]"
+        )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"'q' has {heads} heads and 'k_cache' has {kv_heads}; H must be a multiple of Hkv")
-    if k is None or v is None:
-        return
-    for name, x, last in (("k", k, width), ("v", v, v_width)):
-        if tuple(x.shape) != (batch, k.shape[1], kv_heads, last):
-            wanted = [batch, k.shape[1], kv_heads, last]
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; {wanted} is expected, rows for the cache")
-
-
-def _angles(
-    q: Tensor,
-    k: Tensor | None,
-    k_cache: Tensor,
-    rotary_cos: object,
-    rotary_sin: object,
-    cache_seqlens: int | Tensor,
-    block_table: Tensor | None,
-) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """What gives cos and sin, float32 [B, rows, 1, R / 2], of so many rows of each sequence, from its length on."""
-    if k is None:
-        raise ValueError("'rotary_cos' and 'rotary_sin' rotate what is new: pass k and v, or leave them out")
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
-    width = q.shape[3]
-    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor [Nmax, R / 2], not {type(x).__name__}; pass both, or neither")
-        if x.dim() != 2 or x.shape[0] < capacity or not 0 < 2 * x.shape[1] <= width:
-            raise ValueError(
-                f"'{name}' has shape {list(x.shape)}; [Nmax, R / 2] is expected, of {capacity} or more rows and at "
-                f"most {width // 2} columns"
-            )
-        if x.dtype is not q.dtype or x.device != q.device:
-            raise TypeError(f"'{name}' is {x.dtype} on {x.device}; q is {q.dtype} on {q.device}")
-    assert isinstance(rotary_cos, Tensor)
-    assert isinstance(rotary_sin, Tensor)
-    if rotary_cos.shape != rotary_sin.shape:
-        raise ValueError(
-            f"'rotary_cos' has shape {list(rotary_cos.shape)} and 'rotary_sin' {list(rotary_sin.shape)}; they differ"
-        )
-    cos, sin = rotary_cos.float(), rotary_sin.float()
-    first = torch.as_tensor(cache_seqlens, device=q.device).long().expand(q.shape[0])
-
-    def of(rows: int) -> tuple[Tensor, Tensor]:
-        # What lies outside of the cache is named by the op.
-        at = (first[:, None] + torch.arange(rows, device=q.device)).clamp(0, max(0, cos.shape[0] - 1))
-        return cos[at][:, :, None], sin[at][:, :, None]
-
-    return of
-
-
-def _rotated(x: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """x [B, N, H, D] with its first features rotated, computed in float32."""
-    cos, sin = angles
-    count = 2 * cos.shape[-1]
-    first, rest = x[..., :count].float(), x[..., count:]
-    a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, -1)
-    turned = (a * cos - b * sin, a * sin + b * cos)
-    rows = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((rows.to(x.dtype), rest), -1)
+    if k is not None and v is not None:
+        for name, x, last in (("k", k, width), ("v", v, v_width)):
+            if x.shape != (batch, k.shape[1], kv_heads, last):
+                wanted = [batch, k.shape[1], kv_heads, last]
+                raise ValueError(f"'{name}' has shape {list(x.shape)}; {wanted} is expected, rows for the cache")
+    return Sizes(batch, heads, width, v_width)

@@ -1,15 +1,29 @@
-"""``flash_attn_varlen_func``: sequences of any lengths, one behind the other.
+"""``flash_attn_varlen_func`` and its packed forms: sequences of any lengths, one behind the other.
 
-In: FlashAttention's arguments, tensors [T, H, D]. The op of the same ``Layer`` as for batches of one length runs here.
+In: FlashAttention's arguments, tensors [T, H, D]. The op of the same ``Layer`` as for batches of one length runs here,
+through its ``varlen``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.dense import check_of_heads, layer_of
+from flashgen.flash.options import ByName, check_names, check_rows, either, unpacked
+from flashgen.flash.rows import Ragged, longest_argument, rows_of_cache, starts_argument, used_argument
+
+
+class RaggedByName(ByName, total=False):
+    """Those of sequences beside the options of ``ByName``.
+
+    Of each sequence the first ``seqused_q`` queries and ``seqused_k`` keys, int32 [B], are used; of the others o, lse
+    and gradients are 0. ``page_table`` is FlashAttention 3's name of ``block_table``.
+    """
+
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    page_table: Tensor | None
 
 
 def flash_attn_varlen_func(
@@ -17,56 +31,111 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: None = None,
-    *,
-    s_aux: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **by_name: Unpack[RaggedByName],
 ) -> Any:
     """Attention within each sequence: ``q`` [Tq, H, D], ``k`` [Tk, Hkv, D], ``v`` [Tk, Hkv, Dv] → ``o`` [Tq, H, Dv].
 
     Sequence b is rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and those of ``cu_seqlens_k`` of k and v.
-    All options mean what they mean for ``flash_attn_func``, by each sequence's own lengths; ``lse`` is [H, Tq]. Keys
-    in pages (``block_table``) are for ``flash_attn_with_kvcache``.
+    Of rows behind the last sequence o, lse and gradients are 0. No sequence is longer than ``max_seqlen_q`` and
+    ``max_seqlen_k``, which may be ints, 0-dim tensors or None. All options mean what they mean for
+    ``flash_attn_func``, by each sequence's own lengths; ``lse`` is [H, Tq]. q, k and v of 8 bits are widened first.
+
+    With ``block_table`` int32 [B, P] k and v are pages, [pages, page, Hkv, D]: of sequence b as many rows as
+    ``seqused_k`` or the differences of ``cu_seqlens_k`` say. They are copied into rows, with gradients. For few queries
+    a sequence ``flash_attn_with_kvcache`` reads pages where they lie.
 
     Raises ``ValueError`` and ``TypeError`` by name for arguments that do not fit.
     """
-    if block_table is not None:
-        raise ValueError("'block_table': keys in pages are taken by flash_attn_with_kvcache, and by `decode` of any op")
-    for name, x, form in (("q", q, "[Tq, H, D]"), ("k", k, "[Tk, Hkv, D]"), ("v", v, "[Tk, Hkv, Dv]")):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor {form}, not {type(x).__name__}")
-        if x.dim() != 3:
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
-    if not isinstance(cu_seqlens_q, Tensor):
-        raise TypeError(f"'cu_seqlens_q' must be a tensor of cumulative lengths, not {type(cu_seqlens_q).__name__}")
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.numel() == 0:
-        raise ValueError(f"'cu_seqlens_q' has shape {list(cu_seqlens_q.shape)}; [B + 1] is expected")
-    batch, heads = cu_seqlens_q.numel() - 1, q.shape[1]
-    check_of_heads(alibi_slopes, s_aux, batch, heads)
-    layer, captured = layer_of(
-        (q, v, batch), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
-    )
-    result = layer.op().varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        return_lse=return_attn_probs,
-        dropout_p=dropout_p if dropout_p > 0 else None,
-        deterministic=True if deterministic else None,
-        **captured,
-    )
-    return (*result, None) if return_attn_probs else result
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if by_name:
+        check_names("flash_attn_varlen_func", by_name, RaggedByName)
+    table = either({**by_name, "block_table": block_table}, "block_table", "page_table")
+    q_starts = starts_argument("cu_seqlens_q", cu_seqlens_q)
+    most = longest_argument("max_seqlen_q", max_seqlen_q), longest_argument("max_seqlen_k", max_seqlen_k)
+    used: dict[str, Tensor | None] = {name: by_name.get(name) for name in ("seqused_q", "seqused_k")}  # type: ignore[misc]
+    if table is not None:
+        k, v, cu_seqlens_k = _rows_of_pages(q, (k, v), table, q_starts, cu_seqlens_k, used.pop("seqused_k"), most[1])
+        used["seqused_k"] = None
+    check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[Tk, Hkv, D]"), "v": (v, "[Tk, Hkv, Dv]")})
+    rows = Ragged(q, k, v, q_starts, starts_argument("cu_seqlens_k", cu_seqlens_k), most)
+    if any(each is not None for each in used.values()):
+        rows, given = rows.using(used, given)
+    return rows.attend(given, by_name)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **by_name: Unpack[RaggedByName],
+) -> Any:
+    """``flash_attn_varlen_func`` of one tensor ``qkv`` [T, 3, H, D], which holds q, k and v of the same sequences."""
+    q, k, v = unpacked("qkv", qkv, "[T, 3, H, D]")
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    starts, most = starts_argument("cu_seqlens", cu_seqlens), longest_argument("max_seqlen", max_seqlen)
+    return flash_attn_varlen_func(q, k, v, starts, starts, most, most, *given, **by_name)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **by_name: Unpack[RaggedByName],
+) -> Any:
+    """``flash_attn_varlen_func`` of ``q`` [Tq, H, D] and one tensor ``kv`` [Tk, 2, Hkv, D], which holds k and v."""
+    k, v = unpacked("kv", kv, "[Tk, 2, Hkv, D]")
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, k, v, starts[0], starts[1], most[0], most[1], *given, **by_name)
+
+
+def _rows_of_pages(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    table: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor | None,
+    used: Tensor | None,
+    most: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys and values of all sequences, and where each begins."""
+    (k, v), batch = pages, q_starts.shape[0] - 1
+    check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[pages, page, Hkv, D]"), "v": (v, "[pages, page, Hkv, Dv]")})
+    if used is not None:
+        lengths = used_argument("seqused_k", used, batch, q.device)
+    else:
+        starts = starts_argument("cu_seqlens_k", k_starts)
+        lengths = starts[1:] - starts[:-1]
+    places = {"block_table": table, "cache_batch_idx": None, "leftpad": None}
+    return rows_of_cache(q, k, v, batch, lengths, places, most)

@@ -227,7 +227,7 @@ def test_whole_graphs(dynamic: bool) -> None:
         ({"softmax_scale": "2"}, TypeError, "'softmax_scale' must be a number, not str"),
         ({"window_size": (1, 2, 3)}, ValueError, "'window_size' is"),
         ({"window_size": 5}, TypeError, "'window_size' is 5; expected two ints"),
-        ({"window_size": (None, None)}, TypeError, r"'window_size' is \(None, None\); expected two ints"),
+        ({"window_size": (None, 1.5)}, TypeError, r"'window_size' is \(None, 1.5\); expected two ints"),
         ({"alibi_slopes": torch.zeros(3)}, ValueError, r"'alibi_slopes' has shape \[3\]"),
         ({"alibi_slopes": 0.5}, TypeError, "'alibi_slopes' must be a tensor"),
         ({"s_aux": torch.zeros(2, 4)}, ValueError, r"'s_aux' has shape \[2, 4\]; \[H\] = \[4\] is expected"),

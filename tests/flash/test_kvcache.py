@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.flash import flash_attn_with_kvcache
+from flashgen import flash
+from flashgen.runtime.eight_bits import F8
 
+from .test_arguments import exact
 from .test_dense import TOLERANCE, formula
 
+flash_attn_with_kvcache: Any = flash.flash_attn_with_kvcache  # its arguments are what is tested
 B, H, HKV, D, ROOM = 3, 4, 2, 16, 64
 LENGTHS = torch.tensor([40, 9, 0], dtype=torch.int32)
 SLOPES = torch.rand(B, H, generator=torch.Generator().manual_seed(3))
@@ -168,10 +171,138 @@ def test_sequences_that_are_shorter_than_their_queries() -> None:
     assert flash_attn_with_kvcache(**nothing, cache_seqlens=1).shape == (0, 5, H, D)
 
 
+# What versions 3 and 4 added; specs run on the reference. -------------------------------------------------------------
+
+
+def second_query_and_chunks(given: dict[str, Any], lengths: Tensor, leftpad: Tensor, chunk: int) -> list[Tensor]:
+    """o of each sequence, whose keys count from its padding."""
+    found = []
+    for b, (length, first) in enumerate(zip(lengths.tolist(), leftpad.tolist(), strict=True)):
+        rows = (given["q"][b : b + 1], *(given[name][b : b + 1, first:length] for name in ("k_cache", "v_cache")))
+        found.append(exact(rows, lambda i, j: (j <= i) & (i // chunk == j // chunk), given["qv"][b : b + 1])[0])
+    return found
+
+
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_chunks_and_a_second_query(new: int) -> None:
+    """Of sequences that are shorter than their queries, too; new rows are written to both caches."""
+    own = inputs(3, new) | {"qv": random(B, 3, H, D, seed=6)}
+    leftpad = torch.tensor([7, 3, 0], dtype=torch.int32)
+    truth = {name: x.clone() for name, x in own.items()}
+    for b, length in enumerate(LENGTHS.tolist()):
+        for name in "kv":
+            truth[f"{name}_cache"][b, length : length + new] = truth[name][b]
+    wanted = second_query_and_chunks(truth, LENGTHS + new, leftpad, 4)
+    if new == 0:
+        own |= {"k": None, "v": None}
+    o = flash_attn_with_kvcache(
+        **own, cache_seqlens=LENGTHS, cache_leftpad=leftpad, attention_chunk=4, causal=True, num_splits=2
+    )
+    torch.testing.assert_close(o.double(), torch.cat(wanted), **TOLERANCE)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(own[name], truth[name])
+
+
+@pytest.mark.usefixtures("on_reference")
+def test_positions_of_the_rotary_embedding() -> None:
+    angles = torch.arange(ROOM)[:, None] / 10.0 ** torch.arange(8).double()
+    own = inputs(2, 2)
+    at = torch.tensor([3, 0, 11])
+    k = torch.stack([rotate(x, angles[n : n + 2], True) for x, n in zip(own["k"], at.tolist(), strict=True)])
+    q = torch.stack([rotate(x, angles[n : n + 2], True) for x, n in zip(own["q"], at.tolist(), strict=True)])
+    plain = {**inputs(2, 2), "q": q.float(), "k": k.float()}
+    wanted = flash_attn_with_kvcache(**plain, cache_seqlens=LENGTHS, causal=True)
+    rotary: dict[str, Any] = {"rotary_cos": angles.cos().float(), "rotary_sin": angles.sin().float()}
+    o = flash_attn_with_kvcache(**own, **rotary, cache_seqlens=LENGTHS, rotary_seqlens=at, causal=True)
+    torch.testing.assert_close(o, wanted, **TOLERANCE)
+    torch.testing.assert_close(own["k_cache"], plain["k_cache"])
+    for wrong, kind in ((at[:2], ValueError), (at.float(), ValueError), ("3", TypeError)):
+        with pytest.raises(kind, match="'rotary_seqlens'"):
+            flash_attn_with_kvcache(**inputs(2, 2), **rotary, cache_seqlens=LENGTHS, rotary_seqlens=wrong)
+
+
+@pytest.mark.usefixtures("on_reference")
+def test_rows_of_a_larger_table() -> None:
+    own = inputs()
+    table = torch.randperm(5 * 8, generator=torch.Generator().manual_seed(0)).view(5, 8).int()
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    pages = {name: random(40, 8, HKV, D, seed=n) for n, name in enumerate(("k_cache", "v_cache"))}
+    given = {**own, **pages, "k": None, "v": None, "cache_seqlens": LENGTHS + 1}
+    wanted = flash_attn_with_kvcache(**given, block_table=table[rows.long()])
+    assert torch.equal(flash_attn_with_kvcache(**given, page_table=table, cache_batch_idx=rows), wanted)
+    with pytest.raises(ValueError, match="'cache_batch_idx' names a row of 'block_table' that is none; it has 5"):
+        flash_attn_with_kvcache(**given, page_table=table, cache_batch_idx=rows + 1)
+    with pytest.raises(TypeError, match="'block_table' and 'page_table' are two names of one argument"):
+        flash_attn_with_kvcache(**given, page_table=table, block_table=table)
+
+
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("form", ["entries", "pages"])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_queries_of_any_lengths(form: str, bits: int) -> None:
+    counts, leftpad = (2, 0, 5), torch.tensor([7, 3, 0], dtype=torch.int32)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    q, lengths = random(7, H, D, seed=1), torch.tensor([40, 9, 3], dtype=torch.int32)
+    k, v = (random(5, ROOM, HKV, D, seed=n) for n in (2, 3))
+    entries, factors = torch.tensor([4, 0, 2]), dict[str, Any]()
+    if bits == 8:
+        k, v, factors = k.to(F8), v.to(F8), {"k_descale": torch.rand(B, HKV) + 0.5, "v_descale": 0.5}
+    where: dict[str, Any] = {"cache_batch_idx": entries}
+    k_cache, v_cache = k, v
+    if form == "pages":
+        where = {"page_table": entries[:, None] * 8 + torch.arange(8)}
+        k_cache, v_cache = (x.reshape(40, 8, HKV, D) for x in (k, v))
+    o, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=leftpad, cu_seqlens_q=starts, max_seqlen_q=5,
+        causal=True, return_softmax_lse=True, **where, **factors,
+    )  # fmt: skip
+    for b, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+        rows = [x[entries[b]][None, int(leftpad[b]) : int(lengths[b])].double() for x in (k, v)]
+        if bits == 8:
+            rows = [rows[0] * factors["k_descale"][b][:, None], rows[1] * 0.5]
+        part, sums = exact((q[begin:end][None], *rows), lambda i, j: j <= i)
+        torch.testing.assert_close(o[begin:end].double(), part[0], **TOLERANCE)
+        torch.testing.assert_close(lse[:, begin:end].double(), sums[0], **TOLERANCE)
+    with pytest.raises(ValueError, match="'cu_seqlens_q' goes with rows that a cache has: write k and v to it first"):
+        flash_attn_with_kvcache(q, k, v, k, v, cache_seqlens=lengths, cu_seqlens_q=starts)
+    with pytest.raises(ValueError, match=r"'q' has shape \[1, 7, 4, 16\]; \[Tq, H, D\] is expected"):
+        flash_attn_with_kvcache(q[None], k, v, cache_seqlens=lengths, cu_seqlens_q=starts)
+
+
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("name", ["q", "k and v", "q, k and v"])
+def test_rows_of_eight_bits(name: str) -> None:
+    """q is widened; k and v are written as they are."""
+    own = inputs()
+    factors: dict[str, Any] = {"k_descale": torch.rand(B, HKV) + 0.5, "v_descale": 0.25}
+    own |= {each: own[each].to(F8) for each in ("k_cache", "v_cache", *name.replace(" and", ",").split(", "))}
+    exact_rows = {each: x.float() for each, x in own.items()}
+    for each, other in (("k", "k_cache"), ("v", "v_cache")):
+        if "k" not in name:
+            written = own[each] / torch.as_tensor(factors[f"{each}_descale"]).expand(B, HKV)[:, None, :, None]
+            exact_rows[each] = written.to(F8).float()
+        for b, length in enumerate(LENGTHS.tolist()):
+            exact_rows[other][b, length] = exact_rows[each][b, 0]
+    if "q" in name:
+        factors["q_descale"] = torch.rand(B, HKV) + 0.5
+        exact_rows["q"] *= factors["q_descale"].repeat_interleave(2, 1)[:, None, :, None]
+    o = flash_attn_with_kvcache(**own, **factors, cache_seqlens=LENGTHS)
+    assert o.dtype is (torch.bfloat16 if "q" in name else torch.float32)
+    for b, length in enumerate(LENGTHS.tolist()):
+        k = exact_rows["k_cache"][b : b + 1, : length + 1] * factors["k_descale"][b][:, None]
+        v = exact_rows["v_cache"][b : b + 1, : length + 1] * 0.25
+        truth, _ = formula(exact_rows["q"][b : b + 1], k, v)
+        torch.testing.assert_close(o[b : b + 1].double(), truth, rtol=2**-8 if "q" in name else 2e-5, atol=2e-5)
+    for each in ("k_cache", "v_cache"):
+        for b, length in enumerate(LENGTHS.tolist()):
+            assert torch.equal(own[each][b, length].float(), exact_rows[each][b, length])
+
+
 def test_the_order_of_arguments_is_that_of_flashattention() -> None:
     names = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table"
     names += " softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse"
-    names += " s_aux k_descale v_descale"  # by name alone: they stand elsewhere in each of FlashAttention's versions
+    names += " by_name"  # others stand elsewhere in each of FlashAttention's versions
     assert list(inspect.signature(flash_attn_with_kvcache).parameters) == names.split()
 
 
@@ -196,6 +327,14 @@ WRONG: dict[str, dict[str, Any]] = {
     "'rotary_sin' has shape": {"rotary_cos": torch.zeros(64, 8), "rotary_sin": torch.zeros(64, 9)},
     "they differ": {"rotary_cos": torch.zeros(64, 8), "rotary_sin": torch.zeros(64, 7)},
     "'rotary_cos' is torch.float16": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(64, 8).half()),
+    "'q' is torch.float8_e4m3fn, but 'k_cache' is torch.float32; q of 8 bits goes with a cache of 8 bits": {
+        "q": torch.zeros(3, 1, 4, 16).to(F8)
+    },
+    "'k' is torch.float8_e4m3fn on cpu; the cache is torch.float32": {"k": torch.zeros(3, 1, 2, 16).to(F8)},
+    "'q_descale' goes with q": {"q_descale": 2.0},
+    "rotate rows before they are of 8 bits": {
+        **dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(64, 8)), "k": torch.zeros(3, 1, 2, 16).to(F8)
+    },
     "rotate what is new": dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(64, 8)) | {"k": None, "v": None},
 }  # fmt: skip
 
