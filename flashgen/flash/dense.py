@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.options import ByName, Sizes, ask, check_names, check_rows, unpacked, with_second_query
+from flashgen.flash.options import ByName, Sizes, ask, check_names, check_rows, has_rows, unpacked, with_second_query
 
 _FORMS = {"q": "[B, Nq, H, D]", "k": "[B, Nk, Hkv, D]", "v": "[B, Nk, Hkv, Dv]"}
 
@@ -106,11 +106,9 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *given, **by_name)
 
 
-def _sizes(q: Any, k: Any, v: Any) -> Sizes:
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     """Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or not (
-        q.dim() == k.dim() == v.dim() == 4
-    ):
+    if not has_rows(4, q, k, v):
         check_rows({name: (x, form) for (name, form), x in zip(_FORMS.items(), (q, k, v), strict=True)})
     (batch, _, heads, width), (k_batch, k_rows, kv_heads, k_width), v_sizes = q.shape, k.shape, v.shape
     if k_batch != batch or k_width != width or v_sizes[:3] != (k_batch, k_rows, kv_heads):

@@ -23,6 +23,7 @@ from flashgen.flash.options import (
     check_names,
     check_rows,
     either,
+    has_rows,
     with_second_query,
 )
 from flashgen.flash.rotary import rotated
@@ -110,16 +111,16 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("'cache_seqlens' is missing: it says behind which rows k and v are written")
         cache_seqlens = _room(k_cache, block_table)
-    if by_name and by_name.get("cu_seqlens_q") is not None:
+    if by_name.get("cu_seqlens_q") is not None:
         if any(x is not None for x in (k, v, rotary_cos, rotary_sin, by_name.get("cu_seqlens_k_new"))):
             raise ValueError("'cu_seqlens_q' goes with rows that a cache has: write k and v to it first, rotated")
-        own: dict[str, Any] = {**by_name, "return_lse": return_softmax_lse or by_name.get("return_lse", False)}
+        own: dict[str, Any] = {**by_name, "return_softmax_lse": return_softmax_lse, "num_splits": num_splits}
         return _of_ragged_queries(q, k_cache, v_cache, cache_seqlens, places, given, own)
     sizes = _sizes(q, k_cache, v_cache, k, v)
-    second = by_name.get("qv") if by_name else None
+    second = by_name.get("qv")
     if second is not None:
         sizes = sizes._replace(width=sizes.width + sizes.v_width)
-    counts_from = cache_leftpad if by_name and by_name.get("attention_chunk") else None
+    counts_from = cache_leftpad if by_name.get("attention_chunk") else None
     asked = ask(sizes, given, by_name, counts_from)
     if rotary_cos is not None or rotary_sin is not None:
         positions = by_name.get("rotary_seqlens")
@@ -135,16 +136,18 @@ def flash_attn_with_kvcache(
         cache_seqlens, k, v = _appended((q, k_cache, v_cache), (k, v), cache_seqlens, places)
         q, k_cache = with_second_query(q, k_cache, v_cache, second)
     rows = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    has_lse = return_softmax_lse or asked.has_lse
     if q.shape[0] and _has_short_sequences(cache_seqlens, 0 if k is None else k.shape[1], q.shape[1]):
         cache_seqlens, k, v = _appended((q, k_cache, v_cache), (k, v), cache_seqlens, places)
-        o, lse = _of_each(rows, cache_seqlens, places, asked)
+        found = _of_each(rows, cache_seqlens, places, asked, has_lse=has_lse)
     else:
         new = {} if k is None or v is None else {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
-        o, lse = asked.op.decode(
-            *rows, cache_seqlens, num_splits=num_splits, return_lse=True, **new, **places, **asked.captured
+        found = asked.op.decode(
+            *rows, cache_seqlens, num_splits=num_splits, return_lse=has_lse, **new, **places, **asked.captured
         )
+    o, lse = found if has_lse else (found, None)
     o = (o if dtype is not F8 else o.bfloat16()).transpose(1, 2)
-    return (o, lse) if return_softmax_lse or asked.has_lse else o
+    return (o, lse) if has_lse else o
 
 
 def _appended(
@@ -163,9 +166,14 @@ def _appended(
 
 
 def _of_each(
-    rows: tuple[Tensor, Tensor, Tensor], cache_seqlens: int | Tensor, places: Mapping[str, Any], asked: Asked
-) -> tuple[Tensor, Tensor]:
-    """o and lse by dense calls of each sequence."""
+    rows: tuple[Tensor, Tensor, Tensor],
+    cache_seqlens: int | Tensor,
+    places: Mapping[str, Any],
+    asked: Asked,
+    *,
+    has_lse: bool,
+) -> Any:
+    """o, or o and lse, by dense calls of each sequence."""
     q, k_cache, v_cache = rows
     cache = cache_of(q, k_cache, v_cache, cache_seqlens, **places).in_numbers()
     parts = []
@@ -174,9 +182,8 @@ def _of_each(
         own = {name: x[b : b + 1] if name in ("slopes", "padding") else x for name, x in asked.captured.items()}
         if "padding" in own:
             own["padding"] = torch.zeros_like(own["padding"])  # its keys begin behind it
-        parts.append(asked.op(q[b : b + 1], k, v, return_lse=True, **own))
-    o, lse = (torch.cat(each) for each in zip(*parts, strict=True))
-    return o, lse
+        parts.append(asked.op(q[b : b + 1], k, v, return_lse=has_lse, **own))
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True)) if has_lse else torch.cat(parts)
 
 
 def _of_ragged_queries(
@@ -260,7 +267,8 @@ def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Ten
     if (k is None) != (v is None):
         raise ValueError("k and v are written to the cache together: pass both, or neither")
     rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
-    check_rows(dict(zip(_FORMS, zip(rows, _FORMS.values(), strict=False), strict=False)))
+    if not has_rows(4, *rows):
+        check_rows(dict(zip(_FORMS, zip(rows, _FORMS.values(), strict=False), strict=False)))
     (batch, _, heads, width), (_, _, kv_heads, v_width) = q.shape, v_cache.shape
     if k_cache.shape[3] != width or v_cache.shape[:3] != k_cache.shape[:3]:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(_FORMS, rows[:3], strict=False))

@@ -24,7 +24,7 @@ from flashgen.runtime.conversion import as_number, splits_argument
 # Those that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
 # deterministic, return_attn_probs.
 Positional = tuple[Any, ...]
-# A side of a window in keys; None: it has no end.
+# Left and right in keys; None: that side has no end.
 Window = tuple[int | None, int | None]
 
 
@@ -52,7 +52,7 @@ class OfAll(TypedDict, total=False):
 
 
 class ByName(OfAll, total=False):
-    """Those of ``OfAll``, and what functions of caches have by position.
+    """Those of ``OfAll``, and what ``flash_attn_with_kvcache`` has by position.
 
     ``return_softmax_lse`` is another name of ``return_lse``. ``num_splits`` changes no result.
     """
@@ -211,6 +211,14 @@ def check_bool(name: str, value: object, *, may_be_none: bool = False) -> None:
     """Raise ``TypeError`` for what is no bool."""
     if not (isinstance(value, bool) or (value is None and may_be_none)):
         raise TypeError(f"'{name}' is {value!r}; it must be {'None, ' if may_be_none else ''}True or False")
+
+
+def has_rows(dims: int, *tensors: Any) -> bool:
+    """Whether all are tensors of so many dimensions: what ``check_rows`` takes long to say."""
+    for x in tensors:  # noqa: SIM110 - a generator would take half of the time
+        if not isinstance(x, Tensor) or x.dim() != dims:
+            return False
+    return True
 
 
 def check_rows(tensors: Mapping[str, tuple[object, str]]) -> None:

@@ -8,8 +8,7 @@ Nothing here waits for a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ _SLOPES = 5  # among options by position
 _PARTS = 3  # of a sequence that has unused rows
 
 
-@dataclass(frozen=True)
-class Ragged:
+class Ragged(NamedTuple):
     """q, k and v; where each sequence begins among the rows of q and of k, [B + 1]; the longest that there may be."""
 
     q: Tensor
@@ -39,19 +37,22 @@ class Ragged:
 
     def attend(self, given: Positional, by_name: Mapping[str, Any]) -> Any:
         """What a function returns for these rows and options."""
-        rows, dtype = self._of_more_bits(by_name), None if self.q.dtype is not F8 else torch.bfloat16
-        q, k = rows.q, rows.k
-        if by_name.get("qv") is not None:
-            q, k = with_second_query(q, k, rows.v, by_name["qv"])
-        batch = rows.q_starts.shape[0] - 1
-        asked = ask(Sizes(batch, q.shape[1], q.shape[2], rows.v.shape[2]), given, by_name)
+        rows, turned = self, _same
+        q, k, v = self.q, self.k, self.v
+        if by_name or F8 in (q.dtype, k.dtype, v.dtype):
+            rows = self._of_more_bits(by_name)
+            q, k, v = rows.q, rows.k, rows.v
+            turned = _rounded if self.q.dtype is F8 else _same
+        if by_name and by_name.get("qv") is not None:
+            q, k = with_second_query(q, k, v, by_name["qv"])
+        asked = ask(Sizes(rows.q_starts.shape[0] - 1, q.shape[1], q.shape[2], v.shape[2]), given, by_name)
         found = asked.op.varlen(
-            q, k, rows.v, rows.q_starts, rows.k_starts, *rows.most,
+            q, k, v, rows.q_starts, rows.k_starts, *rows.most,
             return_lse=asked.has_lse, **asked.training, **asked.captured,
         )  # fmt: skip
         if asked.has_lse and rows.unused is not None:
             found = found[0], found[1].masked_fill(rows.unused, 0.0)
-        return asked.results(found, lambda x: x if dtype is None else x.to(dtype))
+        return asked.results(found, turned)
 
     def using(self, used: Mapping[str, Tensor | None], given: Positional) -> tuple[Ragged, Positional]:
         """Of each sequence the first rows alone, ``seqused_q`` of q and ``seqused_k`` of k; and the options for that.
@@ -73,7 +74,7 @@ class Ragged:
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             given = (*given[:_SLOPES], slopes.repeat_interleave(_PARTS, 0), *given[_SLOPES + 1 :])
         sequence, place = _sequences(self.q_starts, self.q.shape[0])
-        own = replace(self, q_starts=q_starts, k_starts=k_starts, most=(None, None), unused=place >= q_used[sequence])
+        own = self._replace(q_starts=q_starts, k_starts=k_starts, most=(None, None), unused=place >= q_used[sequence])
         return own, given
 
     def _of_more_bits(self, by_name: Mapping[str, Any]) -> Ragged:
@@ -90,7 +91,7 @@ class Ragged:
             starts = self.q_starts if owner == "q" else self.k_starts
             own = factors[_sequences(starts, x.shape[0])[0]] if factors.numel() else None
             found[owner] = from_8_bits(x[:, :, None], own, dtype)[:, :, 0] if x.dtype is F8 else x
-        return replace(self, **found)
+        return self._replace(**found)
 
 
 def rows_of_cache(
@@ -137,10 +138,12 @@ def starts_argument(name: str, starts: object) -> Tensor:
 
 def longest_argument(name: str, given: object) -> Any:
     """The length of the longest sequence, where it is given: an int, or a 0-dim tensor of one."""
+    if given is None or type(given) is int:
+        return given
     if isinstance(given, Tensor) and given.dim() == 0 and is_integral(given.dtype):
         return given.item()
     number = as_number(given, whole=True)
-    if number is None and given is not None:
+    if number is None:
         what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise TypeError(f"'{name}' must be an int or a 0-dim tensor of one, not {what}")
     return number
@@ -156,6 +159,14 @@ def used_argument(name: str, used: object, batch: int, device: torch.device) -> 
             f"'{name}' has shape {list(used.shape)}, on {used.device}; [B] = [{batch}] is expected, on {device}"
         )
     return used
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16()
 
 
 def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor]:

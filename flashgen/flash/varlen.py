@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.options import ByName, check_names, check_rows, either, unpacked
+from flashgen.flash.options import ByName, check_names, check_rows, either, has_rows, unpacked
 from flashgen.flash.rows import Ragged, longest_argument, rows_of_cache, starts_argument, used_argument
 
 
@@ -59,19 +59,20 @@ def flash_attn_varlen_func(
     Raises ``ValueError`` and ``TypeError`` by name for arguments that do not fit.
     """
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if by_name:
-        check_names("flash_attn_varlen_func", by_name, RaggedByName)
-    table = either({**by_name, "block_table": block_table}, "block_table", "page_table")
     q_starts = starts_argument("cu_seqlens_q", cu_seqlens_q)
     most = longest_argument("max_seqlen_q", max_seqlen_q), longest_argument("max_seqlen_k", max_seqlen_k)
-    used: dict[str, Tensor | None] = {name: by_name.get(name) for name in ("seqused_q", "seqused_k")}  # type: ignore[misc]
+    table, used_q, used_k = block_table, None, None
+    if by_name:
+        check_names("flash_attn_varlen_func", by_name, RaggedByName)
+        table = either({**by_name, "block_table": block_table}, "block_table", "page_table")
+        used_q, used_k = by_name.get("seqused_q"), by_name.get("seqused_k")
     if table is not None:
-        k, v, cu_seqlens_k = _rows_of_pages(q, (k, v), table, q_starts, cu_seqlens_k, used.pop("seqused_k"), most[1])
-        used["seqused_k"] = None
-    check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[Tk, Hkv, D]"), "v": (v, "[Tk, Hkv, Dv]")})
+        (k, v, cu_seqlens_k), used_k = _rows_of_pages(q, (k, v), table, q_starts, cu_seqlens_k, used_k, most[1]), None
+    if not has_rows(3, q, k, v):
+        check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[Tk, Hkv, D]"), "v": (v, "[Tk, Hkv, Dv]")})
     rows = Ragged(q, k, v, q_starts, starts_argument("cu_seqlens_k", cu_seqlens_k), most)
-    if any(each is not None for each in used.values()):
-        rows, given = rows.using(used, given)
+    if used_q is not None or used_k is not None:
+        rows, given = rows.using({"seqused_q": used_q, "seqused_k": used_k}, given)
     return rows.attend(given, by_name)
 
 

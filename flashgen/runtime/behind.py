@@ -7,6 +7,7 @@ the last sequence ends, as the host does not know.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,15 @@ def clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[T
 
 def arguments(cleared: Sequence[tuple[Tensor, Tensor]]) -> Cleared:
     """Of a launch: tensors, each with where sequences begin among its rows."""
-    places = [
-        Behind(x.data_ptr(), starts.data_ptr() + 4 * (starts.shape[0] - 1), *x.shape, *x.stride(), x.element_size())
-        for x, starts in cleared
-    ]
-    return Cleared((Behind * 3)(*places), len(places), WARPS)
+    layouts = tuple([(x.shape, x.stride(), x.element_size()) for x, _ in cleared])
+    packed = Cleared.from_buffer_copy(_settled(layouts))
+    for place, (x, starts) in zip(packed.of, cleared, strict=False):
+        place.at, place.end = x.data_ptr(), starts.data_ptr() + 4 * (starts.shape[0] - 1)
+    return packed
+
+
+@functools.lru_cache(maxsize=512)
+def _settled(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
+    """All but addresses."""
+    places = [Behind(0, 0, *shape, *strides, size) for shape, strides, size in layouts]
+    return bytes(Cleared((Behind * 3)(*places), len(places), WARPS))

@@ -7,6 +7,7 @@ would wait.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,12 @@ class Lengths:
         assert self.starts is not None, "they were not looked at"
         return self.starts[1]
 
-    @property
+    @functools.cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """The lengths of each sequence, of queries and of keys; none where only the device knows."""
         if self.starts is None:
             return []
-        return list(zip(np.diff(self.q_starts).tolist(), np.diff(self.k_starts).tolist(), strict=True))
+        return list(zip(*((x[1:] - x[:-1]).tolist() for x in self.starts), strict=True))
 
     def sequences(self) -> Iterator[tuple[int, slice, slice]]:
         """The number of each sequence, its rows of q, and those of k and v."""
@@ -119,7 +120,8 @@ def _checked(letter: str, starts: Tensor, rows: int, most: int | None) -> tuple[
         raise ValueError(f"'{name}' is mapped by torch.vmap, which the dense formula does not take: loop over samples")
     if found[0] != 0:
         raise ValueError(f"'{name}' begins with {found[0]}; the first sequence begins at 0")
-    each = np.diff(found.astype(np.int64))
+    wide = found.astype(np.int64)
+    each = wide[1:] - wide[:-1]  # in a fraction of the time of np.diff
     if each.size and each.min() < 0:
         at = int(np.argmax(each < 0))
         raise ValueError(f"'{name}' falls from {found[at]} to {found[at + 1]} at sequence {at}; it must not")

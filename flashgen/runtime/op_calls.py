@@ -101,6 +101,7 @@ class OpCalls:
         self._ragged = registered(RaggedEngine, RAGGED.suffix)
         self._cached = registered(CachedEngine, CACHED.suffix)
         self._f8 = registered(F8Engine, F8_CALLS.suffix)
+        self._clashes = {each.suffix: _clash(self._signature, each) for each in (RAGGED, CACHED)}
 
     def _engine_of(self, kind: type[Engine]) -> Engine:
         if self._parts.backend == "reference":
@@ -231,13 +232,11 @@ class OpCalls:
         return tensors
 
     def _check_names(self, method: str, form: Form) -> None:
-        if not self._signature.names:
-            return
-        for name in (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale"):
-            if name in self._signature.names:
-                raise ValueError(
-                    f"'{self.spec.name}' captures '{name}', an argument of {method}: the spec has to call it otherwise"
-                )
+        clash = self._clashes[form.suffix]
+        if clash is not None:
+            raise ValueError(
+                f"'{self.spec.name}' captures '{clash}', an argument of {method}: the spec has to call it otherwise"
+            )
 
     def _call_ragged(
         self,
@@ -288,6 +287,12 @@ class OpCalls:
             else:
                 given[n] = param_argument(signature.params[n - count], value, q.device, is_exact=is_exact)
         return (*tensors, *given)
+
+
+def _clash(signature: Signature, form: Form) -> str | None:
+    """The captured name that is an argument of calls of a form, if there is one."""
+    names = (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale")
+    return next((name for name in names if name in signature.names), None)
 
 
 def is_repeatable(deterministic: bool | None) -> bool:

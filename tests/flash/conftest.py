@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import flashgen
-from flashgen import layer
 from flashgen.flash import options
+from flashgen.layer import Layer
+
+
+@functools.cache
+def by_reference(text: str) -> Any:
+    """The op of a text."""
+    return flashgen.loads(text, backend="reference")
 
 
 @pytest.fixture
 def on_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Functions run the specs that they make on the reference: what arguments mean, without a kernel of each."""
-    monkeypatch.setattr(layer, "loads", functools.partial(flashgen.loads, backend="reference"))
-    monkeypatch.setattr(layer, "_OPS", SimpleNamespace())
-    monkeypatch.setattr(layer, "_NAMES", {})
+    monkeypatch.setattr(Layer, "op", lambda self: by_reference(self.text()))
     options._settled.cache_clear()
     yield
     options._settled.cache_clear()
