@@ -204,8 +204,8 @@ def create_nested_block_mask(
     mask_mod: Mod,
     B: int | None,
     H: int | None,
-    q_nt: Tensor,
-    kv_nt: Tensor | None = None,
+    q_nt: Any,
+    kv_nt: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
     _compile: bool = False,
 ) -> BlockMask:

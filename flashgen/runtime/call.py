@@ -238,8 +238,8 @@ class CallChecker:
     ) -> Call:
         settled: Sequence[float] = ()
         written = self.written(q.dtype)
-        o = layout_like(q, (*q.shape[:-1], v.shape[-1]))
-        gradients = layout_like(q, q.shape), layout_like(k, k.shape), layout_like(v, v.shape)
+        o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
+        gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
         if kernel is not None:
             known = settled_values(self.spec, shard, q, k, v, tensors)
             for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
@@ -275,6 +275,10 @@ class CallChecker:
     def written(self, dtype: torch.dtype) -> torch.dtype:
         """The type of o and of gradients, where q, k and v have this one."""
         return dtype
+
+    def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
+        """How a result of this shape lies that belongs to ``x``."""
+        return layout_like(x, shape)
 
     def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
         """Raise ``ValueError`` where an index leaves its tensor at these sizes."""
