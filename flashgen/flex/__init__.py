@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from flashgen.flex.attention import flex_attention, from_mods, to_spec
 from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, create_nested_block_mask, noop_mask, or_masks
-from flashgen.flex.requests import AuxOutput, AuxRequest
+from flashgen.flex.options import AuxOutput, AuxRequest
 
 __all__ = [
     "AuxOutput",

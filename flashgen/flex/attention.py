@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
 from flashgen.flex.ops import Bound, Compiled, Family, arguments, bind, compiled, family, wanted_gradients
-from flashgen.flex.requests import AuxOutput, AuxRequest, check_aux, check_options
+from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
 from flashgen.flex.shapes import Sizes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
 from flashgen.flex.torch_masks import mod_of
@@ -88,7 +88,8 @@ def _attend(
         check_options(kernel_options)
     if return_aux is not None:
         check_aux(return_aux, return_lse)
-    key, value = (_as_wide(x, query) for x in (key, value))
+    if key.dtype is not query.dtype or value.dtype is not query.dtype:
+        key, value = _as_wide(key, query), _as_wide(value, query)
     mask_mod, key, value = _mask_mod(block_mask, query, key, value)
     bound = bind(score_mod, mask_mod, query.device)
     batch, heads, q_len, width = query.shape
@@ -101,11 +102,12 @@ def _attend(
     overflow.check(bound, longest, (score_mod, mask_mod))
     scaled = scale is not None and scale != 1 / math.sqrt(width)
     wanted = wanted_gradients(bound)
-    scales = {SCALE: scale} if scaled else {}
 
     def run(ops: Family, values: Tensor, wants_lse: bool) -> Any:
         found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
-        captured = dict(zip(found.names, arguments(bound, wanted), strict=True)) | scales
+        captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
+        if scaled:
+            captured[SCALE] = scale
         return _called(found, bound, (query, key, values), captured, wants_lse, deterministic)
 
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import AuxRequest, captured, create_block_mask, flex_attention, from_mods, ops, requests, to_spec
+from flashgen.flex import AuxRequest, captured, create_block_mask, flex_attention, from_mods, ops, options, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
 SLOPES = torch.rand(4)
@@ -429,16 +429,16 @@ def test_maxima_have_no_gradients_and_lse_beside_them_has() -> None:
 
 def test_options_of_tuned_code_are_taken_and_told_once() -> None:
     q, k, v = inputs()
-    requests._TOLD.clear()
-    options: dict[str, Any] = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "waves_per_eu": 2, "BACKEND": "TRITON"}
+    options._TOLD.clear()
+    given: dict[str, Any] = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "waves_per_eu": 2, "BACKEND": "TRITON"}
     with pytest.warns(UserWarning, match="BACKEND, BLOCK_M, bwd_BLOCK_N1, waves_per_eu steer kernels") as told:
-        found = flex_attention(q, k, v, kernel_options=options, backend="reference")
+        found = flex_attention(q, k, v, kernel_options=given, backend="reference")
     assert told[0].filename == __file__
     assert torch.equal(found, flex_attention(q, k, v, backend="reference"))
     harmless = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BACKEND": "AUTO"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for again in (options, {"BLOCK_M": "wide"}, harmless):
+        for again in (given, {"BLOCK_M": "wide"}, harmless):
             flex_attention(q, k, v, kernel_options=again, backend="reference")
     with pytest.warns(UserWarning, match="kernel_options: BLOKC_M steer"):
         flex_attention(q, k, v, kernel_options={"BLOKC_M": 3}, backend="reference")
