@@ -130,8 +130,10 @@ class RaggedEngine(Engine):
                 known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
             prepared = known
         self._workspaces.run(call, prepared, values)
-        wanted = (laid(x, layout_like(of, x.shape)) for x, of in zip((dq, dk, dv), tensors, strict=False))
-        results = [x for x, need in zip(wanted, needs, strict=False) if need]
+        found_rows = [dq, dk, dv]
+        if not (q is tensors[0] and k is tensors[1] and v is tensors[2]):
+            found_rows = [laid(x, layout_like(of, x.shape)) for x, of in zip(found_rows, tensors, strict=False)]
+        results = [x for x, need in zip(found_rows, needs, strict=False) if need]
         return results + [
             total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
             for total, like in sums
