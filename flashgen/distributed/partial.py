@@ -24,6 +24,7 @@ from flashgen.pipeline import load_spec
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 from flashgen.runtime.engine import Attended, Engine, Tensors
+from flashgen.runtime.layouts import layout_like
 from flashgen.runtime.op import AttentionOp
 from flashgen.runtime.slices import has_kernel
 from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
@@ -125,7 +126,7 @@ class Partial:
 
     def room(self, q: Tensor, v: Tensor) -> Closed:
         """What ``close`` gives of rows like ``q``, to be written."""
-        o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+        o = q.new_empty_strided(*layout_like(q, (*q.shape[:3], v.shape[3])))
         if not self.form.normalised:
             return o, None, None
         lse = torch.empty(q.shape[:3], dtype=type_of_sums(q.dtype), device=q.device)

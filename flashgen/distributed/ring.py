@@ -24,6 +24,7 @@ from flashgen.distributed.sums import Tensors as Parts
 from flashgen.distributed.sums import Total, rows_at
 from flashgen.distributed.whole import as_declared
 from flashgen.runtime.engine import Tensors
+from flashgen.runtime.layouts import layout_like
 from flashgen.runtime.plain import with_memory
 from flashgen.runtime.values import type_of_sums
 
@@ -182,7 +183,7 @@ class _Backward:
         self.pieces = Pieces(walk.plan, walk.group, k, v)
         self.form = RowForm.of(k, v, together=all(of.is_whole for of in walk.plan.segments))
         self.sums: dict[int, Tensor] = {}
-        self._d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._d_q = q.new_empty_strided(*layout_like(q, q.shape))
         self._d_q_parts: dict[int, Total] = {}  # of each segment that is computed in parts
         self._d_keys = Total(k.shape[2])
         self._learned = [n for n in range(3, len(needs)) if needs[n]]

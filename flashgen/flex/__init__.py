@@ -17,13 +17,20 @@ values of captured tensors and params. A Python number that a mod captures is a 
 nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.
 """
 
+from torch.nn.attention.flex_attention import create_mask
+
 from flashgen.flex.attention import flex_attention, from_mods, to_spec
-from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
+from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, create_nested_block_mask, noop_mask, or_masks
+from flashgen.flex.options import AuxOutput, AuxRequest
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BlockMask",
     "and_masks",
     "create_block_mask",
+    "create_mask",
+    "create_nested_block_mask",
     "flex_attention",
     "from_mods",
     "noop_mask",

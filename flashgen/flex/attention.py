@@ -15,23 +15,20 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, arguments, bind, compiled, family, wanted_gradients
+from flashgen.flex.ops import Bound, Compiled, Family, arguments, bind, compiled, family, wanted_gradients
+from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
 from flashgen.flex.shapes import Sizes, declared
-from flashgen.flex.specs import SCALE, Shell, check_name, make_spec, name_of, user_names
+from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
 from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
-from flashgen.ir.spec import HeadDim, Schedule
+from flashgen.ir.spec import HeadDim
 from flashgen.ir.spec_text import spec_text
 from flashgen.language.statements import MAX_HEAD_DIM
 from flashgen.runtime.conversion import as_number, head_dim_argument
 from flashgen.runtime.op import AttentionOp
 
 Mask = BlockMask | torch_flex.BlockMask
-# What FlexAttention's options are called here; 'fwd_' may stand before them.
-_PINS = {"BLOCK_M": "Br", "BLOCK_N": "Bc", "num_warps": "warps", "num_stages": "stages"}
-_NO_PINS = Schedule()
-# Options that promise or prefer something and change no result: flashgen needs no promise.
-_HARMLESS = frozenset(("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA"))
+_FEW = 16  # columns of values where o is not asked for
 
 
 _head_dim = functools.lru_cache(maxsize=64)(HeadDim)  # to make one at each call takes longer than to find it
@@ -48,16 +45,19 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     *,
-    return_aux: torch_flex.AuxRequest | None = None,
+    return_aux: AuxRequest | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Any:
     """FlexAttention, compiled: ``query`` [B, H, Nq, D], ``key`` [B, Hkv, Nk, D], ``value`` [B, Hkv, Nk, Dv].
 
-    Returns ``o`` [B, H, Nq, Dv]; with ``return_lse`` also ``lse`` [B, H, Nq], float32, the natural logarithm; with
-    ``return_aux`` PyTorch's ``AuxOutput``. ``block_mask`` is a mask of ``create_block_mask``, of flashgen's or of
-    PyTorch's. Captured tensors that require gradients get them, bitwise repeatably where ``deterministic`` (None: where
-    PyTorch's deterministic algorithms are on). ``backend`` is that of ``flashgen.load``.
+    Returns ``o`` [B, H, Nq, Dv], which lies in memory as ``query`` does; with ``return_lse`` also ``lse`` [B, H, Nq],
+    float32, the natural logarithm; with ``return_aux`` an ``AuxOutput``. Its ``max_scores`` [B, H, Nq] are the largest
+    scores of rows, −inf where these have no key; they have no gradients, and take a second forward pass. ``block_mask``
+    is a mask of ``create_block_mask``, of flashgen's or of PyTorch's. Keys and values of 8 bits beside queries of more
+    are read in the type of these. Captured tensors that require gradients get them, bitwise repeatably where
+    ``deterministic`` (None: where PyTorch's deterministic algorithms are on). ``kernel_options`` are taken, and mean
+    nothing here. ``backend`` is that of ``flashgen.load``.
 
     Raises ``SpecError`` for a mod that cannot be compiled, with its file and line, and ``ValueError`` or ``TypeError``
     for arguments that do not fit or are not supported, by their names.
@@ -79,11 +79,17 @@ def _attend(
     enable_gqa: bool,
     return_lse: bool,
     kernel_options: Mapping[str, Any] | None,
-    return_aux: torch_flex.AuxRequest | None,
+    return_aux: AuxRequest | None,
     deterministic: bool | None,
     backend: str | None,
 ) -> Any:
     _check_tensors(query, key, value, enable_gqa)
+    if kernel_options is not None:
+        check_options(kernel_options)
+    if return_aux is not None:
+        check_aux(return_aux, return_lse)
+    if key.dtype is not query.dtype or value.dtype is not query.dtype:
+        key, value = _as_wide(key, query), _as_wide(value, query)
     mask_mod, key, value = _mask_mod(block_mask, query, key, value)
     bound = bind(score_mod, mask_mod, query.device)
     batch, heads, q_len, width = query.shape
@@ -95,28 +101,44 @@ def _attend(
     traced = bound.trace.traced
     overflow.check(bound, longest, (score_mod, mask_mod))
     scaled = scale is not None and scale != 1 / math.sqrt(width)
-    pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
-    ops = family(traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
     wanted = wanted_gradients(bound)
-    found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
-    captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
-    if scaled:
-        captured[SCALE] = scale
-    if return_aux is not None:
-        _check_aux(return_aux, return_lse)
+
+    def run(ops: Family, values: Tensor, wants_lse: bool) -> Any:
+        found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
+        captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
+        if scaled:
+            captured[SCALE] = scale
+        return _called(found, bound, (query, key, values), captured, wants_lse, deterministic)
+
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    result = run(family(traced, _head_dim(width, value.shape[3]), scaled, backend), value, wants_lse)
+    if return_aux is None:
+        return result
+    o, lse = result if wants_lse else (result, None)
+    if not return_aux.max_scores:
+        return o, AuxOutput(lse=lse)
+    few = min(_FEW, value.shape[3])
+    with torch.no_grad():
+        _, top = run(family(traced, _head_dim(width, few), scaled, backend, maxima=True), value[..., :few], True)
+    return o, AuxOutput(lse=lse, max_scores=top / FACTOR)
+
+
+def _called(
+    found: Compiled, bound: Bound, rows: Sequence[Tensor], captured: dict[str, Any], wants_lse: bool, deterministic: Any
+) -> Any:
     op: Any = found.op
     try:
-        result = op(query, key, value, return_lse=wants_lse, deterministic=deterministic, **captured)
+        return op(*rows, return_lse=wants_lse, deterministic=deterministic, **captured)
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError):
             raise
         names = ((*found.names, SCALE), (*bound.trace.names, "scale"))
         raise type(error)(_in_the_users_names(str(error), *names)) from error
-    if return_aux is None:
-        return result
-    o, lse = result if wants_lse else (result, None)
-    return o, torch_flex.AuxOutput(lse=lse)
+
+
+def _as_wide(x: Tensor, query: Tensor) -> Tensor:
+    """Numbers of 8 bits in the type of the queries, which has more: they mean the same."""
+    return x.to(query.dtype) if x.is_floating_point() and x.itemsize == 1 < query.itemsize else x
 
 
 # Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
@@ -154,15 +176,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         )
 
 
-def _check_aux(request: object, return_lse: bool) -> None:
-    if not isinstance(request, torch_flex.AuxRequest):
-        raise TypeError(f"'return_aux' must be an AuxRequest, not {type(request).__name__}; AuxRequest(lse=True)")
-    if return_lse:
-        raise ValueError("return_lse and return_aux cannot be given both; use return_aux=AuxRequest(lse=True)")
-    if request.max_scores:
-        raise ValueError("return_aux: flashgen's kernels do not keep max_scores; ask for lse alone")
-
-
 def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Mod | None, Tensor, Tensor]:
     """The mask_mod of a mask that fits the tensors, and keys and values for every batch entry."""
     batch = query.shape[0]
@@ -176,11 +189,17 @@ def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[
     mod = mask.mask_mod if isinstance(mask, BlockMask) else mod_of(mask)
     if mod is None:
         return None, key, value
-    if query.is_nested or key.is_nested:
-        raise ValueError(
-            "'block_mask' is for tensors of one length, but 'query' or 'key' is nested; call the op of "
-            "from_mods(mask_mod=…), which masks each sequence"
+    is_nested = query.is_nested or key.is_nested
+    if is_nested is not getattr(mask, "is_nested", False):
+        of_which = (
+            "tensors of one length, but 'query' or 'key' is nested"
+            if is_nested
+            else "nested tensors, but 'query' is none"
         )
+        make = "create_nested_block_mask" if is_nested else "create_block_mask"
+        raise ValueError(f"'block_mask' is for {of_which}; use {make}")
+    if is_nested:
+        return mod, key, value
     lengths = (query.shape[2], key.shape[2])
     if tuple(mask.seq_lengths) != lengths and min(mask.BLOCK_SIZE) < 1 << 30:
         raise ValueError(
@@ -191,28 +210,6 @@ def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[
         if there not in (1, count):
             raise ValueError(f"'block_mask' is for {there} {name}, 'query' has {count}")
     return mod, key, value
-
-
-def _schedule(options: object) -> Schedule:
-    if not isinstance(options, Mapping):
-        raise TypeError(f"'kernel_options' must be a dict, not {type(options).__name__}")
-    pins: dict[str, Any] = {}
-    for name, option in options.items():
-        plain = name.removeprefix("fwd_")
-        if plain in _PINS:
-            pin = as_number(option, whole=True)
-            if pin is None or pin < 1:
-                raise ValueError(f"kernel_options: '{name}' is {option!r}; an int of at least 1 is expected")
-            pins[_PINS[plain]] = pin
-        elif name == "BACKEND" and option == "AUTO":
-            continue
-        elif plain not in _HARMLESS:
-            raise ValueError(
-                f"kernel_options: '{name}' steers a kernel that flashgen does not have; "
-                f"supported are {', '.join(_PINS)} for the forward pass, and, without effect, "
-                f"{', '.join(sorted(_HARMLESS))}"
-            )
-    return Schedule(**pins)
 
 
 # -- ops and specs -----------------------------------------------------------------------------------------------------

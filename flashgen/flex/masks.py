@@ -5,16 +5,24 @@ Nothing of a mask is evaluated before a kernel runs; its blocks are found there,
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex.tracing import Mod
 from flashgen.runtime.conversion import as_number, int_argument
 
 DEFAULT_BLOCK_SIZE = 128
+# What FlexAttention's masks have because they hold lists of blocks.
+_OF_LISTS = frozenset(
+    f"{full}{of}_{what}" for full in ("", "full_") for of in ("kv", "q") for what in ("num_blocks", "indices")
+) | {"as_tuple", "sparsity", "to_dense", "to_string"}
 
 
 def noop_mask(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:  # noqa: ARG001
@@ -59,7 +67,10 @@ class BlockMask:
     """A mask for lengths: the mask_mod, and how many batch entries, heads, queries and keys it is meant for.
 
     ``B`` and ``H`` are None where the mask is the same for all. It can be called as its mask_mod, and ``&`` and ``|``
-    combine it with mods and masks. ``str(mask)`` is a picture.
+    combine it with mods and masks. ``str(mask)`` is a picture. Lists of blocks (``kv_num_blocks`` and its like,
+    ``sparsity()``, ``to_dense()``, ``as_tuple()``, ``mask[b, h, q]``) are PyTorch's, made when one is asked for: that
+    takes time and memory as the pairs of all, for its mask_mod is then evaluated densely. ``is_nested``: of nested
+    tensors; the mask_mod is asked of each sequence, ``b`` being its number.
     """
 
     mask_mod: Mod
@@ -69,6 +80,9 @@ class BlockMask:
     KV_LEN: int
     device: torch.device
     BLOCK_SIZE: tuple[int, int] = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
+    is_nested: bool = False
+
+    from_kv_blocks = torch_flex.BlockMask.from_kv_blocks
 
     @staticmethod
     def __flashgen_mod__(mask: BlockMask) -> Mod:
@@ -88,6 +102,31 @@ class BlockMask:
         """Queries and keys."""
         return (self.Q_LEN, self.KV_LEN)
 
+    @functools.cached_property
+    def lists(self) -> torch_flex.BlockMask:
+        """PyTorch's mask of the same pairs, with lists of blocks. Raises ``ValueError`` for nested tensors."""
+        if self.is_nested:
+            raise ValueError("a mask of nested tensors has no lists of blocks: each sequence has its own")
+        sizes = (self.B, self.H, self.Q_LEN, self.KV_LEN)
+        return torch_flex.create_block_mask(self.mask_mod, *sizes, str(self.device), self.BLOCK_SIZE)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LISTS:
+            return getattr(self.lists, name)
+        raise AttributeError(f"a BlockMask has no attribute '{name}'")
+
+    def __getitem__(self, index: Any) -> torch_flex.BlockMask:
+        """PyTorch's mask of some entries, heads and rows of blocks. It has no mask_mod until one is set."""
+        return self.lists[index]
+
+    def numel(self) -> int:
+        """The pairs that there are, kept or not."""
+        return math.prod(self.shape)
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same mask_mod for other lengths."""
+        return replace(self, Q_LEN=new_q_len, KV_LEN=new_kv_len)
+
     def __and__(self, other: object) -> BlockMask:
         return self._with(other, and_masks)
 
@@ -96,7 +135,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask for another device. Tensors that the mask_mod captures stay where they are."""
-        return BlockMask(self.mask_mod, self.B, self.H, self.Q_LEN, self.KV_LEN, torch.device(device), self.BLOCK_SIZE)
+        return replace(self, device=torch.device(device))
 
     def _with(self, other: object, combine: Callable[..., Mod]) -> BlockMask:
         if not callable(other):
@@ -108,7 +147,7 @@ class BlockMask:
                     f"masks of {self.seq_lengths} and of {other.seq_lengths} queries and keys cannot be combined"
                 )
             B, H = _common("B", B, other.B), _common("H", H, other.H)
-        return BlockMask(combine(self, other), B, H, self.Q_LEN, self.KV_LEN, self.device, self.BLOCK_SIZE)
+        return replace(self, mask_mod=combine(self, other), B=B, H=H)
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, mask_mod={getattr(self.mask_mod, '__name__', self.mask_mod)})"
@@ -159,6 +198,28 @@ def create_block_mask(
             raise ValueError(f"'{name}' is {count}; it must not be negative")
     where = torch.device("cpu" if device is None else device)
     return BlockMask(mask_mod, B, H, int(Q_LEN), int(KV_LEN), where, _block_size(BLOCK_SIZE))
+
+
+def create_nested_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    q_nt: Any,
+    kv_nt: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False,
+) -> BlockMask:
+    """The mask of jagged NestedTensors: the mask_mod is asked of each sequence alone, ``b`` being its number.
+
+    Takes what FlexAttention's function takes, and evaluates nothing. Raises what ``create_block_mask`` raises, and
+    ``TypeError`` for what is no NestedTensor.
+    """
+    kv_nt = q_nt if kv_nt is None else kv_nt
+    for name, x in (("q_nt", q_nt), ("kv_nt", kv_nt)):
+        if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
+            raise TypeError(f"'{name}' must be a NestedTensor of layout=torch.jagged; for others: create_block_mask")
+    q_len, kv_len = (x.values().numel() // max(1, x.shape[1] * x.shape[3]) for x in (q_nt, kv_nt))
+    return replace(create_block_mask(mask_mod, B, H, q_len, kv_len, q_nt.device, BLOCK_SIZE), is_nested=True)
 
 
 def _block_size(given: object) -> tuple[int, int]:

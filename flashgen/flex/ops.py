@@ -22,7 +22,7 @@ from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
 from flashgen.flex.values import readable
 from flashgen.ir.interval import INT_MAX, INT_MIN
-from flashgen.ir.spec import HeadDim, Schedule
+from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ScalarType
 from flashgen.pipeline import load_spec
 from flashgen.runtime.op import AttentionOp
@@ -137,9 +137,9 @@ class Family:
 
 
 @functools.lru_cache(maxsize=256)
-def family(traced: Traced, head_dim: HeadDim, scaled: bool, schedule: Schedule, backend: str | None) -> Family:
+def family(traced: Traced, head_dim: HeadDim, scaled: bool, backend: str | None, *, maxima: bool = False) -> Family:
     """The family of equal mods."""
-    return Family(traced, Shell("flex", head_dim, plain_names(traced), scaled, schedule=schedule), backend)
+    return Family(traced, Shell("flex", head_dim, plain_names(traced), scaled, maxima=maxima), backend)
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import functools
 import keyword
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flashgen.flex.shapes import Shapes
 from flashgen.flex.tracing import Mod, Traced
@@ -28,6 +28,8 @@ from flashgen.language.words import RESERVED
 _PRELUDE = frozenset(("causal", "causal_lower_right"))
 _TAKEN = frozenset((*OP_ARGUMENTS, *BUILTINS, *WEIGHT_FORMS, *RESERVED, *_PRELUDE, *keyword.kwlist))
 SCALE = "scaling"
+# So large that exp leaves nothing of what is below a row's maximum, and lse nothing of how often that is there.
+FACTOR = 2.0**60
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Shell:
     """What a spec says beside what its mods compute.
 
     ``scaled``: the scale is a param. ``names`` are those of tensors, then params; ``defaults`` the values that params
-    have where a call gives none.
+    have where a call gives none. ``maxima``: scores are multiplied by ``FACTOR``, so that lse is it times the largest.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Shell:
     scaled: bool = False
     defaults: tuple[int | float | None, ...] = ()
     scale_default: float | None = None
-    schedule: Schedule = field(default_factory=Schedule)
+    maxima: bool = False
 
 
 def make_spec(
@@ -55,6 +57,7 @@ def make_spec(
     tensor_names, param_names = shell.names[:count], shell.names[count:]
     extents = {f"t{slot}.{axis}": extent for slot, shape in enumerate(shapes) for axis, extent in enumerate(shape)}
     named = _renaming(tensor_names, param_names, extents)
+    score = score_input("s") if traced.score is None else named(traced.score)
     defaults = shell.defaults or (None,) * len(param_names)
     params = [
         Param(name, kind, _default(kind, default), grad)
@@ -74,12 +77,12 @@ def make_spec(
             for name, each, shape, grad in zip(tensor_names, traced.tensors, shapes, learned, strict=False)
         ),
         scale=_scale(shell.scaled),
-        score=score_input("s") if traced.score is None else named(traced.score),
+        score=apply("mul", score, literal(FACTOR)) if shell.maxima else score,
         mask=literal(True) if traced.mask is None else named(traced.mask),
         layout=None,
         weights=Weights(),
         dropout=None,
-        schedule=shell.schedule,
+        schedule=Schedule(),
         statements=(),
         sources=(),
     )

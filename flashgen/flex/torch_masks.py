@@ -1,7 +1,8 @@
-"""Block masks of PyTorch's own, by their mask_mod.
+"""Block masks of PyTorch's own: what their lists of blocks and their mask_mod keep, as a mask_mod.
 
-PyTorch's ``BlockMask`` holds lists of blocks besides, which mostly follow from its mask_mod. Where they leave out more,
-or keep more, the mask means something that its mask_mod does not say, and is refused.
+A pair is kept in a block that is listed as full, and where the mask_mod keeps it in one that is listed. Mostly lists
+follow from the mask_mod, which then says all. Where they leave out more, or keep more, or there is no mask_mod, blocks
+are a tensor that the mask reads.
 """
 
 from __future__ import annotations
@@ -13,41 +14,79 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from flashgen.flex.masks import and_masks, noop_mask, or_masks
 from flashgen.flex.tracing import Mod
 
 _BORDERLESS = 1 << 30  # the block size of a mask that keeps all
 _AT_ONCE = 1 << 24  # pairs
 # What PyTorch gives a slice for a mask_mod; before 2.7 that keeps all, and only its lists are shorter.
 _SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
-_CHECKED: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# Of each mask the mask_mod that its lists were compared with, and what says all.
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Any, Mod]] = weakref.WeakKeyDictionary()
 
 
 def mod_of(mask: torch_flex.BlockMask) -> Mod | None:
-    """The mask_mod that says all of a mask; None where it keeps every pair. Raises ``ValueError`` where none does."""
+    """The mask_mod that says all of a mask; None where it keeps every pair. Raises ``ValueError`` where there is none.
+
+    Lists are looked at once: who changes them in place makes another mask.
+    """
     mask_mod = mask.mask_mod
     if mask_mod is _SLICED or mask.kv_num_blocks.shape[-1] * mask.BLOCK_SIZE[0] < mask.seq_lengths[0]:
         raise ValueError(
-            "this BlockMask was sliced, and PyTorch gives it no mask_mod; set mask_mod, or use "
-            "flashgen.flex.create_block_mask"
+            "this BlockMask was sliced, and PyTorch gives it no mask_mod; set mask_mod, and seq_lengths to the queries "
+            "and keys that it is for, or use flashgen.flex.create_block_mask"
         )
     if min(mask.BLOCK_SIZE) >= _BORDERLESS:
-        return None if mask_mod is torch_flex.noop_mask else mask_mod
-    if mask not in _CHECKED:
-        _check(mask, mask_mod)
-        _CHECKED[mask] = True
-    return mask_mod
+        return None if _keeps_all(mask_mod) else mask_mod
+    known = _KNOWN.get(mask)
+    if known is None or known[0] is not mask_mod:
+        known = _KNOWN[mask] = mask_mod, _found(mask, mask_mod)
+    return known[1]
 
 
-def _check(mask: torch_flex.BlockMask, mask_mod: Mod) -> None:
-    """Compare the lists of blocks with the mask_mod, a few rows of blocks at a time."""
+def _keeps_all(mask_mod: object) -> bool:
+    return mask_mod in (None, noop_mask, torch_flex.noop_mask)
+
+
+def _found(mask: torch_flex.BlockMask, mask_mod: Mod | None) -> Mod:
+    if mask.kv_num_blocks.dim() != 3:
+        raise ValueError(
+            f"'kv_num_blocks' of this BlockMask has shape {list(mask.kv_num_blocks.shape)}; [B, H, rows of blocks] is "
+            "expected"
+        )
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    listed = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    filled = None
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        filled = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    if mask_mod is None or _keeps_all(mask_mod):
+        return _kept_in(listed if filled is None else listed | filled, mask.BLOCK_SIZE)
+    if _say_the_same(mask, mask_mod, listed, filled):
+        return mask_mod
+    kept = and_masks(_kept_in(listed, mask.BLOCK_SIZE), mask_mod)
+    return kept if filled is None else or_masks(kept, _kept_in(filled, mask.BLOCK_SIZE))
+
+
+def _kept_in(blocks: Tensor, block_size: tuple[int, int]) -> Mod:
+    """The mask_mod that keeps all pairs of some blocks, [B or 1, H or 1, rows, columns]."""
+    sizes = dict(enumerate(block_size))  # what a trace takes for constants
+    by_batch, by_head = (count > 1 for count in blocks.shape[:2])
+    blocks = blocks[:, 0] if not by_head else blocks
+    blocks = blocks[0] if not by_batch else blocks
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        heads = (*((b,) if by_batch else ()), *((h,) if by_head else ()))
+        return blocks[(*heads, q_idx // sizes[0], kv_idx // sizes[1])]
+
+    return in_blocks
+
+
+def _say_the_same(mask: torch_flex.BlockMask, mask_mod: Mod, partial: Tensor, full: Tensor | None) -> bool:
+    """Whether the lists of blocks follow from the mask_mod; a few rows of blocks at a time."""
     rows, columns = mask.BLOCK_SIZE
     q_len, kv_len = mask.seq_lengths
-    lists = mask.kv_num_blocks
-    device, batch, heads = lists.device, lists.shape[0], lists.shape[1]
-    partial = _dense(mask.kv_num_blocks, mask.kv_indices)
-    full = torch.zeros_like(partial)
-    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices)
+    device, (batch, heads) = partial.device, partial.shape[:2]
+    full = torch.zeros_like(partial) if full is None else full
     keys = torch.arange(kv_len, device=device)
     at_once = max(1, _AT_ONCE // max(1, rows * kv_len * batch * heads)) * rows
     for start in range(0, q_len, at_once):
@@ -57,17 +96,16 @@ def _check(mask: torch_flex.BlockMask, mask_mod: Mod) -> None:
         listed = partial[:, :, block_rows][..., block_columns]
         filled = full[:, :, block_rows][..., block_columns]
         if bool((kept & ~(listed | filled)).any()) or bool((~kept & filled).any()):
-            raise ValueError(
-                "this BlockMask holds lists of blocks (kv_indices) that its mask_mod does not follow; say in the "
-                "mask_mod which blocks are kept: blocks[b, h, q_idx // 128, kv_idx // 128] & …"
-            )
+            return False
+    return True
 
 
-def _dense(counts: Tensor, indices: Tensor) -> Tensor:
+def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """[B, H, rows, columns]: whether each block is listed."""
-    found = torch.zeros((*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.bool, device=indices.device)
+    found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-    found.scatter_(-1, torch.where(listed, indices, indices.shape[-1]).long(), value=True)
+    listed &= (indices >= 0) & (indices < columns)
+    found.scatter_(-1, torch.where(listed, indices, columns).long(), value=True)
     return found[..., :-1]
 
 

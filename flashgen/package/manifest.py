@@ -18,7 +18,7 @@ from flashgen.version import __version__
 FILE_NAME = "manifest.json"
 SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
 # Counts up when the files of a package or the kernels' arguments change their meaning.
-FORMAT = 9
+FORMAT = 10
 _SEAL, _BUILDING = "sealed", "building"
 
 

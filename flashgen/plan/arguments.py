@@ -142,7 +142,7 @@ def sliced_fields(spec: AttentionSpec) -> tuple[Field, ...]:
     """The same of kernels of some rows of o and dq, whose heads are further apart than they have rows."""
     rows = {each.name: _operand(each) for each in SLICES.values()}
     fields = (dataclasses.replace(rows.get(each.name, each), varies=each.varies) for each in argument_fields(spec))
-    return (*fields, Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of o, lse and dq"))
+    return (*fields, Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of lse"))
 
 
 def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:

@@ -10,6 +10,7 @@ all follow. Captured tensors have shapes of the spec's, and are declared by it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ class Rows(Enum):
     SLICED = "those of a head one behind the other; from head to head 'head_rows' of them, an argument"
     # Those of ragged batches: n counts through the sequences, of which each begins where cumulative lengths say.
     PACKED_STRIDED = "strides of h and n, in elements, are arguments; that of b is none"
-    PACKED = "one behind the other, in the order of n and h"
     PACKED_HEADS = "one behind the other, in the order of h and n"
     # Those of caches: b counts its entries, or its pages, of which numbers in memory name those of a sequence.
     CACHED = "strides of an entry or page, h and n, in elements, are arguments"
@@ -48,7 +48,7 @@ class Rows(Enum):
     @property
     def is_packed(self) -> bool:
         """Whether they are of sequences one behind the other."""
-        return self in (Rows.PACKED_STRIDED, Rows.PACKED, Rows.PACKED_HEADS)
+        return self in (Rows.PACKED_STRIDED, Rows.PACKED_HEADS)
 
 
 class Elements(Enum):
@@ -73,7 +73,8 @@ class Width(Enum):
 class Operand:
     """Rows under the ``name`` of their field; ``of_queries``: one for each query head and query, else for keys.
 
-    ``says`` completes the comment of the field.
+    ``by_row``: kernels ask for each row by b, h and n, in 64 bits; of other strided rows they count in 32 bits from a
+    head's first. ``says`` completes the comment of the field.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Operand:
     rows: Rows = Rows.CONTIGUOUS
     elements: Elements = Elements.OF_THE_CALL
     is_written: bool = False
+    by_row: bool = False
     says: str = ""
 
     @property
@@ -114,6 +116,11 @@ class Operand:
             axes = "entries or pages, Hkv, rows"
         return f"[{axes}]" if self.width is Width.ONE else f"[{axes}, {self.width.value}]"
 
+    @property
+    def in_32_bits(self) -> bool:
+        """Whether kernels count its elements, or rows, in 32 bits from a launch's first, however far apart they lie."""
+        return self.rows is Rows.SLICED or (self.rows.has_strides and not self.by_row)
+
     def columns(self, head_dim: HeadDim) -> int:
         """Elements of a row."""
         return {Width.QK: head_dim.qk, Width.V: head_dim.v, Width.ONE: 1, Width.TWO: 2}[self.width]
@@ -130,8 +137,6 @@ class Operand:
             return by_batch, by_head, by_row
         _, heads, rows = self.lengths(known)
         columns = self.columns(head_dim)
-        if self.rows is Rows.PACKED:
-            return 0, columns, heads * columns
         if self.rows is Rows.SLICED:
             rows = known[HEAD_ROWS]
         return heads * rows * columns, rows * columns, columns
@@ -153,11 +158,13 @@ class Operand:
 
     def runs(self, head_dim: HeadDim, known: Mapping[str, int], size: int) -> list[tuple[int, int]]:
         """Of ``size`` bytes, as many as ``reach``, those that are its rows: where runs of them begin, and how long."""
-        if self.rows is not Rows.SLICED:
+        lengths, columns = self.lengths(known), self.columns(head_dim)
+        if math.prod(lengths) * columns == self.reach(head_dim, known):
             return [(0, size)]
-        batch, heads, rows = self.lengths(known)
-        _, apart, row = (each * self.known_bytes(known) for each in self.strides(head_dim, known))
-        return [(n * apart, rows * row) for n in range(batch * heads)]
+        strides = [each * self.known_bytes(known) for each in self.strides(head_dim, known)]
+        row = columns * self.known_bytes(known)
+        places = itertools.product(*(range(length) for length in lengths))
+        return [(sum(n * stride for n, stride in zip(place, strides, strict=True)), row) for place in places]
 
     def reach(self, head_dim: HeadDim, known: Mapping[str, int]) -> int:
         """Elements from the first to behind the last."""
@@ -189,14 +196,14 @@ _OPERANDS = (
     Operand("q", QUERIES, Width.QK, Rows.STRIDED),
     Operand("k", KEYS, Width.QK, Rows.STRIDED),
     Operand("v", KEYS, Width.V, Rows.STRIDED),
-    Operand("o", QUERIES, Width.V, is_written=True, says="contiguous"),
+    Operand("o", QUERIES, Width.V, Rows.STRIDED, is_written=True, by_row=True),
     Operand("lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null for pointwise weights"),
     Operand("lse_parts", QUERIES, Width.TWO, elements=_F32, is_written=True, says=f"contiguous: {_PARTS}"),
     Operand("d_o", QUERIES, Width.V, Rows.STRIDED),
     Operand("d_lse", QUERIES, Width.ONE, elements=_F32, says="contiguous; null where lse was not used"),
-    Operand("dq", QUERIES, Width.QK, is_written=True, says="contiguous"),
-    Operand("dk", KEYS, Width.QK, is_written=True, says="contiguous"),
-    Operand("dv", KEYS, Width.V, is_written=True, says="contiguous"),
+    Operand("dq", QUERIES, Width.QK, Rows.STRIDED, is_written=True, by_row=True),
+    Operand("dk", KEYS, Width.QK, Rows.STRIDED, is_written=True, by_row=True),
+    Operand("dv", KEYS, Width.V, Rows.STRIDED, is_written=True, by_row=True),
 )
 OPERANDS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _OPERANDS})
 # What kernels of forward mode read and write beside them; those that are read are null where nothing changes.
@@ -204,34 +211,31 @@ _TANGENTS = (
     Operand("t_q", QUERIES, Width.QK, Rows.STRIDED, says="the tangent of q; null: 0"),
     Operand("t_k", KEYS, Width.QK, Rows.STRIDED, says="of k; null: 0"),
     Operand("t_v", KEYS, Width.V, Rows.STRIDED, says="of v; null: 0"),
-    Operand("t_o", QUERIES, Width.V, is_written=True, says="contiguous"),
+    Operand("t_o", QUERIES, Width.V, Rows.STRIDED, is_written=True, by_row=True),
     Operand(
         "t_lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null where it is not wanted"
     ),
 )
 TANGENTS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _TANGENTS})
 # The same of the backward pass of forward mode, to which d_o and d_lse are what arrives at t_o and t_lse.
-_WANTED = "contiguous; null where no tangent's is wanted"
+_WANTED = "null where no tangent's is wanted"
 TANGENT_GRADIENTS: Mapping[str, Operand] = MappingProxyType(
     {each.name: replace(each, is_written=False, says=each.says.split(";")[0]) for each in _TANGENTS if each.is_written}
     | {each.name: each for each in _TANGENTS if not each.is_written}
     | {
         each.name: each
         for each in (
-            Operand("d_t_q", QUERIES, Width.QK, is_written=True, says=_WANTED),
-            Operand("d_t_k", KEYS, Width.QK, is_written=True, says=_WANTED),
-            Operand("d_t_v", KEYS, Width.V, is_written=True, says=_WANTED),
+            Operand("d_t_q", QUERIES, Width.QK, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
+            Operand("d_t_k", KEYS, Width.QK, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
+            Operand("d_t_v", KEYS, Width.V, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
         )
     }
 )
-_PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED}
+_PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED_HEADS}
 # In ragged batches k and v of a sequence lie behind those of the one before, and so does all else; what is one number a
 # row is by heads, as lse is given out.
 RAGGED: Mapping[str, Operand] = MappingProxyType(
-    {
-        each.name: replace(each, rows=Rows.PACKED_HEADS if each.elements is _F32 else _PACKED[each.rows])
-        for each in _OPERANDS
-    }
+    {each.name: replace(each, rows=_PACKED[each.rows]) for each in _OPERANDS}
 )
 # Over caches k and v lie in entries or pages of many sequences; queries, and what is written of them, as ever.
 CACHED: Mapping[str, Operand] = MappingProxyType(
@@ -245,18 +249,17 @@ CACHED: Mapping[str, Operand] = MappingProxyType(
 PARTS: Mapping[str, Operand] = MappingProxyType(
     {each.name: replace(each, elements=_F32) if each.is_written else each for each in _OPERANDS}
 )
-# Rows that see all of their keys, but are some of those of a tensor, whose keys others see, too: what is written of
-# queries lies in whole ones, and what others are added to is float32.
-SLICES: Mapping[str, Operand] = MappingProxyType(
-    {
-        each.name: each
-        if each.rows.has_strides
-        else replace(each, rows=Rows.SLICED, says=each.says.replace("contiguous", "rows of a head together"))
-        if each.of_queries
-        else replace(each, elements=_F32)
-        for each in _OPERANDS
-    }
-)
+
+
+def _of_slice(each: Operand) -> Operand:
+    if each.rows is Rows.CONTIGUOUS:
+        return replace(each, rows=Rows.SLICED, says=each.says.replace("contiguous", "rows of a head together"))
+    return replace(each, elements=_F32) if each.is_written and not each.of_queries else each
+
+
+# Rows that see all of their keys, but are some of those of a tensor, whose keys others see, too: what is one number a
+# row lies in a whole one, and what others are added to is float32.
+SLICES: Mapping[str, Operand] = MappingProxyType({each.name: _of_slice(each) for each in _OPERANDS})
 # Where q, k and v are of 8 bits, o is not, and what each is multiplied by is a number for each key/value head.
 F8: Mapping[str, Operand] = MappingProxyType(
     {each.name: replace(each, elements=Elements.BFLOAT16) if each.name == "o" else each for each in _OPERANDS}

@@ -28,6 +28,7 @@ from flashgen.runtime.conversion import as_number, is_integral, saturated, satur
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import LibraryKernel
+from flashgen.runtime.layouts import laid, layout_like
 from flashgen.runtime.per_sequence import PerSequence, struct_of
 from flashgen.runtime.plain import is_plain
 from flashgen.runtime.ragged import check_memory, no_ragged_kernels, readable
@@ -284,7 +285,7 @@ class CachedEngine(Engine):
         table = blocks.data_ptr() if cache.is_paged else 0
         if not isinstance(kernel, LibraryKernel):
             self._run_on_gpu(call, values, asked, (k, given[-1]), each)
-            return o, lse, parts
+            return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
         places = (
             *(0, 0, *(x.data_ptr() for x in (cache.lengths, cache.padding, cache.entries)), table),
             *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(k)),
@@ -294,7 +295,7 @@ class CachedEngine(Engine):
         if prepared is None:
             raise no_ragged_kernels(self.spec.name, "decode")
         self._workspaces.run(call, prepared, values)
-        return o, lse, parts
+        return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
 
     def _sees(self, own: Tensors, lengths: Tensor, capacity: int) -> bool:
         """Whether the host looks at what says where rows lie. On a GPU it waits for nothing that kernels do without."""
@@ -348,7 +349,7 @@ class CachedEngine(Engine):
     ) -> Attended:
         q, has_lse = tensors[0], self.signature.has_lse
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        o = q.new_zeros(call.o[0])
+        o = q.new_empty_strided(*call.o).zero_()
         lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
         names = [param.name for param in self.spec.params]
         for number, shard, own in cached_sequences(call.shard, cache, found, tensors[:3]):

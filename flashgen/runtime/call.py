@@ -8,7 +8,6 @@ expected and what came.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.eight_bits import F8
 from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared, Stored
+from flashgen.runtime.layouts import Layout, layout_like, packed_layout
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import TORCH_DTYPES, dtype_of, kind
 
@@ -45,17 +45,14 @@ _MOST_REMEMBERED = 512
 FORKS: list[int] = []
 os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 
-# A shape and its strides. PyTorch makes a tensor faster from both than from a shape.
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o``, ``lse`` and ``lse_parts`` are shapes and strides; ``written`` is the type of o and of the gradients of q, k
-    and v; ``o_is_like_q``: it is that of q, and so are the former, and q is contiguous. ``settled`` are the values of
-    ``struct Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
+    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``settled`` are the values of ``struct
+    Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
     or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
     elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
     dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
@@ -72,6 +69,7 @@ class Call:
     o_is_like_q: bool
     lse: Layout
     lse_parts: Layout
+    gradients: tuple[Layout, Layout, Layout]
     device: torch.device
     is_on_cpu: bool
     kernel: Kernel | None
@@ -88,14 +86,14 @@ class Call:
 
 
 def backward_key(
-    drops: bool, strides: Sequence[int], needs: Sequence[bool] = (), row_stride: int | None = None
+    drops: bool, strides: Sequence[int], needs: Sequence[bool] = (), places: Sequence[object] = ()
 ) -> tuple[object, ...]:
     """By what ``Call.backward`` remembers a pass.
 
-    ``strides`` are those of d_o, ``needs`` says which captured tensors' gradients are wanted, and ``row_stride`` how
-    far apart heads are in a larger dq, where it is part of one.
+    ``strides`` are those of d_o, ``needs`` says which captured tensors' gradients are wanted, and ``places`` where
+    results lie that are parts of others.
     """
-    return (drops, strides, row_stride, *needs)
+    return (drops, strides, places, *needs)
 
 
 class CallChecker:
@@ -241,8 +239,12 @@ class CallChecker:
     ) -> Call:
         settled: Sequence[float] = ()
         written = self.written(q.dtype)
+        o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
+        gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
         if kernel is not None:
             known = settled_values(self.spec, shard, q, k, v, tensors)
+            for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
+                known |= row_strides(name, layout[1])
             known |= {"deterministic": deterministic, "threads": threads}
             settled = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
@@ -256,10 +258,11 @@ class CallChecker:
             shard.is_empty,
             deterministic,
             written,
-            _packed(*q.shape[:-1], v.shape[-1]),
-            q.is_contiguous() and q.shape[-1] == v.shape[-1] and written is q.dtype,
-            _packed(*rows),
-            _packed(*rows, 2),
+            o,
+            written is q.dtype and q.shape == o[0] and torch.empty_like(q, device="meta").stride() == o[1],
+            packed_layout(*rows),
+            packed_layout(*rows, 2),
+            gradients,
             q.device,
             q.is_cpu,
             kernel,
@@ -273,6 +276,10 @@ class CallChecker:
     def written(self, dtype: torch.dtype) -> torch.dtype:
         """The type of o and of gradients, where q, k and v have this one."""
         return dtype
+
+    def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
+        """How a result of this shape lies that belongs to ``x``."""
+        return layout_like(x, shape)
 
     def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
         """Raise ``ValueError`` where an index leaves its tensor at these sizes."""
@@ -324,20 +331,15 @@ def is_readable(kernel: Kernel | JvpKernel, x: Tensor) -> bool:
     return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
 
 
-def _packed(*shape: int) -> Layout:
-    """A shape and the strides of a contiguous tensor."""
-    return shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def row_strides(name: str, x: Tensor) -> dict[str, int]:
+def row_strides(name: str, strides: Sequence[int]) -> dict[str, int]:
     """The strides of an operand: of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences."""
-    strides = _strides(x)
     b, h, n = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
     return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_n": n}
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    return _packed(*x.shape)[1] if x.is_contiguous() else x.stride()
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor; those of a contiguous one as its shape says."""
+    return packed_layout(*x.shape)[1] if x.is_contiguous() else x.stride()
 
 
 def _reads_params(*roots: Expr) -> bool:
@@ -432,9 +434,9 @@ def settled_values(
         "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
     }  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        known |= row_strides(name, tensor)
+        known |= row_strides(name, strides_of(tensor))
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
-        strides = _strides(tensor) if tensor.numel() else (0,) * tensor.dim()  # whatever the index: one zero
+        strides = strides_of(tensor) if tensor.numel() else (0,) * tensor.dim()  # whatever the index: one zero
         for axis, (length, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
             known[stride_field(declared.name, axis)] = stride
             known[dimension_field(declared.name, axis)] = length

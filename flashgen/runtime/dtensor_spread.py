@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flashgen.runtime.dtensor_axes import DENSE_AXES, RAGGED_AXES, STARTS, axis_of, heads_of, part_of
 from flashgen.runtime.dtensor_captured import Indexed, is_told_by_tensors_alone, sharded_dims
+from flashgen.runtime.layouts import layout_like
 from flashgen.runtime.registration import Registered
 from flashgen.runtime.signature import DENSE
 
@@ -158,7 +159,7 @@ def local(x: DTensor, placements: Placements) -> Tensor:
 
 def made(x: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
     """The tensor of this shape of which a rank has ``x``."""
-    strides = torch.empty(shape, device="meta").stride()
+    strides = layout_like(x, shape)[1]
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, contiguous_format, empty_like
+from torch import Tensor, contiguous_format, empty_like, empty_strided
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import tiled
@@ -34,10 +34,11 @@ from flashgen.runtime.kernel import (
     takes_tangents,
     takes_tangents_backward,
 )
+from flashgen.runtime.layouts import laid
 from flashgen.runtime.modes import autograd_inside, deterministic_algorithms
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DENSE, Form, Signature
-from flashgen.runtime.values import address, packed, type_of_sums, with_head_rows, with_strides
+from flashgen.runtime.values import address, packed, places_of, put, type_of_sums, with_strides, within
 from flashgen.runtime.workspaces import Workspaces
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p.
@@ -107,7 +108,7 @@ class Engine:
         return self._attend(tensors, rest, keeps_lse, None)
 
     def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
-        """The same, written to ``into``: the same rows of contiguous tensors that have more.
+        """The same, written to ``into``: the same rows of tensors that have more, lse and its parts of contiguous ones.
 
         For engines whose kernels write there.
         """
@@ -118,7 +119,8 @@ class Engine:
         kernel = call.kernel
         if kernel is None or call.is_empty:
             found = self._attend_without_kernel(call, tensors)
-            return found if into is None else _put(found, into)
+            return found if into is None else put(found, into)
+        wanted = call.o
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
@@ -129,7 +131,7 @@ class Engine:
         elif call.o_is_like_q:
             o = empty_like(q)
         else:
-            o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
+            o = empty_strided(*call.o, dtype=call.written, device=call.device)
         if self.signature.has_lse and into is None and (keeps_lse or not isinstance(kernel, LibraryKernel)):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
             if keeps_lse:
@@ -143,22 +145,23 @@ class Engine:
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             drops = self._values.add(values, call, captured, self._values.no_gradients)
-        key: object = drops if into is None else (drops, o.stride(1))
+        key: object = drops if into is None else (drops, *places_of(into[:2]))
         prepared = call.forward.get(key)
         if prepared is None:
-            settled = call.settled if into is None else with_head_rows(kernel, call.settled, o)
+            settled = call.settled if into is None else within(kernel, call.settled, {"o": o}, lse)
             prepared = call.forward[key] = kernel.prepare("forward", (*values, *settled))
         self._workspaces.run(call, prepared, values)
-        return o, lse, parts
+        return o if into is not None or call.o is wanted else laid(o, wanted), lse, parts
 
     def _attend_without_kernel(self, call: Call, tensors: Tensors) -> Attended:
         q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
         parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
         if call.is_empty:
-            return q.new_zeros(call.o[0]), q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None, parts
+            o = q.new_empty_strided(*call.o).zero_()
+            return o, q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None, parts
         o, lse = tiled.forward(self._problem(call, tensors, captured))
-        return o, None if lse is None else lse.to(dtype), parts
+        return laid(o, call.o), None if lse is None else lse.to(dtype), parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
@@ -177,7 +180,7 @@ class Engine:
         self, into: Sequence[Tensor], d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
     ) -> list[Tensor]:
         """The same, those of q, k and v, which ``needs`` names, written to ``into``: of q, and in ``rows``, the same
-        rows of contiguous tensors that have more; of k and v contiguous.
+        rows of tensors that have more, those that are one number a row of contiguous ones.
 
         For engines whose kernels write there.
         """
@@ -199,7 +202,8 @@ class Engine:
         if kernel is None or call.is_empty:
             whole = (rows[1], rows[2]) if is_part else None
             found = self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
-            return found if into is None else [*_put(found[:3], into), *found[3:]]
+            return found if into is None else [*put(found[:3], into), *found[3:]]
+        wanted = call.gradients
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         q, k, v = tensors[0], tensors[1], tensors[2]
@@ -207,10 +211,11 @@ class Engine:
             d_o = d_o.clone(memory_format=contiguous_format)
         # Kernels write all three, asked for or not.
         if into is None:
-            d_lse, o, lse, parts = packed(rows[0]), packed(rows[1]), packed(rows[2]), packed(rows[3])
-            dq = empty_like(q, dtype=call.written, memory_format=contiguous_format)
-            dk = empty_like(k, dtype=call.written, memory_format=contiguous_format)
-            dv = empty_like(v, dtype=call.written, memory_format=contiguous_format)
+            d_lse, o, lse, parts = packed(rows[0]), laid(rows[1], call.o), packed(rows[2]), packed(rows[3])
+            like_q, like_k, like_v = call.gradients
+            dq = empty_strided(*like_q, dtype=call.written, device=call.device)
+            dk = empty_strided(*like_k, dtype=call.written, device=call.device)
+            dv = empty_strided(*like_v, dtype=call.written, device=call.device)
         else:
             (d_lse, o, lse, parts), (dq, dk, dv) = rows, into
         d_o_at = d_o.data_ptr()
@@ -227,17 +232,17 @@ class Engine:
             sums = self._values.sums(call, captured, needs[3:], stored)
             drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
         strides = d_o.stride()
-        key = backward_key(drops, strides, needs[3:], None if into is None else dq.stride(1))
+        key = backward_key(drops, strides, needs[3:], () if into is None else places_of((o, lse, *into)))
         prepared = call.backward.get(key)
         if prepared is None:
-            settled = with_strides(kernel, call.settled, strides)
+            settled = with_strides(kernel, call.settled, {"d_o": strides})
             if into is not None:
-                settled = with_head_rows(kernel, settled, dq)
+                settled = within(kernel, settled, {"o": o, "dq": dq, "dk": dk, "dv": dv}, lse)
             prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
         self._workspaces.run(call, prepared, values)
         found = [dq, dk, dv]
-        if not all(needs[:3]):
-            found = [x for x, need in zip(found, needs, strict=False) if need]
+        if call.gradients is not wanted or not all(needs[:3]):
+            found = [laid(x, layout) for x, layout, need in zip(found, wanted, needs, strict=False) if need]
         for total, like in sums:
             if total is not None:
                 is_alike = is_part or (total.dtype is like.dtype and total.device == like.device)
@@ -263,17 +268,18 @@ class Engine:
     ) -> list[Tensor]:
         inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
         if call.is_empty:
-            wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-            return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in wanted]
-        with deterministic_algorithms(call.deterministic), autograd_inside():
-            gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs, whole)
-        return [
-            gradient
-            if gradient.dtype is x.dtype and gradient.device == x.device
-            else gradient.to(x.device, type_of_sums(x.dtype) if n > 2 and whole is not None else x.dtype)
-            for n, (gradient, x) in enumerate(zip(gradients, inputs, strict=True))
-            if gradient is not None
-        ]
+            gradients = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)]
+        else:
+            with deterministic_algorithms(call.deterministic), autograd_inside():
+                gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs, whole)
+        found = []
+        for n, (x, like) in enumerate(zip(gradients, inputs, strict=True)):
+            if x is not None:
+                dtype = type_of_sums(like.dtype) if n > 2 and whole is not None else like.dtype
+                found.append(x.to(like.device, dtype))
+                if n < 3:
+                    found[-1] = laid(found[-1], call.gradients[n])
+        return found
 
     # Derivatives of derivatives ---------------------------------------------------------------------------------------
 
@@ -437,11 +443,3 @@ def for_derivatives(problem: tiled.Problem) -> tiled.Problem:
 
 def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
     return x
-
-
-def _put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
-    """What was found, where it is wanted."""
-    for x, place in zip(found, into, strict=True):
-        if x is not None and place is not None:
-            place.copy_(x)
-    return into

@@ -23,6 +23,7 @@ from flashgen.runtime.call import Call, CallChecker, Rest
 from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.layouts import laid
 from flashgen.runtime.plain import NoMemoryError
 from flashgen.runtime.signature import DESCALES, F8_CALLS, Form
 from flashgen.runtime.values import address
@@ -69,10 +70,12 @@ class F8Engine(Engine):
             dtype = wide_type(self.checker.dtypes, call.device)
             wide = (from_8_bits(x, factor, dtype) for x, factor in zip(own[:3], factors, strict=True))
             o, lse, parts = self._wide.attend((*wide, *own[3:]), rest, keeps_lse)
-            return o.to(self.form.o), lse, parts
+            return laid(o, call.o).to(self.form.o), lse, parts
+        asked = call
         if call.may_copy:
             call, own = self._readable(kernel, call, own, rest)
-        return self._run_kernel(kernel, call, own, factors, keeps_lse=keeps_lse)
+        o, lse, parts = self._run_kernel(kernel, call, own, factors, keeps_lse=keeps_lse)
+        return laid(o, asked.o), lse, parts
 
     def _run_kernel(
         self, kernel: Kernel, call: Call, tensors: Tensors, factors: Sequence[Tensor], *, keeps_lse: bool

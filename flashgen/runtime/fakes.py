@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashgen.runtime.layouts import layout_like
 from flashgen.runtime.signature import Signature
 
 # Before 2.7 PyTorch does not tell an export from other compilations.
@@ -40,7 +41,7 @@ def fake_forward(
     for name, x in numbers:
         if x is not None and x.is_meta and not q.is_meta:
             raise ValueError(f"{name} is on meta, but 'q' is on {q.device}")
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=form.o or q.dtype)
+    o = q.new_empty_strided(*layout_like(q, (*q.shape[:-1], v.shape[-1])), dtype=form.o or q.dtype)
     if not signature.has_lse:
         return o
     rows = form.rows(q)
@@ -52,4 +53,6 @@ def fake_backward(signature: Signature, *args: Any) -> list[Tensor]:
     """The gradients that are needed, without numbers."""
     start = 5 if signature.has_lse else 1
     inputs: Sequence[Any] = args[start : start + signature.inputs]
-    return [x.new_empty(x.shape) for x, need in zip(inputs, args[-1], strict=True) if need]
+    rows, captured = inputs[:3], inputs[3:]
+    found = [x.new_empty_strided(*layout_like(x, x.shape)) for x, need in zip(rows, args[-1], strict=False) if need]
+    return found + [x.new_empty(x.shape) for x, need in zip(captured, args[-1][3:], strict=True) if need]

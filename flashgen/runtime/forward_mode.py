@@ -22,8 +22,9 @@ from flashgen.ir.types import ScalarType
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.reference.tiled import Problem
-from flashgen.runtime.call import is_readable, row_strides, settled_values
+from flashgen.runtime.call import is_readable, row_strides, settled_values, strides_of
 from flashgen.runtime.kernel import ArgumentLayout, JvpKernel, Kernel, Prepared, Values
+from flashgen.runtime.layouts import layout_like
 
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _ROWS = ("q", "k", "v")
@@ -79,18 +80,17 @@ class ForwardMode:
 
         o and its tangent are in the type of q, the others in float32; ``keeps_o``: o and lse are wanted, too.
         """
-        q, v, shard = problem.q, problem.v, problem.shard
-        o_shape = (shard.batch, shard.heads, shard.q_len, v.shape[-1])
+        q, like_o = problem.q, layout_like(problem.q, (*problem.q.shape[:-1], problem.v.shape[-1]))
         has_lse = problem.spec.weights.form.normalised
 
         def rows(wanted: bool, *more: int) -> Tensor | None:
-            return q.new_empty((*o_shape[:-1], *more), dtype=torch.float32) if wanted else None
+            return q.new_empty((*q.shape[:-1], *more), dtype=torch.float32) if wanted else None
 
         found = Moved(
-            o=q.new_empty(o_shape) if keeps_o else None,
+            o=q.new_empty_strided(*like_o) if keeps_o else None,
             lse=rows(has_lse and keeps_o),
             lse_parts=rows(has_lse and keeps_o, 2),
-            t_o=q.new_empty(o_shape),
+            t_o=q.new_empty_strided(*like_o),
             t_lse=rows(has_lse),
         )
         results = {"o": found.o, "lse": found.lse, "lse_parts": found.lse_parts, "t_o": found.t_o, "t_lse": found.t_lse}
@@ -201,7 +201,7 @@ class ForwardMode:
         key = (
             *(own.layout, own.name, problem.shard, problem.q.dtype, deterministic, threads),
             *(None if x is None else x.stride() for x in read.values()),
-            *((name, x is None) for name, x in results.items()),
+            *((name, x is None or x.stride()) for name, x in results.items()),
             *((name, x != 0) for name, x in numbers.items()),
         )
         held: list[Tensor] = []
@@ -209,7 +209,7 @@ class ForwardMode:
         if ready is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
-            known = self._settled(problem, read) | {"threads": threads, "deterministic": deterministic}
+            known = self._settled(problem, read, results) | {"threads": threads, "deterministic": deterministic}
             ready = self._remembered[key] = _ready(own, known, read, results, numbers)
         values: list[float] = [0] * own.layout.varying
         for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
@@ -224,15 +224,16 @@ class ForwardMode:
         values[0] = workspace.data_ptr()
         ready.prepared.run(values)
 
-    def _settled(self, problem: Problem, read: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    def _settled(
+        self, problem: Problem, read: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
+    ) -> dict[str, Any]:
         """The values of fields that do not vary, by name."""
         q, k, v = (_there(read[name]) for name in _ROWS)
         tensors = {each: read[tensor_field(each.name)] for each in self.spec.tensors if tensor_field(each.name) in read}
         spec = dataclasses.replace(self.spec, tensors=tuple(tensors))
         known = settled_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
-        for name in (*_T_ROWS, "d_o"):
-            x = read.get(name)
-            known |= {} if x is None else row_strides(name, x)
+        for name, x in (*((name, read.get(name)) for name in (*_T_ROWS, "d_o")), *results.items()):
+            known |= {} if x is None or x.dim() < 4 else row_strides(name, strides_of(x))
         return known
 
     def _numbers(self, problem: Problem, tangents: Sequence[Tensor | None], layout: ArgumentLayout) -> dict[str, float]:
@@ -297,7 +298,8 @@ def _ready(
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:
     """What kernels write of q, k and v, asked for or not."""
-    return {n: problem.q.new_empty(x.shape) for n, x in enumerate((problem.q, problem.k, problem.v))}
+    rows = (problem.q, problem.k, problem.v)
+    return {n: problem.q.new_empty_strided(*layout_like(x, x.shape)) for n, x in enumerate(rows)}
 
 
 def _captured(

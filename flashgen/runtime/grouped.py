@@ -27,6 +27,7 @@ from flashgen.runtime.cached import CachedEngine
 from flashgen.runtime.call import Call, CallChecker, Rest
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import KernelProvider, LibraryKernel, of_spec
+from flashgen.runtime.layouts import laid, layout_like
 from flashgen.runtime.schedule import MOST_ELEMENTS
 
 LEAST_GROUP = 8  # heads that share a list: a tile has 16 rows, and queries that are in one read each other's keys
@@ -74,7 +75,7 @@ class GroupedCalls:
         tensors = (_by_rows(given[0], group), *given[1:])
         found = engine.gradients(_by_rows(d_o, group), moved, tensors, (numbers_of_rows, rest[1]), needs)
         if needs[0]:
-            found[0] = _by_heads(found[0], group)
+            found[0] = laid(_by_heads(found[0], group), layout_like(given[0], given[0].shape))
         return found
 
     def takes(self, tensors: Tensors, rest: Rest, numbers: int) -> bool:

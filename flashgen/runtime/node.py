@@ -214,9 +214,10 @@ def _made(
     rows, parts = q.shape[:-1].numel(), call.lse_parts[0]
     lse_at = -(-2 * rows // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
     inputs = (word for x in tensors[:3] for word in _operand(x.shape, _strides(x)))
+    results = (word for layout in (call.o, *call.gradients) for word in _operand(*layout))
     words = (
-        _SCALAR_TYPES[dtype], int(has_lse), call.threads, kernel.row_alignment, *inputs, *_operand(call.o[0], ()), rows,
-        lse_at, *native.driver, *native.words,
+        _SCALAR_TYPES[dtype], int(has_lse), call.threads, kernel.row_alignment, *inputs, *results, rows, lse_at,
+        *native.driver, *native.words,
     )  # fmt: skip
     seen: set[tuple[int, ...]] = set()
 

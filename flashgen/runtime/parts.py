@@ -16,6 +16,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.runtime.call import CallChecker, Rest
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors
 from flashgen.runtime.kernel import Kernel, KernelProvider
+from flashgen.runtime.layouts import Layout, packed_layout
 from flashgen.runtime.values import type_of_sums
 
 
@@ -31,6 +32,10 @@ class PartsChecker(CallChecker):
     def written(self, dtype: torch.dtype) -> torch.dtype:
         """As ``type_of_sums`` has it."""
         return type_of_sums(dtype)
+
+    def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:  # noqa: ARG002 - a CallChecker's
+        """Contiguous: so kernels take parts that they add up."""
+        return packed_layout(*shape)
 
     def check_what_runs(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]

@@ -29,6 +29,7 @@ from flashgen.runtime.call import Call, CallChecker, Rest, backward_key, is_read
 from flashgen.runtime.captured import Captured
 from flashgen.runtime.engine import Attended, Engine, Rows, Tensors, View, for_derivatives
 from flashgen.runtime.kernel import Kernel, LibraryKernel, PassName, Prepared
+from flashgen.runtime.layouts import laid, layout_like
 from flashgen.runtime.lengths import Lengths, lengths, unseen_lengths
 from flashgen.runtime.modes import autograd_inside, deterministic_algorithms
 from flashgen.runtime.per_sequence import PerSequence, struct_of
@@ -85,7 +86,7 @@ class RaggedEngine(Engine):
             call.forward[drops] = prepared
         self._workspaces.run(call, prepared, values)
         _clear_behind(found, starts, o, lse)
-        return o, lse, parts
+        return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
@@ -107,8 +108,8 @@ class RaggedEngine(Engine):
             return self._gradients_of_each(call, found, d_o, rows[0], own, needs, is_part=is_part)
         d_o = readable(kernel, d_o)
         check_memory(d_o)
-        d_lse, o, lse, parts = (packed(x) for x in rows)
-        dq, dk, dv = (empty_like(x, memory_format=contiguous_format) for x in (q, k, v))
+        d_lse, o, lse, parts = packed(rows[0]), laid(rows[1], call.o), packed(rows[2]), packed(rows[3])
+        dq, dk, dv = (torch.empty_strided(*each, dtype=q.dtype, device=call.device) for each in call.gradients)
         values: list[float] = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o.data_ptr(),
             address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
@@ -122,19 +123,22 @@ class RaggedEngine(Engine):
         strides = (0, d_o.stride(1), d_o.stride(0))
         if isinstance(kernel, LibraryKernel):
             assert each is not None, "kernels of a library take it"
-            settled = with_strides(kernel, call.settled, strides)
+            settled = with_strides(kernel, call.settled, {"d_o": strides})
             prepared = self._prepare(kernel, "backward", (*values, *settled), found, each)
         else:
             drops, _kept = self._add_sequences(values, call, starts, each)
             key = backward_key(drops, strides, needs[3:])
             known = call.backward.get(key)
             if known is None:
-                settled = with_strides(kernel, call.settled, strides)
+                settled = with_strides(kernel, call.settled, {"d_o": strides})
                 known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
             prepared = known
         self._workspaces.run(call, prepared, values)
         clear_behind(found, starts, (dq,), (dk, dv))
-        results = [x for x, need in zip((dq, dk, dv), needs, strict=False) if need]
+        found_rows = [dq, dk, dv]
+        if not (q is tensors[0] and k is tensors[1] and v is tensors[2]):
+            found_rows = [laid(x, layout_like(of, x.shape)) for x, of in zip(found_rows, tensors, strict=False)]
+        results = [x for x, need in zip(found_rows, needs, strict=False) if need]
         return results + [
             total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
             for total, like in sums
@@ -246,7 +250,7 @@ class RaggedEngine(Engine):
     def _attend_each(self, call: Call, found: Lengths, tensors: Tensors) -> Attended:
         q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        o = q.new_zeros(call.o[0])
+        o = q.new_empty_strided(*call.o).zero_()
         lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
         for problem, q_rows, _ in self._problems(call, found, tensors, captured):
             own, own_lse = tiled.forward(problem)
@@ -287,10 +291,11 @@ class RaggedEngine(Engine):
                         total[q_rows if n == 0 else k_rows] = gradient[0].transpose(0, 1)
                     else:
                         total.add_(gradient)
+        rows = zip(sums, call.gradients, strict=False)
+        others = zip(sums[3:], inputs[3:], strict=True)
         return [
-            total if is_part and n > 2 else total.to(x)
-            for n, (total, x) in enumerate(zip(sums, inputs, strict=True))
-            if total is not None
+            *(laid(total.to(tensors[0]), layout) for total, layout in rows if total is not None),
+            *(total if is_part else total.to(x) for total, x in others if total is not None),
         ]
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:

@@ -171,7 +171,7 @@ def _shards(
     batch, kv_heads = known["batch"], known["kv_heads"]
     group = known["heads"] // kv_heads
 
-    strided = [each for each in operands.values() if each.rows.has_strides or each.rows is Rows.SLICED]
+    strided = [each for each in operands.values() if each.in_32_bits]
     if any(each.rows is Rows.CACHED for each in strided):
         _check_cache(known, head_dim, most, strided)
         yield _Shard(0, batch, 0, kv_heads)

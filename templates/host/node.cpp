@@ -134,7 +134,7 @@ struct Pass {
   }
 };
 
-// q, k, v or o as a plan takes them. No strides: contiguous.
+// q, k, v or d_o as a plan takes them, and what it gives. No strides: contiguous.
 struct Operand {
   std::vector<int64_t> sizes, strides;
 
@@ -143,13 +143,8 @@ struct Operand {
   bool is(const at::Tensor& x) const {
     return x.sizes() == at::IntArrayRef(sizes) && (strides.empty() ? x.is_contiguous() : x.strides() == at::IntArrayRef(strides));
   }
+  at::Tensor empty(const at::Tensor& like) const { return at::empty_strided(sizes, strides, like.options()); }
 };
-
-std::vector<int64_t> packed(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> found(sizes.size(), 1);
-  for (size_t axis = sizes.size() - 1; axis > 0; --axis) found[axis - 1] = found[axis] * sizes[axis];
-  return found;
-}
 
 // A backward pass for gradients of o that lie like this.
 struct Backward {
@@ -164,8 +159,9 @@ struct Plan {
   bool has_lse;
   int threads;
   uintptr_t alignment;
-  std::array<Operand, 4> operands;  // q, k, v and o
-  std::array<std::vector<int64_t>, 4> packs;
+  std::array<Operand, 3> operands;  // q, k and v
+  Operand o;
+  std::array<Operand, 3> gradients;  // of q, k and v
   int64_t rows, lse_at;  // numbers of float32: the rows, and where lse begins behind the parts
   Driver driver;
   Pass forward;
@@ -181,7 +177,9 @@ struct Plan {
         has_lse(words.next() != 0),
         threads(static_cast<int>(words.next())),
         alignment(static_cast<uintptr_t>(words.next())),
-        operands{Operand(words), Operand(words), Operand(words), Operand(words)},
+        operands{Operand(words), Operand(words), Operand(words)},
+        o(words),
+        gradients{Operand(words), Operand(words), Operand(words)},
         rows(words.next()),
         lse_at(words.next()),
         driver(words),
@@ -189,7 +187,6 @@ struct Plan {
         slow(in_python),
         device(plain.device()),
         keys(plain.key_set()) {
-    for (size_t n = 0; n < packs.size(); ++n) packs[n] = packed(operands[n].sizes);
     Py_INCREF(slow);
   }
 
@@ -209,10 +206,6 @@ struct Plan {
       if (takes(d_o, backwards[n]->d_o)) return &backwards[n]->pass;
     }
     return nullptr;
-  }
-
-  at::Tensor empty(size_t operand, const at::Tensor& like) const {
-    return at::empty_strided(operands[operand].sizes, packs[operand], like.options());
   }
 };
 
@@ -284,7 +277,7 @@ void run(const Plan& plan, const Pass& pass, Pointers& at, const at::Tensor& lik
 std::pair<at::Tensor, at::Tensor> attend(const Plan& plan, const at::Tensor& q, const at::Tensor& k,
                                          const at::Tensor& v, bool keeps_rows) {
   at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor o = plan.empty(3, q), rows;
+  at::Tensor o = plan.o.empty(q), rows;
   Pointers at{};
   at[Q] = q.const_data_ptr(), at[K] = k.const_data_ptr(), at[V] = v.const_data_ptr();
   at[O] = o.const_data_ptr();
@@ -328,7 +321,7 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
     Pointers at{};
     for (size_t n = 0; n < 3; ++n) {
       at[Q + n] = saved[n].const_data_ptr();
-      found[n] = plan.empty(n, saved[n]);  // kernels write all three, asked for or not
+      found[n] = plan.gradients[n].empty(saved[n]);  // kernels write all three, asked for or not
       at[DQ + n] = found[n].const_data_ptr();
     }
     at[D_O] = d_o.const_data_ptr();
@@ -353,7 +346,7 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
       if (!plan.takes(saved[n], plan.operands[n])) return false;
     }
     if (!plan.has_lse) return true;
-    return plan.takes(saved[3], plan.operands[3]) && saved[4].is_contiguous() && saved[4].key_set() == plan.keys &&
+    return plan.takes(saved[3], plan.o) && saved[4].is_contiguous() && saved[4].key_set() == plan.keys &&
            saved[4].scalar_type() == at::kFloat && saved[4].numel() == plan.lse_at + plan.rows;
   }
 

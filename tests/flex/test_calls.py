@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import enum
+import functools
 import importlib
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,9 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import captured, create_block_mask, flex_attention, from_mods, ops, to_spec
+from flashgen.flex import AuxRequest, captured, create_block_mask, flex_attention, from_mods, ops, options, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
 SLOPES = torch.rand(4)
@@ -382,11 +383,89 @@ def test_grouped_heads_mixed_dimensions_scale_and_lse() -> None:
         theirs = judged(q, k, v, mod, scale=scale)
         for x, y in zip((*mine, *gradients(mine, [q, k, v])), (*theirs, *gradients(theirs, [q, k, v])), strict=True):
             assert_close(x, y, 1e-4)
-    o, aux = flex_attention(
-        q, k, v, mod, enable_gqa=True, return_aux=torch_flex.AuxRequest(lse=True), backend="reference"
-    )
+    o, aux = flex_attention(q, k, v, mod, enable_gqa=True, return_aux=AuxRequest(lse=True), backend="reference")
     assert_close(aux.lse, judged(q, k, v, mod)[1])
     assert o.shape == (2, 4, 9, 5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "emulator"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_maxima_of_rows(backend: str, dtype: torch.dtype) -> None:
+    """In natural units, of kept pairs, after mod and scale; of equal scores and large ones, too."""
+    q, k, v = (x.detach().to(dtype) for x in inputs(kv_heads=2, d=32))
+    q[:, :, 8:12] *= 300
+    k[:, :, 3:7] = k[:, :, 3:4]
+    bias = torch.linspace(-2, 3, 24)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + bias[j] * h
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (j <= i) & (i != 5)
+
+    mask = create_block_mask(mask_mod, None, None, 24, 24)
+    for scale, score_mod in ((None, mod), (0.7, None)):
+        call = functools.partial(flex_attention, q, k, v, score_mod, mask, scale, enable_gqa=True, backend=backend)
+        o, aux = call(return_aux=AuxRequest(max_scores=True))
+        assert torch.equal(o, call())
+        assert aux.lse is None
+        scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * (scale or 32**-0.5)
+        scores += (bias * torch.arange(4)[:, None])[:, None].double() if score_mod else 0
+        n = torch.arange(24)
+        truth = scores.masked_fill(~mask_mod(0, 0, n[:, None], n), -math.inf).amax(-1)
+        torch.testing.assert_close(aux.max_scores.double(), truth, rtol=1e-6, atol=2e-5)
+        assert aux.max_scores.dtype is torch.float32
+
+
+def test_maxima_have_no_gradients_and_lse_beside_them_has() -> None:
+    q, k, v = inputs()
+    request = AuxRequest(lse=True, max_scores=True)
+    o, aux = flex_attention(q, k, v, return_aux=request, backend="reference")
+    assert o.requires_grad
+    assert aux.lse.requires_grad
+    assert not aux.max_scores.requires_grad
+    assert_close(aux.lse, judged(q, k, v)[1])
+
+
+def test_options_of_tuned_code_are_taken_and_told_once() -> None:
+    q, k, v = inputs()
+    options._TOLD.clear()
+    given: dict[str, Any] = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "waves_per_eu": 2, "BACKEND": "TRITON"}
+    with pytest.warns(UserWarning, match="BACKEND, BLOCK_M, bwd_BLOCK_N1, waves_per_eu steer kernels") as told:
+        found = flex_attention(q, k, v, kernel_options=given, backend="reference")
+    assert told[0].filename == __file__
+    assert torch.equal(found, flex_attention(q, k, v, backend="reference"))
+    harmless = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BACKEND": "AUTO"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for again in (given, {"BLOCK_M": "wide"}, harmless):
+            flex_attention(q, k, v, kernel_options=again, backend="reference")
+    with pytest.warns(UserWarning, match="kernel_options: BLOKC_M steer"):
+        flex_attention(q, k, v, kernel_options={"BLOKC_M": 3}, backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_keys_and_values_of_8_bits_beside_queries_of_more(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().bfloat16() for x in inputs(q_len=8, d=16))
+    scales = k.abs().amax((-2, -1)).float() / 448
+    keys, values = (k / scales[..., None, None]).to(dtype), v.to(dtype)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * scales[b, h]
+
+    call = functools.partial(flex_attention, score_mod=mod, backend=backend)
+    o = call(q, keys, values)
+    assert o.dtype is torch.bfloat16
+    assert torch.equal(o, call(q, keys.bfloat16(), values.bfloat16()))
+    assert torch.equal(call(q, k, values), call(q, k, values.bfloat16()))
+
+
+def test_o_lies_as_the_query() -> None:
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
+    o = flex_attention(q, k, v, backend="reference")
+    assert o.stride() == q.stride()
+    assert o.transpose(1, 2).reshape(2, 24, -1).data_ptr() == o.data_ptr()
 
 
 def test_rows_without_a_key_are_zero() -> None:
@@ -480,7 +559,7 @@ def test_nested_tensors() -> None:
         q_alone, k_alone, v_alone = (each.transpose(0, 1)[None] for each in x)
         assert_close(o, judged(q_alone, k_alone, v_alone, mod)[0][0])
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11)
-    with pytest.raises(ValueError, match=r"'query' or 'key' is nested; call the op of from_mods\(mask_mod=…\)"):
+    with pytest.raises(ValueError, match="'query' or 'key' is nested; use create_nested_block_mask"):
         flex_attention(q, k, v, mod, mask, backend="reference")
     with pytest.raises(SpecError, match="E604"):
         flex_attention(q, k, v, lambda s, b, h, i, j: s + i * 500_000_000, backend="reference")

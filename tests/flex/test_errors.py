@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import create_block_mask, flex_attention, from_mods, to_spec
+from flashgen.flex import AuxRequest, create_block_mask, flex_attention, from_mods, to_spec
 from flashgen.flex.places import spellings
 from tests.flex.helpers import inputs
 
@@ -181,10 +181,10 @@ def test_products_of_positions_beyond_32_bits_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kernel_options": {"bwd_BLOCK_M1": 32}}, "bwd_BLOCK_M1"),
-        ({"kernel_options": {"BACKEND": "TRITON"}}, "BACKEND"),
-        ({"kernel_options": {"BLOCK_M": "wide"}}, "'BLOCK_M' is 'wide'; an int of at least 1 is expected"),
-        ({"return_aux": torch.nn.attention.flex_attention.AuxRequest(max_scores=True)}, "max_scores"),
+        ({"kernel_options": {"BACKEND": "CUDNN"}}, "'BACKEND' is 'CUDNN'; FlexAttention has AUTO, TRITON"),
+        ({"kernel_options": {"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}}, "exclude each other"),
+        ({"kernel_options": {"OUTPUT_MAX": True}}, r"'OUTPUT_MAX' is set by .*AuxRequest\(max_scores=True\)"),
+        ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse and return_aux"),
         ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 25, 24)}, "25 queries"),
         ({"block_mask": create_block_mask(lambda b, h, q, kv: q >= kv, 3, None, 24, 24)}, "3 batch entries"),
     ],

@@ -62,6 +62,21 @@ def test_a_kernel_may_touch_what_the_tensor_reaches_over(specs: Path, operand: O
     assert size == tensor.element_size() * operand.reach(HEAD_DIM, known)
 
 
+@pytest.mark.parametrize("operand", [each for each in EVERY if each.by_row], ids=lambda each: each.name)
+def test_results_between_others_are_runs_of_rows(operand: Operand) -> None:
+    """Of a tensor without gaps one run; else those of its rows, and nothing of what lies between them."""
+    tensor = tensor_of(operand)
+    for x in (tensor, tensor.contiguous()):
+        known = known_of(operand, x)
+        size = 2 * operand.reach(HEAD_DIM, known)
+        runs = operand.runs(HEAD_DIM, known, size)
+        touched = [n for begin, length in runs for n in range(begin, begin + length, 2)]
+        flat = x.untyped_storage().nbytes() // 2
+        own = torch.arange(flat).as_strided(x.shape, x.stride()).flatten().mul(2).tolist()
+        assert sorted(touched) == sorted(own)
+    assert len(runs) == 1
+
+
 def test_nothing_is_reached_where_there_is_nothing() -> None:
     for operand in EVERY:
         known = KNOWN | dict.fromkeys(operand.stride_fields, 1) | {"q_len": 0, "kv_len": 0}
@@ -92,5 +107,6 @@ def test_only_operands_compute_strides(specs: Path, repository: Path, target: st
     assert used == {name for each in EVERY for name in each.stride_fields}
     for each in EVERY:
         if each.stride_fields:
-            assert f"rows_of_{each.name}(const Arguments& a, int first)" in addressing_code(OPERANDS, HEAD_DIM)
-            assert f"rows_of_{each.name}<T>(a, " in source
+            from_where = "int64_t b, int64_t h, int64_t n" if each.by_row else "int first"
+            assert f"rows_of_{each.name}(const Arguments& a, {from_where})" in addressing_code(OPERANDS)
+            assert re.search(rf"rows?_of_{each.name}<T>\(a, ", source)

@@ -51,6 +51,7 @@ def values(batch: int = 3, heads: int = 4, kv_heads: int = 2, q_len: int = 100, 
     }  # fmt: skip
     for name, count, length, width in (
         ("q", heads, q_len, 16), ("k", kv_heads, kv_len, 16), ("v", kv_heads, kv_len, 8), ("d_o", heads, q_len, 8),
+        ("dq", heads, q_len, 16), ("dk", kv_heads, kv_len, 16), ("dv", kv_heads, kv_len, 8), ("o", heads, q_len, 8),
     ):  # fmt: skip
         strides = (count * length * width, length * width, width)
         known |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bhn", strides, strict=True)}

@@ -52,7 +52,7 @@ from flashgen.plan.arguments import (
     tangent_fields,
     tangent_gradient_fields,
 )
-from flashgen.plan.operands import HEAD_ROWS
+from flashgen.plan.operands import HEAD_ROWS, OPERANDS, TANGENT_GRADIENTS, TANGENTS
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
@@ -124,7 +124,8 @@ class _Context:
     parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
     written: str  # of what element o and dQ are, as code
     written_of_keys: str  # the same of dK and dV
-    head_rows: str  # rows of o, lse and dQ from one head's first to the next one's, as code
+    head_rows: str  # rows of lse from one head's first to the next one's, as code
+    results: tuple[str, ...]  # whose rows have strides
     arguments: tuple[Declaration, ...]
     hooks: object
     hooks_by_key: object  # those of the forward pass with neighbouring keys as lanes, for few query rows
@@ -239,6 +240,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         written="F32" if variant.parts else "a.element",
         written_of_keys="F32" if variant.parts or variant.slices else "a.element",
         head_rows=f"a.{HEAD_ROWS}" if variant.slices else "a.q_len",
+        results=_results(variant),
         first_pass="forward" if variant.tangent is None else "jvp",
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.backward_only,
@@ -308,6 +310,12 @@ def _fields(variant: Variant) -> tuple[Field, ...]:
     if variant.tangent is None:
         return (sliced_fields if variant.slices else argument_fields)(variant.spec)
     return tangent_gradient_fields(variant.spec) if variant.backward_only else tangent_fields(variant.spec)
+
+
+def _results(variant: Variant) -> tuple[str, ...]:
+    """The rows that passes write, by name."""
+    moves = {} if variant.tangent is None else TANGENT_GRADIENTS if variant.backward_only else TANGENTS
+    return tuple(name for name, each in {**OPERANDS, **moves}.items() if each.by_row)
 
 
 @dataclass(frozen=True)

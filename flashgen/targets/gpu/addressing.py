@@ -13,27 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import HEAD_ROWS, Elements, Operand, Rows, Width
+from flashgen.plan.operands import HEAD_ROWS, Elements, Operand, Rows
 
 
-def addressing_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> str:
+def addressing_code(operands: Mapping[str, Operand]) -> str:
     """Where a head begins, the rows from there on, and one row; of rows that are packed how far heads are apart."""
     if operands["k"].rows is Rows.CACHED:
-        return "\n".join((*_of_cache(operands), _of_group(operands["q"], operands["o"], head_dim)))
-    found = (_functions(each, head_dim) for each in operands.values())
-    rows = (_row("query", operands["o"]), _row("key", operands["dk"]), _rows_apart(operands["lse"]))
-    return "\n".join((*rows, *filter(None, found)))
+        return "\n".join((*_of_cache(operands), _of_group(operands["q"], operands["o"])))
+    strided = [each for each in operands.values() if each.rows.has_strides]
+    found = (_by_row(each) if each.by_row else _strided(each) for each in strided)
+    return "\n".join((_rows_apart(operands["lse"]), *found))
 
 
 def sequence_code(operands: Mapping[str, Operand], head_dim: HeadDim) -> tuple[str, ...]:
     """Statements that move the pointers of ``a`` to a sequence's rows, which begin at ``q_begin`` and ``kv_begin``."""
     return tuple(_moved(each, head_dim) for each in operands.values())
-
-
-def _functions(each: Operand, head_dim: HeadDim) -> str:
-    if each.rows.has_strides:
-        return _strided(each)
-    return "" if each.width in (Width.ONE, Width.TWO) else _packed(each, head_dim)
 
 
 def _strided(each: Operand) -> str:
@@ -49,26 +43,29 @@ template <class T> FG_DEVICE const T* row_of_{name}({pair}, int64_t n) {{
 }}"""
 
 
-def _packed(each: Operand, head_dim: HeadDim) -> str:
-    name, width, (_, heads, _) = each.name, each.columns(head_dim), each.counts
-    rows, result = "T*", f"static_cast<T*>(a.{name}) + first * {width}"
-    if each.elements is Elements.FLOAT32:  # whatever T is
-        rows, result = "float*", f"static_cast<float*>(a.{name}) + first * {width}"
-    if each.rows is Rows.PACKED:
-        rows, result = "fg::StridedRows<T>", f"{{{result}, a.{heads} * {width}}}"
-    return f"""// {name} {each.shape}: the rows of a head from one on.
-template <class T> FG_DEVICE {rows} rows_of_{name}(const Arguments& a, int64_t first) {{ return {result}; }}"""
+def _by_row(each: Operand) -> str:
+    by_batch, by_head, by_row = (f"a.{field}" for field in each.stride_fields)
+    name, place = each.name, "const Arguments& a, int64_t b, int64_t h, int64_t n"
+    element = "float" if each.elements is Elements.FLOAT32 else "T"  # whatever T is
+    element = element if each.is_written else f"const {element}"
+    code = f"""// {name} {each.shape}: one row; those of a head from one on.
+template <class T> FG_DEVICE {element}* row_of_{name}({place}) {{
+  return static_cast<{element}*>(a.{name}) + b * {by_batch} + h * {by_head} + n * {by_row};
+}}
+template <class T> FG_DEVICE fg::StridedRows<{element}> rows_of_{name}({place}) {{
+  return {{row_of_{name}<T>(a, b, h, n), {by_row}}};
+}}"""
+    return code + _by_number(each, element) if each.of_queries else code
 
 
-def _row(what: str, each: Operand) -> str:
+def _by_number(each: Operand, element: str) -> str:
     """Heads are counted through the batch, of which kernels for ragged batches see one entry."""
-    _, heads, length = each.counts
-    apart = HEAD_ROWS if each.rows is Rows.SLICED else length
-    code = f"n * a.{heads} + head" if each.rows is Rows.PACKED else f"head * a.{apart} + n"
-    return (
-        f"// The number of the row of a {what} in what is written for each.\n"
-        f"FG_DEVICE int64_t {what}_row(const Arguments& a, int64_t head, int64_t n) {{ return {code}; }}"
-    )
+    batch = "0" if each.rows.is_packed else "unsigned(head) / unsigned(a.heads)"
+    return f"""
+template <class T> FG_DEVICE fg::StridedRows<{element}> rows_of_{each.name}(const Arguments& a, int head, int n) {{
+  const int b = {batch};
+  return rows_of_{each.name}<T>(a, b, head - b * int(a.heads), n);
+}}"""
 
 
 def _rows_apart(lse: Operand) -> str:
@@ -80,14 +77,8 @@ def _rows_apart(lse: Operand) -> str:
 
 
 def _moved(each: Operand, head_dim: HeadDim) -> str:
-    begin, (_, heads, _) = "a.q_begin" if each.of_queries else "a.kv_begin", each.counts
-    match each.rows:
-        case Rows.PACKED_STRIDED:
-            row = f"call.{each.stride_fields[2]}"
-        case Rows.PACKED:
-            row = f"(call.{heads} * {each.columns(head_dim)})"
-        case _:
-            row = str(each.columns(head_dim))
+    begin = "a.q_begin" if each.of_queries else "a.kv_begin"
+    row = f"call.{each.stride_fields[2]}" if each.rows.has_strides else str(each.columns(head_dim))
     element = "float" if each.elements is Elements.FLOAT32 else "T"
     return f"a.{each.name} = fg::moved<{element}>(call.{each.name}, {begin} * {row});"
 
@@ -104,20 +95,20 @@ template <class T> FG_DEVICE fg::CachedRows<T> rows_of_{name}(const Arguments& a
 }}"""
 
 
-def _of_group(q: Operand, o: Operand, head_dim: HeadDim) -> str:
+def _of_group(q: Operand, o: Operand) -> str:
     by_batch, by_head, by_row = (f"a.{field}" for field in q.stride_fields)
+    o_by_batch, o_by_head, o_by_row = (f"a.{field}" for field in o.stride_fields)
     return f"""// q and o, of the block's sequence {q.shape[4:]}: the rows of the heads of a key/value head.
 FG_DEVICE int first_of_q(const Arguments& a, int64_t, int64_t h) {{ return int(h * {by_head}); }}
 template <class T> FG_DEVICE fg::GroupRows<const T> rows_of_q(const Arguments& a, int first) {{
   return {{static_cast<const T*>(a.q) + (a.sequence * {by_batch} + first), group_of(a), 0, {by_head}, {by_row}}};
 }}
-FG_DEVICE int64_t first_head(const Arguments& a, int kv_head) {{ return a.sequence * a.heads + kv_head * group_of(a); }}
 template <class T> FG_DEVICE fg::GroupRows<T> rows_of_o(const Arguments& a, int kv_head, int first) {{
-  const int64_t by_row = {o.columns(head_dim)}, by_head = a.q_len * by_row;
-  return {{static_cast<T*>(a.o) + first_head(a, kv_head) * by_head, group_of(a), first, by_head, by_row}};
+  T* const begin = static_cast<T*>(a.o) + a.sequence * {o_by_batch} + int64_t(kv_head) * group_of(a) * {o_by_head};
+  return {{begin, group_of(a), first, {o_by_head}, {o_by_row}}};
 }}
 // The number of one of these rows in lse.
 FG_DEVICE int64_t query_row(const Arguments& a, int kv_head, int row) {{
   const int group = group_of(a), n = int(fg::position_of(row, group));
-  return (first_head(a, kv_head) + (row - n * group)) * a.q_len + n;
+  return (a.sequence * a.heads + kv_head * group + (row - n * group)) * a.q_len + n;
 }}"""

@@ -54,11 +54,12 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
   return {static_cast<const T*>(base), int(offset), int(stride)};
 }
 
-// Where rows of `width` elements are written: packed one after another from a pointer on, or `stride` elements from one
-// to the next.
+// Where rows are written: `stride` elements from one to the next; packed ones of `width` elements from a pointer on.
 template <class T> struct StridedRows {
   T* base;
   int64_t stride;
+
+  FG_DEVICE StridedRows from(int column) const { return {base + column, stride}; }
 };
 template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + int64_t(row) * width; }
 template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }

@@ -71,7 +71,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         heads_by_row=variant.has_rows_of_heads,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),
-        addressing=addressing_code(operands_of(variant), variant.head_dim),
+        addressing=addressing_code(operands_of(variant)),
         sequence_code=sequence_code(operands_of(variant), variant.head_dim) if variant.ragged else (),
         of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
