@@ -162,6 +162,21 @@ def test_a_mask_keeps_the_offset_that_it_was_made_for() -> None:
     assert found.captured["offset"] == 5
 
 
+def test_the_matrix_is_there_for_attention_of_a_models_own() -> None:
+    offset = torch.tensor(5)
+    padding = torch.arange(12) < torch.tensor([[12], [4], [2]])
+    found = layer_mask(BATCH, 1, 12, offset, attention_mask=padding)
+    offset.add_(1)
+    assert isinstance(found, LayerMask)
+    kept = (torch.arange(12) <= 5) & padding[:, None, None]
+    assert torch.equal(found.dense(), kept)
+    assert torch.equal(found.to("cpu").repeat(1, 4, 1, 1), kept.expand(BATCH, 4, 1, 12))
+    scores = torch.randn(BATCH, 4, 1, 12, generator=torch.Generator().manual_seed(0))
+    for total in (scores + found, found + scores):
+        assert torch.equal(total[kept.expand_as(scores)], scores[kept.expand_as(scores)])
+        assert total[~kept.expand_as(scores)].max() < -1e38
+
+
 def test_a_mask_goes_where_it_is_sent() -> None:
     found = layer_mask(BATCH, 9, 9, attention_mask=ids(9) > 0)
     assert isinstance(found, LayerMask)

@@ -21,7 +21,6 @@ from benchmarks import host_time
 from flashgen.cache import Cache
 from flashgen.runtime import node
 from flashgen.runtime.engine import Engine
-from flashgen.runtime.op import AttentionOp
 from tests.runtime.helpers import CAUSAL, SIGMOID, op, qkv, random
 
 pytestmark = pytest.mark.slow  # the library takes half a minute to compile
