@@ -35,7 +35,9 @@ def packed(inner: Callable[..., Any], length: int) -> Callable[..., Any]:
     starts[:, 0] = True
     places = torch.arange(length).expand(BATCH, -1)
     positions = places - torch.where(starts, places, 0).cummax(-1).values
-    function: Callable[..., Any] = hf.packed_sequence_compatibility_function(inner, positions, starts.cumsum(-1))
+    function: Callable[..., Any] = hf.and_masks(
+        hf.packed_sequence_mask_function(starts.cumsum(-1)), hf.remap_positions_for_packed_sequence(inner, positions)
+    )
     return function
 
 

@@ -114,7 +114,7 @@ def test_params_come_with_each_call(
     """Numbers differ from call to call, and are none of what a plan keeps."""
     own, x = op(PARAMS, "cpu"), qkv(dtype=dtype)
     d_o = random(2, 4, 37, 16, seed=9, dtype=dtype)
-    cases = [{"scaling": 0.25, "window": 9}, {"scaling": torch.tensor(-1.5), "window": torch.tensor(3).int()},
+    cases: list[dict[str, Any]] = [{"scaling": 0.25, "window": 9}, {"scaling": torch.tensor(-1.5), "window": torch.tensor(3).int()},
              {"scaling": float("inf"), "window": 0}, {"scaling": 0.5, "window": 40}]  # fmt: skip
     expected = [in_python(functools.partial(both, functools.partial(own, **each), x, x, d_o)) for each in cases]
     warmed(functools.partial(own, **cases[0]), x, d_o)
@@ -389,7 +389,7 @@ class Recording(host_time.NoDriver):
 )
 @pytest.mark.parametrize("n", [33, 4096])
 def test_a_gpu_is_asked_for_the_same(
-    clause: str, params: dict[str, float], n: int, monkeypatch: pytest.MonkeyPatch
+    clause: str, params: dict[str, Any], n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches in their order, their numbers and bytes, what is cleared and described, as Python asks for them."""
     driver = Recording()

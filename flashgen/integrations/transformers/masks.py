@@ -104,7 +104,8 @@ class LayerMask:
         if not (isinstance(scores, Tensor) and scores.is_floating_point()):
             self._refuse()
         added = torch.zeros((), dtype=scores.dtype, device=scores.device)
-        return scores + torch.where(self.dense().to(scores.device), added, torch.finfo(scores.dtype).min)
+        total: Tensor = scores + torch.where(self.dense().to(scores.device), added, torch.finfo(scores.dtype).min)
+        return total
 
     __radd__ = __add__
 
