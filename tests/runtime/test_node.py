@@ -114,8 +114,12 @@ def test_params_come_with_each_call(
     """Numbers differ from call to call, and are none of what a plan keeps."""
     own, x = op(PARAMS, "cpu"), qkv(dtype=dtype)
     d_o = random(2, 4, 37, 16, seed=9, dtype=dtype)
-    cases: list[dict[str, Any]] = [{"scaling": 0.25, "window": 9}, {"scaling": torch.tensor(-1.5), "window": torch.tensor(3).int()},
-             {"scaling": float("inf"), "window": 0}, {"scaling": 0.5, "window": 40}]  # fmt: skip
+    cases: list[dict[str, Any]] = [
+        {"scaling": 0.25, "window": 9},
+        {"scaling": torch.tensor(-1.5), "window": torch.tensor(3).int()},
+        {"scaling": float("inf"), "window": 0},
+        {"scaling": 0.5, "window": 40},
+    ]
     expected = [in_python(functools.partial(both, functools.partial(own, **each), x, x, d_o)) for each in cases]
     warmed(functools.partial(own, **cases[0]), x, d_o)
     with monkeypatch.context() as patch:
