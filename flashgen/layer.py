@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +19,7 @@ from flashgen.pipeline import loads
 LOWER_RIGHT = "i + Nk - Nq"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One attention layer.
 
     ``head_dim`` is (D, Dv). ``mask`` is the condition that keeps a pair, in the language, and ``declarations`` the
@@ -61,10 +59,16 @@ class Layer:
 
     def op(self) -> Any:
         """The op, compiled on the first use of its structure. Raises ``SpecError`` where no target takes the spec."""
-        return getattr(_OPS, _compiled(self.text()))
+        if torch.compiler.is_compiling():
+            return getattr(_OPS, _compiled(self.text()))
+        op = _BY_LAYER.get(self)
+        if op is None:
+            op = _BY_LAYER[self] = getattr(_OPS, _compiled(self.text()))
+        return op
 
 
-# The ops, by names that texts have here. Attributes, as torch.compile looks at each when it is asked for.
+# The ops, by layers and by names that texts have here. Attributes, as torch.compile looks at each when it is asked for.
+_BY_LAYER: dict[Layer, Any] = {}
 _OPS = SimpleNamespace()
 _NAMES: dict[str, str] = {}
 _LOCK = threading.Lock()

@@ -22,7 +22,6 @@ from flashgen.plan.operands import Operand
 from flashgen.runtime import driver_maps
 from flashgen.runtime.counters import CounterPool, Counters, lasting
 from flashgen.runtime.kernel import (
-    POINTERS,
     ArgumentLayout,
     JvpKernel,
     Kernel,
@@ -164,8 +163,9 @@ class CudaKernel:
         settled = tuple(values[self.layout.varying :])
         native = None
         is_alone = len(parts) == 1 and not (parts[0][0].moves or parts[0][0].lists or parts[0][0].places)
-        if is_alone and self.layout.names[: self.layout.varying] == POINTERS:
-            native = functools.partial(self._native, found.workspace_bytes, *parts[0][:2], values)
+        if is_alone and self.layout.params is not None:
+            own = (*(0,) * self.layout.varying, *settled)
+            native = functools.partial(self._native, found.workspace_bytes, *parts[0][:2], own)
         return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)), native)
 
     def _native(

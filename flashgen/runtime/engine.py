@@ -72,7 +72,8 @@ class Engine:
         self._workspaces = Workspaces()
         self.checker = self._make_checker()
         self._values = CapturedValues(spec, self.signature, self.checker)
-        self.has_nodes = type(self) is Engine and not self.signature.takes_more and pairs is not None
+        varies = bool(spec.tensors) or spec.dropout is not None or any(each.grad for each in spec.params)
+        self.has_nodes = type(self) is Engine and not varies and pairs is not None
 
     def _make_checker(self) -> CallChecker:
         return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)

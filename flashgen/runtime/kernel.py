@@ -18,7 +18,7 @@ from typing import Literal as OneOf
 from typing import Protocol
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.arguments import Field
+from flashgen.plan.arguments import Field, param_field, param_place_field
 from flashgen.plan.launches import Box
 from flashgen.runtime.compiler import load_library
 
@@ -27,13 +27,16 @@ PassName = OneOf["forward", "backward"]
 LibraryPart = OneOf["forward", "backward", "ragged"]
 Values = Sequence[float]
 
+# The fields that ``struct Arguments`` begins with: all that vary where a spec captures nothing.
+POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
 _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
 
 
 class ArgumentLayout:
     """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them.
 
-    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their part of the bytes.
+    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their part of the bytes. ``params``
+    are those of params, which alone vary beside what every call has; None where something else does.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -46,6 +49,11 @@ class ArgumentLayout:
         self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats[:-1]) + "0P").pack
         behind = "0" + formats[self.varying]
         self.pack_varying: Callable[..., bytes] = struct.Struct("@" + "".join(formats[: self.varying]) + behind).pack
+        varies = self.fields[: self.varying]
+        params = tuple(each for each in varies if each.name.startswith(param_field("")))
+        places = tuple(each for each in varies if each.name.startswith(param_place_field("")))
+        is_plain = self.names[: len(POINTERS)] == POINTERS and len(varies) == len((*POINTERS, *params, *places))
+        self.params: tuple[Field, ...] | None = params if is_plain else None
 
     def values(self, known: Mapping[str, float]) -> list[float]:
         """One value a field; zero, a null pointer, where nothing is known."""
@@ -75,7 +83,8 @@ class Step:
 class Native:
     """A pass as the node of autograd in C++ starts it (``struct Pass`` of templates/host/node.cpp).
 
-    ``arguments`` are the bytes of ``struct Arguments``, whose leading fields are the ``pointers``, at these offsets.
+    ``arguments`` are the bytes of ``struct Arguments``, in which what varies is 0; its leading fields are ``POINTERS``,
+    and behind them come the values of params, which are on the host.
     ``function`` is that of a CPU's library, 0 on a GPU; ``clears`` are offsets in the workspace and bytes; ``launches``
     the words of each. ``driver`` are the addresses of what a GPU's driver is asked for.
     """
@@ -95,10 +104,6 @@ class Native:
         launches = itertools.chain.from_iterable(self.launches)
         counts = len(self.clears), len(self.launches)
         return (self.workspace_bytes, *pointers, self.function, counts[0], *clears, counts[1], *launches)
-
-
-# The fields that ``struct Arguments`` begins with where a spec captures nothing: those that vary.
-POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -374,10 +379,9 @@ def _prepared(
     """A function of the packed arguments, all of which but those that vary are settled."""
     pack, whole = layout.pack_varying, layout.pack(*values)
     settled = whole[len(pack(*values[: layout.varying])) :]
-    size = workspace(whole)
+    size, nothing = workspace(whole), (0,) * layout.varying
 
     def native() -> Native:
-        return Native(size, whole, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+        return Native(size, pack(*nothing) + settled, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
 
-    own = layout.names[: layout.varying] == POINTERS
-    return Prepared(size, lambda varying: call(pack(*varying) + settled), native if own else None)
+    return Prepared(size, lambda varying: call(pack(*varying) + settled), None if layout.params is None else native)

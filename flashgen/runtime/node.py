@@ -30,7 +30,7 @@ from torch import Tensor
 from flashgen.cache import Cache, key_of
 from flashgen.runtime.call import FORKS, Call, backward_key, is_readable
 from flashgen.runtime.compiler import CompileFailed, CompilerMissing, compile_with, find_compiler
-from flashgen.runtime.kernel import Native, Node, Prepared
+from flashgen.runtime.kernel import POINTERS, Native, Node, Prepared
 from flashgen.shipped import shipped
 
 ENVIRONMENT_VARIABLE = "FLASHGEN_NODE"
@@ -41,8 +41,9 @@ _FILE = "library.so"
 _MOST_BYTES, _MOST_MAPS = 4096, 4  # as node.cpp says
 _MOST_PLANS = 4096  # they are never given back
 _ALIGNED_FLOATS = 64
-# Numbers of torch's types in C++.
+# Numbers of torch's types in C++, and of those of params.
 _SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
+_PARAM_TYPES = {"i32": 3, "f32": 6}
 
 # Gradients in Python: of d_o, of what was kept and of the tensors, for those that are needed.
 Gradients = Callable[[Tensor, tuple[Any, ...], tuple[Any, ...], tuple[bool, ...]], Sequence[Tensor | None]]
@@ -209,7 +210,8 @@ def _made(
     if FORKS or prepared.native is None or call.needs_copy or call.written is not dtype or not extension.room():
         return None
     native, kernel = prepared.native(), call.kernel
-    if native is None or kernel is None or not _fits(native):
+    params = None if kernel is None else kernel.layout.params
+    if native is None or kernel is None or params is None or not _fits(native):
         return None
     rows, parts = q.shape[:-1].numel(), call.lse_parts[0]
     lse_at = -(-2 * rows // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
@@ -217,19 +219,21 @@ def _made(
     results = (word for layout in (call.o, *call.gradients) for word in _operand(*layout))
     words = (
         _SCALAR_TYPES[dtype], int(has_lse), call.threads, kernel.row_alignment, *inputs, *results, rows, lse_at,
-        *native.driver, *native.words,
+        len(params), *(8 * len(POINTERS) + 4 * n for n in range(len(params))),
+        len(params), *(_PARAM_TYPES[each.kind] for each in params), *native.driver, *native.words,
     )  # fmt: skip
+    end, unlearned = 6 + len(params), (False,) * len(params)
     seen: set[tuple[int, ...]] = set()
 
     def in_python(d_o: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
         """Gradients of what C++ was not told of; of gradients that lie like these it will be."""
-        needs, own, kept = others[:3], others[3:6], others[6:]
+        needs, own, kept = (*others[:3], *unlearned), others[3:end], others[end:]
         if kept:
             o, together = kept
             kept = (o, together[lse_at:].view(call.lse[0]), together[: 2 * rows].view(parts))
         found = gradients(d_o, kept, own, needs)
         strides = d_o.stride()
-        known = call.backward.get(backward_key(False, strides))
+        known = call.backward.get(backward_key(False, strides, unlearned))
         if known is not None and known.native is not None and strides not in seen and is_readable(kernel, d_o):
             seen.add(strides)
             backward = known.native()

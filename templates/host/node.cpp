@@ -29,6 +29,9 @@ namespace {
 enum Slot { WORKSPACE, Q, K, V, O, LSE, PARTS, D_O, D_LSE, DQ, DK, DV, SLOTS };
 using Pointers = std::array<const void*, SLOTS>;
 
+// Params of a call.
+using Numbers = std::vector<at::Tensor>;
+
 constexpr size_t MOST_BYTES = 4096;  // of `struct Arguments`
 constexpr int MOST_MAPS = 4, MAP_BYTES = 192, MAP_WORDS = 128;
 constexpr int64_t SPARE_BYTES = 1 << 22;
@@ -163,6 +166,7 @@ struct Plan {
   Operand o;
   std::array<Operand, 3> gradients;  // of q, k and v
   int64_t rows, lse_at;  // numbers of float32: the rows, and where lse begins behind the parts
+  std::vector<int64_t> places, types;  // of params, each a number of 32 bits: where in `struct Arguments`, what it is
   Driver driver;
   Pass forward;
   std::array<std::unique_ptr<const Backward>, MOST_BACKWARDS> backwards;
@@ -170,6 +174,7 @@ struct Plan {
   PyObject* slow;                // what Python does in the place of `backward`
   c10::Device device;
   c10::DispatchKeySet keys;  // of a plain tensor there
+  c10::DispatchKeySet keys_of_numbers = at::empty({0}, at::kCPU).key_set();
   pid_t process = getpid();
 
   Plan(Words& words, std::string of_forward, PyObject* in_python, const at::Tensor& plain)
@@ -182,6 +187,8 @@ struct Plan {
         gradients{Operand(words), Operand(words), Operand(words)},
         rows(words.next()),
         lse_at(words.next()),
+        places(words.list()),
+        types(words.list()),
         driver(words),
         forward(words, std::move(of_forward)),
         slow(in_python),
@@ -194,6 +201,12 @@ struct Plan {
   bool takes(const at::Tensor& x, const Operand& operand) const {
     return x.defined() && x.key_set() == keys && x.scalar_type() == type && x.device() == device && operand.is(x) &&
            reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment == 0 && x.const_data_ptr() != nullptr;
+  }
+
+  // The same of a param: one number on the CPU, which nothing is to be learned of.
+  bool takes_number(const at::Tensor& x, size_t n) const {
+    return x.defined() && x.key_set() == keys_of_numbers && static_cast<int64_t>(x.scalar_type()) == types[n] &&
+           x.dim() == 0 && !x.requires_grad();
   }
 
   // Whether this is the process, with as many threads, that it was made for: a forked child has none of its parent's.
@@ -238,7 +251,7 @@ void write(const Map& map, const Driver& driver, const Pointers& at, char* words
   std::memcpy(words + MAP_WORDS, map.slabs, sizeof map.slabs);
 }
 
-void run(const Plan& plan, const Pass& pass, Pointers& at, const at::Tensor& like) {
+void run(const Plan& plan, const Pass& pass, Pointers& at, const Numbers& numbers, const at::Tensor& like) {
   alignas(64) char arguments[MOST_BYTES];
   at::Tensor workspace;
   if (pass.workspace_bytes > 0) {
@@ -251,6 +264,7 @@ void run(const Plan& plan, const Pass& pass, Pointers& at, const at::Tensor& lik
   }
   std::memcpy(arguments, pass.arguments.data(), pass.arguments.size());
   for (size_t slot = 0; slot < SLOTS; ++slot) std::memcpy(arguments + pass.offsets[slot], &at[slot], sizeof(void*));
+  for (size_t n = 0; n < numbers.size(); ++n) std::memcpy(arguments + plan.places[n], numbers[n].const_data_ptr(), 4);
   if (pass.function != nullptr) {
     pass.function(arguments);
     return;
@@ -275,7 +289,7 @@ void run(const Plan& plan, const Pass& pass, Pointers& at, const at::Tensor& lik
 
 // o, and its rows: all that gradients need, or what the kernel writes in any case.
 std::pair<at::Tensor, at::Tensor> attend(const Plan& plan, const at::Tensor& q, const at::Tensor& k,
-                                         const at::Tensor& v, bool keeps_rows) {
+                                         const at::Tensor& v, const Numbers& numbers, bool keeps_rows) {
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor o = plan.o.empty(q), rows;
   Pointers at{};
@@ -287,29 +301,28 @@ std::pair<at::Tensor, at::Tensor> attend(const Plan& plan, const at::Tensor& q, 
     const float* begin = rows.const_data_ptr<float>();
     at[PARTS] = keeps_rows ? begin : nullptr, at[LSE] = begin + lse_at;
   }
-  run(plan, plan.forward, at, q);
+  run(plan, plan.forward, at, numbers, q);
   return {o, rows};
 }
 
 struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, int64_t address) {
+                            const at::Tensor& v, int64_t address, const Numbers& numbers) {
     const Plan& plan = *reinterpret_cast<const Plan*>(address);
-    auto [o, rows] = attend(plan, q, k, v, true);
+    auto [o, rows] = attend(plan, q, k, v, numbers, true);
     context->set_materialize_grads(false);
     context->saved_data["plan"] = address;
-    if (plan.has_lse) {
-      context->save_for_backward({q, k, v, o, rows});
-    } else {
-      context->save_for_backward({q, k, v});
-    }
+    torch::autograd::variable_list kept{q, k, v};
+    kept.insert(kept.end(), numbers.begin(), numbers.end());
+    if (plan.has_lse) kept.insert(kept.end(), {o, rows});
+    context->save_for_backward(std::move(kept));
     return o;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list arriving) {
     const at::Tensor& d_o = arriving[0];
-    torch::autograd::variable_list found(4);
+    torch::autograd::variable_list found(INPUTS);
     if (!d_o.defined()) return found;
     const Plan& plan = *reinterpret_cast<const Plan*>(context->saved_data["plan"].toInt());
     torch::autograd::variable_list saved = context->get_saved_variables();
@@ -325,11 +338,12 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
       at[DQ + n] = found[n].const_data_ptr();
     }
     at[D_O] = d_o.const_data_ptr();
+    size_t end = 3 + plan.places.size();
     if (plan.has_lse) {
-      const float* begin = saved[4].const_data_ptr<float>();
-      at[O] = saved[3].const_data_ptr(), at[PARTS] = begin, at[LSE] = begin + plan.lse_at;
+      const float* begin = saved[end + 1].const_data_ptr<float>();
+      at[O] = saved[end].const_data_ptr(), at[PARTS] = begin, at[LSE] = begin + plan.lse_at;
     }
-    run(plan, *pass, at, saved[0]);
+    run(plan, *pass, at, Numbers(saved.begin() + 3, saved.begin() + static_cast<ptrdiff_t>(end)), saved[0]);
     for (size_t n = 0; n < 3; ++n) {
       if (!needs[n]) found[n] = at::Tensor();
     }
@@ -337,6 +351,8 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
   }
 
  private:
+  static constexpr size_t INPUTS = 5;  // of `forward`, of which the first three have gradients
+
   // Whether nothing watches, and all is as when the plan was made: hooks may have given back other tensors than were
   // saved.
   static bool fits(const Plan& plan, const torch::autograd::variable_list& saved) {
@@ -345,9 +361,14 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
     for (size_t n = 0; n < 3; ++n) {
       if (!plan.takes(saved[n], plan.operands[n])) return false;
     }
+    size_t end = 3 + plan.places.size();
+    for (size_t n = 3; n < end; ++n) {
+      if (!plan.takes_number(saved[n], n - 3)) return false;
+    }
     if (!plan.has_lse) return true;
-    return plan.takes(saved[3], plan.o) && saved[4].is_contiguous() && saved[4].key_set() == plan.keys &&
-           saved[4].scalar_type() == at::kFloat && saved[4].numel() == plan.lse_at + plan.rows;
+    const at::Tensor &o = saved[end], &rows = saved[end + 1];
+    return plan.takes(o, plan.o) && rows.is_contiguous() && rows.key_set() == plan.keys &&
+           rows.scalar_type() == at::kFloat && rows.numel() == plan.lse_at + plan.rows;
   }
 
   static torch::autograd::variable_list in_python(const Plan& plan, const at::Tensor& d_o,
@@ -360,7 +381,7 @@ struct FlashgenAttention : torch::autograd::Function<FlashgenAttention> {
     for (size_t n = 0; n < saved.size(); ++n) PyTuple_SET_ITEM(given.get(), 4 + n, THPVariable_Wrap(saved[n]));
     THPObjectPtr result(PyObject_CallObject(plan.slow, given.get()));
     if (!result) fail();
-    torch::autograd::variable_list found(4);
+    torch::autograd::variable_list found(INPUTS);
     for (Py_ssize_t n = 0; n < 3; ++n) {
       PyObject* each = PyTuple_GetItem(result.get(), n);
       if (each == nullptr) fail();
@@ -409,23 +430,33 @@ PyObject* add(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// attend(plan, q, k, v) -> o, or None where the plan does not take them as they are
+// attend(plan, q, k, v, *params) -> o, or None where the plan does not take them as they are
 PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 4, "attend() takes four arguments");
+  TORCH_CHECK(count >= 4, "attend() takes four arguments and params");
   auto* plan = static_cast<const Plan*>(PyLong_AsVoidPtr(given[0]));
   if (plan == nullptr) return nullptr;
-  if (!plan->is_of_here()) Py_RETURN_NONE;
-  for (int n = 0; n < 3; ++n) {
-    bool is_tensor = THPVariable_Check(given[n + 1]);
-    if (!is_tensor || !plan->takes(THPVariable_Unpack(given[n + 1]), plan->operands[n])) Py_RETURN_NONE;
+  size_t params = static_cast<size_t>(count) - 4;
+  if (!plan->is_of_here() || params != plan->places.size()) Py_RETURN_NONE;
+  for (Py_ssize_t n = 1; n < count; ++n) {
+    if (!THPVariable_Check(given[n])) Py_RETURN_NONE;
+  }
+  for (size_t n = 0; n < 3; ++n) {
+    if (!plan->takes(THPVariable_Unpack(given[n + 1]), plan->operands[n])) Py_RETURN_NONE;
+  }
+  Numbers numbers;
+  numbers.reserve(params);
+  for (size_t n = 0; n < params; ++n) {
+    numbers.push_back(THPVariable_Unpack(given[n + 4]));
+    if (!plan->takes_number(numbers.back(), n)) Py_RETURN_NONE;
   }
   at::Tensor q = THPVariable_Unpack(given[1]), k = THPVariable_Unpack(given[2]), v = THPVariable_Unpack(given[3]), o;
   {
     pybind11::gil_scoped_release others_run;
     bool learns = c10::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    o = learns ? FlashgenAttention::apply(q, k, v, static_cast<int64_t>(reinterpret_cast<intptr_t>(plan)))
-               : attend(*plan, q, k, v, false).first;
+    o = learns ? FlashgenAttention::apply(q, k, v, static_cast<int64_t>(reinterpret_cast<intptr_t>(plan)),
+                                        numbers)
+               : attend(*plan, q, k, v, numbers, false).first;
   }
   return THPVariable_Wrap(std::move(o));
   END_HANDLE_TH_ERRORS

@@ -15,7 +15,12 @@ from flashgen.runtime.op import AttentionOp
 
 cuda: Any = torch.cuda
 # Gradients are the same bit by bit where they are asked to be.
-SPECS = ("head_dim 64 mask causal", "head_dim 128", "head_dim 64 weights sigmoid(s)")
+SPECS = (
+    "head_dim 64 mask causal",
+    "head_dim 128",
+    "head_dim 64 weights sigmoid(s)",
+    "head_dim 128 param scaling: f32 scale scaling mask causal",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +46,7 @@ def unexpected(*_: Any) -> None:
 def both(op: AttentionOp, x: list[Tensor]) -> tuple[str, list[Tensor]]:
     """Whose node it was, and what it gave."""
     leaves = [each.clone().requires_grad_() for each in x[:3]]
-    o = op(*leaves, deterministic=True)
+    o = op(*leaves, deterministic=True, **{each.name: 0.3 for each in op.spec.params})
     return type(o.grad_fn).__name__, [o, *torch.autograd.grad(o, leaves, x[3])]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flashgen.integrations.transformers as fgt
 from flashgen import layer as layers
+from flashgen.integrations.transformers import packing
 from flashgen.integrations.transformers.calls import attention_forward
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask
 from tests.integrations.models import VOCABULARY, assert_same_step, build, packed, padded, step, tokens
@@ -251,6 +252,11 @@ def test_models_make_conditions_and_no_matrices(monkeypatch: pytest.MonkeyPatch)
         ({"output_attentions": True}, "'output_attentions' is not supported by flashgen's attention: the weights"),
         ({"cache": object()}, "'cache' is not supported by flashgen's attention: continuous batching"),
         ({"block_indices": torch.zeros(1)}, "'block_indices' is not supported"),
+        ({"indices": torch.zeros(1)}, "'indices' is not supported by flashgen's attention: selected keys"),
+        ({"block_table": torch.zeros(1)}, "'block_table' is not supported"),
+        ({"sinks": torch.zeros(1)}, "'sinks' is not supported .*s_aux are sinks"),
+        ({"use_top_left_mask": True}, "'use_top_left_mask' is not supported"),
+        ({"layer_head_mask": torch.ones(4)}, "'layer_head_mask' is not supported"),
         ({"head_mask": torch.ones(4)}, "'head_mask' is not supported"),
         ({"seq_idx": torch.zeros(1, 19)}, "'seq_idx' is not supported"),
     ],
@@ -269,6 +275,57 @@ def test_keywords_that_say_nothing_of_attention_pass() -> None:
     )  # fmt: skip
     torch.testing.assert_close(o, eager(q, k, v, None), rtol=1e-5, atol=1e-5)
     assert o.is_contiguous()
+
+
+def test_keywords_that_eager_attention_does_not_read_pass() -> None:
+    """Models hand down what their callers gave: PaliGemma labels, trainers what belongs to the loss."""
+    model, ids = build("llama").eval(), tokens(1, 9)
+    wanted = model(ids).logits
+    for name, value in (
+        ("labels", ids), ("shift_labels", ids), ("num_logits_to_keep", 1), ("token_type_ids", ids * 0),
+        ("mm_token_type_ids", ids * 0), ("skip_logits", True), ("num_items_in_batch", torch.tensor(3)),
+        ("output_hidden_states", True), ("cu_seqlens", None), ("whatever_comes_next", object()),
+    ):  # fmt: skip
+        hidden = model.model(ids, **{name: value}).last_hidden_state
+        assert torch.equal(model.lm_head(hidden), wanted), name
+
+
+def test_a_padding_mask_that_does_not_fit_is_named() -> None:
+    model, ids = build("llama"), tokens(2, 9)
+    for mask in (torch.ones(3, 9), torch.ones(1, 9).tril(-3), torch.ones(2, 9, 9)):
+        with pytest.raises(ValueError, match=r"'attention_mask' has shape \[.*\]; \[B, Nk\] = \[2, 9\] is expected"):
+            model(ids, attention_mask=mask)
+
+
+def test_rows_of_8_bits_are_named() -> None:
+    q, k = heads().bfloat16(), heads(count=2).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"'key' is torch\.float8_e4m3fn, but 'query' is torch\.bfloat16"):
+        attention_forward(nn.Module(), q, k, k, None)
+
+
+def test_packing_is_looked_at_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def documents(ends: Tensor, length: int) -> Tensor:
+        counted.append(length)
+        return original(ends, length)
+
+    original = packing._documents
+    monkeypatch.setattr(packing, "_documents", documents)
+    model, ids = build("llama"), tokens(1, 19)
+    ends = torch.tensor([0, 5, 16, 19])
+    first = model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+    assert counted == [19, 19]
+    ends[1] = 7
+    second = model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+    assert counted == [19] * 4
+    assert not torch.equal(first, second)
+    assert torch.equal(second, model(ids, cu_seq_lens_q=ends.clone(), cu_seq_lens_k=ends.clone()).logits)
+    with torch.inference_mode():
+        changing = ends.clone()
+        assert torch.equal(model(ids, cu_seq_lens_q=changing, cu_seq_lens_k=changing).logits, second)
+        changing[1] = 5
+        assert torch.equal(model(ids, cu_seq_lens_q=changing, cu_seq_lens_k=changing).logits, first)
 
 
 def test_attentions_are_refused_where_a_model_is_asked_for_them() -> None:
@@ -313,7 +370,13 @@ def test_masks_for_other_lengths_are_refused() -> None:
     with pytest.raises(AttributeError, match="has no 'expand'"):
         mask.expand(2, 4, 24, 25)
     matrix: Any = mask
-    changes: list[Callable[[], Any]] = [lambda: q + matrix, lambda: matrix & q, lambda: ~matrix, lambda: matrix < 0]
+    changes: list[Callable[[], Any]] = [
+        lambda: q - matrix,
+        lambda: 1 + matrix,
+        lambda: matrix & q,
+        lambda: ~matrix,
+        lambda: matrix < 0,
+    ]
     for change in changes:
         with pytest.raises(TypeError, match=r"has no arithmetic: .* takes attn_implementation='sdpa'"):
             change()

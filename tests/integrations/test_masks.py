@@ -35,7 +35,9 @@ def packed(inner: Callable[..., Any], length: int) -> Callable[..., Any]:
     starts[:, 0] = True
     places = torch.arange(length).expand(BATCH, -1)
     positions = places - torch.where(starts, places, 0).cummax(-1).values
-    function: Callable[..., Any] = hf.packed_sequence_compatibility_function(inner, positions, starts.cumsum(-1))
+    function: Callable[..., Any] = hf.and_masks(
+        hf.packed_sequence_mask_function(starts.cumsum(-1)), hf.remap_positions_for_packed_sequence(inner, positions)
+    )
     return function
 
 
@@ -160,6 +162,21 @@ def test_a_mask_keeps_the_offset_that_it_was_made_for() -> None:
     offset.add_(1)
     assert isinstance(found, LayerMask)
     assert found.captured["offset"] == 5
+
+
+def test_the_matrix_is_there_for_attention_of_a_models_own() -> None:
+    offset = torch.tensor(5)
+    padding = torch.arange(12) < torch.tensor([[12], [4], [2]])
+    found = layer_mask(BATCH, 1, 12, offset, attention_mask=padding)
+    offset.add_(1)
+    assert isinstance(found, LayerMask)
+    kept = (torch.arange(12) <= 5) & padding[:, None, None]
+    assert torch.equal(found.dense(), kept)
+    assert torch.equal(found.to("cpu").repeat(1, 4, 1, 1), kept.expand(BATCH, 4, 1, 12))
+    scores = torch.randn(BATCH, 4, 1, 12, generator=torch.Generator().manual_seed(0))
+    for total in (scores + found, found + scores):
+        assert torch.equal(total[kept.expand_as(scores)], scores[kept.expand_as(scores)])
+        assert total[~kept.expand_as(scores)].max() < -1e38
 
 
 def test_a_mask_goes_where_it_is_sent() -> None:

@@ -21,7 +21,6 @@ from benchmarks import host_time
 from flashgen.cache import Cache
 from flashgen.runtime import node
 from flashgen.runtime.engine import Engine
-from flashgen.runtime.op import AttentionOp
 from tests.runtime.helpers import CAUSAL, SIGMOID, op, qkv, random
 
 pytestmark = pytest.mark.slow  # the library takes half a minute to compile
@@ -54,7 +53,7 @@ def is_native(o: Tensor) -> bool:
     return o.grad_fn is not None and "Cpp" in type(o.grad_fn).__name__
 
 
-def warmed(own: AttentionOp, x: list[Tensor], *gradients: Tensor) -> None:
+def warmed(own: Callable[..., Any], x: list[Tensor], *gradients: Tensor) -> None:
     """Python runs each pass once, then C++ knows it."""
     for d_o in gradients or (torch.ones_like(own(*x)),):
         for _ in range(2):
@@ -66,7 +65,7 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def both(own: AttentionOp, x: list[Tensor], wanted: list[Tensor], gradient: Tensor) -> list[Tensor]:
+def both(own: Callable[..., Any], x: list[Tensor], wanted: list[Tensor], gradient: Tensor) -> list[Tensor]:
     o = own(*x)
     return [o, *torch.autograd.grad(o, wanted, gradient)]
 
@@ -95,6 +94,57 @@ def test_the_same_bits(name: str, dtype: torch.dtype, in_python: Callable[..., A
         with torch.no_grad():
             assert same([own(*given)], [in_python(functools.partial(own, *given))])
         assert not own(*(y.detach() for y in given)).requires_grad
+
+
+PARAMS = """
+attention params {
+    head_dim 16
+    param scaling: f32
+    param window: i32 = 5
+    scale scaling
+    mask i >= j and i - j < window
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_params_come_with_each_call(
+    dtype: torch.dtype, in_python: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers differ from call to call, and are none of what a plan keeps."""
+    own, x = op(PARAMS, "cpu"), qkv(dtype=dtype)
+    d_o = random(2, 4, 37, 16, seed=9, dtype=dtype)
+    cases: list[dict[str, Any]] = [
+        {"scaling": 0.25, "window": 9},
+        {"scaling": torch.tensor(-1.5), "window": torch.tensor(3).int()},
+        {"scaling": float("inf"), "window": 0},
+        {"scaling": 0.5, "window": 40},
+    ]
+    expected = [in_python(functools.partial(both, functools.partial(own, **each), x, x, d_o)) for each in cases]
+    warmed(functools.partial(own, **cases[0]), x, d_o)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "gradients", unexpected)
+        for each, wanted in zip(cases, expected, strict=True):
+            o = own(*x, **each)
+            assert is_native(o)
+            found = [o, *torch.autograd.grad(o, x, d_o)]
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, wanted, strict=True))
+    o = own(*x, scaling=0.25)  # with a default, which Python computes
+    assert not is_native(o)
+    assert torch.equal(o, own(*x, scaling=0.25, window=5))
+
+
+def test_params_are_those_of_the_forward_pass() -> None:
+    own, x = op(PARAMS, "cpu"), qkv()
+    scaling = torch.tensor(0.25)
+    warmed(functools.partial(own, scaling=scaling, window=9), x)
+    o = own(*x, scaling=scaling, window=9)
+    assert is_native(o)
+    scaling.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"param 'scaling' has shape \[1\]"):
+        own(*x, scaling=scaling[None], window=9)
 
 
 @pytest.mark.parametrize("text", [CAUSAL, SIGMOID])
@@ -332,9 +382,19 @@ class Recording(host_time.NoDriver):
         return 0
 
 
-@pytest.mark.parametrize("clause", ["", "mask causal and window_left(64)"])
+@pytest.mark.parametrize(
+    ("clause", "params"),
+    [
+        ("", {}),
+        ("mask causal and window_left(64)", {}),
+        ("param scaling: f32  param cap: f32  scale scaling  score cap * tanh(s / cap)", {"scaling": 0.3, "cap": 7.0}),
+    ],
+    ids=["plain", "mask", "params"],
+)
 @pytest.mark.parametrize("n", [33, 4096])
-def test_a_gpu_is_asked_for_the_same(clause: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_asked_for_the_same(
+    clause: str, params: dict[str, Any], n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Launches in their order, their numbers and bytes, what is cleared and described, as Python asks for them."""
     driver = Recording()
     monkeypatch.setattr(host_time, "NoDriver", lambda: driver)
@@ -351,7 +411,7 @@ def test_a_gpu_is_asked_for_the_same(clause: str, n: int, monkeypatch: pytest.Mo
     for _ in range(3):
         driver.launched.clear()
         driver.encoded.clear()
-        o = own(*x)
+        o = own(*x, **params)
         torch.autograd.grad(o, x, d_o)
         found.append((list(driver.launched), is_native(o)))
     assert [native for _, native in found] == [False, True, True]

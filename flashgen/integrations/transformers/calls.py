@@ -9,20 +9,31 @@ import torch
 from torch import Tensor
 
 from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
+from flashgen.integrations.transformers.packing import packed
 from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element
 
-# Keywords that models hand through to every layer and that say nothing of what it computes.
-_ASIDE = frozenset((
-    "cache_position", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "token_type_ids",
-    "use_cache",
-))  # fmt: skip
-_REASONS = {
+# Keywords by which some attention function or layer of transformers computes something else, and that are not honoured
+# here. Models hand all others through to every layer, where eager attention does not look at them either.
+_PAGES = "continuous batching keeps keys and values in pages; use 'sdpa' or 'paged|eager' for it"
+_SELECTED = "selected keys come as an attention_mask here; use attn_implementation='eager' or 'sdpa'"
+_HEADS = "weights cannot be scaled a head; scale the output of the heads"
+_REFUSED = {
     "output_attentions": "the weights are never made; use attn_implementation='eager' to see them",
-    "cache": "continuous batching keeps keys and values in pages; use 'sdpa' or 'paged|eager' for it",
-    "head_mask": "weights cannot be scaled a head; scale the output of the heads",
+    "cache": _PAGES,
+    "block_table": _PAGES,
+    "k_cache": _PAGES,
+    "v_cache": _PAGES,
+    "indices": _SELECTED,
+    "block_indices": _SELECTED,
+    "head_mask": _HEADS,
+    "layer_head_mask": _HEADS,
+    "cross_attn_head_mask": _HEADS,
     "seq_idx": "pass cu_seq_lens_q and cu_seq_lens_k, or position_ids, which say the same",
+    "sinks": "a sink with a value of its own; use attn_implementation='eager' (s_aux are sinks without one)",
+    "use_top_left_mask": "a mask that begins at the first key; pass an attention_mask",
 }
+
+_ORDERS = frozenset(("causal", "window"))  # kinds of masks that go by where a query stands among the keys
 
 
 def attention_forward(
@@ -52,13 +63,20 @@ def attention_forward(
     and ``cu_seq_lens_*`` (int, the ends of packed sequences; B is 1) as in transformers; sinks and biases receive
     gradients. ``dropout`` counts where the module trains.
 
-    Raises ``TypeError`` for a keyword that is not honoured and ``ValueError`` for values that do not fit, by name.
+    Keywords that no attention of transformers reads are left alone. Raises ``TypeError`` for one that would change the
+    result and is not honoured, and ``ValueError`` for values that do not fit, by name.
     """
-    _check_others(others, cu_seq_lens_q, attention_mask)
-    if query.shape[0] != key.shape[0]:
+    for name, given in others.items():
+        if name in _REFUSED:
+            _check_other(name, given, cu_seq_lens_q, attention_mask)
+    if key.itemsize == 1 and key.dtype is not query.dtype:
+        raise TypeError(_EIGHT_BITS.format(key.dtype, query.dtype))
+    batch, count, q_length, width = query.shape
+    key_batch, _, kv_length, _ = key.shape
+    if batch != key_batch:
         query, key, value = _same_batch(query, key, value)
-    width = query.shape[3]
-    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        batch = query.shape[0]
+    sizes = (batch, count, q_length, kv_length)
     asked = _Asked(sizes, 1 / math.sqrt(width) if scaling is None else scaling)
     bias = position_bias
     if attention_mask is None:
@@ -73,7 +91,6 @@ def attention_forward(
         else:
             bias = attention_mask if bias is None else bias + attention_mask
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        _check_packed(asked, cu_seq_lens_q, cu_seq_lens_k)
         asked.documents(cu_seq_lens_q, cu_seq_lens_k)
     if bias is not None:
         _check_broadcast("position_bias", bias, sizes)
@@ -133,23 +150,31 @@ class _Asked:
         self.declarations.append(f"tensor allowed: bool[{', '.join(shape)}]")
         self.captured["allowed"] = kept
 
-    def documents(self, q_ends: Any, k_ends: Any) -> None:
+    def documents(self, q_ends: Tensor | None, k_ends: Tensor | None) -> None:
         """Sequences that are packed into one row, by where they end."""
+        if q_ends is None or k_ends is None:
+            raise ValueError("'cu_seq_lens_q' and 'cu_seq_lens_k' are given both or not at all")
+        if self.sizes[0] != 1:
+            raise ValueError(f"'cu_seq_lens_q' packs sequences into one batch entry, but there are {self.sizes[0]}")
+        if "start" in self.kinds and "documents" not in self.kinds:
+            raise ValueError("'cu_seq_lens_q': chunks begin where a sequence does; pass position_ids, which say where")
         self.conditions.append("packed_q[i] == packed_k[j]")
         self.declarations += ("tensor packed_q: i32[Nq]", "tensor packed_k: i32[Nk]")
-        self.captured["packed_q"] = _documents(q_ends, self.sizes[2])
-        self.captured["packed_k"] = _documents(k_ends, self.sizes[3])
+        self.captured |= packed(q_ends, k_ends, self.sizes[2:], is_ordered=bool(self.kinds & _ORDERS))
 
 
-def _check_others(others: dict[str, Any], cu_seq_lens: Tensor | None, mask: object) -> None:
-    for name, value in others.items():
-        if name in _ASIDE or value is None or value is False:
-            continue
-        knows_documents = cu_seq_lens is not None or (isinstance(mask, LayerMask) and "documents" in mask.kinds)
-        if name == "seq_idx" and knows_documents:
-            continue
-        reason = _REASONS.get(name, "flashgen's attention does not know what it means for this layer")
-        raise TypeError(f"'{name}' is not supported by flashgen's attention: {reason}")
+def _check_other(name: str, value: Any, cu_seq_lens: Tensor | None, mask: object) -> None:
+    if value is None or value is False:
+        return
+    knows_documents = cu_seq_lens is not None or (isinstance(mask, LayerMask) and "documents" in mask.kinds)
+    if name != "seq_idx" or not knows_documents:
+        raise TypeError(f"'{name}' is not supported by flashgen's attention: {_REFUSED[name]}")
+
+
+_EIGHT_BITS = (
+    "'key' is {}, but 'query' is {}: a cache that keeps rows in 8 bits has to give keys and values in the type of the "
+    "queries, as transformers' QuantizedCache does (flashgen.flash.flash_attn_with_kvcache reads 8 bits as they are)"
+)
 
 
 def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,28 +213,3 @@ def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int, int]) -> 
         )
     if not (x.dtype is torch.bool or x.is_floating_point()):
         raise TypeError(f"'{name}' is {x.dtype}; bools say what is kept, floats are added to the scores")
-
-
-def _check_packed(asked: _Asked, q_ends: Tensor | None, k_ends: Tensor | None) -> None:
-    if q_ends is None or k_ends is None:
-        raise ValueError("'cu_seq_lens_q' and 'cu_seq_lens_k' are given both or not at all")
-    if asked.sizes[0] != 1:
-        raise ValueError(f"'cu_seq_lens_q' packs sequences into one batch entry, but there are {asked.sizes[0]}")
-    if "start" in asked.kinds and "documents" not in asked.kinds:
-        raise ValueError("'cu_seq_lens_q': chunks begin where a sequence does; pass position_ids, which say where")
-    if asked.kinds & {"causal", "window"} and q_ends is not k_ends:
-        if q_ends.shape != k_ends.shape:
-            raise ValueError(_DIFFERENT)
-        torch._assert_async((q_ends == k_ends).all(), _DIFFERENT)
-
-
-_DIFFERENT = (
-    "'cu_seq_lens_q' and 'cu_seq_lens_k' say different lengths; a causal or sliding mask is supported where queries "
-    "and keys are the same positions"
-)
-
-
-def _documents(cu_seq_lens: Any, length: int) -> Tensor:
-    """The number of the sequence to which each position belongs, [length]."""
-    places = torch.arange(length, device=cu_seq_lens.device)
-    return torch.searchsorted(cu_seq_lens.to(places.dtype), places, right=True, out_int32=True)

@@ -40,8 +40,10 @@ class LayerMask:
     """Which pairs a layer keeps: ``condition``, in the language, over ``captured`` values, which are declared by
     ``declarations``.
 
-    It is for ``shape`` [B, 1, Nq, Nk] and holds nothing of that size; what only a matrix can do is refused. It is
-    neither a tensor nor FlexAttention's ``BlockMask``: models that ask for these go other ways around a mask.
+    It is for ``shape`` [B, 1, Nq, Nk] and holds nothing of that size. It is neither a tensor nor FlexAttention's
+    ``BlockMask``: models that ask for these go other ways around a mask. Attention that is a model's own gets the
+    matrix where what it does says which it wants: ``repeat`` that of bools, a sum with scores the one that is added to
+    them. What else only a matrix can do is refused.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class LayerMask:
         declarations: tuple[str, ...],
         captured: Mapping[str, Any],
         kinds: frozenset[str],
+        matrix: Callable[[], Tensor],
     ) -> None:
         self.extents = shape
+        self._matrix = matrix
+        self._kept: Tensor | None = None
         self.condition = condition
         self.declarations = declarations
         self.captured = dict(captured)
@@ -76,11 +81,33 @@ class LayerMask:
     def to(self, device: torch.device | str, *_: Any, **__: Any) -> LayerMask:
         """The same mask with what it captures on another device."""
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.captured.items()}
-        return LayerMask(self.extents, self.condition, self.declarations, moved, self.kinds)
+        return LayerMask(
+            self.extents, self.condition, self.declarations, moved, self.kinds, lambda: self.dense().to(device)
+        )
 
     def contiguous(self) -> LayerMask:
         """The mask itself."""
         return self
+
+    def dense(self) -> Tensor:
+        """The matrix of bools, true where a pair is kept, made when it is asked for."""
+        if self._kept is None:
+            self._kept = self._matrix()
+        return self._kept
+
+    def repeat(self, *sizes: Any) -> Tensor:
+        """The matrix of bools, repeated."""
+        return self.dense().repeat(*sizes)
+
+    def __add__(self, scores: Any) -> Tensor:
+        """Scores of a model's own attention, with the least number added where a pair is not kept: an eager mask."""
+        if not (isinstance(scores, Tensor) and scores.is_floating_point()):
+            self._refuse()
+        added = torch.zeros((), dtype=scores.dtype, device=scores.device)
+        total: Tensor = scores + torch.where(self.dense().to(scores.device), added, torch.finfo(scores.dtype).min)
+        return total
+
+    __radd__ = __add__
 
     def __repr__(self) -> str:
         return f"LayerMask(shape={self.extents}, keeps={self.condition!r})"
@@ -100,7 +127,7 @@ class LayerMask:
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(f"a mask of flashgen has no arithmetic: it is a condition, no matrix ({self!r}); {ELSEWHERE}")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
     __invert__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
@@ -135,17 +162,23 @@ def _made(
     options: Mapping[str, Any],
 ) -> LayerMask | Tensor:
     writer = _Writer(int(q_length), int(kv_length), q_offset, int(kv_offset))
-    try:
-        condition = writer.condition(mask_function)
-    except _UnknownFunctionError:
+
+    def matrix() -> Tensor:
+        # A cache counts on in the offset that it gave; what was captured of it stays.
+        offset = writer.captured["offset"] + kv_offset if "offset" in writer.captured else q_offset
         dense: Tensor = masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
             **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
         )  # fmt: skip
         return dense
-    condition = writer.with_padding(condition, attention_mask)
+
     shape = (int(batch_size), 1, writer.q_length, writer.kv_length)
-    return LayerMask(shape, condition, tuple(writer.declarations), writer.captured, frozenset(writer.kinds))
+    try:
+        condition = writer.condition(mask_function)
+    except _UnknownFunctionError:
+        return matrix()
+    condition = writer.with_padding(condition, attention_mask, shape[0])
+    return LayerMask(shape, condition, tuple(writer.declarations), writer.captured, frozenset(writer.kinds), matrix)
 
 
 _made_outside: Any = torch.compiler.disable(_made, reason="the masks of this model are made of closures")  # type: ignore[no-untyped-call]
@@ -191,12 +224,15 @@ class _Writer:
                 return write(self, places, **{name: _cell(function, name) for name in known.co_freevars})
         raise _UnknownFunctionError
 
-    def with_padding(self, condition: str, attention_mask: Tensor | None) -> str:
+    def with_padding(self, condition: str, attention_mask: Tensor | None, batch: int) -> str:
         """The same without padding. The bounds let kernels skip tiles; ``keys`` has the holes in between."""
         if attention_mask is None:
             return condition
-        if attention_mask.dim() != 2:
-            raise ValueError(f"'attention_mask' has shape {list(attention_mask.shape)}; [B, Nk] is expected, or 4-D")
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
+            raise ValueError(
+                f"'attention_mask' has shape {list(attention_mask.shape)}; [B, Nk] = "
+                f"[{batch}, {self.kv_offset + self.kv_length}] is expected, or 4-D"
+            )
         keys = self.local(attention_mask.bool(), False)
         # Looked at once for a forward pass, as transformers' own masks do; a compiled graph cannot.
         if not is_tracing(keys) and bool(keys.all()):

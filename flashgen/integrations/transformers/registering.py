@@ -19,6 +19,7 @@ except ImportError as error:
     ) from error
 
 from flashgen.integrations.transformers.calls import attention_forward
+from flashgen.integrations.transformers.interface import teach_models
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -38,6 +39,9 @@ def register(name: str = "flashgen") -> None:
     what these cannot do. The predicate by which it asks, ``is_flash_attention_requested``, is replaced by one that
     says no to the registered name and gives transformers' answer to all others.
 
+    Models that do not go through the interface raise ``ValueError`` for the name, where they are made and where
+    ``set_attn_implementation`` is called (``interface.py``).
+
     Masks may be made before a model is called, as ``generate`` does. ``masking_utils`` hands what it finds made through
     where it is a tensor or a ``BlockMask``; flashgen's masks are added to the latter name there, and nowhere else.
     """
@@ -54,6 +58,7 @@ def register(name: str = "flashgen") -> None:
             raise ValueError(f"'{name}' is registered already, for {table[name]!r}; choose another name")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, layer_mask)
+    teach_models()
     _teach_the_masks()
     if "flash" in name:
         _NOT_FLASH.add(name)
