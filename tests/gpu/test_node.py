@@ -46,7 +46,8 @@ def unexpected(*_: Any) -> None:
 def both(op: AttentionOp, x: list[Tensor]) -> tuple[str, list[Tensor]]:
     """Whose node it was, and what it gave."""
     leaves = [each.clone().requires_grad_() for each in x[:3]]
-    o = op(*leaves, deterministic=True, **{each.name: 0.3 for each in op.spec.params})
+    params: dict[str, Any] = {each.name: 0.3 for each in op.spec.params}
+    o = op(*leaves, deterministic=True, **params)
     return type(o.grad_fn).__name__, [o, *torch.autograd.grad(o, leaves, x[3])]
 
 
