@@ -25,7 +25,9 @@ from flashgen.package.manifest import FILE_NAME, Claims, building, digest
 _ASIDE = ".flashgen-part"
 # Of the folder aside: what tells it from a user's of the same name, and the folder in it that files are made in.
 _MARK, _MADE = "of-a-build.txt", "files"
-_MARK_SAYS = "flashgen makes the files of a package here. Where no build runs, one was killed; the next removes this folder."
+_MARK_SAYS = (
+    "flashgen makes the files of a package here. Where no build runs, one was killed; the next removes this folder."
+)
 _LOCK_SECONDS = 30.0  # files are made before; renaming them takes milliseconds
 _MOST_NAMED = 8
 
