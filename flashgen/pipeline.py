@@ -19,7 +19,7 @@ from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.analysis.weight_checks import weight_diagnostics
-from flashgen.answers import Answer, answer, errors_of, warnings_of
+from flashgen.answers import Answer, answers_of, errors_of, warnings_of
 from flashgen.choice import planned, planned_at, tile_choices
 from flashgen.compiled import Assembled, CompiledKernel, assembled, compiled
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
@@ -110,7 +110,7 @@ def check_file(
     answers: list[Answer] = []
     errors: list[Diagnostic] = []
     for spec in checked.specs:
-        found = [answer(spec, target) for target in asked]
+        found = answers_of(spec, asked)
         for each in found:
             answered(each)
         answers += found
