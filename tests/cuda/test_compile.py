@@ -17,7 +17,7 @@ from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, launched, planned, variant_of
-from tests.cuda.nvrtc import needs_nvrtc
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.slices import one_of
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
@@ -124,6 +124,12 @@ def test_waiting_is_read_from_the_log() -> None:
         ),
     ]
     assert {each.name: each.serialized for each in resources("\n".join(lines))} == {"x_forward": False, "x_keys": True}
+
+
+@pytest.mark.parametrize("head_dim", one_of(3, [128, 192, 256]))
+def test_warps_that_compare_ranges_of_documents_stay_in_registers(head_dim: int) -> None:
+    mask = "tensor doc: i32[B, Nk]  mask causal and same_document(doc)"
+    check_registers(f"head_dim {head_dim}  {mask}", f"checked_d{head_dim}_forward", "BACKWARD")
 
 
 def test_dropout_stays_in_registers() -> None:
