@@ -13,6 +13,8 @@
 
 PYTHON ?= python3
 JOBS   ?= 2
+# Tests compile kernels for GPUs by NVRTC, which needs no GPU: 160 MB to load. cuda12 where a driver knows no CUDA 13.
+CUDA   ?= cuda13
 
 BIN  := .venv/bin
 DEMO := specs/causal.attn
@@ -100,7 +102,7 @@ clean:
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,$(CUDA)]'
 	touch $@
 
 .venv/.installed-docs: .venv/.installed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.variant import analyse
+from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiled import compiled
 from flashgen.diagnostics import Diagnostic, SpecError, quoted_list
 from flashgen.ir.spec import AttentionSpec
@@ -31,12 +31,16 @@ class Answer:
         return not self.refused
 
 
-def answer(spec: AttentionSpec, target: AnyTarget) -> Answer:
-    """What a target says."""
+def answers_of(spec: AttentionSpec, targets: Sequence[AnyTarget]) -> list[Answer]:
+    """What each target says."""
+    variants = [analyse(spec, each) for each in spec.head_dims]
+    return [_answer(spec, variants, each) for each in targets]
+
+
+def _answer(spec: AttentionSpec, variants: Sequence[Variant], target: AnyTarget) -> Answer:
     refused: dict[Diagnostic, None] = {}
     left_out: dict[Diagnostic, None] = {}
-    for head_dim in spec.head_dims:
-        variant = analyse(spec, head_dim)
+    for variant in variants:
         try:
             compiled(variant, target)
         except SpecError as error:

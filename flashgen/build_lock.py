@@ -116,5 +116,5 @@ def _sign(path: Path, what: str) -> None:
 def _holder(path: Path) -> Holder | None:
     try:
         return Holder(**json.loads(_note_of(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

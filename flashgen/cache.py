@@ -145,7 +145,7 @@ class Cache:
         except UntrustedFolder as error:
             _warn_once(os.getpid(), str(error))
             return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return content if isinstance(seal, dict) and seal.get(file) == _digest(content) else None
 

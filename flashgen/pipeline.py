@@ -19,7 +19,7 @@ from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.analysis.weight_checks import weight_diagnostics
-from flashgen.answers import Answer, answer, errors_of, warnings_of
+from flashgen.answers import Answer, answers_of, errors_of, warnings_of
 from flashgen.choice import planned, planned_at, tile_choices
 from flashgen.compiled import Assembled, CompiledKernel, assembled, compiled
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
@@ -28,7 +28,7 @@ from flashgen.gallery import spec_file
 from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.package.manifest import SPEC_FILE_NAME, Manifest, rebuild_hint
+from flashgen.package.manifest import SPEC_FILE_NAME, Manifest, digest, rebuild_hint
 from flashgen.plan.plan import Plan
 from flashgen.recall import specs_of_file, specs_of_text
 from flashgen.targets.cpu.device import local_cpu
@@ -110,7 +110,7 @@ def check_file(
     answers: list[Answer] = []
     errors: list[Diagnostic] = []
     for spec in checked.specs:
-        found = [answer(spec, target) for target in asked]
+        found = answers_of(spec, asked)
         for each in found:
             answered(each)
         answers += found
@@ -279,13 +279,14 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
 
     manifest = Manifest.read(folder)
     try:
-        spec = spec_from_data(json.loads((folder / SPEC_FILE_NAME).read_text(encoding="utf-8")))
+        written = (folder / SPEC_FILE_NAME).read_bytes()
+        if digest(written) != manifest.files.get(SPEC_FILE_NAME):
+            raise ImportError(f"'{folder / SPEC_FILE_NAME}' is not as flashgen wrote it; {rebuild_hint(folder)}")
+        spec = spec_from_data(json.loads(written))
         kernels = [kernel for kernel in manifest.kernels if kernel.target == CpuTarget.name]
         texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in kernels}
     except OSError as error:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ImportError(f"'{folder / SPEC_FILE_NAME}' is damaged ({error}); {rebuild_hint(folder)}") from None
     sources = None
     if texts:
         sources = {

@@ -135,7 +135,7 @@ class TunedStore:
                 device=str(content["device"]),
                 tunings=tunings,
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 

@@ -238,7 +238,6 @@ LONG = {
     "numeric/test_weight_forms.py::test_weights_that_do_not_look_at_scores_have_no_gradient_through_them": 2,
     "packaging/test_wheel.py::test_it_brings_the_gallery": 0,
     "pipeline/test_package_folder.py::test_force_writes_its_own_files_alone": 0,
-    "pipeline/test_pipeline.py::test_a_damaged_manifest_says_what_to_do": 3,
     "pipeline/test_pipeline.py::test_an_edited_source_is_compiled_as_it_stands": 0,
     "pipeline/test_pipeline.py::test_constants_can_be_overridden": 0,
     "pipeline/test_pipeline.py::test_the_generated_op_is_the_loaded_op": 0,

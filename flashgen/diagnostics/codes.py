@@ -63,6 +63,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "E311": "the result does not exist for this spec",
         "E312": "the list of a selection is not legal",
         "E313": "a spec has more tensors and params than an op can take",
+        "E314": "a file states more head dimensions than one may",
         # Schedule and target
         "E401": "a schedule entry is unknown",
         "E402": "a schedule entry has a value that is not legal",

@@ -20,6 +20,8 @@ from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
 from flashgen.language.text import given_text, read_source
 
+MOST_HEAD_DIMS = 100  # of a file: of all its attentions
+
 
 @dataclass(frozen=True)
 class SpecFile:
@@ -59,6 +61,7 @@ def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> Sp
         library = load_library(source, reader, report)
         blocks = [item for item in library.file.items if isinstance(item, syntax.Attention)]
         _check_blocks(blocks, source, report)
+        _check_head_dims(blocks, report)
         _check_overrides(blocks, overrides, report)
         for block in blocks:
             spec = resolve(block, library, overrides, report, budget)
@@ -85,6 +88,16 @@ def _check_blocks(blocks: list[syntax.Attention], source: Source, report: Report
         start = Span(source.name, 1, 1, 1, 1)
         hints = ("write 'attention NAME { head_dim 64 }'",)
         report.add("E009", "the file holds no 'attention' block", start, hints=hints)
+
+
+def _check_head_dims(blocks: list[syntax.Attention], report: Report) -> None:
+    """Each is planned for every target, which takes about 0.1 s."""
+    statements = (each for block in blocks for each in block.statements if isinstance(each, syntax.HeadDims))
+    stated = [value for each in statements for value in each.values]
+    if len(stated) > MOST_HEAD_DIMS:
+        message = f"the attentions of a file state {MOST_HEAD_DIMS} head dimensions at most, these {len(stated):,}"
+        hints = ("state those that calls will have, or divide the attentions among files",)
+        report.add("E314", message, stated[MOST_HEAD_DIMS].span, hints=hints)
 
 
 def _check_overrides(blocks: list[syntax.Attention], overrides: Mapping[str, Value], report: Report) -> None:

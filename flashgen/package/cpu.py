@@ -64,4 +64,4 @@ def _check_fits(binary: ManifestBinary) -> None:
 def _plan(binary: ManifestBinary, name: str, head_dim: str) -> CpuPlan:
     tiles = {each: Tiles(**size) for each, size in (binary.tiles or {}).items()}
     why = f"compiled when the package was built, by {binary.compiler}"
-    return CpuPlan(name, head_dim, binary.sram_bytes, (why,), (), "local", decisions=(), **tiles)
+    return CpuPlan(name, head_dim, binary.sram_bytes or 0, (why,), (), "local", decisions=(), **tiles)

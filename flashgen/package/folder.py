@@ -23,6 +23,11 @@ from flashgen.diagnostics import quoted_list
 from flashgen.package.manifest import FILE_NAME, Claims, building, digest
 
 _ASIDE = ".flashgen-part"
+# Of the folder aside: what tells it from a user's of the same name, and the folder in it that files are made in.
+_MARK, _MADE = "of-a-build.txt", "files"
+_MARK_SAYS = (
+    "flashgen makes the files of a package here. Where no build runs, one was killed; the next removes this folder."
+)
 _LOCK_SECONDS = 30.0  # files are made before; renaming them takes milliseconds
 _MOST_NAMED = 8
 
@@ -91,6 +96,9 @@ def compare(folder: Path, files: Mapping[str, bytes]) -> Comparison:
             blocked[str(place)] = f"is {found}"
     old = (name for name in sorted(claims.files) if name not in files and _kind(folder / name) == "a file")
     remove = tuple(name for name in old if claims.is_sealed(name, folder / name))
+    aside = _place_aside(folder)
+    if (write or remove) and not _is_free(aside):
+        blocked[str(aside)] = f"is {_kind(aside)} that no build made, where the files of this one would be made"
     foreign = None if claims.trusted or kind is None else _foreign(folder, claims)
     return Comparison(folder, tuple(write), remove, edited, blocked, foreign)
 
@@ -109,14 +117,14 @@ def write(folder: Path, files: Mapping[str, bytes], *, force: bool = False) -> C
             changed = {name: files[name] for name in (*found.write, FILE_NAME)}
             _renew(folder, changed, found.remove, alone=alone)
         else:
-            with _aside(folder.with_name(f".{folder.name}{_ASIDE}"), alone=alone) as aside:
+            with _aside(_place_aside(folder), alone=alone) as aside:
                 _fill(aside, files)
                 aside.rename(folder)
         return found
 
 
 def _renew(folder: Path, files: Mapping[str, bytes], old: Sequence[str], *, alone: bool) -> None:
-    with _aside(folder / _ASIDE, alone=alone) as aside:
+    with _aside(_place_aside(folder), alone=alone) as aside:
         _fill(aside, files)
         digests = {name: digest(content) for name, content in files.items() if name != FILE_NAME}
         _fill(aside, {"building": building(folder, digests)})
@@ -158,16 +166,40 @@ def _listed(found: Mapping[str, str]) -> str:
     return ", ".join(named) + (f", and {more} more" if more else "")
 
 
+def _place_aside(folder: Path) -> Path:
+    """Where the files of a package are made: on the same file system, as they are renamed."""
+    return folder / _ASIDE if folder.exists() else folder.with_name(f".{folder.name}{_ASIDE}")
+
+
+def _is_free(aside: Path) -> bool:
+    """Whether nothing is there that may be a user's: what a build makes or a killed one left has a mark, or nothing."""
+    if _kind(aside) != "a folder":
+        return _kind(aside) is None
+    try:
+        return (aside / _MARK).is_file() or not any(aside.iterdir())
+    except FileNotFoundError:  # another build has just removed it
+        return True
+
+
 @contextlib.contextmanager
 def _aside(folder: Path, *, alone: bool) -> Iterator[Path]:
     """A folder to make files in, gone afterwards. One that a killed build left is removed where no other can run."""
-    if alone and _kind(folder) == "a folder":
-        shutil.rmtree(folder)
+    if alone:
+        _remove(folder)
+    made = folder / _MADE
     folder.mkdir()
     try:
-        yield folder
+        (folder / _MARK).write_text(_MARK_SAYS)
+        made.mkdir()
+        yield made
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
+
+
+def _remove(aside: Path) -> None:
+    """The mark goes last, so that what is left after a kill is still told from a user's."""
+    shutil.rmtree(aside / _MADE, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextlib.contextmanager

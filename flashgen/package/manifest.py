@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flashgen.ir.types import ElementType
+from flashgen.package.fields import Damaged, made
 from flashgen.plan.packed import ManifestBinary, ManifestGpuKernel, ManifestGpuSource, ManifestKernel
-from flashgen.plan.plan import Rejection, Tiles
-from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
+from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.version import __version__
 
 FILE_NAME = "manifest.json"
@@ -41,10 +40,7 @@ class Manifest:
         """The text of the file; the same for the same manifest."""
         content = asdict(self)
         content["kernels"] += content.pop("gpu_kernels")
-        content["binaries"] = [
-            {name: x for name, x in each.items() if x is not None and (name != "sram_bytes" or x)}
-            for each in content["binaries"]
-        ]
+        content["binaries"] = [{name: x for name, x in each.items() if x is not None} for each in content["binaries"]]
         for name in ("gpu_sources", "binaries"):
             if not content[name]:
                 del content[name]
@@ -52,27 +48,53 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a package; ``ImportError`` where it is damaged or another version's."""
+        """The manifest of a package; ``ImportError`` where it is damaged, edited or another version's."""
         path = folder / FILE_NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if _BUILDING in content:
-                raise ImportError(f"a build of '{folder}' has not ended; {rebuild_hint(folder)}")
-            if content.pop("format") == FORMAT:
-                content.pop("flashgen")
-                content.pop(_SEAL, None)
-                entries = content.pop("kernels")
-                return cls(
-                    kernels=tuple(_kernel(entry) for entry in entries if "registers" not in entry),
-                    gpu_kernels=tuple(ManifestGpuKernel(**entry) for entry in entries if "registers" in entry),
-                    gpu_sources=tuple(_gpu_source(entry) for entry in content.pop("gpu_sources", ())),
-                    binaries=tuple(_binary(entry) for entry in content.pop("binaries", ())),
-                    **content,
-                )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ImportError(f"'{path}' cannot be read ({error}); {rebuild_hint(folder)}") from None
-        writer = f"'{folder}' was written by flashgen {content.get('flashgen')}, this is {__version__}"
-        raise ImportError(f"{writer}; {rebuild_hint(folder)}")
+            if isinstance(content, dict):
+                if _BUILDING in content:
+                    raise ImportError(f"a build of '{folder}' has not ended; {rebuild_hint(folder)}")
+                if content.get("format", FORMAT) != FORMAT:
+                    writer = f"'{path}' was written by flashgen {content.get('flashgen')}, this is {__version__}"
+                    raise ImportError(f"{writer}; {rebuild_hint(folder)}")
+            return _manifest(made(_Written, content), content)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ImportError(f"'{path}' cannot be read: {error}; {rebuild_hint(folder)}") from None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The file, field by field."""
+
+    format: int
+    flashgen: str
+    name: str
+    sha256: str
+    kernels: tuple[ManifestKernel | ManifestGpuKernel, ...]
+    files: Mapping[str, str]
+    sealed: str
+    gpu_sources: tuple[ManifestGpuSource, ...] | None = None
+    binaries: tuple[ManifestBinary, ...] | None = None
+
+
+def _manifest(written: _Written, content: Mapping[str, Any]) -> Manifest:
+    """What a whole file says. Raises ``Damaged``."""
+    sources = [
+        replace(source, elements=made(tuple[ElementPlan, ...], list(source.elements), f"gpu_sources[{n}].elements"))
+        for n, source in enumerate(written.gpu_sources or ())
+    ]
+    if written.sealed != _seal(content):
+        raise Damaged(f"it is not as flashgen wrote it, as '{_SEAL}' says")
+    return Manifest(
+        name=written.name,
+        sha256=written.sha256,
+        kernels=tuple(each for each in written.kernels if isinstance(each, ManifestKernel)),
+        gpu_kernels=tuple(each for each in written.kernels if isinstance(each, ManifestGpuKernel)),
+        gpu_sources=tuple(sources),
+        binaries=written.binaries or (),
+        files=written.files,
+    )
 
 
 @dataclass(frozen=True)
@@ -154,27 +176,3 @@ def _content(path: Path) -> dict[str, Any] | None:
 def rebuild_hint(folder: Path) -> str:
     """What to do about a package that does not work."""
     return f"run 'flashgen build' for its spec again to write '{folder.name}' anew"
-
-
-def _kernel(entry: dict[str, Any]) -> ManifestKernel:
-    tiles = {name: Tiles(**entry[name]) for name in ("forward", "backward")}
-    return ManifestKernel(**{**entry, **tiles})
-
-
-def _binary(entry: dict[str, Any]) -> ManifestBinary:
-    features = tuple(entry["features"]) if "features" in entry else None
-    return ManifestBinary(**{**entry, "features": features})
-
-
-def _gpu_source(entry: dict[str, Any]) -> ManifestGpuSource:
-    elements = tuple(
-        ElementPlan(
-            ElementType(each["element"]),
-            ForwardTiles(**each["forward"]),
-            BackwardTiles(**each["backward"]),
-            QueryTiles(**each["queries"]),
-        )
-        for each in entry["elements"]
-    )
-    rejected = tuple(Rejection(**each) for each in entry["rejected"])
-    return ManifestGpuSource(**{**entry, "elements": elements, "rejected": rejected})

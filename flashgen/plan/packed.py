@@ -53,7 +53,7 @@ class ManifestBinary:
     system: str | None = None
     features: tuple[str, ...] | None = None
     cpu: str | None = None
-    sram_bytes: int = 0
+    sram_bytes: int | None = None
     tiles: Mapping[str, Mapping[str, int]] | None = None
 
 

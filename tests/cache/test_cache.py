@@ -66,7 +66,10 @@ def test_builds_once(cache: Cache) -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "seal is gone", "seal is broken", "seal is a list"])
+SEALS = {"seal is broken": "{", "seal is a list": "[]", "seal is deep": "[" * 100_000}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "seal is gone", *SEALS])
 def test_a_damaged_entry_is_rebuilt(cache: Cache, damage: str) -> None:
     build = Builder()
     path = cache.fetch(KEY, "library.so", build)
@@ -81,7 +84,7 @@ def test_a_damaged_entry_is_rebuilt(cache: Cache, damage: str) -> None:
     elif damage == "seal is gone":
         seal.unlink()
     else:
-        seal.write_text("[]" if damage == "seal is a list" else "{")
+        seal.write_text(SEALS[damage])
     assert cache.find(KEY, "library.so") is None
     assert cache.fetch(KEY, "library.so", build).read_bytes() == FILES["library.so"]
     assert build.builds == 2

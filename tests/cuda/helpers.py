@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.emit.kernel_source import KernelSource
@@ -10,7 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.launches import Launch
 from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
-from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 
@@ -35,20 +37,11 @@ def emitted(text: str, target: str = "sm_80") -> KernelSource:
     return emit_cuda(*planned(text, target))
 
 
-def launched(variant: Variant, plan: GpuPlan) -> dict[str, Launch]:
+def launched(variant: Variant, plan: GpuPlan) -> Mapping[str, Launch]:
     """Every launch that a host may be told to start, by its kernel."""
-    symbol = cuda_symbol(variant)
-    found: dict[str, Launch] = {}
-    for element in plan.by_element:
-        for dropped in (False, True) if variant.spec.dropout is not None else (False,):
-            passes = [forward_launches(symbol, variant, plan, element, dropped=dropped)]
-            passes += [
-                backward_launches(
-                    symbol, variant, plan, element, dropped=dropped, deterministic=deterministic, captured=captured
-                )
-                for deterministic in (False, True)
-                for captured in (False, True)
-            ]
-            for each in passes:
-                found |= each.kernels
-    return found
+    return started(cuda_symbol(variant), variant, plan)
+
+
+def kernels_in(source: KernelSource) -> set[str]:
+    """The names of all kernels of a source."""
+    return set(re.findall(r"__global__ void [^{]*?\b(\w+)\(\s*const __grid_constant__", source.text))

@@ -17,7 +17,7 @@ from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, launched, planned, variant_of
-from tests.cuda.nvrtc import needs_nvrtc
+from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.slices import one_of
 
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
@@ -64,10 +64,11 @@ def test_both_passes_stay_in_registers(head_dim: int, dtype: str) -> None:
     assert all(each.spill_bytes <= HARMLESS_SPILL for each in binary.kernels)
 
 
-def test_rows_that_warps_share_stay_in_registers() -> None:
-    for target, left_out in (("sm_80", ()), ("sm_90a", ("BACKWARD",))):
-        binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
-        assert all(each.spill_bytes == 0 for each in binary.kernels), target
+@pytest.mark.parametrize("target", one_of(2, ["sm_90a", "sm_80"]))
+def test_rows_that_warps_share_stay_in_registers(target: str) -> None:
+    left_out = ("BACKWARD",) if target == "sm_90a" else ()
+    binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
+    assert all(each.spill_bytes == 0 for each in binary.kernels)
 
 
 def branches(binary: CudaBinary) -> dict[str, int]:
@@ -126,6 +127,12 @@ def test_waiting_is_read_from_the_log() -> None:
     assert {each.name: each.serialized for each in resources("\n".join(lines))} == {"x_forward": False, "x_keys": True}
 
 
+@pytest.mark.parametrize("head_dim", one_of(3, [128, 192, 256]))
+def test_warps_that_compare_ranges_of_documents_stay_in_registers(head_dim: int) -> None:
+    mask = "tensor doc: i32[B, Nk]  mask causal and same_document(doc)"
+    check_registers(f"head_dim {head_dim}  {mask}", f"checked_d{head_dim}_forward", "BACKWARD")
+
+
 def test_dropout_stays_in_registers() -> None:
     binary = compiled("attention drops { head_dim 64 dtype bf16 mask causal dropout 0.1 }", "sm_90a", "BACKWARD")
     assert {each.name: each.spill_bytes for each in binary.kernels if each.spill_bytes} == {}
@@ -148,6 +155,7 @@ def test_kernels_that_share_lists() -> None:
     assert all(each.spill_bytes == 0 for each in binary.kernels)
 
 
+@pytest.mark.slow
 def test_everything_at_once() -> None:
     binary = compiled(RICH, "sm_90a")
     assert any("keys" in each.name for each in binary.kernels)

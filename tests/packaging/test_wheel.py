@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import zipfile
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.pipeline.gpus import needs_nvrtc
 
 SPEC = "attention installed { head_dim 32 mask causal and window_left(8) }"
 
@@ -82,6 +85,15 @@ def test_it_brings_the_gallery(site: Path, tmp_path: Path) -> None:
     code = "import flashgen; print(flashgen.load('alibi', backend='reference').spec.name)"
     assert run(site, tmp_path, "-c", code).strip() == "alibi"
     assert "alibi" in run(site, tmp_path, "-m", "flashgen", "show", "alibi", "--shape", "1,1,1,64,64")
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_it_builds_the_gallery_for_gpus(site: Path, tmp_path: Path) -> None:
+    run(site, tmp_path, "-m", "flashgen", "build", "gpt_oss", "--target", "sm_80,sm_90a")
+    cubins = {each.stem for each in (tmp_path / "generated" / "gpt_oss").glob("*.cubin")}
+    wanted = product(("sm_80", "sm_90a"), ("forward", "backward"), ("f16", "bf16", "f32"))
+    assert cubins == {f"gpt_oss_d64_{'_'.join(each)}" for each in wanted}
 
 
 def test_the_command_is_installed(site: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from flashgen.plan.measured import Tile
 from flashgen.plan.plan import ANY_CALLS, CallKind, Part
 from flashgen.runtime import cuda
 from flashgen.runtime.cuda import CudaMissing
+from flashgen.runtime.kernel import PassName
 from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, Resources
 from flashgen.runtime.schedule import DeviceSize
 from flashgen.targets.gpu import compile as gpu_compile
@@ -39,6 +40,7 @@ from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import target_of
 from tests.pipeline.gpus import SM_80, SPEC, needs_nvrtc
+from tests.slices import one_of
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
@@ -374,25 +376,26 @@ def test_a_deterministic_call_of_a_package_without_nvrtc(tmp_path: Path, monkeyp
 
 
 @needs_nvrtc
-def test_parts_hold_the_kernels_of_their_pass() -> None:
+@pytest.mark.parametrize(
+    ("name", "dropout", "deterministic", "of_any"),
+    one_of(8, itertools.product(reversed(gpu_calls.BOTH), (1, 0), (1, 0), (False, True))),
+)
+def test_parts_hold_the_kernels_of_their_pass(name: PassName, dropout: int, deterministic: int, of_any: bool) -> None:
     """Every launch of a pass is found in what is compiled of it alone."""
     text = (
         "attention parts { head_dim 16  dtype bf16  param w: f32 grad  score s * w  mask dilated(8, 2)  dropout 0.1 }"
     )
     spec = parse_text(text).specs[0]
     variant = analyse(spec, spec.head_dims[0])
-    for name in gpu_calls.BOTH:
-        for dropout, deterministic in itertools.product((0, 1), (0, 1)):
-            values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
-            for calls in (ANY_CALLS, gpu_calls.kind_of(name, values)):
-                part = Part(ElementType.BF16, name, calls)
-                made = assembled(variant, SM_80, part=part)
-                content = made.binary.parts[part].path.read_bytes()
-                plan = made.kernel.plan
-                assert isinstance(plan, GpuPlan)
-                launches = launches_of(variant, plan, made.kernel.source.symbol, ElementType.BF16)
-                for kernel in launches(name, values).kernels:
-                    assert kernel.encode() in content
+    values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
+    part = Part(ElementType.BF16, name, ANY_CALLS if of_any else gpu_calls.kind_of(name, values))
+    made = assembled(variant, SM_80, part=part)
+    content = made.binary.parts[part].path.read_bytes()
+    plan = made.kernel.plan
+    assert isinstance(plan, GpuPlan)
+    launches = launches_of(variant, plan, made.kernel.source.symbol, ElementType.BF16)
+    for kernel in launches(name, values).kernels:
+        assert kernel.encode() in content
 
 
 @needs_nvrtc

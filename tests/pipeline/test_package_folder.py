@@ -179,6 +179,23 @@ def test_what_even_force_does_not_replace(tmp_path: Path, make: Callable[[Path],
     assert not contents(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("name", ["src/.flashgen-part", ".src.flashgen-part"])
+def test_a_users_folder_of_the_name_that_files_are_made_under(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "src"
+    if name.startswith("src/"):
+        package_folder.write(folder, package(OURS))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("a user's")
+    before = contents(tmp_path)
+    for force in (False, True):
+        with pytest.raises(FolderRefused, match=rf"{name}' is a folder that no build made.* move that away"):
+            package_folder.write(folder, package(OTHERS), force=force)
+    assert contents(tmp_path) == before
+    (tmp_path / name / "thesis.tex").unlink()
+    package_folder.write(folder, package(OTHERS))
+    assert contents(tmp_path) == {f"src/{each}": content for each, content in package(OTHERS).items()}
+
+
 def test_an_empty_folder_is_free(tmp_path: Path) -> None:
     (tmp_path / "src" / "__pycache__").mkdir(parents=True)
     package_folder.write(tmp_path / "src", package(OURS))

@@ -43,16 +43,17 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Of all."""
-        end = max((self.offsets[each.name] + each.size for each in self.parts), default=0)
+        begins = self.offsets
+        end = max((begins[each.name] + each.size for each in self.parts), default=0)
         return end if self.last is None else max(end, self.last.size)
 
     @property
     def buffers(self) -> dict[str, int]:
         """Bytes by title, with what goes before a part that is aligned; parts without bytes are left out."""
         found: dict[str, int] = {}
-        at = 0
+        begins, at = self.offsets, 0
         for each in self.parts:
-            end = self.offsets[each.name] + each.size
+            end = begins[each.name] + each.size
             found[each.title] = found.get(each.title, 0) + end - at
             at = end
         return {title: size for title, size in found.items() if size}

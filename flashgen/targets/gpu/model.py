@@ -74,6 +74,8 @@ _Queries: TypeAlias = QueryChoice | QueryTiles
 
 COPYING_REGISTERS = 24  # of a thread that only copies
 FINDING_REGISTERS = 32  # at least, of one that finds visits
+FINDING_IN_RANGES = 72  # the same where it compares ranges of what the mask reads by row with those by column
+BESIDE_SUMS = 56  # of a thread that multiplies: with so many kernels for documents spill none, with 32 they do
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_REGISTERS = 240
 WORDS_OF_TILE = 6  # what a block knows of a key tile that warps which copy have found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.plan.launches import Launch
 from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
 from flashgen.runtime.nvrtc import compiler_name
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 
 
@@ -25,7 +24,7 @@ def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBin
     )
     if binary is None:
         return Packed(described=described)
-    launches = _launches(variant, plan, source.symbol)
+    launches = started(source.symbol, variant, plan)
     kernels = tuple(
         ManifestGpuKernel(
             each.name,
@@ -67,20 +66,3 @@ def plan_of(described: ManifestGpuSource, spec_name: str) -> GpuPlan:
         reasons=(),
         rejected=rejected,
     )
-
-
-def _launches(variant: Variant, plan: GpuPlan, symbol: str) -> dict[str, Launch]:
-    """Every launch of every pass, by its kernel."""
-    found: dict[str, Launch] = {}
-    for element in plan.by_element:
-        for dropped in (False, True):
-            passes = [forward_launches(symbol, variant, plan, element, dropped=dropped)]
-            passes += [
-                backward_launches(
-                    symbol, variant, plan, element, dropped=dropped, deterministic=deterministic, captured=captured
-                )
-                for deterministic, captured in ((False, True), (True, True), (True, False))
-            ]
-            for each in passes:
-                found |= each.kernels
-    return found

@@ -20,7 +20,9 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits
 from flashgen.targets.gpu.model import (
+    BESIDE_SUMS,
     COPYING_REGISTERS,
+    FINDING_IN_RANGES,
     FINDING_REGISTERS,
     dq_column_groups,
     padded,
@@ -34,7 +36,7 @@ from flashgen.targets.gpu.recipes import (
     Recipes,
     candidates,
 )
-from flashgen.targets.gpu.registers import harmless_spill, still_spilled
+from flashgen.targets.gpu.registers import accumulators, harmless_spill, still_spilled
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import (
     BackwardTiles,
@@ -144,7 +146,7 @@ def _plan_element(
     queries = choose("queries", candidates("queries", variant, element, target, recipes), query_size)
     if forward is None or backward is None or queries is None:
         return None
-    finding, copying = _shares(forward, FINDING_REGISTERS), _shares(backward, COPYING_REGISTERS)
+    finding, copying = _finding(variant, element, forward), _shares(backward, COPYING_REGISTERS)
     return ElementPlan(
         element,
         ForwardTiles(
@@ -167,6 +169,16 @@ def _plan_element(
 def _shares(choice: ForwardChoice | BackwardChoice, least: int) -> tuple[int, int]:
     """Registers of a thread that multiplies, and of a producer, which needs so many at least; 0 without any."""
     return registers(choice.warps, choice.producers, least) if choice.producers else (0, 0)
+
+
+def _finding(variant: Variant, element: ElementType, forward: ForwardChoice) -> tuple[int, int]:
+    """The shares where producers find visits: what that takes, if warps that multiply can spare it."""
+    recipe = recipe_of(variant)
+    if recipe.observed_rows and recipe.observed_columns:
+        shares = _shares(forward, FINDING_IN_RANGES)
+        if shares[0] >= accumulators(variant, element, forward) + BESIDE_SUMS:
+            return shares
+    return _shares(forward, FINDING_REGISTERS)
 
 
 def _describe(choice: AnyChoice) -> str:

@@ -222,18 +222,28 @@ FG_DEVICE uint32_t transposed(uint32_t word) {
 }
 
 #if __CUDA_ARCH__ < 800
-// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
-// shuffles.
+// d + a product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
+// shuffles. It is called: of hundreds of copies of it the assembler makes no kernel in five minutes.
+template <class Multiply>
+__device__ __noinline__ float4 product_by_shuffles(float4 d, uint4 a, uint2 b, Multiply multiply) {
+  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot) {
+      const uint32_t of_a[2] = {half ? a.z : a.x, half ? a.w : a.y}, of_b = half ? b.y : b.x;
+      const uint32_t upper = shuffle(of_a[0], row + slot), lower = shuffle(of_a[1], row + slot);
+      const uint32_t left = shuffle(of_b, column + slot), right = shuffle(of_b, column + 4 + slot);
+      d.x += multiply(upper, left), d.y += multiply(upper, right);
+      d.z += multiply(lower, left), d.w += multiply(lower, right);
+    }
+  return d;
+}
 template <class Multiply>
 FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Multiply multiply) {
-  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
-  for (int half = 0; half < 2; ++half)
-    for (int slot = 0; slot < 4; ++slot) {
-      const uint32_t upper = shuffle(a[2 * half], row + slot), lower = shuffle(a[2 * half + 1], row + slot);
-      const uint32_t left = shuffle(b[half], column + slot), right = shuffle(b[half], column + 4 + slot);
-      d[0] += multiply(upper, left), d[1] += multiply(upper, right);
-      d[2] += multiply(lower, left), d[3] += multiply(lower, right);
-    }
+  const float4 sums = product_by_shuffles(
+      make_float4(d[0], d[1], d[2], d[3]), make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b[0], b[1]), multiply);
+  d[0] = sums.x, d[1] = sums.y, d[2] = sums.z, d[3] = sums.w;
 }
 #endif
 

@@ -16,6 +16,7 @@ from flashgen.targets.gpu.primitives import C_TYPES, primitives
 from flashgen.targets.gpu.printed.passes import warpgroup_products
 from flashgen.targets.gpu.printed.spec import has_dropout
 from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.version import __version__
 
@@ -35,7 +36,10 @@ class Element:
 
 @dataclass(frozen=True)
 class SourceCode:
-    """One file. ``warpgroups``: it has products of these; ``parts``: kernels of these may be left out, by a macro."""
+    """One file. ``warpgroups``: it has products of these; ``parts``: kernels of these may be left out, by a macro.
+
+    ``kernels`` are the names of all that calls start: no other is written.
+    """
 
     name: str
     symbol: str
@@ -47,6 +51,7 @@ class SourceCode:
     padded_dims: tuple[int, int]
     elements: tuple[Element, ...]
     parts: tuple[str, ...]
+    kernels: frozenset[str]
     primitives: tuple[str, ...]
     warpgroups: bool
     has_forward: bool
@@ -73,6 +78,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str, *,
             *(_DROPOUT if has_dropout(variant) else ()),
             *(each.name.upper() for each in elements),
         ),
+        kernels=frozenset(started(symbol, variant, plan)),
         primitives=primitives(
             dropout=has_dropout(variant),
             f8_cached=variant.f8_cached,

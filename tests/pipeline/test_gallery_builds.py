@@ -1,0 +1,50 @@
+"""Packages of the gallery with binaries for GPUs, made without a GPU: every spec for every kind of them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from flashgen import gallery
+from flashgen.analysis.variant import analyse
+from flashgen.answers import answers_of
+from flashgen.building import build_file
+from flashgen.diagnostics import SpecError
+from flashgen.gpu_calls import BOTH
+from flashgen.package.gpu import packaged
+from flashgen.package.manifest import Manifest
+from flashgen.pipeline import read_file
+from flashgen.targets.gpu.started import started
+from flashgen.targets.registry import GPUS
+from tests.pipeline.gpus import needs_nvrtc
+
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120")
+QUICK = {("gpt_oss", "sm_80"), ("alibi", "sm_75")}  # one with kernels of a sink, one without instructions for bfloat16
+BUILDS = [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in product(gallery.names(), TARGETS)
+]
+
+pytestmark = needs_nvrtc
+
+
+@pytest.mark.parametrize(("name", "target"), BUILDS)
+def test_a_package_has_the_binaries_of_all_usual_calls(name: str, target: str, tmp_path: Path) -> None:
+    (spec,) = read_file(name).specs
+    (answer,) = answers_of(spec, [GPUS[target]])
+    if not answer.takes:
+        with pytest.raises(SpecError):
+            build_file(name, output=tmp_path, targets=(target,))
+        return
+    (built,) = build_file(name, output=tmp_path, targets=(target,))
+    manifest = Manifest.read(built.folder)
+    for head_dim in spec.head_dims:
+        found = packaged(built.folder, manifest, spec, head_dim, GPUS[target])
+        assert found is not None
+        parts = {(each.element, each.pass_name) for each in found.images}
+        assert parts == set(product(found.plan.by_element, BOTH))
+        kernels = started(found.source.symbol, analyse(spec, head_dim), found.plan)
+        assert {each.name for each in found.resources if each.name.startswith(f"{found.source.symbol}_")} <= set(
+            kernels
+        )
