@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, arguments, bind, compiled, family, wanted_gradients
+from flashgen.flex.ops import Bound, Compiled, arguments, bind, compiled, family, keep, wanted_gradients
 from flashgen.flex.shapes import Sizes, declared
 from flashgen.flex.specs import SCALE, Shell, check_name, make_spec, name_of, user_names
 from flashgen.flex.torch_masks import mod_of
@@ -86,19 +86,15 @@ def _attend(
     _check_tensors(query, key, value, enable_gqa)
     mask_mod, key, value = _mask_mod(block_mask, query, key, value)
     bound = bind(score_mod, mask_mod, query.device)
-    batch, heads, q_len, width = query.shape
-    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
-    longest = sizes
-    if query.is_nested or key.is_nested:
-        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
-        sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
-    traced = bound.trace.traced
-    overflow.check(bound, longest, (score_mod, mask_mod))
-    scaled = scale is not None and scale != 1 / math.sqrt(width)
-    pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
-    ops = family(traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
-    wanted = wanted_gradients(bound)
-    found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
+    scaled = scale is not None and scale != 1 / math.sqrt(query.shape[3])
+    is_nested = query.is_nested or key.is_nested
+    call = (query.shape, key.shape, value.shape, scaled, backend)
+    known = bound.calls.get(call) if kernel_options is None and not is_nested else None
+    if known is None:
+        known = _found(bound, (score_mod, mask_mod), (query, key, value), scaled, is_nested, kernel_options, backend)
+        if kernel_options is None and not is_nested:
+            keep(bound, call, known)
+    found, wanted = known
     captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
     if scaled:
         captured[SCALE] = scale
@@ -117,6 +113,30 @@ def _attend(
         return result
     o, lse = result if wants_lse else (result, None)
     return o, torch_flex.AuxOutput(lse=lse)
+
+
+def _found(
+    bound: Bound,
+    mods: tuple[Mod | None, Mod | None],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    scaled: bool,
+    is_nested: bool,
+    kernel_options: Mapping[str, Any] | None,
+    backend: str | None,
+) -> tuple[Compiled, tuple[bool, ...]]:
+    """The op of a call, and which captured values want a gradient; raises ``SpecError``."""
+    query, key, value = tensors
+    batch, heads, q_len, width = query.shape
+    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
+    longest = sizes
+    if is_nested:
+        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
+        sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
+    overflow.check(bound, longest, mods)
+    pins = _NO_PINS if kernel_options is None else _schedule(kernel_options)
+    ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, pins, backend)
+    wanted = wanted_gradients(bound)
+    return ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted), wanted
 
 
 # Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
