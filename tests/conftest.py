@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # does beyond -O1 a third of the rest.
 QUICKLY_COMPILED = frozenset(
     {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
-    | {"masks", "nn", "numeric", "pipeline", "runtime", "tuning"}
+    | {"masks", "nn", "numeric", "peers", "pipeline", "runtime", "tuning"}
 )
 AS_THE_PRODUCT = frozenset(
     f"numeric/test_{name}.py"
