@@ -37,7 +37,7 @@ def pytest_report_header() -> list[str]:
     if find_spec("transformers"):
         return [drawn]
     left_out = "left out, as transformers is not installed; run them with `make test-integrations`"
-    return [drawn, f"tests/integrations: {left_out}"]
+    return [drawn, f"tests/integrations, tests/peers/test_transformers.py: {left_out}"]
 
 
 def seed_everything(seed: int) -> None:
