@@ -49,7 +49,7 @@ test-random: .venv/.installed-dev
 	FLASHGEN_TEST_SEED=$(SEED) $(BIN)/pytest -n $(JOBS) -m "not slow" --hypothesis-seed=$(SEED)
 
 test-integrations: .venv-integrations/.installed
-	HF_HUB_OFFLINE=1 .venv-integrations/bin/python -m pytest -n $(JOBS) -m "not slow" tests/integrations
+	HF_HUB_OFFLINE=1 .venv-integrations/bin/python -m pytest -n $(JOBS) -m "not slow" tests/integrations tests/peers/test_transformers.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check

@@ -37,7 +37,7 @@ def pytest_report_header() -> list[str]:
     if find_spec("transformers"):
         return [drawn]
     left_out = "left out, as transformers is not installed; run them with `make test-integrations`"
-    return [drawn, f"tests/integrations: {left_out}"]
+    return [drawn, f"tests/integrations, tests/peers/test_transformers.py: {left_out}"]
 
 
 def seed_everything(seed: int) -> None:
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # does beyond -O1 a third of the rest.
 QUICKLY_COMPILED = frozenset(
     {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
-    | {"masks", "nn", "numeric", "pipeline", "runtime", "tuning"}
+    | {"masks", "nn", "numeric", "peers", "pipeline", "runtime", "tuning"}
 )
 AS_THE_PRODUCT = frozenset(
     f"numeric/test_{name}.py"

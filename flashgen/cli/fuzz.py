@@ -46,6 +46,9 @@ _OF_A_CASE = {"cpu": 240.0, "emulator": 600.0, "cuda": 240.0, "tiled": 240.0}
     help="Spread calls over so many processes (gloo), with backend cpu or tiled.",
 )
 @click.option(
+    "--doors", is_flag=True, help="Call through flex, flash and modules, too: bit for bit as the op (cpu or tiled)."
+)
+@click.option(
     "--jobs", type=click.IntRange(min=1), default=None, help="Specs that are judged at a time (2; of ranks 1)."
 )
 @click.option(
@@ -66,6 +69,7 @@ def fuzz(
     count: int | None,
     seed: int | None,
     ranks: int | None,
+    doors: bool,
     jobs: int | None,
     corpus: Path | None,
     attempts: int,
@@ -88,13 +92,16 @@ def fuzz(
     if ranks is not None and (backend not in _OF_RANKS or file is not None):
         what = "FILE" if file is not None else f"--backend {backend}"
         raise click.UsageError(f"--ranks is for random specs on {' or '.join(_OF_RANKS)}, not for {what}")
+    if doors and (backend not in _OF_RANKS or file is not None or ranks is not None):
+        what = "FILE" if file is not None else f"--backend {backend}" if ranks is None else "--ranks"
+        raise click.UsageError(f"--doors is for random specs on {' or '.join(_OF_RANKS)}, not for {what}")
     _check_machine(backend)
     machine = Machine(backend, (target or "sm_80") if backend == "emulator" else "")
     first = random.SystemRandom().randrange(2**31) if seed is None else seed
     limits = Limits(count, _SECONDS if seconds is None and count is None else seconds, attempts)
-    drawing = _drawing(machine, file, ranks)
+    drawing = _drawing(machine, file, ranks, doors=doors)
     again = f"flashgen fuzz {f'{file} ' if file else ''}--backend {backend}{f' --target {target}' if target else ''}"
-    again += f" --ranks {ranks}" if ranks else ""
+    again += f" --ranks {ranks}" if ranks else " --doors" if doors else ""
     note(f"{machine}: seed {first}; '{again} --seed N --count 1' draws one again")
     summary, told = Summary(machine, first), 0
     with (
@@ -159,11 +166,14 @@ def _check_machine(backend: str) -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _drawing(machine: Machine, file: Path | None, ranks: int | None) -> Callable[[int], Draw]:
+def _drawing(machine: Machine, file: Path | None, ranks: int | None, *, doors: bool) -> Callable[[int], Draw]:
     """What a seed means: a spec, or calls of one of the file's."""
+    from flashgen.fuzz.doors import draw_through_doors
     from flashgen.fuzz.draws import ELEMENTS, draw, draw_of_file
     from flashgen.fuzz.rank_draws import draw_over_ranks
 
+    if doors:
+        return lambda seed: draw_through_doors(seed, machine)
     if ranks is not None:
         return lambda seed: draw_over_ranks(seed, machine, ranks)
     if file is None:

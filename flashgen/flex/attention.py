@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, Compiled, Family, arguments, bind, compiled, family, wanted_gradients
+from flashgen.flex.ops import Bound, Compiled, arguments, bind, compiled, family, keep, wanted_gradients
 from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
 from flashgen.flex.shapes import Sizes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
@@ -92,26 +92,18 @@ def _attend(
         key, value = _as_wide(key, query), _as_wide(value, query)
     mask_mod, key, value = _mask_mod(block_mask, query, key, value)
     bound = bind(score_mod, mask_mod, query.device)
-    batch, heads, q_len, width = query.shape
-    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
-    longest = sizes
-    if query.is_nested or key.is_nested:
-        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
-        sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
-    traced = bound.trace.traced
-    overflow.check(bound, longest, (score_mod, mask_mod))
-    scaled = scale is not None and scale != 1 / math.sqrt(width)
-    wanted = wanted_gradients(bound)
+    scaled = scale is not None and scale != 1 / math.sqrt(query.shape[3])
 
-    def run(ops: Family, values: Tensor, wants_lse: bool) -> Any:
-        found = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
+    def run(values: Tensor, wants_lse: bool, maxima: bool = False) -> Any:
+        rows = (query, key, values)
+        found, wanted = _known(bound, (score_mod, mask_mod), rows, scaled, maxima, backend)
         captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
         if scaled:
             captured[SCALE] = scale
-        return _called(found, bound, (query, key, values), captured, wants_lse, deterministic)
+        return _called(found, bound, rows, captured, wants_lse, deterministic)
 
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    result = run(family(traced, _head_dim(width, value.shape[3]), scaled, backend), value, wants_lse)
+    result = run(value, wants_lse)
     if return_aux is None:
         return result
     o, lse = result if wants_lse else (result, None)
@@ -119,7 +111,7 @@ def _attend(
         return o, AuxOutput(lse=lse)
     few = min(_FEW, value.shape[3])
     with torch.no_grad():
-        _, top = run(family(traced, _head_dim(width, few), scaled, backend, maxima=True), value[..., :few], True)
+        _, top = run(value[..., :few], True, maxima=True)
     return o, AuxOutput(lse=lse, max_scores=top / FACTOR)
 
 
@@ -139,6 +131,41 @@ def _called(
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
     """Numbers of 8 bits in the type of the queries, which has more: they mean the same."""
     return x.to(query.dtype) if x.is_floating_point() and x.itemsize == 1 < query.itemsize else x
+
+
+_Rows = tuple[Tensor, Tensor, Tensor]
+_Found = tuple[Compiled, tuple[bool, ...]]  # an op, and which captured values want a gradient
+
+
+def _known(
+    bound: Bound, mods: tuple[Mod | None, Mod | None], rows: _Rows, scaled: bool, maxima: bool, backend: str | None
+) -> _Found:
+    """What ``_found`` finds, remembered by shapes for as long as the mods do not change."""
+    if rows[0].is_nested or rows[1].is_nested:
+        return _found(bound, mods, rows, scaled, maxima, backend)
+    call = (*[x.shape for x in rows], scaled, maxima, backend)
+    known: _Found | None = bound.calls.get(call)
+    if known is None:
+        known = _found(bound, mods, rows, scaled, maxima, backend)
+        keep(bound, call, known)
+    return known
+
+
+def _found(
+    bound: Bound, mods: tuple[Mod | None, Mod | None], rows: _Rows, scaled: bool, maxima: bool, backend: str | None
+) -> _Found:
+    """The op of a call, and which captured values want a gradient; raises ``SpecError``."""
+    query, key, value = rows
+    batch, heads, q_len, width = query.shape
+    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
+    longest = sizes
+    if query.is_nested or key.is_nested:
+        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
+        sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
+    overflow.check(bound, longest, mods)
+    ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
+    wanted = wanted_gradients(bound)
+    return ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted), wanted
 
 
 # Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by

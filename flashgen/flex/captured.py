@@ -174,7 +174,7 @@ def _function_parts(function: FunctionType) -> Parts | None:
     if _is_of_library(function) and function.__module__ not in _COMPOSING:
         return None
     code = function.__code__
-    names, values = [*code.co_freevars], [_content(cell) for cell in function.__closure__ or ()]
+    names, values = [*code.co_freevars], [content_of(cell) for cell in function.__closure__ or ()]
     there = function.__globals__
     for name in _read_code(code).global_names:
         if name in there:
@@ -189,15 +189,29 @@ def _function_parts(function: FunctionType) -> Parts | None:
     return Parts((code, len(defaults), tuple(keywords), tuple(names)), tuple(names), tuple(values))
 
 
-class _Empty:
+class EMPTY:
     """What a cell holds that nothing was put into yet."""
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
+    """What a cell holds."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _Empty
+        return EMPTY
+
+
+def is_settled(value: Any) -> bool:
+    """Whether a captured value is the same as long as it is the same object, and no mod of the user's."""
+    if isinstance(value, (ModuleType, FunctionType)):
+        return _is_of_library(value) and getattr(value, "__module__", None) not in _COMPOSING
+    return _number_of(value) is not None or _is_constant(value)
+
+
+def globals_of(function: FunctionType) -> tuple[str, ...] | None:
+    """The names of the globals that a function reads; None where that cannot be told."""
+    code = _read_code(function.__code__)
+    return code.global_names if code.is_known else None
 
 
 @dataclass
@@ -335,7 +349,7 @@ class Lifting:
         made = [self.lifted(each) for each in parts.values]
         left = iter(zip(parts.names, made, strict=True))
         for cell, (_, content) in zip(cells, left):  # noqa: B905 - the others follow
-            if content is not _Empty:
+            if content is not EMPTY:
                 cell.cell_contents = content
         defaults, keywords, attributes = function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)
         named = len(made) - len(cells) - len(defaults) - len(keywords) - len(attributes)

@@ -7,9 +7,10 @@ traced for the lengths and tensors of a call. Both remember by what is computed,
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from flashgen.flex.numbers import evaluate
 from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
+from flashgen.flex.unchanged import Unchanged, looked_at
 from flashgen.flex.values import readable
 from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.spec import HeadDim
@@ -31,32 +33,83 @@ _MOST_SIGNATURES = 512
 _MOST_TRACES = 16  # of one signature, by what Python was told of captured numbers
 _MOST_CALLS = 512
 _TRACES: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+_KNOWN: dict[Hashable, _Known] = {}
 
 
 class Bound(NamedTuple):
-    """What mods compute, and the values that they capture now."""
+    """What mods compute, and the values that they capture now; ``calls`` are those of mods that have not changed."""
 
     trace: Trace
     tensors: tuple[Tensor, ...]
     params: tuple[int | float | Tensor, ...]
+    calls: dict[Hashable, Any]
+
+
+class _Known(NamedTuple):
+    """A ``Bound`` whose tensors are held weakly, and what it holds for."""
+
+    mods: tuple[weakref.ref[Any] | None, ...]
+    unchanged: Unchanged
+    trace: Trace
+    tensors: tuple[Any, ...]
+    params: tuple[Any, ...]
+    calls: dict[Hashable, Any]
 
 
 def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
     """The trace of two mods and their captured values. Raises ``SpecError``."""
-    captured = Captured()
     # A mod may ask whether there are gradients, which it may leave out, and what type numbers become.
     settings = (device.type, torch.is_grad_enabled(), torch.get_default_dtype())
+    key = (id(score_mod), id(mask_mod), settings)
+    known = _KNOWN.get(key)
+    if known is not None and known.unchanged.holds():
+        tensors: Any = tuple([held() for held in known.tensors])
+        params: Any = tuple([x() if type(x) is weakref.ref else x for x in known.params])
+        return Bound(known.trace, tensors, params, known.calls)
+    found = _look_up(score_mod, mask_mod, device, settings)
+    _know(key, score_mod, mask_mod, found)
+    return found
+
+
+def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bound) -> None:
+    """Keep what mods are bound to, until they change or vanish."""
+    _KNOWN.pop(key, None)
+    unchanged = looked_at(score_mod, mask_mod) if found.trace.settled else None
+    if unchanged is None:
+        return
+    if len(_KNOWN) >= _MOST_SIGNATURES:
+        _KNOWN.clear()
+
+    def forget(_: object, known: dict[Hashable, _Known] = _KNOWN) -> None:  # at exit there are no globals any more
+        known.pop(key, None)
+
+    mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
+    held: list[Any] = [weakref.ref(x) if isinstance(x, Tensor) else x for x in (*found.tensors, *found.params)]
+    count = len(found.tensors)
+    trace = replace(found.trace, tensors=(), params=(), mods=(None, None))
+    _KNOWN[key] = _Known(mods, unchanged, trace, tuple(held[:count]), tuple(held[count:]), found.calls)
+
+
+def keep(bound: Bound, call: Hashable, found: Any) -> None:
+    """Remember what a call of these mods found, for as long as they do not change."""
+    if len(bound.calls) >= _MOST_CALLS:
+        bound.calls.clear()
+    bound.calls[call] = found
+
+
+def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, settings: Hashable) -> Bound:
+    captured = Captured()
     signature = (captured.signature(score_mod), captured.signature(mask_mod), settings)
     if captured.cacheable:
         leaves = captured.leaves
         for known in _TRACES.get(signature, ()):
             params = _params_of(known, leaves)
             if params is not None:
-                return Bound(known, tuple([leaves[leaf] for leaf in known.leaves]), params)  # type: ignore[index]
+                return Bound(known, tuple([leaves[leaf] for leaf in known.leaves]), params, {})  # type: ignore[index]
     found = trace(score_mod, mask_mod, captured, device)
     if found.settled and captured.cacheable:
         _remember(signature, found)
-    return Bound(found, found.tensors, found.params)
+    return Bound(found, found.tensors, found.params, {})
 
 
 def _params_of(known: Trace, leaves: Sequence[Any]) -> tuple[int | float | Tensor, ...] | None:

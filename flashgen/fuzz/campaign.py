@@ -138,7 +138,7 @@ def _failure(workers: Workers, drawn: _Drawn, verdict: Verdict, attempts: int, c
         draw = drawn.draw
     last = next((each for each in found.get(draw, verdict).findings if _kind(each.kind) == _kind(first.kind)), first)
     machines = [draw.machine]
-    alone = all(call.ranks is None for call in draw.calls)
+    alone = all(call.ranks is None and not call.door for call in draw.calls)
     if attempts and draw.machine in MACHINES and not draw.file and alone:
         others = (each for each in MACHINES if each != draw.machine)
         machines += [each for each in others if workers.judge(replace(draw.case, machine=each)).findings]

@@ -20,6 +20,8 @@ from flashgen.runtime.op import AttentionOp
 
 def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequence[Counted]) -> tuple[str, ...]:
     """Labels of all that ran; of a CPU's kernels, the element type and the order of sums."""
+    if call.door:
+        return (f"through {call.door}, {call.dtype}",)
     head_dim = head_dim_of(spec, call)
     if call.eight_bits and not call.cached:
         of_8_bits = any(is_f8(each.values) for each in counted)

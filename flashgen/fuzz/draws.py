@@ -95,6 +95,7 @@ class CallDraw:
     are those of either mode over the other if ``mixed``, else tangents and gradients of gradients.
     ``parts``: a dense call is made of as many parts of its keys, as ranks of a ring make it; 0: of one. ``wide``: these
     are written in float32, whatever q, k and v hold. ``ranks``: it is spread over processes.
+    ``door``: what it goes through, "flex", "flash" or "nn"; "": the op itself is called.
     """
 
     head_dim: int
@@ -126,6 +127,7 @@ class CallDraw:
     still: tuple[str, ...] = ()
     mixed: bool = False
     ranks: Ranks | None = None
+    door: str = ""
 
     def of_sequences(self, lengths: Sequence[tuple[int, int]]) -> CallDraw:
         """The same call of these sequences."""

@@ -6,7 +6,7 @@ In: a ``Case``. Out: a ``Verdict``. What a call gives is found by ``running.py``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from flashgen.verification.f8 import PHASES
 from flashgen.verification.hbm import hbm_bytes
 
 # Diagnostics by which a spec that the language allows is refused for a target, or that say what no text can tell.
-REFUSALS = frozenset({"E205", "E206", "E207", "E211", "E308", "E403", "E404", "E406", "E111"})
+REFUSALS = frozenset({"E205", "E206", "E207", "E211", "E308", "E403", "E404", "E406", "E111", "E604"})
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
         with recording() as counted:
             own = run(op, spec, values, call)
         findings = [*_repeats(op, spec, values, call, own, number), *_bytes(op, spec, case, values, counted, number)]
+        findings += _as_the_op(op, spec, values, call, own, number) if call.door else []
         ran = kinds(op, spec, call, counted)
         if is_second(call, values):
             own |= second(spec, calls(op, spec, values), values.inputs, values.learned(spec, call.wants), call)
@@ -173,6 +174,24 @@ def _repeats(
         for name in settled
         if name in own and not _same_bits(own[name], again[name])
     ]
+
+
+def _as_the_op(
+    op: AttentionOp, spec: AttentionSpec, values: Arguments, call: CallDraw, own: Results, number: int
+) -> list[Finding]:
+    """What goes through a door is, bit for bit, what the op gives."""
+    wanted = run(op, spec, values, replace(call, door=""))
+    return [
+        Finding(
+            f"other bits through {call.door}", f"{name} differs from the op's by {_apart(own[name], x):.1e}", number
+        )
+        for name, x in wanted.items()
+        if not _same_bits(own[name], x)
+    ]
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).nan_to_num().abs().max())
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

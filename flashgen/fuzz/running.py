@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.fuzz.doors import through_door
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import Arguments, Held
 from flashgen.fuzz.parts import has_parts, in_parts
@@ -43,6 +44,8 @@ def calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, drawn: CallDr
             call = functools.partial(_cached, op, values.held)
         elif values.starts is not None:
             call = functools.partial(_ragged, op, values.starts)
+        elif drawn is not None and drawn.door:
+            call = through_door(op, spec, values, drawn.door)
         elif drawn is not None and drawn.parts and has_parts(spec):
             call = functools.partial(in_parts, op, drawn.parts, drawn.wide)
         if not spec.weights.form.normalised:

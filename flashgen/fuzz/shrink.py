@@ -122,6 +122,7 @@ def _simpler_calls(call: CallDraw) -> Iterator[CallDraw]:
         "order",
         "still",
         "mixed",
+        "door",
     ):
         yield replace(call, **{name: getattr(_PLAIN_CALL, name)})
     if not any(call.starts) and not any(call.more):

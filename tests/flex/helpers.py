@@ -37,21 +37,29 @@ class _PlainIndexing(TorchFunctionMode):
 
 
 def judged(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None, mask_mod: Any = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse in float64; o is checked against FlexAttention's own formula."""
+    """o and lse in ``dtype``; o in float64 is checked against FlexAttention's own formula."""
     score_mod, mask_mod = score_mod or (lambda score, *_: score), mask_mod or noop_mask
     group = q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    keys, values = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
     factor = scale or 1 / math.sqrt(q.shape[-1])
     positions = [torch.arange(count) for count in (*q.shape[:3], k.shape[2])]
-    scores = q.double() @ keys.transpose(-1, -2) * factor
+    scores = q.to(dtype) @ keys.transpose(-1, -2) * factor
     with _PlainIndexing():
         kept = torch_flex._vmap_for_bhqkv(mask_mod, prefix=())(*positions)
         scored = torch_flex._vmap_for_bhqkv(score_mod, prefix=(0,))(scores.clone(), *positions)
-    scored = torch.where(kept, scored, -math.inf).double()
+    scored = torch.where(kept, scored, -math.inf).to(dtype)
     lse = scored.logsumexp(-1)
     o = torch._safe_softmax(scored, -1) @ values
+    if dtype is not torch.float64:
+        return o, lse
     with torch.no_grad():
         flex, *_ = math_attention(q.double(), k.double(), v.double(), score_mod, (mask_mod,), factor, {})
     torch.testing.assert_close(o, flex)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import gc
 import importlib
 import math
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from flashgen.diagnostics import SpecError
@@ -33,6 +36,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     ops.family.cache_clear()
     ops.compiled.cache_clear()
     ops._TRACES.clear()
+    ops._KNOWN.clear()
     found: list[Any] = []
     make: Any = vars(ops)["load_spec"]
 
@@ -585,3 +589,49 @@ def test_torch_compile_breaks_the_graph_and_is_right() -> None:
     op, captured = from_mods(score_mod=bias(SLOPES, 5.0, 3), mask_mod=mask, head_dim=8, backend="reference")
     whole = torch.compile(lambda q: op(q.sin(), k, v, **captured).cos(), backend="eager", fullgraph=True)
     assert_close(whole(q), block(q), 1e-6)
+
+
+def test_what_a_mod_holds_is_noticed_where_it_changes_in_place() -> None:
+    """Mods that are, with all that they capture, the very objects of the last call are not looked at again."""
+    q, k, v = inputs()
+    bias, factor, other = torch.rand(4), 2.0, torch.rand(4)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shift: float = 0.5) -> Tensor:
+        return score * factor + bias[h] + shift
+
+    def again() -> None:
+        o = flex_attention(q, k, v, score_mod, backend="reference")
+        assert_close(o, judged(q, k, v, score_mod)[0])
+
+    for _ in range(2):
+        again()
+    factor = 0.25
+    again()
+    bias = other
+    again()
+    score_mod.__defaults__ = (-1.0,)
+    again()
+    bias.requires_grad_()
+    o = flex_attention(q, k, v, score_mod, backend="reference")
+    (given,) = torch.autograd.grad(o.square().sum(), bias)
+    assert_close(given, torch.autograd.grad(judged(q, k, v, score_mod)[0].square().sum(), bias)[0])
+    score_mod.__code__ = (lambda score, b, h, i, j, shift=0.5: score - shift + factor * bias[h]).__code__
+    again()
+
+
+def test_a_mod_that_vanishes_takes_with_it_what_it_captures() -> None:
+    q, k, v = inputs()
+
+    def call() -> weakref.ref[Tensor]:
+        bias = torch.rand(4)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[h]
+
+        for _ in range(2):
+            flex_attention(q, k, v, score_mod, backend="reference")
+        return weakref.ref(bias)
+
+    kept = call()
+    gc.collect()
+    assert kept() is None

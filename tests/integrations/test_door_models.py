@@ -14,7 +14,6 @@ from benchmarks.report import Report
 TINY = doors.SIZES | {"vocab_size": 89, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 @pytest.mark.skipif(doors.ON_GPU, reason="sizes for a CPU")
 def test_models_are_timed_by_their_attention(tmp_path: Path) -> None:

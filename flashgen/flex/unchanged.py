@@ -1,0 +1,104 @@
+"""Whether mods are, with all that they capture, the very objects that were looked at before.
+
+In: a ``score_mod`` and a ``mask_mod``. Out: an ``Unchanged``; None where something is captured that may change and stay
+the same object. It is to be forgotten with the mods; tensors that a mod no longer holds it does not keep alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import Tensor
+
+from flashgen.flex.captured import EMPTY, content_of, globals_of, is_settled
+
+_Held = weakref.ref[Tensor]
+
+
+class Unchanged:
+    """What mods were made of. A tensor is the same with its type, its shape and whether it asks for a gradient."""
+
+    __slots__ = ("_cells", "_functions", "_globals", "_tensor_cells", "_tensor_globals", "_tensors")
+
+    def __init__(self) -> None:
+        self._functions: dict[int, tuple[weakref.ref[FunctionType], Any, Any]] = {}
+        self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._tensor_cells: list[tuple[CellType, _Held]] = []
+        self._tensor_globals: list[tuple[dict[str, Any], str, _Held]] = []
+        self._tensors: list[tuple[_Held, Any, Any, bool]] = []
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since."""
+        try:
+            return self._has_functions() and self._has_contents() and self._has_tensors()
+        except ValueError:  # a cell was emptied
+            return False
+
+    def _has_functions(self) -> bool:
+        for held, code, defaults in self._functions.values():
+            function = held()
+            if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+            if function.__kwdefaults__ or function.__dict__:
+                return False
+        return True
+
+    def _has_contents(self) -> bool:
+        for cell, content in self._cells:
+            if cell.cell_contents is not content:
+                return False
+        return all(there.get(name, EMPTY) is content for there, name, content in self._globals)
+
+    def _has_tensors(self) -> bool:
+        for cell, held in self._tensor_cells:
+            if cell.cell_contents is not held():
+                return False
+        for there, name, held in self._tensor_globals:
+            if there.get(name) is not held():
+                return False
+        for held, dtype, shape, learns in self._tensors:
+            x = held()
+            if x is None or x.dtype is not dtype or x.shape != shape or x.requires_grad is not learns:
+                return False
+        return True
+
+    def look_at(self, value: Any) -> bool:
+        """Keep what a captured value is; whether that can be told again."""
+        if isinstance(value, Tensor):
+            self._tensors.append((weakref.ref(value), value.dtype, value.shape, value.requires_grad))
+            return True
+        if type(value) is tuple:
+            return all(map(self.look_at, value))
+        if is_settled(value):
+            return True
+        return type(value) is FunctionType and self._look_at_function(value)
+
+    def _look_at_function(self, function: FunctionType) -> bool:
+        names = globals_of(function)
+        if names is None or id(function) in self._functions or vars(function) or function.__kwdefaults__:
+            return False
+        there, defaults = function.__globals__, function.__defaults__
+        self._functions[id(function)] = (weakref.ref(function), function.__code__, defaults)
+        closure = [(cell, content_of(cell)) for cell in function.__closure__ or ()]
+        named = [(name, there.get(name, EMPTY)) for name in names]
+        for cell, content in closure:
+            if isinstance(content, Tensor):
+                self._tensor_cells.append((cell, weakref.ref(content)))
+            else:
+                self._cells.append((cell, content))
+        for name, content in named:
+            if isinstance(content, Tensor):
+                self._tensor_globals.append((there, name, weakref.ref(content)))
+            else:
+                self._globals.append((there, name, content))
+        contents = [content for _, content in (*closure, *named) if content is not EMPTY]
+        return all(map(self.look_at, (*contents, *(defaults or ()))))
+
+
+def looked_at(*mods: Any) -> Unchanged | None:
+    """What mods are made of now; None where that cannot be told again."""
+    found = Unchanged()
+    return found if all(mod is None or found.look_at(mod) for mod in mods) else None
