@@ -14,7 +14,7 @@ import pytest
 from flashgen.package.manifest import Manifest
 from flashgen.plan.packed import ManifestBinary, ManifestGpuKernel
 
-OTHERS = (None, True, 7, "other", {})
+OTHERS: tuple[object, ...] = (None, True, 7, "other", {})
 
 
 @pytest.fixture(scope="module")
