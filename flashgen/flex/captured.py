@@ -189,7 +189,7 @@ def _function_parts(function: FunctionType) -> Parts | None:
     return Parts((code, len(defaults), tuple(keywords), tuple(names)), tuple(names), tuple(values))
 
 
-class EMPTY:
+class Empty:
     """What a cell holds that nothing was put into yet."""
 
 
@@ -198,7 +198,7 @@ def content_of(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return EMPTY
+        return Empty
 
 
 def is_settled(value: Any) -> bool:
@@ -349,7 +349,7 @@ class Lifting:
         made = [self.lifted(each) for each in parts.values]
         left = iter(zip(parts.names, made, strict=True))
         for cell, (_, content) in zip(cells, left):  # noqa: B905 - the others follow
-            if content is not EMPTY:
+            if content is not Empty:
                 cell.cell_contents = content
         defaults, keywords, attributes = function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function)
         named = len(made) - len(cells) - len(defaults) - len(keywords) - len(attributes)

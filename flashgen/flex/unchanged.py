@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashgen.flex.captured import EMPTY, content_of, globals_of, is_settled
+from flashgen.flex.captured import Empty, content_of, globals_of, is_settled
 
 _Held = weakref.ref[Tensor]
 
@@ -50,7 +50,7 @@ class Unchanged:
         for cell, content in self._cells:
             if cell.cell_contents is not content:
                 return False
-        return all(there.get(name, EMPTY) is content for there, name, content in self._globals)
+        return all(there.get(name, Empty) is content for there, name, content in self._globals)
 
     def _has_tensors(self) -> bool:
         for cell, held in self._tensor_cells:
@@ -83,7 +83,7 @@ class Unchanged:
         there, defaults = function.__globals__, function.__defaults__
         self._functions[id(function)] = (weakref.ref(function), function.__code__, defaults)
         closure = [(cell, content_of(cell)) for cell in function.__closure__ or ()]
-        named = [(name, there.get(name, EMPTY)) for name in names]
+        named = [(name, there.get(name, Empty)) for name in names]
         for cell, content in closure:
             if isinstance(content, Tensor):
                 self._tensor_cells.append((cell, weakref.ref(content)))
@@ -94,7 +94,7 @@ class Unchanged:
                 self._tensor_globals.append((there, name, weakref.ref(content)))
             else:
                 self._globals.append((there, name, content))
-        contents = [content for _, content in (*closure, *named) if content is not EMPTY]
+        contents = [content for _, content in (*closure, *named) if content is not Empty]
         return all(map(self.look_at, (*contents, *(defaults or ()))))
 
 
