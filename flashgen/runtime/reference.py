@@ -32,10 +32,11 @@ from flashgen.runtime.engine import Tensors
 from flashgen.runtime.f8 import factors_of_call
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
-from flashgen.runtime.plain import check_tensors, refuse_distributed
+from flashgen.runtime.plain import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.selected import check_selection
+from flashgen.runtime.sharing import check_caches
 from flashgen.runtime.signature import CACHED, RAGGED, Signature
 
 
@@ -187,6 +188,7 @@ class Reference:
         ).in_numbers()  # fmt: skip
         tensors, params = self._bound(q, k_cache, v_cache, captured, dtype, return_lse, None)
         if k is not None and v is not None:
+            check_caches(k_cache, v_cache, in_memory=lies_in_memory((k_cache, v_cache)))
             k_cache, v_cache = k_cache.clone(), v_cache.clone()
             cache = append(cache, k_cache, v_cache, k, v)
         *numbers, _ = offset_arguments((b_start, h_start, b_total, h_total, 0), CACHED)
