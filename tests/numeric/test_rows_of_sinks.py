@@ -35,7 +35,8 @@ def check(op: Any, truth: Any, tensors: list[Tensor], sinks: tuple[float, ...], 
     for name, x, y in zip(("o", "lse", "dq", "dk", "dv", "dz"), found, wanted, strict=True):
         if y.norm() > 1e-30:  # else float32 has none of it
             assert_close(x, y, 1e-2 if dtype is torch.bfloat16 and name != "lse" else 2e-5, name)
-    return exact_lse.detach()
+    rows: Tensor = exact_lse.detach()
+    return rows
 
 
 @pytest.mark.parametrize(("backend", "target"), [*BACKENDS[:2], pytest.param(*BACKENDS[2], marks=pytest.mark.slow)])
@@ -115,8 +116,8 @@ def test_tangents_of_rows(keys: int, backend: str, target: str | None) -> None:
             found: tuple[Tensor, Tensor] = call(q, k, v, z=z, return_lse=True)
             return found
 
-        def moved(*x: Tensor) -> tuple[Tensor, Tensor]:
-            _, found = torch.func.jvp(attend, x, tuple(each.to(dtype) for each in moves))
+        def moved(*x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            found: Any = torch.func.jvp(attend, x, tuple(each.to(dtype) for each in moves))[1]
             return (found[0] * 1.3).sum() + (found[1] * torch.linspace(0, 1, 40)).sum(), found
 
         x = tuple(each.to(dtype) for each in given)
