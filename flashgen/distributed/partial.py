@@ -162,11 +162,10 @@ class Partial:
             return rows.o.to(q.dtype), None, None
         log, top, o, exponents = rows.log, rows.top, rows.o, self._exponents(tensors)
         if sink is not None:
-            # A row that keeps no key stays empty. Scores are counted from their own maximum, whatever the sink is.
-            is_empty = log == -math.inf
-            grown = torch.logaddexp(torch.zeros_like(log), sink.double() - top * exponents.natural - log)
-            log = torch.where(is_empty, log, log + grown)
-            o = o * torch.where(is_empty, 0.0, (-grown).exp()).to(o.dtype)[..., None]
+            # Scores are counted from their own maximum, whatever the sink is.
+            whole = torch.logaddexp(log, sink.double() - top * exponents.natural)
+            o = o * torch.where(log == -math.inf, 0.0, (log - whole).exp()).to(o.dtype)[..., None]
+            log = whole
         lse = top * exponents.natural + log
         parts = torch.zeros((*lse.shape, 2), dtype=torch.float32, device=q.device)
         if self.form.exponential:
@@ -216,7 +215,7 @@ class Partial:
     def sink(
         self, q: Tensor, v: Tensor, captured: Mapping[str, Tensor | None], where: Where, some: Tensor | None
     ) -> Tensor:
-        """The sinks of rows, [B, H, n], differentiable in ``captured`` where ``some`` [B, H, n] says: a key is kept."""
+        """The sinks of rows, [B, H, n], differentiable in ``captured`` where ``some`` [B, H, n] says: lse is finite."""
         spec = self.op.spec
         assert spec.weights.sink is not None
         shard = Shard(

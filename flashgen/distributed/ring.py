@@ -289,7 +289,7 @@ class _Backward:
 
 
 def _sinks(walk: Walk, q: Tensor, v: Tensor, captured: dict[str, Tensor | None], some: Tensor | None = None) -> Tensor:
-    """[B, H, n]; differentiable where ``some`` says which rows keep a key."""
+    """[B, H, n]; differentiable where ``some`` says which rows have a finite lse."""
     parts = [
         walk.partial.sink(q[:, :, at], v, captured, walk.place(start, 0), None if some is None else some[:, :, at])
         for start, at in walk.spans()

@@ -42,8 +42,8 @@ def flash_attn_func(
     q, k and v may be ``torch.float8_e4m3fn``, all three: ``o`` then is bfloat16, without gradients.
 
     With ``return_attn_probs`` returns ``(o, lse, None)``: ``lse`` [B, H, Nq], float32, the natural logarithm of the
-    denominator, differentiable, −inf for a row without a key. FlashAttention's third result, the weights with the signs
-    of what was dropped, exists nowhere: asked for together with dropout it is refused.
+    denominator, differentiable, −inf or the sink for a row without a key. FlashAttention's third result, the weights
+    with the signs of what was dropped, exists nowhere: asked for together with dropout it is refused.
 
     Raises ``ValueError`` and ``TypeError`` by name for arguments that do not fit.
     """

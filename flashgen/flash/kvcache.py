@@ -80,8 +80,8 @@ def flash_attn_with_kvcache(
     of any size, [pages, page, Hkv, D]. ``cache_seqlens``, int32 [B] or one number, are the rows that are filled, by
     default all. ``k`` [B, new, Hkv, D] and ``v`` are written behind them first. ``cache_batch_idx`` int32 [B] says
     which entries of a larger cache, or rows of a larger table, are meant; rows before ``cache_leftpad`` int32 [B] are
-    not seen. ``lse`` is [B, H, Nq], float32, −inf for a row without a key, whose o is 0. All other options mean what
-    they mean for ``flash_attn_func``: the last query stands at the last row.
+    not seen. ``lse`` is [B, H, Nq], float32, −inf or the sink for a row without a key, whose o is 0. All other options
+    mean what they mean for ``flash_attn_func``: the last query stands at the last row.
 
     ``rotary_cos`` and ``rotary_sin``, [Nmax or more, R / 2], rotate the first R ≤ D features of q and of the new k,
     neighbours as pairs (``rotary_interleaved``) or halves. New keys are rotated by the rows that they are written to.

@@ -219,17 +219,18 @@ def _weights(spec: AttentionSpec, evaluate: Evaluator, score: Tensor) -> tuple[T
 
 def _softmax(sink: Expr | None, evaluate: Evaluator, score: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     some = keep.any(-1, keepdim=True)
-    if score.shape[-1] == 0:
-        return score, score.new_full(score.shape[:-1], -torch.inf)
-    top = torch.where(keep, score.detach(), -torch.inf).amax(-1, keepdim=True)
-    sunk = None if sink is None else evaluate.real(sink).expand(some.shape)
+    top = score.new_full(some.shape, -torch.inf)
+    if score.shape[-1] > 0:
+        top = torch.where(keep, score.detach(), -torch.inf).amax(-1, keepdim=True)
+    sunk = None if sink is None else evaluate.of_rows(some.shape).real(sink).expand(some.shape)
     if sunk is not None:
         top = torch.maximum(top, sunk.detach())
+        some = some | (sunk != -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)
     weight = torch.where(keep, (score - top).exp(), 0.0)
     total = weight.sum(-1, keepdim=True)
     if sunk is not None:
-        total = total + torch.where(some, sunk - top, 0.0).exp()
+        total = total + (sunk - top).exp()
     safe = torch.where(some, total, 1.0)
     lse = torch.where(some, safe.log() + top, -torch.inf)
     return weight / safe, lse.squeeze(-1)

@@ -68,6 +68,11 @@ class Evaluator:
         """An evaluator that knows these symbols as well."""
         return replace(self, symbols={**self.symbols, **symbols}, _done={}, _uses=Uses())
 
+    def of_rows(self, shape: torch.Size) -> Evaluator:
+        """One for what belongs to rows [B, H, Nq, 1], all of which count, whatever pairs they keep."""
+        guard = Guard(torch.ones(shape, dtype=torch.bool, device=self._device()))
+        return replace(self, guard=guard, _done={}, _uses=Uses())
+
     def _result(self, expr: Expr) -> Tensor:
         self._uses.is_result(expr)
         return self._visit(expr)[0]

@@ -53,6 +53,11 @@ class Problem:
         return (self.q, self.k, self.v, *self.tensors.values(), *self.params.values())
 
 
+def gives_nothing(spec: AttentionSpec, shard: Shard) -> bool:
+    """Whether o and every gradient of a call are 0 and lse is -∞: it has no pair, nor a sink that rows would have."""
+    return shard.is_empty and spec.weights.sink is None
+
+
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """``o`` [B, H, Nq, Dv] in the type of q, ``lse`` [B, H, Nq] in ``compute`` (None: weights have none)."""
     shard = problem.shard

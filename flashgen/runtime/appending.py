@@ -27,6 +27,7 @@ from flashgen.runtime.eight_bits import F8, to_8_bits
 from flashgen.runtime.plain import lies_in_memory, transforming
 from flashgen.runtime.ragged_checks import checks_lengths
 from flashgen.runtime.registration import NAMESPACE, library
+from flashgen.runtime.sharing import check_caches
 from flashgen.runtime.standalone import Standalone
 
 KERNEL = Standalone("append", ("instructions.cuh", "types.cuh"))
@@ -40,8 +41,8 @@ Strides = tuple[int, ...]
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
     """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits where they have more.
 
-    Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error. Raises ``ValueError``
-    and ``TypeError``.
+    Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error, and everywhere where
+    the caches themselves share memory. Raises ``ValueError`` and ``TypeError``.
     """
     new, batch = k.shape[2] if k.dim() == 4 else 0, cache.lengths.shape[0]
     for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
@@ -116,6 +117,7 @@ def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
 
 def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
     """The same; a row without a place stops a GPU before one is written."""
+    check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
     new, given = k.shape[2], cache
     cache = _longer(cache, new)
     places, outer, inner = _places(cache, k_cache, new)
@@ -248,6 +250,7 @@ def _append(
     if rows == 0 or not (k.is_cuda and _is_usable()):
         nothing = Cache(lengths, entries.new_empty(0), entries, blocks, k_factors, v_factors)
         return _by_operators(nothing, k_cache, v_cache, k, v).lengths
+    check_caches(k_cache, v_cache, in_memory=True)
     filled = torch.empty_like(lengths)
     packed = arguments(filled, lengths, entries, blocks, (k_factors, v_factors), (k_cache, v_cache), (k, v))
     KERNEL.launch(k.device.index, packed, rows)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import tiled
 from flashgen.reference.programs import Program
 from flashgen.reference.shard import Shard
@@ -352,7 +352,7 @@ class CachedEngine(Engine):
         o = q.new_empty_strided(*call.o).zero_()
         lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
         names = [param.name for param in self.spec.params]
-        for number, shard, own in cached_sequences(call.shard, cache, found, tensors[:3]):
+        for number, shard, own in cached_sequences(self.spec, call.shard, cache, found, tensors[:3]):
             params = zip(names, each.params_of(number), each.captured.given, strict=True)
             problem = tiled.Problem(
                 spec=self.spec,
@@ -379,9 +379,9 @@ def sizes_of_cache(call: Call, k: Tensor, columns: int, splits: int) -> dict[str
 
 
 def cached_sequences(
-    whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
+    spec: AttentionSpec, whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
 ) -> Iterator[tuple[int, Shard, tuple[Tensor, Tensor, Tensor]]]:
-    """Each sequence that has pairs: its number, its place, and q, k and v as a dense call takes them."""
+    """Each sequence that gives anything: its number, its place, and q, k and v as a dense call takes them."""
     q, k, v = tensors
     b_total, h_total, _, _ = whole.totals()
     for number, (length, padding) in enumerate(found):
@@ -390,7 +390,7 @@ def cached_sequences(
             b_start=whole.b_start + number, h_start=whole.h_start, q_start=length - whole.q_len, kv_start=padding,
             b_total=b_total, h_total=h_total, q_total=length, kv_total=length,
         )  # fmt: skip
-        if not shard.is_empty:
+        if not tiled.gives_nothing(spec, shard):
             yield number, shard, (q[number][None], *cache.sequence(k, v, number, length, padding))
 
 

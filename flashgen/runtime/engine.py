@@ -158,7 +158,7 @@ class Engine:
         q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
         parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
-        if call.is_empty:
+        if tiled.gives_nothing(self.spec, call.shard):
             o = q.new_empty_strided(*call.o).zero_()
             return o, q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None, parts
         o, lse = tiled.forward(self._problem(call, tensors, captured))
@@ -268,7 +268,7 @@ class Engine:
         whole: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> list[Tensor]:
         inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
-        if call.is_empty:
+        if tiled.gives_nothing(self.spec, call.shard):
             gradients = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)]
         else:
             with deterministic_algorithms(call.deterministic), autograd_inside():
@@ -384,9 +384,9 @@ class Engine:
         return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that have pairs, and what each of them sees of a tensor of the call."""
+        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
         call = self.checker.find(tensors, rest)
-        if not call.is_empty:
+        if not tiled.gives_nothing(self.spec, call.shard):
             problem = self._problem(call, tensors, self._captured(call, tensors))
             yield for_derivatives(problem), _all_of
 

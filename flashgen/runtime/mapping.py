@@ -70,7 +70,7 @@ def mapped(
     ``axes`` are those of the values and of the results; None where samples cannot be a part of the batch.
     """
     count = info.batch_size
-    if axes is not None and _fit(dims, *axes):
+    if axes is not None and count > 0 and _fit(dims, *axes):
         folded = [
             x if axis is None or x is None else _folded(x, dim, axis, count)
             for x, dim, axis in zip(values, dims, axes[0], strict=True)
@@ -78,6 +78,9 @@ def mapped(
         found = zip(call(*folded), axes[1], strict=True)
         results = tuple(_unfolded(x, axis or 0, count) for x, axis in found)
         return results, (0,) * len(results)
+    if count == 0:  # one sample of zeros says what results are like; sums of nothing keep the graph
+        one = call(*(x if dim is None else x.sum(dim, dtype=x.dtype) for x, dim in zip(values, dims, strict=True)))
+        return tuple(x[None, ...][:0] for x in one), (0,) * len(one)
     each = [
         call(*(x if dim is None else x.select(dim, n) for x, dim in zip(values, dims, strict=True)))
         for n in range(count)

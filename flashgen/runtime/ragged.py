@@ -306,14 +306,12 @@ class RaggedEngine(Engine):
     def _problems(
         self, call: Call, found: Lengths, tensors: Tensors, captured: Captured
     ) -> Iterator[tuple[tiled.Problem, slice, slice]]:
-        """Each sequence that has pairs, as a dense problem."""
-        if call.is_empty:
-            return
+        """Each sequence that gives anything, as a dense problem."""
         sequences = PerSequence(self.spec, call, found.pairs, tensors, captured)
         names = [param.name for param in self.spec.params]
         for number, q_rows, k_rows in found.sequences():
             shard = of_sequence(call.shard, number, q_rows, k_rows)
-            if shard.is_empty:
+            if tiled.gives_nothing(self.spec, shard):
                 continue
             params = sequences.params_of(number)
             yield (

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.reference import dense
 from flashgen.reference.shard import Shard
+from flashgen.reference.tiled import gives_nothing
 from flashgen.runtime.appending import append
 from flashgen.runtime.cached import CachedChecker, cache_of, cached_sequences
 from flashgen.runtime.call import CallChecker, check_probability, check_shapes
@@ -31,10 +32,11 @@ from flashgen.runtime.engine import Tensors
 from flashgen.runtime.f8 import factors_of_call
 from flashgen.runtime.lengths import check_starts, lengths
 from flashgen.runtime.nested import is_nested, sequences
-from flashgen.runtime.plain import check_tensors, refuse_distributed
+from flashgen.runtime.plain import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.runtime.ragged import of_sequence
 from flashgen.runtime.ragged_checks import RaggedChecker
 from flashgen.runtime.selected import check_selection
+from flashgen.runtime.sharing import check_caches
 from flashgen.runtime.signature import CACHED, RAGGED, Signature
 
 
@@ -140,7 +142,7 @@ class Reference:
         for number, q_rows, k_rows in found.sequences():
             own = of_sequence(shard, number, q_rows, k_rows)
             each = tuple(x[rows].transpose(0, 1)[None] for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)))
-            if own.is_empty:  # nothing to divide by
+            if gives_nothing(self.spec, own):
                 rows.append(q.new_zeros((own.q_len, own.heads, v.shape[2]), dtype=dtype) + nothing)
                 sums.append(q.new_full((own.heads, own.q_len), -torch.inf, dtype=dtype) + nothing)
                 continue
@@ -186,6 +188,7 @@ class Reference:
         ).in_numbers()  # fmt: skip
         tensors, params = self._bound(q, k_cache, v_cache, captured, dtype, return_lse, None)
         if k is not None and v is not None:
+            check_caches(k_cache, v_cache, in_memory=lies_in_memory((k_cache, v_cache)))
             k_cache, v_cache = k_cache.clone(), v_cache.clone()
             cache = append(cache, k_cache, v_cache, k, v)
         *numbers, _ = offset_arguments((b_start, h_start, b_total, h_total, 0), CACHED)
@@ -199,7 +202,7 @@ class Reference:
         nothing = self._drawn(q, 0.0 if self.signature.has_dropout else None, None)
         rows = list(q.new_zeros((*q.shape[:-1], v_cache.shape[3]), dtype=dtype))
         sums = list(q.new_full(q.shape[:-1], -torch.inf, dtype=dtype))
-        for number, own, inputs in cached_sequences(shard, cache, found, (q, k_cache, v_cache)):
+        for number, own, inputs in cached_sequences(self.spec, shard, cache, found, (q, k_cache, v_cache)):
             o, lse = self._formula(inputs, tensors, params, own, nothing, dtype)
             rows[number] = o[0]
             if lse is not None:

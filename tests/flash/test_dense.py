@@ -50,7 +50,7 @@ def formula(
         kept &= j <= at + right
     lse = s.masked_fill(~kept, -math.inf).logsumexp(-1)
     if s_aux is not None:
-        lse = torch.where(kept.any(-1), torch.logaddexp(lse, s_aux.double()[:, None]), -math.inf)
+        lse = torch.logaddexp(lse, s_aux.double()[:, None])
     weights = torch.where(kept, torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), 0.0)
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
@@ -109,7 +109,7 @@ def test_slopes_of_alibi_and_their_gradients(shape: tuple[int, ...], causal: boo
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(19, 37), (37, 19)])
 def test_sinks_and_their_gradients(q_len: int, kv_len: int) -> None:
-    """Also where rows have no key."""
+    """Also where rows have no key, of which the sink is all of the denominator."""
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(7)).requires_grad_()
     assert_equal([*inputs(q_len, kv_len), sinks], {"s_aux": sinks, "causal": True})
 

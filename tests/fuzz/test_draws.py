@@ -78,6 +78,9 @@ def test_every_statement_is_drawn(drawn: list[Draw], parsed: list[AttentionSpec]
     assert all(words[word] > 3 for word in expected), words
     assert {spec.weights.form.name for spec in parsed} == set(FORMS)
     assert any(spec.weights.sink is not None for spec in parsed)
+    emptying = ("i % 5 != 0", "causal_lower_right", "i < 0 and j > i", "j < Nk // 2")
+    texts = [str(spec_of(one)) for one in drawn]
+    assert any(mask in text and "sink =" in text for text in texts for mask in emptying), "rows of sinks without keys"
     elements = {str(tensor.element) for spec in parsed for tensor in spec.tensors}
     assert elements == {"f32", "bf16", "f16", "i32", "i64", "bool"}
 

@@ -99,6 +99,20 @@ def test_derivatives_of_the_second_order_are_judged(
     assert found <= second
 
 
+def test_rows_without_keys_are_judged_by_their_sinks() -> None:
+    """lse is finite there: what says -inf is wrong, and so is what says 0."""
+    text = "attention drawn { head_dim 16  mask i % 5 != 0  weights softmax(sink = 0.25 * h) }"
+    spec = flashgen.loads(text, backend="reference").spec
+    call = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3)
+    values = arguments(spec, call)
+    own = reference(spec, values, plain(values.inputs), call, torch.float32)
+    assert not compare(spec, call, values, own)[0]
+    for said in (-torch.inf, 0.0):
+        lse = own["lse"].clone()
+        lse[:, 1, ::5] = said
+        assert "lse" in compare(spec, call, values, {**own, "lse": lse})[0]
+
+
 def test_a_step_within_rounding_is_borderline_and_a_wrong_step_is_not() -> None:
     """Steps so small that float32 and float64 take some of them differently, in results that are otherwise the same."""
     spec = flashgen.loads("attention drawn { head_dim 16  score floor(s * 100000) / 50000 }", backend="reference").spec

@@ -8,6 +8,7 @@ import torch
 import flashgen
 from flashgen.runtime.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
+from tests.slices import one_of
 
 D, TOKENS = 64, 201  # rows enough for matrix registers
 WITHOUT_MAXIMUM, WITH_MAXIMUM = 55.0, 56.0  # log2(e) times the cap against 80
@@ -64,7 +65,7 @@ def test_infinities_meet_the_cap_and_nan_stays_in_its_row() -> None:
 
 
 def test_empty_rows_and_sinks() -> None:
-    """Rows that keep nothing are zero; a sink far above and one far below what scores can reach."""
+    """Rows that keep nothing have the sink alone; one of these is far above and one far below what scores can reach."""
     op = flashgen.loads(
         "attention capped { head_dim 64 tensor sinks: f32[H] weights softmax(sink = sinks[h]) "
         f"score softcap(s, {WITHOUT_MAXIMUM}) mask causal_lower_right }}"
@@ -79,4 +80,61 @@ def test_empty_rows_and_sinks() -> None:
     )
     assert_close(o[:, :2], exact[:, :2], what="o")
     torch.testing.assert_close(o[:, 2], exact[:, 2].float(), rtol=1e-4, atol=0)
+    assert torch.equal(lse[:, :, empty], sinks.view(1, 3, 1).expand(1, 3, 12))
     assert_close(lse[:, :, 12:], exact_lse[:, :, 12:], what="lse")
+
+
+SCORES = {"cap": "softcap(s, 4)", "tanh": "50.0 * tanh(s / 50.0)", "sine": "9 * sin(s)"}
+TARGETS = [("cpu", None), ("emulator", "sm_80"), ("emulator", "sm_90a")]
+
+
+def errors_of_rows(op: AttentionOp, tensors: list[torch.Tensor], arriving: torch.Tensor) -> list[torch.Tensor]:
+    """How far each row of o, dq and dk is from the formula in float64."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    exact_leaves = [x.double().requires_grad_() for x in tensors]
+    o, exact = op(*leaves), op.reference(*exact_leaves)
+    found = (o, *torch.autograd.grad(o, leaves[:2], arriving))
+    truth = (exact, *torch.autograd.grad(exact, exact_leaves[:2], arriving.double()))
+    return [(x.double() - y).norm(dim=-1).detach() for x, y in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize(("backend", "target"), one_of(3, TARGETS))
+@pytest.mark.parametrize("name", one_of(3, SCORES))
+def test_rows_are_as_exact_as_those_with_maxima(name: str, backend: str, target: str | None) -> None:
+    """What o is divided by adds weights up as they are multiplied. A param, which nothing bounds, asks for maxima."""
+    op, with_maxima = (
+        flashgen.loads(f"attention rows {{ head_dim 16 {text} mask causal }}", backend=backend, target=target)
+        for text in (f"score {SCORES[name]}", f"param none: f32 = 0  score {SCORES[name]} + none")
+    )
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v, d_o = (normal(1, 4, 70, 16, seed=seed).to(dtype) for seed in range(4))
+        ways = (errors_of_rows(each, [q, k, v], d_o) for each in (op, with_maxima))
+        for found, same in zip(*ways, strict=True):
+            # Which row is off by much is chance: that of the same rank among all rows is off by no more than twice.
+            assert (found.flatten().sort().values <= 2 * same.flatten().sort().values + 1e-5).all()
+        of_o, *gradients = errors_of_rows(op, [q, k[:, :, :1], v[:, :, :1]], d_o)
+        assert not of_o.any()
+        assert max(x.max() for x in gradients) < 5e-5  # float32 of slopes of up to 9
+
+
+@pytest.mark.parametrize("weights", ["normalize(exp(s / 3))", "normalize2(sigmoid(s))"])
+def test_of_one_key_normalized_weights_leave_the_value(weights: str) -> None:
+    op = flashgen.loads(f"attention rows {{ head_dim 16 weights {weights} }}", backend="cpu")
+    q, k, v = (normal(1, 4, rows, 16, seed=seed).bfloat16() for seed, rows in enumerate((70, 1, 1)))
+    assert torch.equal(op(q, k, v), v.expand_as(q))
+
+
+@pytest.mark.parametrize(("backend", "target"), one_of(2, TARGETS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_low_scores_count_from_their_maximum(dtype: torch.dtype, backend: str, target: str | None) -> None:
+    """Weights of 2^-72 would be nothing in float16; a later tile may hold such of 2^72."""
+    op = flashgen.loads("attention low { head_dim 16 score softcap(s, 50) }", backend=backend, target=target)
+    q = normal(1, 1, 1, 16).expand(1, 2, 40, 16).to(dtype)
+    k = -40 * q[:, :, :1] * (1 + 0.01 * normal(1, 2, 300, 1, seed=1)).to(dtype)
+    k[:, 1, 290:] = 40 * q[:, 1, :1]
+    v = normal(1, 2, 300, 16, seed=2).to(dtype)
+    o, lse = op(q, k, v, return_lse=True)
+    exact, exact_lse = op.reference(q, k, v, dtype=torch.float64, return_lse=True)
+    assert exact_lse.abs().min() > 40
+    assert_close(o, exact, 2 * torch.finfo(dtype).eps, "o")
+    assert_close(lse, exact_lse, what="lse")

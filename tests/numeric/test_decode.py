@@ -407,3 +407,50 @@ def test_rows_that_are_heads_read_nothing_behind_a_tensor() -> None:
     lengths = torch.full((B,), CAPACITY, dtype=torch.int32)
     found = op.decode(q, k, v, lengths, doc=doc[:, :CAPACITY])
     assert relative_error(found, op.reference.decode(q, k, v, lengths, doc=doc[:, :CAPACITY])) < 2e-6
+
+
+def halves(form: str) -> tuple[Tensor, Tensor]:
+    """Two caches in one tensor."""
+    match form:
+        case "of rows":
+            return torch.zeros(B, HKV, CAPACITY, 128).chunk(2, -1)  # type: ignore[return-value]
+        case "of pages":
+            return torch.zeros(B, 2, HKV, CAPACITY, 64).unbind(1)  # type: ignore[return-value]
+        case "of heads":
+            return torch.zeros(B, CAPACITY, 2 * HKV, 64).transpose(1, 2).chunk(2, 1)  # type: ignore[return-value]
+    return torch.zeros(2, B, HKV, CAPACITY, 64).unbind(0)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("form", ["of rows", "of pages", "of heads", "one behind the other"])
+def test_rows_are_written_to_halves_of_a_tensor(form: str) -> None:
+    op = loaded(CAUSAL, "reference")
+    q, k, v = random(B, H, 1, 64), random(B, HKV, 1, 64, seed=1), random(B, HKV, 1, 64, seed=2)
+    caches = halves(form)
+    op.decode(q, *caches, LENGTHS, k=k, v=v)
+    for cache, x in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache[torch.arange(B), :, LENGTHS.long()], x[:, :, 0])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # how what raised is run again
+@pytest.mark.parametrize("door", ["op", "reference", "compiled"])
+def test_caches_whose_rows_share_memory_are_refused(door: str) -> None:
+    op = loaded(CAUSAL, "reference")
+    decode = {"op": op.decode, "reference": op.reference.decode, "compiled": torch.compile(op.decode, backend="eager")}
+    q, k, v = random(B, H, 1, 64), random(B, HKV, 1, 64, seed=1), random(B, HKV, 1, 64, seed=2)
+    whole, other = torch.zeros(B, HKV, CAPACITY, 64), torch.zeros(B, HKV, CAPACITY, 64)
+    expanded = torch.zeros(B, 1, CAPACITY, 64).expand(B, HKV, CAPACITY, 64)
+
+    def refused(k_cache: Tensor, v_cache: Tensor, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            decode[door](q, k_cache, v_cache, LENGTHS, k=k, v=v)
+
+    refused(expanded, whole, r"'k_cache' is expanded: along dimension 1 all 2 have the same memory.*k_cache.clone\(\)")
+    refused(whole, expanded, r"'v_cache' is expanded")
+    if door != "compiled":  # where tensors that are traced lie is not known
+        refused(whole, whole, "'k_cache' and 'v_cache' share memory")
+        wide = torch.zeros(B, HKV, CAPACITY + 1, 64)
+        refused(wide[:, :, 1:], wide[:, :, :-1], "'k_cache' and 'v_cache' share memory")
+        refused(wide[:, :, :-1], wide[:, :, 1:], "'k_cache' and 'v_cache' share memory")
+    op.decode(q, expanded, expanded, LENGTHS)  # what is only read may share
+    assert not whole.any()
+    decode[door](q, whole, other, LENGTHS, k=k, v=v)

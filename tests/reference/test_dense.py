@@ -171,15 +171,35 @@ def test_params_and_dropout_probability() -> None:
 
 
 def test_rows_with_nothing_kept_give_zero() -> None:
+    leaves = [x.requires_grad_() for x in qkv()]
+    o, lse = attention(spec("mask i >= 2 and j < i"), *leaves)
+    assert lse is not None
+    assert torch.equal(o[:, :, :2], torch.zeros(2, 4, 2, 8, dtype=torch.float64))
+    assert (lse[:, :, :2] == -torch.inf).all()
+    found = torch.autograd.grad([o[:, :, :2].sum(), lse[:, :, :2].sum()], leaves)
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found)
+
+
+@pytest.mark.parametrize("keys", [9, 0])
+def test_of_a_row_with_nothing_kept_the_sink_is_the_denominator(keys: int) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
+    k, v = k[:, :, :keys], v[:, :, :keys]
     sink = random(4, dtype=torch.float32).requires_grad_()
     body = "tensor sink: f32[H] grad\nmask i >= 2 and j < i\nweights softmax(sink = sink[h])"
     o, lse = attention(spec(body), q, k, v, tensors={"sink": sink})
     assert lse is not None
-    assert torch.equal(o[:, :, :2], torch.zeros(2, 4, 2, 8, dtype=torch.float64))
-    assert (lse[:, :, :2] == -torch.inf).all()
-    found = torch.autograd.grad([o[:, :, :2].sum(), lse[:, :, :2].sum()], [q, k, v, sink])
-    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found)
+    assert not o[:, :, :2].any()
+    torch.testing.assert_close(lse[:, :, :2], sink.double().view(1, 4, 1).expand(2, 4, 2))
+    *others, by_sink = torch.autograd.grad([o[:, :, :2].sum(), lse[:, :, :2].sum()], [q, k, v, sink])
+    assert not any(gradient.any() for gradient in others)
+    torch.testing.assert_close(by_sink, torch.full((4,), 4.0))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = qkv()
+    body = "tensor sink: f32[H]\nmask i >= 2 and j < i\nweights softmax(sink = sink[h])"
+    found = attention(spec(body), q, k, v, tensors={"sink": torch.full((4,), -torch.inf)})
+    torch.testing.assert_close(found, attention(spec("mask i >= 2 and j < i"), q, k, v))
 
 
 def test_a_score_of_minus_infinity_counts_as_masked() -> None:

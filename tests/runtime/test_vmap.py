@@ -87,6 +87,31 @@ def test_captured_tensors_of_each_sample(
         close(x, torch.stack([one[k_] for one in each]))
 
 
+@pytest.mark.parametrize("shape", ["B, H", "H"], ids=["a part of the batch", "a loop"])
+def test_no_samples_have_empty_results(shape: str, backend: str) -> None:
+    attention = op(PER_SAMPLE.format(shape=shape, index="b, h" if "B" in shape else "h"), backend)
+    q, k, v = (x.detach() for x in qkv(9))
+    bias, doc = random(*((2, 4) if "B" in shape else (4,)), seed=4), torch.zeros(2, 9, dtype=torch.int32)
+    none = [x.new_zeros((0, *x.shape)) for x in (q, bias, doc)]
+
+    def attend(x: Tensor, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = attention(x, k, v, bias=y, doc=ids, return_lse=True)
+        return found
+
+    def loss(*each: Tensor) -> Tensor:
+        return attend(*each)[0].square().sum()
+
+    for o, lse in (torch.vmap(attend)(*none), torch.vmap(attend, (2, 0, 0))(none[0].movedim(0, 2), *none[1:])):
+        assert (o.shape, lse.shape) == ((0, 2, 4, 9, 16), (0, 2, 4, 9))
+    by_sample = torch.vmap(torch.func.grad(loss, argnums=(0, 1)))(*none)
+    assert [x.shape for x in by_sample] == [x.shape for x in none[:2]]
+    leaves = [x.requires_grad_() for x in (*none[:2], k)]
+    o, _ = torch.vmap(attend)(*none)
+    gradients = torch.autograd.grad(o.sum(), leaves)
+    assert [x.shape for x in gradients] == [x.shape for x in leaves]
+    assert not gradients[2].any()
+
+
 def test_dropout_of_samples_is_that_of_each() -> None:
     arguments, rich = of_rich(), op(RICH, "tiled")
     q, k, v = (x.detach() for x in qkv(9))

@@ -25,6 +25,7 @@ from flashgen.reference.algorithms.pairs import (
     closed,
     divided,
     dropout,
+    first_row,
     fresh_row,
     keeps_some,
     key_heads,
@@ -34,9 +35,9 @@ from flashgen.reference.algorithms.pairs import (
     rescale,
     row_blocks,
     row_names,
+    rows_of_sinks,
     score_gradient,
     through_score,
-    with_sink,
 )
 from flashgen.reference.algorithms.results import (
     Backward,
@@ -108,6 +109,10 @@ def _forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None, watch: W
     if kept is not None:
         hbm.put("M", kept)
     for b, shared, heads in key_heads(problem):
+        for h, rows in row_blocks(problem, heads, blocks) if problem.spec.weights.sink else ():
+            row = first_row(problem, hbm, b, h, rows)
+            for name in names:
+                hbm.store(name, getattr(row, name), b, h, rows)
         for j, columns in enumerate(blocks_of(shard.kv_len, blocks.Bc)):  # 6: for 1 ≤ j ≤ T_c
             K_j = V_j = None
             for h, rows in row_blocks(problem, heads, blocks):  # 8: for 1 ≤ i ≤ T_r
@@ -123,7 +128,6 @@ def _forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None, watch: W
                 block = pairs(problem, hbm, Place(b, h, rows, columns), Q_i, K_j)
                 # 12: m̃ = rowmax(S^masked), P̃ = exp(S^masked - m̃), ℓ̃ = rowsum(P̃).
                 block_row, P = block_weights(block)
-                row = with_sink(block, row, block_row)
                 # 13: m_new = max(m_i, m̃), ℓ_new = e^(m_i - m_new) ℓ_i + e^(m̃ - m_new) ℓ̃.
                 new = merged(row, block_row, names)
                 # 14: P̃^dropped = dropout(P̃, p).
@@ -158,7 +162,6 @@ def algorithm_4(
     if kept is not None:
         hbm.put("M", kept)
     for b, shared, heads in key_heads(problem):
-        sinks_done: set[tuple[int, int]] = set()
         for j, columns in enumerate(blocks_of(shard.kv_len, blocks.Bc)):  # 6: for 1 ≤ j ≤ T_c
             # 7: Load K_j, V_j.  8: Initialize dK̃_j = 0, dṼ_j = 0 on SRAM.
             K_j, V_j = hbm.load("K", b, shared, columns), hbm.load("V", b, shared, columns)
@@ -189,12 +192,13 @@ def algorithm_4(
                 hbm.store("dQ", dQ_i + products.queries(Q_i, K_j), b, h, rows)
                 # 22: dK̃_j ← dK̃_j + τ dSᵀ Q_i.
                 dK_j = dK_j + products.keys(Q_i, K_j)
-                if (h, rows.start) not in sinks_done:  # once a row, with the first block that it meets
-                    sinks_done.add((h, rows.start))
-                    add_sink_gradient(block, D_i, row)
             # 24: Write dK_j ← dK̃_j, dV_j ← dṼ_j.
             hbm.store("dK", dK_j, b, shared, columns)
             hbm.store("dV", dV_j, b, shared, columns)
+        for h, rows in rows_of_sinks(problem, heads, blocks):
+            O_i, dO_i = (hbm.load(name, b, h, rows) for name in ("O", "dO"))
+            D_i = _delta(problem, hbm, b, h, rows, dO_i, O_i)
+            add_sink_gradient(problem, hbm, b, h, rows, D_i, _load_row(problem, hbm, b, h, rows))
     return gradients_of(problem, hbm)  # 26: Return dQ, dK, dV.
 
 

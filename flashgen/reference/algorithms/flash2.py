@@ -20,6 +20,7 @@ from flashgen.reference.algorithms.pairs import (
     closed,
     divided,
     dropout,
+    first_row,
     fresh_row,
     key_heads,
     log_sum,
@@ -29,9 +30,9 @@ from flashgen.reference.algorithms.pairs import (
     rescale,
     row_blocks,
     row_names,
+    rows_of_sinks,
     score_gradient,
     through_score,
-    with_sink,
 )
 from flashgen.reference.algorithms.results import Backward, Forward, backward_inputs, gradients_of, inputs_in_hbm
 from flashgen.reference.tiled import Problem
@@ -55,7 +56,7 @@ def flash2_forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None = N
             # 4: Load Q_i.  5: Initialize O_i = 0, ℓ_i = 0, m_i = -∞ on chip.
             Q_i = hbm.load("Q", b, h, rows)
             O_i = torch.zeros_like(hbm.result("O")[b, h, rows])
-            row = fresh_row(problem, rows)
+            row = first_row(problem, hbm, b, h, rows)
             for j, columns in enumerate(blocks_of(shard.kv_len, blocks.Bc)):  # 6: for 1 ≤ j ≤ T_c
                 if kept is not None and not hbm.load("M", b, h, rows.start // blocks.Br, j):
                     continue
@@ -65,7 +66,6 @@ def flash2_forward(problem: Problem, blocks: BlockSizes, kept: Tensor | None = N
                 block = pairs(problem, hbm, Place(b, h, rows, columns), Q_i, K_j)
                 # 9: m_new = max(m, rowmax(S)), P̃ = exp(S - m_new), ℓ = e^(m - m_new) ℓ + rowsum(P̃).
                 block_row, P = block_weights(block)
-                row = with_sink(block, row, block_row)
                 new = merged(row, block_row, names)
                 P = rescale(block_row.m, new.m)[:, None] * P * dropout(problem, block.place)
                 # 10: O_i ← diag(e^(m - m_new)) O_i + P̃ V_j.
@@ -100,7 +100,6 @@ def flash2_backward(
     if kept is not None:
         hbm.put("M", kept)
     for b, shared, heads in key_heads(problem):
-        sinks_done: set[tuple[int, int]] = set()
         for j, columns in enumerate(blocks_of(shard.kv_len, blocks.Bc)):  # 5: for 1 ≤ j ≤ T_c
             # 6: Load K_j, V_j.  7: Initialize dK_j = 0, dV_j = 0 on SRAM.
             K_j, V_j = hbm.load("K", b, shared, columns), hbm.load("V", b, shared, columns)
@@ -123,12 +122,12 @@ def flash2_backward(
                 products = through_score(block, dS)
                 hbm.store("dQ", hbm.load("dQ", b, h, rows) + products.queries(Q_i, K_j), b, h, rows)
                 dK_j = dK_j + products.keys(Q_i, K_j)  # 16: dK_j ← dK_j + dSᵀ Q_i
-                if (h, rows.start) not in sinks_done:  # once a row, with the first block that it meets
-                    sinks_done.add((h, rows.start))
-                    add_sink_gradient(block, D_i, row)
             # 18: Write dK_j, dV_j.
             hbm.store("dK", dK_j, b, shared, columns)
             hbm.store("dV", dV_j, b, shared, columns)
+        for h, rows in rows_of_sinks(problem, heads, blocks):
+            L_i, D_i = hbm.load("L", b, h, rows), hbm.load("D", b, h, rows)
+            add_sink_gradient(problem, hbm, b, h, rows, D_i, _row_of(problem, L_i))
     return gradients_of(problem, hbm)
 
 

@@ -7,7 +7,7 @@ are added there. The score's own derivative comes from autograd; everything else
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -234,6 +234,14 @@ def fresh_row(problem: Problem, rows: slice) -> Row:
     return Row(zero - torch.inf if "m" in names else zero, zero if "ell" in names else zero + 1.0)
 
 
+def first_row(problem: Problem, hbm: Hbm, b: int, h: int, rows: slice) -> Row:
+    """The row before its first block: a fresh one, or a sink's, which is a key of its own whose value is 0."""
+    if problem.spec.weights.sink is None:
+        return fresh_row(problem, rows)
+    sink = _sink(problem, hbm, b, h, rows, {}).reshape(-1)
+    return Row(sink, (sink != -torch.inf).to(sink.dtype))
+
+
 def block_weights(block: Pairs) -> tuple[Row, Tensor]:
     """m̃ = rowmax(S), P̃ = exp(S - m̃), ℓ̃ = rowsum(P̃) of a block by itself; P̃ = E(S) for other weights."""
     form = block.problem.spec.weights.form
@@ -244,15 +252,6 @@ def block_weights(block: Pairs) -> tuple[Row, Tensor]:
         m = block.S.new_zeros(block.S.shape[0])
         P = _plain_weights(block, block.score.detach()).detach()
     return Row(m, term(form, P).sum(-1) if form.normalised else torch.ones_like(m)), P
-
-
-def with_sink(block: Pairs, row: Row, block_row: Row) -> Row:
-    """The row before this block; a sink joins with the first kept key, as a key of its own whose value is 0."""
-    if block.problem.spec.weights.sink is None:
-        return row
-    sink = _sink(block)
-    joins = (row.m == -torch.inf) & (block_row.m != -torch.inf)
-    return Row(torch.where(joins, sink, row.m), torch.where(joins, 1.0, row.ell))
 
 
 def merged(row: Row, block_row: Row, names: Sequence[str]) -> Row:
@@ -327,11 +326,13 @@ def _plain_weights(block: Pairs, score: Tensor) -> Tensor:
     return torch.where(keep, value, 0.0)[0, 0]
 
 
-def _sink(block: Pairs) -> Tensor:
-    """The sink of each row, [B_r]."""
-    sink = block.problem.spec.weights.sink
+def _sink(problem: Problem, hbm: Hbm, b: int, h: int, rows: slice, leaves: Mapping[str, Tensor]) -> Tensor:
+    """The sink of each row, [1, 1, B_r, 1]."""
+    sink = problem.spec.weights.sink
     assert sink is not None
-    return block.evaluate.real(sink).detach().expand(1, 1, block.S.shape[0], 1).reshape(-1)
+    shape = torch.Size((1, 1, rows.stop - rows.start, 1))
+    evaluate = _evaluator_at(problem, hbm, Place(b, h, rows, slice(0, 0)), leaves)
+    return evaluate.of_rows(shape).real(sink).expand(shape)
 
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
@@ -371,7 +372,7 @@ def score_gradient(block: Pairs, P: Tensor, dP: Tensor, D_i: Tensor, ell: Tensor
         E = _plain_weights(block, start)
     captured = list(block.leaves.values())
     d_score, *found = _pulled([E], [gradient], [start, *captured])
-    _add_captured(block, found)
+    _add_captured(block.hbm, block.leaves, found)
     assert d_score is not None
     return d_score[0, 0]
 
@@ -382,21 +383,23 @@ def through_score(block: Pairs, dS: Tensor, *, captured: bool = True) -> Product
     gradient = torch.where(block.keep, dS, 0.0)[None, None]
     found = _pulled([block.score], [gradient], [*starts, *block.leaves.values()])
     if captured:
-        _add_captured(block, found[len(starts) :])
+        _add_captured(block.hbm, block.leaves, found[len(starts) :])
     products = [torch.zeros_like(start) if each is None else each for start, each in zip(starts, found, strict=False)]
     return ProductGradients(block.hbm, products[0], products[1] if block.sqdist is not None else None)
 
 
-def add_sink_gradient(block: Pairs, D_i: Tensor, row: Row) -> None:
+def rows_of_sinks(problem: Problem, heads: range, blocks: BlockSizes) -> list[tuple[int, slice]]:
+    """The blocks of rows of these query heads, of which each gives the sink a gradient once; none without a sink."""
+    return row_blocks(problem, heads, blocks) if problem.spec.weights.sink and captured_names(problem) else []
+
+
+def add_sink_gradient(problem: Problem, hbm: Hbm, b: int, h: int, rows: slice, D_i: Tensor, row: Row) -> None:
     """The sink is a key whose value is 0: its dP is 0, so that it receives -P_sink D_i; rows without weight nothing."""
-    stated = block.problem.spec.weights.sink
-    if stated is None or not block.leaves:
-        return
-    sink = block.evaluate.real(stated).expand(1, 1, block.S.shape[0], 1)
-    lse = log_sum(row)
+    leaves = _leaves(problem)
+    sink, lse = _sink(problem, hbm, b, h, rows, leaves), log_sum(row)
     P_sink = torch.where(lse == -torch.inf, 0.0, (sink.detach().reshape(-1) - _finite(lse)).exp())
-    found = _pulled([sink], [(-P_sink * D_i)[None, None, :, None]], list(block.leaves.values()))
-    _add_captured(block, found)
+    found = _pulled([sink], [(-P_sink * D_i)[None, None, :, None]], list(leaves.values()))
+    _add_captured(hbm, leaves, found)
 
 
 def _pulled(outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor]) -> Sequence[Tensor | None]:
@@ -405,8 +408,8 @@ def _pulled(outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor]
     return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
 
 
-def _add_captured(block: Pairs, gradients: Sequence[Tensor | None]) -> None:
+def _add_captured(hbm: Hbm, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
     """Add to the gradients of captured values, in the HBM: one element for each that the block has touched."""
-    for name, gradient in zip(block.leaves, gradients, strict=True):
+    for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
-            block.hbm.add(gradient_field(name), gradient, int((gradient != 0).sum()))
+            hbm.add(gradient_field(name), gradient, int((gradient != 0).sum()))

@@ -19,7 +19,6 @@ from torch import Tensor
 from flashgen.plan.paper import BlockSizes
 from flashgen.reference.algorithms.hbm import Hbm
 from flashgen.reference.algorithms.pairs import (
-    Pairs,
     Place,
     Row,
     add_sink_gradient,
@@ -28,6 +27,7 @@ from flashgen.reference.algorithms.pairs import (
     closed,
     divided,
     dropout,
+    first_row,
     fresh_row,
     key_heads,
     merged,
@@ -39,7 +39,6 @@ from flashgen.reference.algorithms.pairs import (
     score_is_additive,
     stored_pairs,
     through_score,
-    with_sink,
 )
 from flashgen.reference.algorithms.results import Backward, Forward, backward_inputs, gradients_of, inputs_in_hbm
 from flashgen.reference.tiled import Problem
@@ -59,14 +58,12 @@ def rabe_staats_forward(problem: Problem, blocks: BlockSizes) -> Forward:
     _reserve_summaries(problem, hbm, blocks, len(columns))
     for b, shared, heads in key_heads(problem):
         for h, rows in row_blocks(problem, heads, blocks):
-            here = slice(0, rows.stop - rows.start)
-            block = None
             for j, each in enumerate(columns):
-                block = _summarize(problem, hbm, Place(b, h, rows, each), shared, j)
+                _summarize(problem, hbm, Place(b, h, rows, each), shared, j)
             # 4: Load all summaries of these queries, combine them, write O, and m and ℓ.
-            row, O_i = fresh_row(problem, rows), torch.zeros_like(hbm.result("O")[b, h, rows])
-            if block is not None:
-                row, O_i = _combined(problem, hbm, block, here)
+            row, O_i = first_row(problem, hbm, b, h, rows), torch.zeros_like(hbm.result("O")[b, h, rows])
+            if columns:
+                row, O_i = _combined(problem, hbm, row, rows)
             hbm.store("O", O_i, b, h, rows)
             for name in names:
                 hbm.store(name, getattr(row, name), b, h, rows)
@@ -97,16 +94,16 @@ def rabe_staats_backward(forward: Forward, d_o: Tensor, d_lse: Tensor | None, bl
         for h, rows in row_blocks(problem, heads, blocks):
             here = slice(0, rows.stop - rows.start)
             D_i = _divide_gradients(problem, hbm, b, h, rows)
-            for j, each in enumerate(columns):
+            if problem.spec.weights.sink is not None:
+                add_sink_gradient(problem, hbm, b, h, rows, D_i, _row(problem, hbm, b, h, rows))
+            for each in columns:
                 place = Place(b, h, rows, each)
-                block = _summarize(problem, hbm, place, shared, 0)  # 1 to 3 again: the checkpoint
-                if j == 0 and problem.spec.weights.sink is not None:
-                    add_sink_gradient(block, D_i, _row(problem, hbm, b, h, rows))
+                _summarize(problem, hbm, place, shared, 0)  # 1 to 3 again: the checkpoint
                 _chunk_gradients(problem, hbm, place, shared, here)
     return gradients_of(problem, hbm)
 
 
-def _summarize(problem: Problem, hbm: Hbm, place: Place, shared: int, number: int) -> Pairs:
+def _summarize(problem: Problem, hbm: Hbm, place: Place, shared: int, number: int) -> None:
     """One chunk: its output Õ, and m̃ and ℓ̃ where rows carry them, as summary ``number``."""
     at = _within(place)
     Q_i, K_j = hbm.load("Q", place.b, place.h, place.rows), hbm.load("K", place.b, shared, place.columns)
@@ -122,19 +119,13 @@ def _summarize(problem: Problem, hbm: Hbm, place: Place, shared: int, number: in
     P_dropped = hbm.load("P", *at) * dropout(problem, place)
     V_j = hbm.load("V", place.b, shared, place.columns)
     hbm.store("O~", hbm.product(P_dropped, V_j), number, at[0])
-    return block
 
 
-def _combined(problem: Problem, hbm: Hbm, block: Pairs, here: slice) -> tuple[Row, Tensor]:
-    """m = max m̃, ℓ = Σ e^(m̃ - m) ℓ̃, O = diag(ℓ)⁻¹ Σ e^(m̃ - m) Õ over all chunks; ``block`` knows the sink."""
-    names = row_names(problem)
+def _combined(problem: Problem, hbm: Hbm, row: Row, rows: slice) -> tuple[Row, Tensor]:
+    """m = max m̃, ℓ = Σ e^(m̃ - m) ℓ̃, O = diag(ℓ)⁻¹ Σ e^(m̃ - m) Õ over all chunks, of the row before the first."""
+    names, here = row_names(problem), slice(0, rows.stop - rows.start)
     chunks = len(hbm.result("O~"))
-    own = [
-        _summary(problem, block.place.rows, {name: hbm.load(f"{name}~", j, here) for name in names})
-        for j in range(chunks)
-    ]
-    kept = torch.stack([each.m for each in own]).amax(0)
-    row = with_sink(block, fresh_row(problem, block.place.rows), Row(kept, own[0].ell))
+    own = [_summary(problem, rows, {name: hbm.load(f"{name}~", j, here) for name in names}) for j in range(chunks)]
     for each in own:
         row = merged(row, each, names)
     total = torch.zeros_like(hbm.result("O~")[0, here])

@@ -26,7 +26,7 @@ from flashgen.reference.algorithms.pairs import (
     closed,
     divided,
     dropout,
-    fresh_row,
+    first_row,
     given_tensor,
     key_heads,
     log_sum,
@@ -39,7 +39,6 @@ from flashgen.reference.algorithms.pairs import (
     score_is_additive,
     stored_pairs,
     through_score,
-    with_sink,
 )
 from flashgen.reference.algorithms.results import Backward, gradients_of, inputs_in_hbm
 from flashgen.reference.tiled import Problem
@@ -79,7 +78,7 @@ def algorithm_0(problem: Problem, blocks: BlockSizes | None = None) -> Standard:
         place = Place(b, h, rows, slice(0, shard.kv_len))
         block = stored_pairs(problem, hbm, place, hbm.load("S", b, h, rows))
         own, E = block_weights(block)
-        row = closed(problem, merged(with_sink(block, fresh_row(problem, rows), own), own, row_names(problem)))
+        row = closed(problem, merged(first_row(problem, hbm, b, h, rows), own, row_names(problem)))
         hbm.store("P", divided(rescale(own.m, row.m)[:, None] * E, row.ell), b, h, rows)
         if row_names(problem):
             hbm.store("lse", log_sum(row), b, h, rows)
@@ -190,7 +189,7 @@ def _scores(problem: Problem, hbm: Hbm, b: int, h: int, rows: slice) -> None:
         block = stored_pairs(problem, hbm, place, P)
         if weights.sink is not None:
             lse = hbm.load("lse", b, h, rows)
-            add_sink_gradient(block, D_i, Row(lse, (lse != -torch.inf).to(lse.dtype)))
+            add_sink_gradient(problem, hbm, b, h, rows, D_i, Row(lse, (lse != -torch.inf).to(lse.dtype)))
         dS = score_gradient(block, P, dP, D_i, D_i)
     else:
         block = stored_pairs(problem, hbm, place, hbm.load("S", b, h, rows))

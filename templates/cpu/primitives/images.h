@@ -224,6 +224,9 @@ FG_INLINE Words half_of(TwiceWords x, int n) {
 FG_INLINE Words lower_words(TwiceWords x) { return half_of(x, 0); }
 FG_INLINE Words upper_words(TwiceWords x) { return half_of(x, 1); }
 #endif
+// The numbers of pairs: the lower ones, and the upper ones.
+FG_INLINE VecF low_of_pairs(TwiceWords x) { return from_bits(reinterpret_cast<VecI>(x) << 16); }
+FG_INLINE VecF high_of_pairs(TwiceWords x) { return from_bits(reinterpret_cast<VecI>(x) & ~0xffff); }
 
 }  // namespace fg
 #endif
