@@ -103,48 +103,56 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
     expr = value.expr
     if isinstance(expr, Literal):
         return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))
-    if not_negative(expr):
+    if not_negative(expr, session):
         return expr
     from_end = node("add", expr, extent_symbol(slot, axis))
     return choice(node("lt", expr, literal(0)), from_end, expr)
 
 
-def not_negative(expr: Expr) -> bool:
-    """Whether an int surely is at least 0, wherever it is computed."""
+def not_negative(expr: Expr, session: Session) -> bool:
+    """Whether an int surely is at least 0, wherever it is computed; of captured numbers for those of this sign."""
     match expr:
         case Literal(value=value):
             return value >= 0
         case Symbol(kind=kind):
-            return kind in (SymbolKind.INDEX, SymbolKind.SIZE)
+            return kind in (SymbolKind.INDEX, SymbolKind.SIZE) or _is_param_from(expr, 0, session)
         case Apply(op="add" | "mul" | "floordiv" | "min" | "bitor" | "shr", args=(x, y)):
-            return not_negative(x) and (not_negative(y) or expr.op == "shr")
+            return not_negative(x, session) and (not_negative(y, session) or expr.op == "shr")
         case Apply(op="max" | "bitand", args=(x, y)):
-            return not_negative(x) or not_negative(y)
+            return not_negative(x, session) or not_negative(y, session)
         case Apply(op="mod", args=(_, Literal(value=value))):
             return value > 0
+        case Apply(op="mod", args=(_, Symbol() as divisor)):
+            return _is_param_from(divisor, 1, session)
         case Apply(op="clamp", args=(_, low, high)):
-            return not_negative(low) and not_negative(high)
+            return not_negative(low, session) and not_negative(high, session)
         case Apply(op="where", args=(_, x, y)):
-            return not_negative(x) and not_negative(y)
+            return not_negative(x, session) and not_negative(y, session)
         case Apply(op="abs" | "popcount" | "hash"):
             return True
         case Apply(op="to_int", args=(x,)):
-            return x.type.value == "bool" or _not_negative_float(x)
+            return x.type.value == "bool" or _not_negative_float(x, session)
     return False
 
 
-def _not_negative_float(expr: Expr) -> bool:
+def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
+    """Whether a captured number is at least this; another answer is another trace."""
+    number = session.number_of(expr)
+    return number is not None and bool(number >= least)
+
+
+def _not_negative_float(expr: Expr, session: Session) -> bool:
     match expr:
         case Literal(value=value):
             return value >= 0
         case Apply(op="to_float", args=(x,)):
-            return not_negative(x)
+            return not_negative(x, session)
         case Apply(op="add" | "mul" | "div" | "min", args=(x, y)):
-            return _not_negative_float(x) and _not_negative_float(y)
+            return _not_negative_float(x, session) and _not_negative_float(y, session)
         case Apply(op="max", args=(x, y)):
-            return _not_negative_float(x) or _not_negative_float(y)
+            return _not_negative_float(x, session) or _not_negative_float(y, session)
         case Apply(op="floor" | "ceil" | "round", args=(x,)):
-            return _not_negative_float(x)
+            return _not_negative_float(x, session)
         case Apply(op=op, args=(x,)) if x.type.value == "float":
             values = OPERATORS[op].interval(FULL_FLOAT)
             return isinstance(values, FloatRange) and values.lo >= 0

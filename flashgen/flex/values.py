@@ -26,9 +26,10 @@ from flashgen.language.constants import ConstantError, fits, fold
 
 BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
 
-# What a captured tensor is declared as; the others are converted when the op is called.
+# What a captured tensor is declared as; the others are converted when the op is called, float64 by the op.
 _ELEMENTS = {
     torch.float32: ElementType.F32,
+    torch.float64: ElementType.F32,
     torch.float16: ElementType.F16,
     torch.bfloat16: ElementType.BF16,
     torch.int32: ElementType.I32,
@@ -36,7 +37,6 @@ _ELEMENTS = {
     torch.bool: ElementType.BOOL,
 }
 _CONVERTED = {
-    torch.float64: torch.float32,
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
@@ -196,6 +196,13 @@ class Session:
             case Symbol(kind=SymbolKind.SCORE):
                 return True
         return False
+
+    def number_of(self, symbol: Symbol) -> Number | None:
+        """The captured number that a param stands for; None for a tensor's, and for what is no param."""
+        if symbol.kind is not SymbolKind.PARAM:
+            return None
+        slot = self.params[int(symbol.name[1:])]
+        return None if isinstance(slot.value, Tensor) else Number(slot.value, slot.recipe, self.guards)
 
     def _number(self, x: Number) -> Value:
         if isinstance(x.value, float) and not math.isfinite(x.value):

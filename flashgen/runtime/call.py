@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -116,6 +117,7 @@ class CallChecker:
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
         self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
+        self._checked_params: set[object] = set()
         self._captured_end = 3 + len(spec.tensors)
         defaults = [param.default for param in spec.params if param.default is not None]
         self._learned = _reads_params(*defaults)
@@ -171,6 +173,26 @@ class CallChecker:
                 check_scalar(value, f"param '{param.name}'", call.device)
             fetched = not self._host_params and self.is_fetched(call, value)
             values.append(None if value is None else 0 if fetched else value.item())
+        found = self._with_defaults(call, values)
+        if self._reads_indices_by_params(call.head_dim):
+            self._check_params(call, given, found)
+        return found
+
+    def _reads_indices_by_params(self, head_dim: HeadDim) -> bool:
+        return any(proof.params for proof in self._proofs_of(head_dim))
+
+    def _check_params(self, call: Call, given: Sequence[Tensor | None], values: Sequence[float]) -> None:
+        """Raise ``ValueError`` where an index leaves its tensor for what params are; kernels clamp those they fetch."""
+        each = zip(self.spec.params, given, values, strict=True)
+        known = {param.name: value for param, x, value in each if self._host_params or not self.is_fetched(call, x)}
+        key = (call.head_dim, *call.sizes.values(), *known.items())
+        if key not in self._checked_params:
+            self.check_indices(call.head_dim, call.sizes, known)
+            if len(self._checked_params) >= _MOST_REMEMBERED:
+                self._checked_params.clear()
+            self._checked_params.add(key)
+
+    def _with_defaults(self, call: Call, values: Sequence[float | None]) -> tuple[float, ...]:
         if None not in values:
             return tuple(values)  # type: ignore[arg-type]
         key = tuple(values) if self._learned else tuple(value is None for value in values)
@@ -281,10 +303,12 @@ class CallChecker:
         """How a result of this shape lies that belongs to ``x``."""
         return layout_like(x, shape)
 
-    def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
-        """Raise ``ValueError`` where an index leaves its tensor at these sizes."""
+    def check_indices(
+        self, head_dim: HeadDim, sizes: Mapping[str, int], params: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Raise ``ValueError`` where an index leaves its tensor at these sizes, and these values of params."""
         for proof in self._proofs_of(head_dim):
-            refusal = check_index(proof, sizes)
+            refusal = check_index(proof, sizes, params)
             if refusal is not None:
                 raise ValueError(f"'{self.spec.name}': {refusal}")
 
