@@ -10,7 +10,8 @@ import torch
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
 from flashgen.flex.rules import Plain, Rule, Rules, ends
-from flashgen.flex.values import BOOL, NARROW, Row, Session, Symbolic, Value, convert, scalar_of
+from flashgen.flex.stand_ins import Row, Symbolic
+from flashgen.flex.values import BOOL, NARROW, Session, Value, convert, scalar_of
 from flashgen.ir.expr import Literal
 
 RULES = Rules()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
-from flashgen.flex.values import INT, Row, Session, Symbolic, choice, extent_symbol, node, row, scalar_of
+from flashgen.flex.stand_ins import Row, Symbolic, row
+from flashgen.flex.values import INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
 from flashgen.ir.operators import OPERATORS
@@ -137,7 +138,7 @@ def not_negative(expr: Expr, session: Session) -> bool:
 
 def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
     """Whether a captured number is at least this; another answer is another trace."""
-    number = session.number_of(expr)
+    number: Any = session.number_of(expr)
     return number is not None and bool(number >= least)
 
 
@@ -189,9 +190,6 @@ def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any
     return numbers if dim is None else numbers[dim]
 
 
-_CASTS = ("float", "double", "int", "long", "to", "type_as", "contiguous", "clone", "half", "bfloat16", "bool")
-
-
 def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: Any) -> Any:
     """What can be asked of a captured tensor of which some dimensions are indexed."""
     tensor, indices = target.captured, target.places
@@ -205,14 +203,4 @@ def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: A
         return len(open_axes)
     if name == "get:dtype":
         return tensor.dtype
-    if name == "get:device":
-        return session.device
-    label = session.names.get(id(tensor), "t")
-    hint = f"index all of its dimensions first: {label}[{', '.join('…' for _ in indices)}]"
-    if name in _CASTS:
-        hint = f"convert after the last index: {label}[{', '.join('…' for _ in indices)}].{name}(…)"
-    return refuse(
-        "E603",
-        f"'{name.strip('_')}' is called on a row of '{label}', of which a position has been chosen",
-        hints=(hint,),
-    )
+    return session.device

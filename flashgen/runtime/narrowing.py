@@ -233,5 +233,5 @@ def _ranks(tensors: Sequence[Tensor]) -> list[Tensor]:
     ranks = steps.gather(0, places.argsort()).to(flat.dtype)
     if flat.is_floating_point():
         ranks = torch.where(flat.isnan(), flat, ranks)
-    parts = ranks.split([math.prod(x.shape) for x in tensors])
+    parts = torch.split(ranks, [math.prod(x.shape) for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

@@ -275,7 +275,7 @@ class OpCalls:
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         signature = self._signature
         dtypes, count = signature.dtypes, len(signature.tensors)
-        given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact))
+        given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact) if captured else ())
         for n, value in enumerate(given):
             # As declared: a tensor of the type; of a param, a number on the CPU.
             if (

@@ -1,8 +1,9 @@
-"""Indices that only dropped pairs take out of their tensor, and indices that params decide: taken, or refused by name."""
+"""Indices that only dropped pairs take out of their tensor, or that params decide: taken, or refused by name."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def attended(backend: str, text: str, t: Tensor, index: Tensor, keep: Tensor, **
     assert bool(((index >= 0) & (index < t.shape[0]))[keep].all()), "a kept pair reads outside"
     scores = q.double() @ k.double().mT / 4 + torch.where(keep, t.double()[index.clamp(0, t.shape[0] - 1)], 0.0)
     expected = scores.masked_fill(~keep, -math.inf).softmax(-1) @ v.double()
-    found = op(f"{HEAD} {text} }}", backend)(q, k, v, t=t, **params)
+    run: Any = op(f"{HEAD} {text} }}", backend)
+    found = run(q, k, v, t=t, **params)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
     weight = torch.randn(expected.shape, generator=generator)
     gradients = [torch.autograd.grad((o * weight).sum(), (q, t)) for o in (found, expected)]

@@ -55,9 +55,9 @@ def test_ints_of_64_bits(name: str) -> None:
     close(run(q, k, v, t=stamps), expected)
     close(run.reference(q, k, v, t=stamps), expected)
     close(run(q, k, v, t=stamps, q_start=0, q_total=N), expected)
-    rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    x, y, z = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
     ends = torch.tensor([0, N], dtype=torch.int32)
-    close(run.varlen(*rows, ends, ends, t=stamps), expected[0].transpose(0, 1))
+    close(run.varlen(x, y, z, ends, ends, t=stamps), expected[0].transpose(0, 1))
     close(run.decode(q[:, :, -1:], k, v, N, t=stamps), expected[:, :, -1:])
 
 
@@ -160,7 +160,11 @@ def test_vmap_numbers_each_sample_by_itself() -> None:
     run = op(f"{HEAD} tensor t: i64[Nk] mask t[i] == t[j] }}", "reference")
     q, k, v = qkv(1, 2, N)
     each = torch.stack([IDS, IDS.flip(0) + 3])
-    found = torch.vmap(lambda ids: run(q, k, v, t=ids))(each)
+
+    def attended(ids: Tensor) -> Tensor:
+        return run(q, k, v, t=ids)
+
+    found = torch.vmap(attended)(each)
     for own, ids in zip(found, each, strict=True):
         close(own, truth(q, k, v, keep=ids[:, None] == ids[None]))
 
@@ -169,7 +173,18 @@ def test_graphs_take_a_middle_off() -> None:
     torch._dynamo.reset()
     run: Any = op(f"{HEAD} tensor t: i64[Nk] mask t[j] <= t[i] }}", "reference")
     q, k, v = qkv(1, 2, N)
-    compiled: Any = torch.compile(lambda t: run(q, k, v, t=t), backend="aot_eager", fullgraph=True)
+
+    def attended(t: Tensor) -> Any:
+        return run(q, k, v, t=t)
+
+    compiled: Any = torch.compile(attended, backend="aot_eager", fullgraph=True)
     close(compiled(STAMPS), truth(q, k, v, keep=STAMPS[None] <= STAMPS[:, None]))
     with pytest.raises(RuntimeError, match=r"'t' has 64 bits and holds numbers 2\*\*31 and more apart"):
         compiled(IDS)
+
+
+def test_calls_of_8_bits() -> None:
+    run = op(f"{HEAD} tensor t: i64[Nk] mask t[j] <= t[i] }}", "reference")
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv(1, 2, N))
+    found = run(q, k, v, t=STAMPS)
+    torch.testing.assert_close(found, run(q, k, v, t=torch.arange(N)))
