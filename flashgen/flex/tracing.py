@@ -138,7 +138,7 @@ def _score(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own, symbolic(score_input("s"), torch.float32))
     value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
     if value is None or value.dtype is torch.bool:
-        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=_score_hint(value))
+        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=_score_hint(result, value))
     return convert(value.expr, FLOAT)
 
 
@@ -151,13 +151,21 @@ def _mask(session: Session, mod: Any, own: Mod) -> Expr:
             own,
             "E603",
             f"the mask_mod returns {_what(result)}; a boolean tensor is expected",
-            hints=(hint if isinstance(result, bool) else "compare it: x != 0",),
+            hints=(hint if isinstance(result, bool) else _row_hint(result) or "compare it: x != 0",),
         )
     return value.expr
 
 
-def _score_hint(value: Value | None) -> tuple[str, ...]:
-    return () if value is None else ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
+def _score_hint(result: object, value: Value | None) -> tuple[str, ...]:
+    if value is None:
+        return (_row_hint(result),) if _row_hint(result) else ()
+    return ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
+
+
+def _row_hint(result: object) -> str:
+    if not isinstance(result, (Row, Vector)):
+        return ""
+    return "index every dimension of the captured tensor, or reduce its row: row.sum(-1), (row == x).any(-1)"
 
 
 def _is_scalar(x: object) -> bool:

@@ -51,6 +51,8 @@ def vector_answer(session: Session, name: str, args: tuple[Any, ...], kwargs: di
         return Extreme(unrolled.reduced(_REDUCTIONS[name], *args, **kwargs), places)
     if is_reduction:
         return unrolled.reduced(_REDUCTIONS[name], *args, **kwargs)
+    if name in _LIKE_ANOTHER:  # whose type alone counts
+        args = (first, *(unrolled.array(x).flat[0] if isinstance(x, (Row, Vector)) else x for x in args[1:]))
     if name in _NORMS:
         return unrolled.norm(*args, **kwargs)
     if name in _PRODUCTS:
@@ -224,6 +226,7 @@ _REDUCTIONS: Mapping[str, Callable[[_Unrolled, list[Any]], Any]] = MappingProxyT
         "argmax": _first("gt"), "argmin": _first("lt"),
     }
 )  # fmt: skip
+_LIKE_ANOTHER = frozenset(("to", "type_as"))
 _NORMS = frozenset(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm"))
 _PRODUCTS = frozenset(("dot", "vdot", "inner", "matmul", "__matmul__", "__rmatmul__", "linalg_vecdot", "vecdot"))
 
