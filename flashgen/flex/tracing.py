@@ -138,7 +138,8 @@ def _score(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own, symbolic(score_input("s"), torch.float32))
     value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
     if value is None or value.dtype is torch.bool:
-        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=_score_hint(result, value))
+        hints = _score_hint(result, value)
+        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=hints)
     return convert(value.expr, FLOAT)
 
 

@@ -14,6 +14,7 @@ from flashgen.flex import create_block_mask, flex_attention
 from tests.flex.helpers import assert_close, inputs
 
 DEFINED = "flashgen_tests_opaque"
+_LIBRARY: Any = torch.library.Library
 
 
 class Cap(torch.autograd.Function):
@@ -28,9 +29,12 @@ class Cap(torch.autograd.Function):
         return gradients[0]
 
 
+capped: Any = Cap.apply
+
+
 @pytest.fixture(scope="module")
 def operators() -> Iterator[Any]:
-    library = torch.library.Library(DEFINED, "DEF")
+    library: Any = _LIBRARY(DEFINED, "DEF")
     library.define("tanh(Tensor x) -> Tensor")
     library.impl("tanh", torch.exp, "CompositeExplicitAutograd")
     yield getattr(torch.ops, DEFINED)
@@ -43,9 +47,9 @@ def test_functions_of_autograd() -> None:
         r"E602.*'Cap' is an autograd\.Function, whose code a kernel cannot call(.|\n)*write its formula in the mod"
     )
     with pytest.raises(SpecError, match=message):
-        flex_attention(q, k, v, lambda s, b, h, i, j: 20 * Cap.apply(s / 20), backend="reference")
+        flex_attention(q, k, v, lambda s, b, h, i, j: 20 * capped(s / 20), backend="reference")
     with torch.no_grad():  # its formula, without the derivative that nobody asks for
-        found = flex_attention(q, k, v, lambda s, b, h, i, j: 20 * Cap.apply(s / 20), backend="reference")
+        found = flex_attention(q, k, v, lambda s, b, h, i, j: 20 * capped(s / 20), backend="reference")
         right = flex_attention(q, k, v, lambda s, b, h, i, j: 20 * torch.tanh(s / 20), backend="reference")
     assert_close(found, right)
 
