@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
+from typing import Any
 
 from flashgen.analysis.identities import negation
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
@@ -27,8 +28,22 @@ from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts, bounds
 from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, literal, size, substitute, walk
+from flashgen.ir.expr import (
+    Apply,
+    Expr,
+    Literal,
+    Load,
+    Symbol,
+    SymbolKind,
+    index,
+    index_set,
+    literal,
+    size,
+    substitute,
+    walk,
+)
 from flashgen.ir.interval import IntRange, Range
+from flashgen.ir.interval_float import point
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
 
@@ -37,6 +52,9 @@ __all__ = ["Conditions", "IndexProof", "IndexStatus", "bounds", "clamped_dimensi
 _NOT_BY_SIZES = 2**20  # a range inside ± this, over all sizes, does not come from the sizes
 _MAX_CONTEXTS = 8  # sets of conditions kept apart for one load; beyond, what they share
 _MAX_SAMPLES = 300
+_SMALL, _FEW_BOXES = 16, 150  # lengths at which pairs are looked at, and in how many boxes
+_PARAM_VALUES = (1, 0, 2, 16)
+_PROVED = 8  # boxes, large ones first, for which more than ranges is tried
 
 Context = frozenset[Expr]  # conditions that hold together
 
@@ -76,6 +94,11 @@ class IndexProof:
     def clamp(self) -> bool:
         """Whether the kernel clamps this index."""
         return self.guarded or self.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
+
+    @property
+    def params(self) -> frozenset[Symbol]:
+        """The params that a proof at call time asks for."""
+        return _params(self.position, *((c for context in self.contexts for c in context) if self.guarded else ()))
 
 
 def clamped_dimensions(load: Load, proofs: Iterable[IndexProof]) -> tuple[bool, ...]:
@@ -193,6 +216,11 @@ class Conditions:
             _inside(self.evaluator.range(position, facts), self.evaluator.range(extent, facts)) for facts in self.facts
         )
 
+    def inside(self, position: Expr, extent: Expr) -> bool:
+        """The same by a proof."""
+        prover = Prover(self.evaluator)
+        return all(prover.inside(position, extent, facts) for facts in self.facts)
+
 
 def _inside(position: Range, extent: Range) -> bool:
     assert isinstance(position, IntRange)
@@ -204,27 +232,104 @@ def _prove(load: Load, dimension: int, extent: Expr, contexts: tuple[Context, ..
     position = load.indices[dimension]
     everywhere = (frozenset[Expr](),)
     conditions = Conditions(contexts, symbol_ranges(None))
-    prover = Prover(conditions.evaluator)
     found = conditions.range(position)
 
     def proof(status: IndexStatus, *, guarded: bool = False) -> IndexProof:
         return IndexProof(load, dimension, extent, status, guarded, contexts, found)
 
+    prover = Prover(conditions.evaluator)
     if prover.inside(position, extent):
         return proof(IndexStatus.BARE)
-    if all(prover.inside(position, extent, facts) for facts in conditions.facts):
+    if conditions.inside(position, extent):
         return proof(IndexStatus.GUARDED, guarded=True)
     if all(prover.outside(position, extent, facts) for facts in conditions.facts):
         return proof(IndexStatus.OUTSIDE)
+    conditions_read = () if isinstance(position, Symbol) else (c for context in contexts for c in context)
+    params = _params(position, *conditions_read)
     driven_by_sizes = not isinstance(extent, Literal) or max(-found.lo, found.hi) > _NOT_BY_SIZES
-    if driven_by_sizes:
-        for sizes in _samples(position, extent, contexts, constants):
-            if Conditions(everywhere, symbol_ranges(sizes)).surely_inside(position, extent):
-                return proof(IndexStatus.CALL_TIME)
-        for sizes in _samples(position, extent, contexts, constants):
-            if Conditions(contexts, symbol_ranges(sizes)).surely_inside(position, extent):
-                return proof(IndexStatus.CALL_TIME, guarded=True)
+    if driven_by_sizes or params:
+        samples = tuple(_samples(position, extent, contexts, constants))
+        tried = [{**symbol_ranges(sizes), **known} for sizes in samples for known in _values(params)]
+        bare = any(Conditions(everywhere, each).surely_inside(position, extent) for each in tried)
+        if bare and not params and not _takes_more(position, extent, contexts, samples):
+            return proof(IndexStatus.CALL_TIME)
+        if bare or any(Conditions(contexts, each).surely_inside(position, extent) for each in tried):
+            return proof(IndexStatus.CALL_TIME, guarded=True)
     return proof(IndexStatus.CLAMPED)
+
+
+def _params(*roots: Expr) -> frozenset[Symbol]:
+    return frozenset(node for node in walk(*roots) if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM)
+
+
+def _values(params: frozenset[Symbol]) -> Iterator[dict[Expr, Range]]:
+    """Values of params to try."""
+    for value in _PARAM_VALUES if params else (0,):
+        yield {param: number_range(param, value) for param in params}
+
+
+def number_range(param: Symbol, value: float) -> Range:
+    """The range of a param that is known."""
+    return IntRange(int(value), int(value)) if param.type is ScalarType.INT else point(float(value))
+
+
+def _takes_more(
+    position: Expr, extent: Expr, contexts: tuple[Context, ...], samples: Iterable[Mapping[str, int]]
+) -> bool:
+    """Whether there are sizes at which only what the mask drops takes the index outside, as far as small ones show."""
+    asked = frozenset[str]().union(*(index_set(condition) for context in contexts for condition in context))
+    if not all(contexts) or not asked & index_set(position):
+        return False
+    lengths = sorted({n for sizes in samples for n in sizes.values()})
+    pairs = [(n, m) for n in lengths if n <= _SMALL for m in (n, 2 * n, n // 2)]
+    pairs += [(n, n) for n in lengths if n > _SMALL]
+    for q_len, kv_len in pairs:
+        ranges = symbol_ranges({**dict.fromkeys(SIZE_OF.values(), 2), "Nq": q_len, "Nk": kv_len})
+        most = _FEW_BOXES if q_len <= _SMALL else _PROVED
+        if (
+            uncertain(position, extent, (frozenset(),), ranges, most) is not None
+            and uncertain(position, extent, contexts, ranges, most) is None
+        ):
+            return True
+    return False
+
+
+Box = Mapping[Expr, IntRange]  # ranges of positions
+
+
+def uncertain(
+    position: Expr, extent: Expr, contexts: tuple[Context, ...], whole: Mapping[Expr, Range], most: int
+) -> Box | None:
+    """Positions at which an index is not shown to stay inside; none in particular after ``most`` boxes.
+
+    ``whole`` are the ranges of positions, sizes and params.
+
+    None: it is inside wherever one of the contexts holds.
+    """
+    nodes = set(walk(position, extent, *(condition for context in contexts for condition in context)))
+    boxes: list[dict[Expr, Any]] = [{index(name): whole[index(name)] for name in SIZE_OF if index(name) in nodes}]
+    for count in range(most):
+        if not boxes:
+            return None
+        box = boxes.pop()
+        conditions = Conditions(contexts, {**whole, **box})
+        if conditions.surely_inside(position, extent) or (count < _PROVED and conditions.inside(position, extent)):
+            continue
+        halves = _halves(box)
+        if not halves:
+            return box
+        boxes += halves
+    return {} if boxes else None
+
+
+def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
+    """The box cut in two along its longest side; nothing where it is a point."""
+    longest = max(box, key=lambda symbol: box[symbol].hi - box[symbol].lo, default=None)
+    if longest is None or box[longest].is_point:
+        return []
+    lo, hi = box[longest].lo, box[longest].hi
+    middle = (lo + hi) // 2
+    return [{**box, longest: IntRange(lo, middle)}, {**box, longest: IntRange(middle + 1, hi)}]
 
 
 def _samples(

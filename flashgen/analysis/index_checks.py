@@ -11,13 +11,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from flashgen.analysis.bounds import Conditions, IndexProof, IndexStatus
+from flashgen.analysis.bounds import Conditions, IndexProof, IndexStatus, number_range, uncertain
 from flashgen.analysis.prover import SIZE_OF, symbol_ranges
 from flashgen.diagnostics.diagnostic import Diagnostic
 from flashgen.diagnostics.span import Source, Span
-from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, index, walk
-from flashgen.ir.interval import IntRange, Range
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, walk
+from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 
@@ -131,51 +132,35 @@ def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _Written:
 # When an op is called -------------------------------------------------------------------------------------------------
 
 
-def check_index(proof: IndexProof, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with an index that is checked at call time, for these sizes (B H Hkv Nq Nk); None: nothing is."""
+def check_index(
+    proof: IndexProof, sizes: Mapping[str, int], params: Mapping[str, float] = MappingProxyType({})
+) -> str | None:
+    """What is wrong with an index that is checked at call time, for these sizes (B H Hkv Nq Nk) and values of params.
+
+    None: nothing is, or the proof asks for a param that is not known, and the kernel clamps.
+    """
     if proof.status is not IndexStatus.CALL_TIME or min(sizes[name] for name in SIZE_OF.values()) == 0:
         return None
+    if not all(param.name in params for param in proof.params):
+        return None
     contexts = proof.contexts if proof.guarded else (frozenset[Expr](),)
-    nodes = set(walk(proof.position, proof.extent, *(condition for context in contexts for condition in context)))
-    free = [name for name in SIZE_OF if index(name) in nodes]
-    whole = symbol_ranges(sizes)
-    boxes: list[dict[Expr, IntRange]] = [{index(name): _int(whole[index(name)]) for name in free}]
-    for _ in range(_MAX_BOXES):
-        if not boxes:
-            return None
-        box = boxes.pop()
-        conditions = Conditions(contexts, {**whole, **box})
-        if conditions.surely_inside(proof.position, proof.extent):
-            continue
-        halves = _halves(box)
-        if not halves:
-            return _refusal(proof, sizes, conditions, box)
-        boxes += halves
-    return _refusal(proof, sizes, Conditions(contexts, whole), {})
+    whole = symbol_ranges(sizes) | {param: number_range(param, params[param.name]) for param in proof.params}
+    box = uncertain(proof.position, proof.extent, contexts, whole, _MAX_BOXES)
+    if box is None:
+        return None
+    return _refusal(proof, {**sizes, **params}, Conditions(contexts, {**whole, **box}), box)
 
 
-def _int(found: Range) -> IntRange:
-    assert isinstance(found, IntRange)
-    return found
-
-
-def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
-    """The box cut in two along its longest side; nothing where it is a point."""
-    longest = max(box, key=lambda symbol: box[symbol].hi - box[symbol].lo, default=None)
-    if longest is None or box[longest].is_point:
-        return []
-    lo, hi = box[longest].lo, box[longest].hi
-    middle = (lo + hi) // 2
-    return [{**box, longest: IntRange(lo, middle)}, {**box, longest: IntRange(middle + 1, hi)}]
-
-
-def _refusal(proof: IndexProof, sizes: Mapping[str, int], conditions: Conditions, box: Mapping[Expr, IntRange]) -> str:
+def _refusal(
+    proof: IndexProof, known: Mapping[str, float], conditions: Conditions, box: Mapping[Expr, IntRange]
+) -> str:
     found, extent = conditions.range(proof.position), conditions.range(proof.extent)
     symbols = [node for node in walk(proof.position, proof.extent) if isinstance(node, Symbol)]
-    names = [node.name if node.kind is SymbolKind.SIZE else SIZE_OF.get(node.name, node.name) for node in symbols]
+    names = [SIZE_OF.get(node.name, "") if node.kind is SymbolKind.INDEX else node.name for node in symbols]
     at = [f"{node.name} = {box[node].lo}" for node in symbols if node in box]
-    facts = at + [f"{name} = {sizes[name]}" for name in dict.fromkeys(names) if name in sizes]
+    facts = at + [f"{name} = {known[name]}" for name in dict.fromkeys(names) if name in known]
     return (
         f"index '{text(proof.position)}' of tensor '{proof.load.tensor}' {_range_text(found)}, but dimension "
-        f"{proof.dimension} of it has {extent.lo} entries ({', '.join(facts)})"
+        f"{proof.dimension} of it has {extent.lo} entries ({', '.join(facts)}); if the nearest "
+        f"entry is meant, write {_clamped(text(proof.position), proof)}"
     )

@@ -85,7 +85,7 @@ class Prover:
                 yield from self._scaled(atom, coefficient, form.without(atom), facts)
         for key, known in facts.sums.items():
             shorter = form.plus(Linear(0, dict(key)), -1).plus(Linear(known.lo))
-            if len(shorter.terms) < len(form.terms):
+            if len(shorter.terms) < len(form.terms) or self._has_other_cases(shorter, form):
                 yield ((shorter, None),)
         ended = self._at_ends(form)
         if ended.terms != form.terms:
@@ -149,6 +149,11 @@ class Prover:
                 end = atom_form(size(SIZE_OF[atom.name])).plus(Linear(-1))
                 form = form.without(atom).plus(end if coefficient < 0 else Linear(), coefficient)
         return form
+
+    def _has_other_cases(self, form: Linear, before: Linear) -> bool:
+        """Whether a form of as many terms has one in the place of another that falls into cases."""
+        new = form.terms.keys() - before.terms.keys()
+        return len(form.terms) == len(before.terms) and any(isinstance(atom, Apply) for atom in new)
 
     def _lowest(self, expr: Expr, facts: Facts) -> int:
         found = self._evaluator.range(expr, facts)

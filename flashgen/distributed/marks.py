@@ -7,28 +7,14 @@ what it holds, the host would have to wait for it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from flashgen.runtime.same import Same
+
 Mark = tuple[object, ...]
-
-
-class _Same:
-    """A tensor, as it is now."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._tensor, self._version = weakref.ref(x), x._version
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return NotImplemented
-        x = self._tensor()
-        return x is not None and x is other._tensor() and self._version == other._version
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def mark_of(tensors: Sequence[Any], names: Sequence[str], reads: frozenset[str]) -> Mark | None:
@@ -42,7 +28,7 @@ def mark_of(tensors: Sequence[Any], names: Sequence[str], reads: frozenset[str])
         elif x.is_inference():  # nobody counts what is written to it
             return None
         else:
-            found += [_form(x), _Same(x)]
+            found += [_form(x), Same(x)]
     return tuple(found)
 
 

@@ -201,7 +201,8 @@ def _sizes_said(op: BaseOp, captured: Mapping[str, object]) -> dict[str, int]:
 def _as_declared(op: BaseOp, sizes: Mapping[str, int], captured: Mapping[str, object]) -> dict[str, object]:
     """What the mask reads, in the types of the spec. Raises what a call raises."""
     spec, signature, head_dim = op.spec, op.signature, op.spec.head_dims[0]
-    values = dict(zip(signature.names, signature.bind(dict(captured)), strict=True))
+    narrow = op.narrowing.narrowed(signature.bind(dict(captured)))
+    values = dict(zip(signature.names, narrow, strict=True))
     tensors, params = read_by(spec, head_dim)
     found: dict[str, object] = {name: values[name] for name in (*tensors, *params) if values[name] is not None}
     for declared in spec.tensors:

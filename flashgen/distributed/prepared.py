@@ -264,7 +264,7 @@ class Preparation:
         }
         for declared, x in zip(spec.tensors, tensors[3:], strict=False):
             check_captured(declared, x, sizes, q.device)
-        self._op.engine.checker.check_indices(head_dim, sizes)
+        self._op.engine.checker.indices.check(head_dim, sizes)
         if N:
             check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))

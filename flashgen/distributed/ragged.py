@@ -117,7 +117,7 @@ def attend_pieces(
         check_captured(declared, x, longest, q.device)
     for each in {each.length: each for each in reversed(pieces) if each.length}.values():
         try:
-            partial.op.engine.checker.check_indices(head_dim, sizes_of(each.length))
+            partial.op.engine.checker.indices.check(head_dim, sizes_of(each.length))
             check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes_of(each.length))
         except ValueError as error:
             raise ValueError(f"sequence {each.number}, of {each.length} positions: {error}") from None

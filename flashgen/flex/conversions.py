@@ -10,7 +10,8 @@ import torch
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
 from flashgen.flex.rules import Plain, Rule, Rules, ends
-from flashgen.flex.values import BOOL, NARROW, Row, Session, Symbolic, Value, convert, scalar_of
+from flashgen.flex.stand_ins import Symbolic
+from flashgen.flex.values import BOOL, NARROW, Session, Value, convert, scalar_of
 from flashgen.ir.expr import Literal
 
 RULES = Rules()
@@ -105,8 +106,6 @@ def _as_dtype(given: object) -> torch.dtype:
 
 
 def _dtype_of(x: torch.Tensor) -> torch.dtype:
-    if isinstance(x, Row):
-        return x.captured.dtype
     return x.held if isinstance(x, Symbolic) else x.dtype
 
 

@@ -17,6 +17,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.picture.html import of_mask
 from flashgen.picture.letters import letters
 from flashgen.picture.mask import MaskPicture, caption, mask_picture
+from flashgen.runtime.narrowing import Narrowing
 
 _WIDTH = 64
 
@@ -52,7 +53,7 @@ def picture_of(mask: BlockMask) -> MaskPicture:
     learned = (False,) * (len(traced.tensors) + len(traced.params))
     head_dim = HeadDim(64, 64)
     spec = make_spec(traced, Shell("mask", head_dim, plain_names(traced)), shapes, learned)
-    values = arguments(bound, learned)
+    values = Narrowing(spec).narrowed(arguments(bound, learned))
     count = len(traced.tensors)
     return mask_picture(
         spec,

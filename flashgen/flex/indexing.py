@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashgen.flex.numbers import Number
 from flashgen.flex.places import refuse
-from flashgen.flex.values import INT, Row, Session, Symbolic, choice, extent_symbol, node, row, scalar_of
+from flashgen.flex.stand_ins import Row, Symbolic, row
+from flashgen.flex.values import INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
 from flashgen.ir.operators import OPERATORS
@@ -103,48 +104,56 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
     expr = value.expr
     if isinstance(expr, Literal):
         return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))
-    if not_negative(expr):
+    if not_negative(expr, session):
         return expr
     from_end = node("add", expr, extent_symbol(slot, axis))
     return choice(node("lt", expr, literal(0)), from_end, expr)
 
 
-def not_negative(expr: Expr) -> bool:
-    """Whether an int surely is at least 0, wherever it is computed."""
+def not_negative(expr: Expr, session: Session) -> bool:
+    """Whether an int surely is at least 0, wherever it is computed; of captured numbers for those of this sign."""
     match expr:
         case Literal(value=value):
             return value >= 0
         case Symbol(kind=kind):
-            return kind in (SymbolKind.INDEX, SymbolKind.SIZE)
+            return kind in (SymbolKind.INDEX, SymbolKind.SIZE) or _is_param_from(expr, 0, session)
         case Apply(op="add" | "mul" | "floordiv" | "min" | "bitor" | "shr", args=(x, y)):
-            return not_negative(x) and (not_negative(y) or expr.op == "shr")
+            return not_negative(x, session) and (not_negative(y, session) or expr.op == "shr")
         case Apply(op="max" | "bitand", args=(x, y)):
-            return not_negative(x) or not_negative(y)
+            return not_negative(x, session) or not_negative(y, session)
         case Apply(op="mod", args=(_, Literal(value=value))):
             return value > 0
+        case Apply(op="mod", args=(_, Symbol() as divisor)):
+            return _is_param_from(divisor, 1, session)
         case Apply(op="clamp", args=(_, low, high)):
-            return not_negative(low) and not_negative(high)
+            return not_negative(low, session) and not_negative(high, session)
         case Apply(op="where", args=(_, x, y)):
-            return not_negative(x) and not_negative(y)
+            return not_negative(x, session) and not_negative(y, session)
         case Apply(op="abs" | "popcount" | "hash"):
             return True
         case Apply(op="to_int", args=(x,)):
-            return x.type.value == "bool" or _not_negative_float(x)
+            return x.type.value == "bool" or _not_negative_float(x, session)
     return False
 
 
-def _not_negative_float(expr: Expr) -> bool:
+def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
+    """Whether a captured number is at least this; another answer is another trace."""
+    number: Any = session.number_of(expr)
+    return number is not None and bool(number >= least)
+
+
+def _not_negative_float(expr: Expr, session: Session) -> bool:
     match expr:
         case Literal(value=value):
             return value >= 0
         case Apply(op="to_float", args=(x,)):
-            return not_negative(x)
+            return not_negative(x, session)
         case Apply(op="add" | "mul" | "div" | "min", args=(x, y)):
-            return _not_negative_float(x) and _not_negative_float(y)
+            return _not_negative_float(x, session) and _not_negative_float(y, session)
         case Apply(op="max", args=(x, y)):
-            return _not_negative_float(x) or _not_negative_float(y)
+            return _not_negative_float(x, session) or _not_negative_float(y, session)
         case Apply(op="floor" | "ceil" | "round", args=(x,)):
-            return _not_negative_float(x)
+            return _not_negative_float(x, session)
         case Apply(op=op, args=(x,)) if x.type.value == "float":
             values = OPERATORS[op].interval(FULL_FLOAT)
             return isinstance(values, FloatRange) and values.lo >= 0
@@ -181,9 +190,6 @@ def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any
     return numbers if dim is None else numbers[dim]
 
 
-_CASTS = ("float", "double", "int", "long", "to", "type_as", "contiguous", "clone", "half", "bfloat16", "bool")
-
-
 def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: Any) -> Any:
     """What can be asked of a captured tensor of which some dimensions are indexed."""
     tensor, indices = target.captured, target.places
@@ -197,14 +203,4 @@ def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: A
         return len(open_axes)
     if name == "get:dtype":
         return tensor.dtype
-    if name == "get:device":
-        return session.device
-    label = session.names.get(id(tensor), "t")
-    hint = f"index all of its dimensions first: {label}[{', '.join('…' for _ in indices)}]"
-    if name in _CASTS:
-        hint = f"convert after the last index: {label}[{', '.join('…' for _ in indices)}].{name}(…)"
-    return refuse(
-        "E603",
-        f"'{name.strip('_')}' is called on a row of '{label}', of which a position has been chosen",
-        hints=(hint,),
-    )
+    return session.device

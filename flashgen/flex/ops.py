@@ -214,13 +214,8 @@ def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
 def arguments(bound: Bound, learned: Sequence[bool]) -> list[Any]:
     """Captured tensors, then params, as the op takes them."""
     values: list[Any] = [_passed(readable(x), grad) for x, grad in zip(bound.tensors, learned, strict=False)]
-    kinds = bound.trace.traced.params
-    for x, kind, grad in zip(bound.params, kinds, learned[len(values) :], strict=True):
-        if isinstance(x, Tensor):
-            wanted = torch.float32 if kind is ScalarType.FLOAT else torch.int32
-            values.append(_passed(x if x.dtype is wanted else x.to(wanted), grad))
-        else:
-            values.append(x)
+    for x, grad in zip(bound.params, learned[len(values) :], strict=True):
+        values.append(_passed(x.int() if x.dtype is torch.bool else x, grad) if isinstance(x, Tensor) else x)
     return values
 
 

@@ -104,6 +104,18 @@ def _user_place(frame: FrameType | None) -> Span | None:
     return None
 
 
+def calling_function() -> type | None:
+    """The ``autograd.Function`` of the user's whose ``forward`` is running in a mod."""
+    for each in _frames(sys._getframe(1)):
+        if each.f_code in _BORDERS:
+            return None
+        if each.f_code is _APPLY:
+            return each.f_locals["cls"]  # type: ignore[no-any-return]
+    return None
+
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
 # Code that calls a mod: a search for the user's line ends here.
 _BORDERS: set[CodeType] = set()
 

@@ -15,17 +15,20 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from flashgen.diagnostics import SpecError, nearest, quoted_list
 from flashgen.flex.captured import Captured, Lifting
 from flashgen.flex.conversions import cast
 from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
-from flashgen.flex.indexing import extents, index, row_answer
+from flashgen.flex.indexing import extents, index
 from flashgen.flex.numbers import Guards, Host, Number, Recipe
-from flashgen.flex.places import border, refuse, refuse_at, refuse_raised
+from flashgen.flex.places import border, calling_function, refuse, refuse_at, refuse_raised
 from flashgen.flex.rules import InPlace, Plain, by_our_names
-from flashgen.flex.values import FLOAT, Row, Session, Symbolic, Value, convert, scalar_of, symbolic
+from flashgen.flex.stand_ins import Row, Symbolic, Vector, symbolic
+from flashgen.flex.values import FLOAT, Session, Value, convert, scalar_of
+from flashgen.flex.vectors import part, vector_answer
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position
 from flashgen.ir.types import ElementType, ScalarType
@@ -135,7 +138,8 @@ def _score(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own, symbolic(score_input("s"), torch.float32))
     value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
     if value is None or value.dtype is torch.bool:
-        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=_score_hint(value))
+        hints = _score_hint(result, value)
+        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=hints)
     return convert(value.expr, FLOAT)
 
 
@@ -148,23 +152,31 @@ def _mask(session: Session, mod: Any, own: Mod) -> Expr:
             own,
             "E603",
             f"the mask_mod returns {_what(result)}; a boolean tensor is expected",
-            hints=(hint if isinstance(result, bool) else "compare it: x != 0",),
+            hints=(hint if isinstance(result, bool) else _row_hint(result) or "compare it: x != 0",),
         )
     return value.expr
 
 
-def _score_hint(value: Value | None) -> tuple[str, ...]:
-    return () if value is None else ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
+def _score_hint(result: object, value: Value | None) -> tuple[str, ...]:
+    if value is None:
+        return (_row_hint(result),) if _row_hint(result) else ()
+    return ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
+
+
+def _row_hint(result: object) -> str:
+    if not isinstance(result, (Row, Vector)):
+        return ""
+    return "index every dimension of the captured tensor, or reduce its row: row.sum(-1), (row == x).any(-1)"
 
 
 def _is_scalar(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, Row) and x.dim() == 0
+    return isinstance(x, Tensor) and not isinstance(x, (Row, Vector)) and x.dim() == 0
 
 
 def _what(result: object) -> str:
     if isinstance(result, Symbolic):
         return f"a tensor of {result.held}"
-    if isinstance(result, Row):
+    if isinstance(result, (Row, Vector)):
         return "a row of a tensor"
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)} and {result.dtype}"
@@ -237,22 +249,26 @@ class _Watch(TorchFunctionMode):
 
     def _check_detached(self, result: Any) -> None:
         """What the mod computes under ``no_grad``. PyTorch itself keeps gradients from what it computes there."""
-        if isinstance(result, (Symbolic, Row)):
+        if isinstance(result, (Symbolic, Row, Vector)):
+            function = calling_function()
+            if function is not None:
+                _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
             self._session.check_detached(result, "no_grad")
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
         kinds = _kinds((args, kwargs))
+        if name == "__getitem__" and isinstance(args[0], Vector):
+            return part(args[0].parts, args[1] if type(args[1]) is tuple else (args[1],))
         if name == "__getitem__" and (kinds & {Symbolic, Row} or _indexed_by_number(args)):
             return index(self._session, *args)
-        if Row in kinds and args and isinstance(args[0], Row):
-            return row_answer(self._session, name, *args, **kwargs)
+        if kinds & {Symbolic, Row, Vector} and _namespace(func) not in _TORCHS:
+            _refuse_opaque(f"'{_namespace(func)}::{name}' is an operator of torch.library")
+        if kinds & {Row, Vector} or (name == "unsqueeze" and Symbolic in kinds):
+            return vector_answer(self._session, name, args, kwargs, self._symbolic)
         if Symbolic in kinds or (Number in kinds and name in _MAKERS and Tensor not in kinds):
             return self._symbolic(name, args, kwargs)
-        within = _first_row((args, kwargs)) if Row in kinds else None
-        if within is not None:
-            return row_answer(self._session, name, within)
         return self._plain(func, name, args, kwargs)
 
     def _symbolic(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,6 +350,20 @@ def _name_of(func: Any) -> str:
     return name.partition(".")[0] if not name.startswith("_") else name
 
 
+_TORCHS = frozenset(("", "aten", "prims"))
+
+
+def _namespace(func: Any) -> str:
+    """That of an operator of ``torch.ops``; of other functions none."""
+    is_operator = isinstance(func, (OpOverload, OpOverloadPacket))
+    return str(getattr(func, "_qualified_op_name", func)).partition("::")[0].partition(".")[0] if is_operator else ""
+
+
+def _refuse_opaque(what: str) -> NoReturn:
+    hint = "write its formula in the mod, in PyTorch's functions; derivatives follow from it"
+    refuse("E602", f"{what}, whose code a kernel cannot call", hints=(hint,))
+
+
 def _name_in_place(name: str) -> str | None:
     """What a method that changes its tensor is called otherwise: ``add_``, ``__iand__``. None for others."""
     if name in FUNCTIONS:
@@ -352,13 +382,6 @@ def _kinds(value: Any) -> set[type]:
     if type(value) is slice:
         return _kinds((value.start, value.stop, value.step))
     return {type(value)}
-
-
-def _first_row(value: Any) -> Row | None:
-    if isinstance(value, Row):
-        return value
-    parts = value.values() if type(value) is dict else value if type(value) in (tuple, list) else ()
-    return next((found for each in parts if (found := _first_row(each)) is not None), None)
 
 
 def _indexed_by_number(args: tuple[Any, ...]) -> bool:

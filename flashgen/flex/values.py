@@ -1,24 +1,21 @@
 """Symbolic values of a mod, and what a trace gathers: nodes of the IR, captured tensors, params.
 
-In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch's types and promotion. A ``Symbolic`` is
-a tensor of no dimensions to the mod and holds an expression for us; a ``Row`` is a captured tensor of which some
-dimensions have been indexed.
+In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch's types and promotion.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host
 from flashgen.flex.places import current_place, refuse
+from flashgen.flex.stand_ins import Row, Symbolic, Vector, symbolic
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
@@ -26,9 +23,10 @@ from flashgen.language.constants import ConstantError, fits, fold
 
 BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
 
-# What a captured tensor is declared as; the others are converted when the op is called.
+# What a captured tensor is declared as; the others are converted when the op is called, float64 by the op.
 _ELEMENTS = {
     torch.float32: ElementType.F32,
+    torch.float64: ElementType.F32,
     torch.float16: ElementType.F16,
     torch.bfloat16: ElementType.BF16,
     torch.int32: ElementType.I32,
@@ -36,7 +34,6 @@ _ELEMENTS = {
     torch.bool: ElementType.BOOL,
 }
 _CONVERTED = {
-    torch.float64: torch.float32,
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
@@ -48,26 +45,6 @@ _CONVERTED = {
     torch.uint32: torch.int64,
 }
 NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32))
-
-
-class Symbolic(Tensor):
-    """A number of a mod: to the mod a tensor without dimensions, to us an expression."""
-
-    expr: Expr
-    held: torch.dtype
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse("E606", "a value of a mod was used after the mod had returned")
-
-
-class Row(Tensor):
-    """A captured tensor of which some dimensions are indexed: ``places`` holds None for those that are not."""
-
-    captured: Tensor
-    places: tuple[Expr | None, ...]
-
-    __torch_function__ = Symbolic.__torch_function__
 
 
 class Value(NamedTuple):
@@ -177,12 +154,14 @@ class Session:
         """Keep a tensor that the mod computed, whose identity stands for it."""
         self._alive.append(x)
 
-    def check_detached(self, x: Symbolic | Row, way: str) -> None:
+    def check_detached(self, x: Symbolic | Row | Vector, way: str) -> None:
         """Refuse a value without its gradient, where there is one: the derivatives of a kernel leave nothing out."""
         if isinstance(x, Row):
             has_one = x.captured.requires_grad
         else:
-            has_one = x.expr.type is FLOAT and any(map(self._learns, walk(x.expr)))
+            values = x.parts.flat if isinstance(x, Vector) else (x,)
+            roots = [each.expr for each in values if each.expr.type is FLOAT]
+            has_one = any(map(self._learns, walk(*roots)))
         if has_one:
             message = f"'{way}' takes a value out of the gradient, which kernels do not do within a mod"
             refuse("E602", message, hints=("detach the captured tensor outside of the mod",))
@@ -196,6 +175,13 @@ class Session:
             case Symbol(kind=SymbolKind.SCORE):
                 return True
         return False
+
+    def number_of(self, symbol: Symbol) -> Number | None:
+        """The captured number that a param stands for; None for a tensor's, and for what is no param."""
+        if symbol.kind is not SymbolKind.PARAM:
+            return None
+        slot = self.params[int(symbol.name[1:])]
+        return None if isinstance(slot.value, Tensor) else Number(slot.value, slot.recipe, self.guards)
 
     def _number(self, x: Number) -> Value:
         if isinstance(x.value, float) and not math.isfinite(x.value):
@@ -286,29 +272,6 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
-
-
-def symbolic(expr: Expr, dtype: torch.dtype) -> Symbolic:
-    """A tensor of a mod that holds an expression."""
-    with torch._C.DisableTorchFunction():
-        made: Symbolic = torch.Tensor._make_subclass(Symbolic, _blank(dtype))
-    made.expr, made.held = expr, dtype
-    return made
-
-
-@functools.lru_cache(maxsize=32)
-def _blank(dtype: torch.dtype) -> Tensor:
-    """A tensor without dimensions, a real one also where a mode makes fake ones."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device="cpu")
-
-
-def row(captured: Tensor, indices: tuple[Expr | None, ...]) -> Row:
-    """A captured tensor of which some dimensions are indexed."""
-    with torch._C.DisableTorchFunction():
-        made: Row = torch.Tensor._make_subclass(Row, _blank(torch.float32))
-    made.captured, made.places = captured, indices
-    return made
 
 
 def param_symbol(number: int, scalar: ScalarType) -> Symbol:

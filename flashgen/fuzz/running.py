@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.analysis.own_scale import Use, scales
 from flashgen.fuzz.doors import through_door
 from flashgen.fuzz.draws import CallDraw
 from flashgen.fuzz.inputs import Arguments, Held
@@ -26,6 +27,7 @@ from flashgen.runtime.op import AttentionOp
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.second_order import mixed_order, second_order
 
+_FAR = 2**40 + 2**31 + 12345
 Results = dict[str, Tensor]
 Function = Callable[[Inputs], "tuple[Tensor, Tensor | None]"]
 
@@ -39,6 +41,7 @@ def calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, drawn: CallDr
     """The op at these values, which may be leaves."""
 
     def function(given: Inputs) -> tuple[Tensor, Tensor | None]:
+        named = given.named | (_far_away(spec, given.captured) if drawn is not None and drawn.converted else {})
         call: Callable[..., Any] = op
         if values.held is not None:
             call = functools.partial(_cached, op, values.held)
@@ -49,11 +52,18 @@ def calls(op: AttentionOp, spec: AttentionSpec, values: Arguments, drawn: CallDr
         elif drawn is not None and drawn.parts and has_parts(spec):
             call = functools.partial(in_parts, op, drawn.parts, drawn.wide)
         if not spec.weights.form.normalised:
-            return call(given.q, given.k, given.v, **values.options, **given.named), None
-        o, lse = call(given.q, given.k, given.v, return_lse=True, **values.options, **given.named)
+            return call(given.q, given.k, given.v, **values.options, **named), None
+        o, lse = call(given.q, given.k, given.v, return_lse=True, **values.options, **named)
         return o, lse
 
     return function
+
+
+def _far_away(spec: AttentionSpec, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of int64 of which only differences or the order count, beyond 32 bits: they mean the same."""
+    names = [each.name for each in spec.tensors]
+    same = [names[n] for scale in scales(spec) if scale.use < Use.VALUE for n in scale.tensors]
+    return {name: captured[name] + _FAR for name in same if captured[name].dtype is torch.int64}
 
 
 def _ragged(op: AttentionOp, starts: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Any:

@@ -24,6 +24,7 @@ from flashgen.fuzz.tables import (
     LAYOUTS,
     LISTED,
     MASKS,
+    NEIGHBOURHOODS,
     NORMALIZED,
     POINTWISE,
     QUERY_LISTS,
@@ -224,6 +225,12 @@ class Builder:
             return leaf(FLOAT, f"(0.0 + {tensor.name}[{indices}])", FloatRange(-8.0, 8.0))
         return Node(FLOAT, f"({{0}} + {tensor.name}[{indices}])", (score,), FloatRange(-8.0, 8.0))
 
+    def neighbourhood(self, score: Node) -> tuple[Node, Node]:
+        """The score and a bias by place, and the mask without which that leaves its tensor."""
+        tensor = self.tensor(FLOAT, "score", Dimension("9", ()))
+        kept = leaf(BOOL, f"(abs(j - {self.chance.choice(NEIGHBOURHOODS)}) <= 2)")
+        return Node(FLOAT, f"({{0}} + {tensor.name}[j - i + 4])", (score,), FloatRange(-8.0, 8.0)), kept
+
     def condition(self, forms: Sequence[str], place: Place, depth: int) -> Node:
         """A mask or layout: some of the forms and conditions that are drawn, joined."""
         parts = []
@@ -288,15 +295,19 @@ class Builder:
         """The whole spec."""
         head_dim = self.head_dim()
         statements: list[Statement] = []
-        if self.chance.random() < 0.65:
-            place = self.place("mask")
-            statements.append(Statement("mask", "mask {0}", (self.condition(MASKS, place, 3),)))
+        kept = [self.condition(MASKS, self.place("mask"), 3)] if self.chance.random() < 0.65 else []
         if self.chance.random() < 0.3:
             statements.append(Statement("scale", "scale {0}", (self._scale(),)))
         score = self.score()
         weights = self.weights()
         if (weights is None or "softmax" in str(weights)) and self.chance.random() < 0.15:
             score = self.biased(score)
+        if self.chance.random() < 0.06:
+            score, near = self.neighbourhood(score)
+            kept.insert(0, near)
+        if kept:
+            joined = kept[0] if len(kept) == 1 else Node(BOOL, "({0} and {1})", tuple(kept))
+            statements.append(Statement("mask", "mask {0}", (joined,)))
         if str(score) != "s" or self.chance.random() < 0.2:
             statements.append(Statement("score", "score {0}", (score,)))
         if self.chance.random() < 0.25:

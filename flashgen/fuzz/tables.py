@@ -124,6 +124,8 @@ MASKS = (
         "j % 7 != 3 or i < j",
     ),
 )
+# What keys are near to, where biases by place have nine entries.
+NEIGHBOURHOODS = ("clamp(i, 2, Nk - 3)", "clamp(i, 2, 6)", "i", "max(i, 2)", "min(i, Nk - 3)")
 LAYOUTS = (
     *(
         "I >= J",

@@ -32,7 +32,7 @@ class ElementType(Enum):
 
     @property
     def scalar(self) -> ScalarType:
-        """The type that an element has in an expression; i64 narrows modulo 2**32."""
+        """The type that an element has in an expression; i64 has 32 bits there, as calls see to."""
         if self.is_floating:
             return ScalarType.FLOAT
         return ScalarType.BOOL if self is ElementType.BOOL else ScalarType.INT

@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, get_num_threads
 
-from flashgen.analysis.bounds import IndexProof, IndexStatus, prove_indices
-from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
@@ -28,6 +26,7 @@ from flashgen.reference.dense import constant_number, drop_probability, param_va
 from flashgen.reference.shard import Shard
 from flashgen.runtime.conversion import Offsets, check_scalar
 from flashgen.runtime.eight_bits import F8
+from flashgen.runtime.indices import Indices
 from flashgen.runtime.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.runtime.layouts import Layout, layout_like, packed_layout
 from flashgen.runtime.plain import NoMemoryError
@@ -115,7 +114,7 @@ class CallChecker:
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
-        self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
+        self.indices = Indices(spec)
         self._captured_end = 3 + len(spec.tensors)
         defaults = [param.default for param in spec.params if param.default is not None]
         self._learned = _reads_params(*defaults)
@@ -171,6 +170,16 @@ class CallChecker:
                 check_scalar(value, f"param '{param.name}'", call.device)
             fetched = not self._host_params and self.is_fetched(call, value)
             values.append(None if value is None else 0 if fetched else value.item())
+        found = self._with_defaults(call, values)
+        if self.indices.ask_params(call.head_dim):
+            each = zip(self.spec.params, given, found, strict=True)
+            on_host = {
+                param.name: x for param, value, x in each if self._host_params or not self.is_fetched(call, value)
+            }
+            self.indices.check_params(call.head_dim, call.sizes, on_host)
+        return found
+
+    def _with_defaults(self, call: Call, values: Sequence[float | None]) -> tuple[float, ...]:
         if None not in values:
             return tuple(values)  # type: ignore[arg-type]
         key = tuple(values) if self._learned else tuple(value is None for value in values)
@@ -198,7 +207,7 @@ class CallChecker:
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
         shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[0])
         head_dim, kernel = self.check_what_runs(q, k, v, tensors)
-        self.check_indices(head_dim, sizes)
+        self.indices.check(head_dim, sizes)
         return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
 
     def check_what_runs(
@@ -280,22 +289,6 @@ class CallChecker:
     def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
         """How a result of this shape lies that belongs to ``x``."""
         return layout_like(x, shape)
-
-    def check_indices(self, head_dim: HeadDim, sizes: Mapping[str, int]) -> None:
-        """Raise ``ValueError`` where an index leaves its tensor at these sizes."""
-        for proof in self._proofs_of(head_dim):
-            refusal = check_index(proof, sizes)
-            if refusal is not None:
-                raise ValueError(f"'{self.spec.name}': {refusal}")
-
-    def _proofs_of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
-        """The indices that are proved for the sizes of each call."""
-        if not self.spec.tensors:
-            return ()
-        if head_dim not in self._proofs:
-            proofs = prove_indices(self.spec, head_dim)
-            self._proofs[head_dim] = tuple(each for each in proofs if each.status is IndexStatus.CALL_TIME)
-        return self._proofs[head_dim]
 
     def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, tensor in zip(self.keys_and_values, (k, v), strict=True):

@@ -157,7 +157,7 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     if isinstance(checker, RaggedChecker):
         checker.check_lengths(head_dim, sizes, pairs)
     else:
-        checker.check_indices(head_dim, sizes)
+        checker.indices.check(head_dim, sizes)
         pairs = [(sizes["Nq"], sizes["Nk"])]
     values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(form.tensors)]
     for q_len, kv_len in {each for each in pairs if all(each)}:

@@ -28,6 +28,7 @@ from flashgen.runtime.f8 import F8Engine, factors_of_call
 from flashgen.runtime.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.runtime.kernel import KernelProvider
 from flashgen.runtime.lengths import check_starts
+from flashgen.runtime.narrowing import Narrowing
 from flashgen.runtime.nested import is_nested, sequences
 from flashgen.runtime.parts import PartsEngine
 from flashgen.runtime.ragged import RaggedEngine
@@ -98,6 +99,7 @@ class OpCalls:
 
         self._registered = registered(Engine)
         self._signature = self._registered.signature
+        self.narrowing = Narrowing(parts.spec)
         self._ragged = registered(RaggedEngine, RAGGED.suffix)
         self._cached = registered(CachedEngine, CACHED.suffix)
         self._f8 = registered(F8Engine, F8_CALLS.suffix)
@@ -273,8 +275,8 @@ class OpCalls:
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         signature = self._signature
         dtypes, count = signature.dtypes, len(signature.tensors)
-        given: list[object] = list(captured)
-        for n, value in enumerate(captured):
+        given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact) if captured else ())
+        for n, value in enumerate(given):
             # As declared: a tensor of the type; of a param, a number on the CPU.
             if (
                 isinstance(value, Tensor)

@@ -46,7 +46,7 @@ class RaggedChecker(CallChecker):
         """Why the host has to know the lengths of sequences; nothing where it does without."""
         if checks_lengths():
             return f"{CHECK_LENGTHS} is set"
-        if self._proofs_of(head_dim) or self._may_shrink:
+        if self.indices.of(head_dim) or self._may_shrink:
             return "indices of captured tensors are checked for the lengths of each sequence"
         for name, size_name, longest in (("q", "Nq", most[0]), ("k", "Nk", most[1])):
             shapes = (extent for declared in self.spec.tensors for extent in declared.shape)
@@ -66,7 +66,7 @@ class RaggedChecker(CallChecker):
         self, head_dim: HeadDim, whole_sizes: Mapping[str, int], pairs: Sequence[tuple[int, int]]
     ) -> None:
         """Raise ``ValueError`` where an index leaves its tensor at the lengths of a sequence."""
-        proofs = self._proofs_of(head_dim)
+        proofs = self.indices.of(head_dim)
         if not (proofs or self._may_shrink):
             return
         whole = (head_dim, *whole_sizes.values())
@@ -76,7 +76,7 @@ class RaggedChecker(CallChecker):
                 continue
             sizes = {**whole_sizes, "Nq": q_len, "Nk": kv_len}
             try:
-                self.check_indices(head_dim, sizes)
+                self.indices.check(head_dim, sizes)
                 for declared in self._may_shrink:
                     _check_extents(declared, sizes, whole_sizes)
             except ValueError as error:

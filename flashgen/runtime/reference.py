@@ -95,7 +95,7 @@ class Reference:
         if F8 in (q.dtype, k.dtype, v.dtype):
             dtype = dtype or torch.float32
             q, k, v = (from_8_bits(x, each, dtype) for x, each in zip((q, k, v), factors, strict=True))
-        self.checker.check_indices(HeadDim(q.shape[3], v.shape[3]), sizes)
+        self.checker.indices.check(HeadDim(q.shape[3], v.shape[3]), sizes)
         check_selection(self.spec, tensors, sizes)
         drawn = self._drawn(q, dropout_p, seed)
         o, lse = self._formula((q, k, v), tensors, params, shard, drawn, dtype)

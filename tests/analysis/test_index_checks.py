@@ -229,7 +229,8 @@ def test_the_refusal_names_everything() -> None:
     proof = next(each for each in proofs_of("packed_documents") if each.status is CALL_TIME)
     sizes = {"B": 2, "H": 4, "Hkv": 4, "Nq": 128, "Nk": 64}
     assert check_index(proof, sizes) == (
-        "index 'i' of tensor 'doc' is 127, but dimension 1 of it has 64 entries (i = 127, Nq = 128, Nk = 64)"
+        "index 'i' of tensor 'doc' is 127, but dimension 1 of it has 64 entries (i = 127, Nq = 128, Nk = 64); "
+        "if the nearest entry is meant, write min(i, Nk - 1)"
     )
 
 

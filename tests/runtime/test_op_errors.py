@@ -85,9 +85,6 @@ CASES: list[tuple[Change, type[Exception], str]] = [
     (name(slope=torch.ones(4).to_sparse()), TypeError, "'slope' has layout torch.sparse_coo; a dense tensor"),
     (name(doc=torch.zeros(2, 37)), TypeError, "tensor 'doc' is torch.float32; the spec declares i32 (torch.int32)"),
     (name(doc=torch.zeros(2, 37).bool()), TypeError, "tensor 'doc' is torch.bool; the spec declares i32 (torch.int32)"),
-    (name(doc=torch.full((2, 37), 2**31)), ValueError, "tensor 'doc' is torch.int64 and holds numbers beyond i32"),
-    (name(doc=torch.full((2, 37), -(2**31) - 1)), ValueError, "tensor 'doc' is torch.int64 and holds numbers beyond"),
-    (name(doc=torch.full((2, 37), 2**31, dtype=torch.uint32)), ValueError, "'doc' is torch.uint32 and holds numbers"),
     (
         name(doc=torch.full((2, 37), 2**63 + 1, dtype=torch.uint64)),
         ValueError,

@@ -1,0 +1,133 @@
+"""What of a captured tensor counts: its numbers, its differences with itself, or its order alone.
+
+Stage: analyse. In: an ``AttentionSpec``. Out: ``Scale``s: captured tensors that share one, and what of it their values
+enter by. Kernels read 32 bits. Where only differences count, a call may take the same off every number before it
+narrows them (time stamps); where only comparisons count, it may number them by size (hashes, ids).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from flashgen.ir.expr import Apply, Expr, Literal, Load, walk
+from flashgen.ir.operators import OPERATORS
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType, ScalarType
+
+
+class Use(IntEnum):
+    """What of the values counts; each says more than the one before."""
+
+    ORDER = 0
+    DIFFERENCE = 1
+    VALUE = 2
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Captured tensors, by their places among those of the spec, whose values meet each other."""
+
+    tensors: tuple[int, ...]
+    use: Use
+
+
+def scales(spec: AttentionSpec) -> tuple[Scale, ...]:
+    """One for every captured tensor of numbers that formulas read, or for several that are compared with each other.
+
+    The lists of ``select`` are read in 64 bits.
+    """
+    roots = list(spec.expressions) + ([] if spec.select is None else list(spec.select.indices))
+    nodes = list(walk(*roots))
+    read = {node.tensor for node in nodes if isinstance(node, Load)}
+    kinds = {each.name: each.element.scalar for each in spec.tensors if each.element in _WIDEST and each.name in read}
+    found = _Uses(dict.fromkeys(kinds, Use.ORDER), {name: {name} for name in kinds}, kinds)
+    for node in nodes:
+        found.add(node)
+    found.settle(*roots)
+    if spec.select is not None and spec.select.tensor in kinds:
+        found.uses[spec.select.tensor] = Use.VALUE
+    numbers = {each.name: number for number, each in enumerate(spec.tensors)}
+    together = {id(found.together[name]): found.together[name] for name in kinds}
+    return tuple(
+        Scale(tuple(sorted(numbers[name] for name in names)), max(found.uses[name] for name in names))
+        for names in together.values()
+    )
+
+
+# Types beside which kernels read none that is wider; a spec that declares 16 bits asks for rounding.
+_WIDEST = frozenset((ElementType.I32, ElementType.I64, ElementType.F32))
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """How an expression grows where all numbers of tensors do by one; ``is_element``: it is one of those numbers."""
+
+    terms: Mapping[str, int | float]
+    is_element: bool = False
+
+    def plus(self, other: _Sum, factor: float = 1) -> _Sum:
+        """The sum with another, which counts so often."""
+        total = dict(self.terms)
+        for name, count in other.terms.items():
+            total[name] = total.get(name, 0) + factor * count
+        return _Sum(total)
+
+
+_NONE = _Sum({})
+
+
+@dataclass
+class _Uses:
+    """``uses`` of each tensor, those that it stands ``together`` with, and the ``sums`` that nodes are."""
+
+    uses: dict[str, Use]
+    together: dict[str, set[str]]
+    kinds: Mapping[str, ScalarType]
+    sums: dict[Expr, _Sum] = field(default_factory=dict)
+
+    def add(self, node: Expr) -> None:
+        """Look at a node whose children have been."""
+        self.sums[node] = self._sum(node)
+
+    def settle(self, *nodes: Expr) -> None:
+        """Take the values of nodes for what they are."""
+        for node in nodes:
+            self._meet(self.sums[node], Use.DIFFERENCE)
+
+    def _sum(self, node: Expr) -> _Sum:
+        own = [self.sums[child] for child in node.children]
+        match node:
+            case Load(tensor=name):
+                self.settle(*node.children)
+                return _Sum({name: 1}, is_element=True) if name in self.uses else _NONE
+            case Apply(op="add" | "sub" as op):
+                return own[0].plus(own[1], 1 if op == "add" else -1)
+            case Apply(op="neg"):
+                return _NONE.plus(own[0], -1)
+            case Apply(op="mul", args=(Literal(value=factor), _) | (_, Literal(value=factor))):
+                return _NONE.plus(own[0].plus(own[1]), factor)
+            case Apply(op="div", args=(_, Literal(value=divisor))) if divisor:
+                return _NONE.plus(own[0], 1 / divisor)
+            case Apply(op="where" | "min" | "max"):
+                _, x, y = (_NONE, *own)[-3:]
+                self._meeting(x, y)
+                return _Sum(x.terms, x.is_element and y.is_element)
+            case Apply(op=op) if OPERATORS[op].flipped:
+                self._meeting(*own)
+            case _:
+                self.settle(*node.children)
+        return _NONE
+
+    def _meeting(self, x: _Sum, y: _Sum) -> None:
+        self._meet(x.plus(y, -1), Use.ORDER if x.is_element and y.is_element else Use.DIFFERENCE)
+
+    def _meet(self, total: _Sum, use: Use) -> None:
+        """Of tensors this total counts, which stays the same where the numbers of all of them grow by one."""
+        met = [name for name, count in total.terms.items() if count]
+        stays = sum(total.terms.values()) == 0 and len({self.kinds[name] for name in met}) <= 1
+        whole = set[str]().union(*(self.together[name] for name in met))
+        self.together |= dict.fromkeys(whole, whole)
+        for name, count in total.terms.items():
+            self.uses[name] = max(self.uses[name], use if stays or not count else Use.VALUE)
