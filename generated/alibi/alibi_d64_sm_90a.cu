@@ -274,18 +274,28 @@ FG_DEVICE uint32_t transposed(uint32_t word) {
 }
 
 #if __CUDA_ARCH__ < 800
-// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
-// shuffles.
+// d + a product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
+// shuffles. It is called: of hundreds of copies of it the assembler makes no kernel in five minutes.
+template <class Multiply>
+__device__ __noinline__ float4 product_by_shuffles(float4 d, uint4 a, uint2 b, Multiply multiply) {
+  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot) {
+      const uint32_t of_a[2] = {half ? a.z : a.x, half ? a.w : a.y}, of_b = half ? b.y : b.x;
+      const uint32_t upper = shuffle(of_a[0], row + slot), lower = shuffle(of_a[1], row + slot);
+      const uint32_t left = shuffle(of_b, column + slot), right = shuffle(of_b, column + 4 + slot);
+      d.x += multiply(upper, left), d.y += multiply(upper, right);
+      d.z += multiply(lower, left), d.w += multiply(lower, right);
+    }
+  return d;
+}
 template <class Multiply>
 FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Multiply multiply) {
-  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
-  for (int half = 0; half < 2; ++half)
-    for (int slot = 0; slot < 4; ++slot) {
-      const uint32_t upper = shuffle(a[2 * half], row + slot), lower = shuffle(a[2 * half + 1], row + slot);
-      const uint32_t left = shuffle(b[half], column + slot), right = shuffle(b[half], column + 4 + slot);
-      d[0] += multiply(upper, left), d[1] += multiply(upper, right);
-      d[2] += multiply(lower, left), d[3] += multiply(lower, right);
-    }
+  const float4 sums = product_by_shuffles(
+      make_float4(d[0], d[1], d[2], d[3]), make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b[0], b[1]), multiply);
+  d[0] = sums.x, d[1] = sums.y, d[2] = sums.z, d[3] = sums.w;
 }
 #endif
 
@@ -586,6 +596,9 @@ FG_DEVICE float sqrt(float x) { return sqrtf(x); }
 FG_DEVICE float rsqrt(float x) { return 1.0f / sqrtf(x); }
 FG_DEVICE float relu(float x) { return x <= 0 ? 0.0f : x; }
 FG_DEVICE float copy_sign(float magnitude, float sign) { return copysignf(magnitude, sign); }
+// The factor of scores from what makes exponents in base 2 of products, which is never 0: a tiny one stands for a
+// factor of 0.
+FG_DEVICE float factor_of_scores(float exponent) { return fabsf(exponent) > 0x1p-125f ? exponent * LN_2 : 0.0f; }
 
 // Python's // and % of floats: rare, and they need the exact remainder.
 static __device__ __noinline__ float floor_mod(float a, float b) {
@@ -759,11 +772,12 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
   return {static_cast<const T*>(base), int(offset), int(stride)};
 }
 
-// Where rows of `width` elements are written: packed one after another from a pointer on, or `stride` elements from one
-// to the next.
+// Where rows are written: `stride` elements from one to the next; packed ones of `width` elements from a pointer on.
 template <class T> struct StridedRows {
   T* base;
   int64_t stride;
+
+  FG_DEVICE StridedRows from(int column) const { return {base + column, stride}; }
 };
 template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + int64_t(row) * width; }
 template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }
@@ -2274,15 +2288,15 @@ struct Arguments {
   const void* q;  // [B, H, Nq, D]
   const void* k;  // [B, Hkv, Nk, D]
   const void* v;  // [B, Hkv, Nk, Dv]
-  void* o;  // [B, H, Nq, Dv], contiguous
+  void* o;  // [B, H, Nq, Dv]
   float* lse;  // [B, H, Nq], contiguous; null for pointwise weights
   // [B, H, Nq, 2], contiguous: what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse
   float* lse_parts;
   const void* d_o;  // [B, H, Nq, Dv]
   const float* d_lse;  // [B, H, Nq], contiguous; null where lse was not used
-  void* dq;  // [B, H, Nq, D], contiguous
-  void* dk;  // [B, Hkv, Nk, D], contiguous
-  void* dv;  // [B, Hkv, Nk, Dv], contiguous
+  void* dq;  // [B, H, Nq, D]
+  void* dk;  // [B, Hkv, Nk, D]
+  void* dv;  // [B, Hkv, Nk, Dv]
   const float* tensor_slope;  // captured tensor, f32
   float* grad_slope;  // contiguous, zero at the start; null where not needed
   uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
@@ -2298,9 +2312,21 @@ struct Arguments {
   int64_t v_stride_b;
   int64_t v_stride_h;
   int64_t v_stride_n;
+  int64_t o_stride_b;
+  int64_t o_stride_h;
+  int64_t o_stride_n;
   int64_t d_o_stride_b;
   int64_t d_o_stride_h;
   int64_t d_o_stride_n;
+  int64_t dq_stride_b;
+  int64_t dq_stride_h;
+  int64_t dq_stride_n;
+  int64_t dk_stride_b;
+  int64_t dk_stride_h;
+  int64_t dk_stride_n;
+  int64_t dv_stride_b;
+  int64_t dv_stride_h;
+  int64_t dv_stride_n;
   int32_t element;  // of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16
   int32_t threads;
   int32_t deterministic;  // 1: every gradient is bitwise repeatable
@@ -2324,10 +2350,6 @@ struct Arguments {
 FG_DEVICE int block_number(const Arguments&) { return fg::block_index(); }
 
 // ---- Operands: where their rows lie ---------------------------------------------------------------------------------
-// The number of the row of a query in what is written for each.
-FG_DEVICE int64_t query_row(const Arguments& a, int64_t head, int64_t n) { return head * a.q_len + n; }
-// The number of the row of a key in what is written for each.
-FG_DEVICE int64_t key_row(const Arguments& a, int64_t head, int64_t n) { return head * a.kv_len + n; }
 // lse, and what else is one number a row: from one head's to the next one's.
 FG_DEVICE int64_t rows_apart(const Arguments& a) { return a.q_len; }
 // q [B, H, Nq, D]: where a head begins, in elements; the rows of a tile from there on; one row.
@@ -2354,9 +2376,17 @@ template <class T> FG_DEVICE fg::GlobalRows<T> rows_of_v(const Arguments& a, int
 template <class T> FG_DEVICE const T* row_of_v(const Arguments& a, int64_t b, int64_t h, int64_t n) {
   return static_cast<const T*>(a.v) + b * a.v_stride_b + h * a.v_stride_h + n * a.v_stride_n;
 }
-// o [B, H, Nq, Dv]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_o(const Arguments& a, int64_t first) { return static_cast<T*>(a.o) + first * 64; }
+// o [B, H, Nq, Dv]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.o) + b * a.o_stride_b + h * a.o_stride_h + n * a.o_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_o<T>(a, b, h, n), a.o_stride_n};
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_o(const Arguments& a, int head, int n) {
+  const int b = unsigned(head) / unsigned(a.heads);
+  return rows_of_o<T>(a, b, head - b * int(a.heads), n);
+}
 // d_o [B, H, Nq, Dv]: where a head begins, in elements; the rows of a tile from there on; one row.
 FG_DEVICE int first_of_d_o(const Arguments& a, int64_t b, int64_t h) {
   return int(b * a.d_o_stride_b + h * a.d_o_stride_h);
@@ -2367,15 +2397,31 @@ template <class T> FG_DEVICE fg::GlobalRows<T> rows_of_d_o(const Arguments& a, i
 template <class T> FG_DEVICE const T* row_of_d_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
   return static_cast<const T*>(a.d_o) + b * a.d_o_stride_b + h * a.d_o_stride_h + n * a.d_o_stride_n;
 }
-// dq [B, H, Nq, D]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dq(const Arguments& a, int64_t first) { return static_cast<T*>(a.dq) + first * 64; }
-// dk [B, Hkv, Nk, D]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dk(const Arguments& a, int64_t first) { return static_cast<T*>(a.dk) + first * 64; }
-// dv [B, Hkv, Nk, Dv]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dv(const Arguments& a, int64_t first) { return static_cast<T*>(a.dv) + first * 64; }
+// dq [B, H, Nq, D]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dq(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dq) + b * a.dq_stride_b + h * a.dq_stride_h + n * a.dq_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dq(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dq<T>(a, b, h, n), a.dq_stride_n};
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dq(const Arguments& a, int head, int n) {
+  const int b = unsigned(head) / unsigned(a.heads);
+  return rows_of_dq<T>(a, b, head - b * int(a.heads), n);
+}
+// dk [B, Hkv, Nk, D]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dk(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dk) + b * a.dk_stride_b + h * a.dk_stride_h + n * a.dk_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dk(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dk<T>(a, b, h, n), a.dk_stride_n};
+}
+// dv [B, Hkv, Nk, Dv]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dv(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dv) + b * a.dv_stride_b + h * a.dv_stride_h + n * a.dv_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dv(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dv<T>(a, b, h, n), a.dv_stride_n};
+}
 
 // ---- Where the parts of the workspace begin: flashgen/targets/gpu/workspace.py says the same -----------------------
 FG_DEVICE uint32_t* tile_counter_of(const Arguments& a) {
@@ -3559,16 +3605,15 @@ template <class T> struct Block {
   }
   FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
     const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    const int64_t first_row = query_row(a, place.head, place.row0);
     rescale(factors);
     if constexpr (P::tensor_copies) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
-        fg::store_fragments<T, DV>(rows_of_o<T>(a, first_row), o.at[m], warp_row + 16 * m, count);
+        fg::store_fragments<T, DV>(rows_of_o<T>(a, place.head, place.row0), o.at[m], warp_row + 16 * m, count);
       return;
     }
     stage(o, warp_row);
-    store_staged(rows_of_o<T>(a, first_row), warp_row, count);
+    store_staged(rows_of_o<T>(a, place.head, place.row0), warp_row, count);
   }
   // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
   FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
@@ -3697,7 +3742,7 @@ template <class T, bool clears> FG_DEVICE void run_rows(const Arguments& a) {
   const unsigned place = real ? row : 0;
   const int head = int(place / q_len), b = unsigned(head) / unsigned(a.heads), h = head - b * int(a.heads),
       i = int(place - head * q_len);
-  const T* const o = static_cast<const T*>(a.o) + int64_t(place) * DV;
+  const T* const o = row_of_o<T>(a, b, h, i);
   const T* const d_o = row_of_d_o<T>(a, b, h, i);
   // Rounded once: in a row with few keys dP - delta cancels.
   using Sum = typename fg::Element<T>::Sum;
@@ -4538,9 +4583,8 @@ template <class T, bool atomic, Adding how> struct Block {
       for (int t = 0; t < k_tiles; ++t)
 #pragma unroll
         for (int e = 0; e < 4; ++e) dk.at[m][t][e] *= 0.125f;
-    const int64_t first = key_row(a, int64_t(place.b) * a.kv_heads + place.hkv, place.column0);
-    const auto to_dk = rows_of_dk<T>(a, first);
-    const auto to_dv = rows_of_dv<T>(a, first);
+    const auto to_dk = rows_of_dk<T>(a, place.b, place.hkv, place.column0);
+    const auto to_dv = rows_of_dv<T>(a, place.b, place.hkv, place.column0);
     if constexpr (P::warpgroups) {
       fg::store_fragments<T, D, fg::Kept::briefly>(to_dk, dk.at[0], warp_key, place.count);
       fg::store_fragments<T, DV, fg::Kept::briefly>(to_dv, dv.at[0], warp_key, place.count);
@@ -4604,7 +4648,7 @@ template <class T, Adding how> struct Queries {
   // The query tile of a block, the last ones of a head first, as forward.
   struct Place {
     int b, h, row0, count;
-    int64_t first_row;
+    int64_t first_row;  // of what is one number a row
   };
   FG_DEVICE Place place_of(int head, int row0) const {
     const int b = unsigned(head) / unsigned(a.heads), q_len = int(a.q_len);
@@ -4746,8 +4790,8 @@ template <class T, Adding how> struct Queries {
       for (int t = 0; t < q_tiles; ++t)
         fg::store_fragment(q_tile(), warp_row + 16 * m, 8 * t, dq.at[m][t], fg::lane_index());
     fg::warp_barrier();
-    fg::store_rows<32, D>(
-        rows_of_dq<T>(a, place.first_row), q_tile(), fg::lane_index(), warp_row, 16 * m_tiles, place.count);
+    fg::store_rows<32, D>(rows_of_dq<T>(a, place.b, place.h, place.row0), q_tile(), fg::lane_index(), warp_row,
+                          16 * m_tiles, place.count);
   }
 
   FG_DEVICE void run() {
@@ -4808,7 +4852,7 @@ template <class T> FG_DEVICE void run_convert(const Arguments& a) {
   for (int t = 0; t < DP / 8; ++t)
 #pragma unroll
     for (int e = 0; e < 4; ++e) dq[t][e] *= 0.125f;
-  fg::store_fragments<T, D>(rows_of_dq<T>(a, query_row(a, head, row0)), dq, 0, int(a.q_len) - row0);
+  fg::store_fragments<T, D>(rows_of_dq<T>(a, int(head), row0), dq, 0, int(a.q_len) - row0);
 }
 
 }  // namespace backward

@@ -2256,6 +2256,9 @@ FG_INLINE Words half_of(TwiceWords x, int n) {
 FG_INLINE Words lower_words(TwiceWords x) { return half_of(x, 0); }
 FG_INLINE Words upper_words(TwiceWords x) { return half_of(x, 1); }
 #endif
+// The numbers of pairs: the lower ones, and the upper ones.
+FG_INLINE VecF low_of_pairs(TwiceWords x) { return from_bits(reinterpret_cast<VecI>(x) << 16); }
+FG_INLINE VecF high_of_pairs(TwiceWords x) { return from_bits(reinterpret_cast<VecI>(x) & ~0xffff); }
 
 }  // namespace fg
 #endif
@@ -2525,15 +2528,15 @@ struct Arguments {
   const void* q;  // [B, H, Nq, D]
   const void* k;  // [B, Hkv, Nk, D]
   const void* v;  // [B, Hkv, Nk, Dv]
-  void* o;  // [B, H, Nq, Dv], contiguous
+  void* o;  // [B, H, Nq, Dv]
   float* lse;  // [B, H, Nq], contiguous; null for pointwise weights
   // [B, H, Nq, 2], contiguous: what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse
   float* lse_parts;
   const void* d_o;  // [B, H, Nq, Dv]
   const float* d_lse;  // [B, H, Nq], contiguous; null where lse was not used
-  void* dq;  // [B, H, Nq, D], contiguous
-  void* dk;  // [B, Hkv, Nk, D], contiguous
-  void* dv;  // [B, Hkv, Nk, Dv], contiguous
+  void* dq;  // [B, H, Nq, D]
+  void* dk;  // [B, Hkv, Nk, D]
+  void* dv;  // [B, Hkv, Nk, Dv]
   const float* tensor_sink;  // captured tensor, f32
   float* grad_sink;  // contiguous, zero at the start; null where not needed
   uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
@@ -2549,9 +2552,21 @@ struct Arguments {
   int64_t v_stride_b;
   int64_t v_stride_h;
   int64_t v_stride_n;
+  int64_t o_stride_b;
+  int64_t o_stride_h;
+  int64_t o_stride_n;
   int64_t d_o_stride_b;
   int64_t d_o_stride_h;
   int64_t d_o_stride_n;
+  int64_t dq_stride_b;
+  int64_t dq_stride_h;
+  int64_t dq_stride_n;
+  int64_t dk_stride_b;
+  int64_t dk_stride_h;
+  int64_t dk_stride_n;
+  int64_t dv_stride_b;
+  int64_t dv_stride_h;
+  int64_t dv_stride_n;
   int32_t element;  // of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16
   int32_t threads;
   int32_t deterministic;  // 1: every gradient is bitwise repeatable
@@ -2589,7 +2604,7 @@ struct Pages {
 // A call as the passes see it: what a caller passes, and how the rows of its results lie. lse_parts has two numbers for
 // each of lse.
 struct Call : Arguments {
-  RowStrides rows_of_o, rows_of_lse, rows_of_dq, rows_of_dk, rows_of_dv;
+  RowStrides rows_of_lse, rows_of_o, rows_of_dq, rows_of_dk, rows_of_dv;
   Pages k_pages, v_pages;
   int key_element;                    // of k and v
   const float *k_scales, *v_scales;  // of a cache of 8 bits, [kv_heads]; null: 1
@@ -2722,17 +2737,16 @@ static_assert(DP % W == 0 && DVP % W == 0, "register blocks divide vectors, or t
 constexpr int F32 = 0, BF16 = 1, F16 = 2, F8E4M3 = 3;  // what an element is; the last in a cache alone
 constexpr int64_t element_bytes(int element) { return element == F32 ? 4 : element == F8E4M3 ? 1 : 2; }
 
-// A dense call: each of its results is contiguous, [B, H, N, width].
+// A dense call: what is one number a row is contiguous, [B, H, N].
 inline Call packed(const Arguments& arguments) {
-  const auto rows = [](int64_t heads, int64_t length, int64_t width) -> RowStrides {
-    return {heads * length * width, length * width, width};
-  };
   Call a{};
   static_cast<Arguments&>(a) = arguments;
   a.key_element = a.element;
-  a.rows_of_o = rows(a.heads, a.q_len, DV), a.rows_of_lse = rows(a.heads, a.q_len, 1),
-      a.rows_of_dq = rows(a.heads, a.q_len, D);
-  a.rows_of_dk = rows(a.kv_heads, a.kv_len, D), a.rows_of_dv = rows(a.kv_heads, a.kv_len, DV);
+  a.rows_of_o = {a.o_stride_b, a.o_stride_h, a.o_stride_n};
+  a.rows_of_dq = {a.dq_stride_b, a.dq_stride_h, a.dq_stride_n};
+  a.rows_of_dk = {a.dk_stride_b, a.dk_stride_h, a.dk_stride_n};
+  a.rows_of_dv = {a.dv_stride_b, a.dv_stride_h, a.dv_stride_n};
+  a.rows_of_lse = {a.heads * a.q_len, a.q_len, 1};
   a.queries = a.q_len;
   return a;
 }
@@ -3132,6 +3146,11 @@ inline void divide_tasks(int threads, int64_t tasks, const Perform& perform) {
 // What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
 enum class PastEnd { last_row, zeros };
 
+// The weights of two neighbouring keys, as they are multiplied.
+struct Multiplied {
+  fg::VecF first, second;
+};
+
 // O of a query tile, unnormalised, as rows: rows of V are added to it, so that a product of 16 rows is as fast as a
 // wide one.
 template <int rows, int width> struct alignas(64) SumsInRows {
@@ -3235,6 +3254,7 @@ template <class Terms> struct ProductsOfVectors {
 
 struct VectorProducts : ProductsOfVectors<fg::Numbers> {
   static constexpr bool have_few_rows = true;  // there is another way for these
+  static constexpr bool round = false;         // weights are multiplied as they are
 
   // Up to `most` rows of K or V: where they lie, if they are float32 and need no padding, else a copy.
   template <int most, int width, bool features_first> struct alignas(64) Keys {
@@ -3275,9 +3295,10 @@ struct VectorProducts : ProductsOfVectors<fg::Numbers> {
     static constexpr int ld = rows + W;
 
     float* of(int vector, int key = 0) { return scores + key * ld + vector * W; }
-    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+    Multiplied put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       fg::store(of(vector) + key * ld, x);
       fg::store(of(vector) + (key + 1) * ld, y);
+      return {x, y};
     }
     void clear(int first, int end) { std::fill(scores + first * ld, scores + std::max(first, end) * ld, 0.0f); }
     Left by_key(int vector) const { return {scores + vector * W, ld, 1}; }
@@ -3317,6 +3338,7 @@ FG_INLINE bool put_rows(
 // Images without gaps are rows, or rows of pairs.
 struct PairProducts : ProductsOfVectors<fg::Pairs> {
   static constexpr bool have_few_rows = false;
+  static constexpr bool round = true;
 
   static constexpr int padded(int n) { return int(round_up(n, fg::matrix_depth)); }
   // Rows of `ld` bfloat16; and of pairs, `ld` pairs apart.
@@ -3379,13 +3401,15 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
     static constexpr int ld = rows + W, weights_ld = rows + 2 * W;
 
     float* of(int vector, int key = 0) { return scores + key * ld + vector * W; }
-    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+    Multiplied put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       const fg::TwiceWords both = fg::bfloat16_of(x, y), pairs = fg::interleaved(both);
+      const Multiplied multiplied = {fg::low_of_pairs(pairs), fg::high_of_pairs(pairs)};
       if (right) std::memcpy(of(vector) + key * ld, &pairs, sizeof(pairs));
-      if (!left) return;
+      if (!left) return multiplied;
       const fg::Words low = fg::lower_words(both), high = fg::upper_words(both);
       std::memcpy(weights + key * weights_ld + vector * W, &low, sizeof(low));
       std::memcpy(weights + (key + 1) * weights_ld + vector * W, &high, sizeof(high));
+      return multiplied;
     }
     void clear(int first, int end) {
       if (left && first < end) std::fill_n(weights + first * weights_ld, (end - first) * weights_ld, fg::bf16{0});
@@ -3408,6 +3432,7 @@ template <int parts> struct MatrixProducts {
   }
   static constexpr int key_multiple = fg::matrix_depth;
   static constexpr bool have_few_rows = false;
+  static constexpr bool round = parts == 1;
   static constexpr int trimmed_strip = 0;  // whole tiles are laid out
   static constexpr int row_vectors = fg::matrix_depth / W;
   static constexpr int fewest_rows = parts == 1 ? fg::matrix_depth : 64;  // K and V are laid out for each
@@ -3503,7 +3528,7 @@ template <int parts> struct MatrixProducts {
     float* of(int vector, int /*first_key*/ = 0) {
       return scores + vector / strip % 2 * strip_size + vector % strip * W;
     }
-    void put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
+    Multiplied put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       fg::VecU low[parts], high[parts];
       fg::split(x, low);
       fg::split(y, high);
@@ -3515,6 +3540,7 @@ template <int parts> struct MatrixProducts {
         fg::store_upper_halves(weight + part * size, low[part]);
         fg::store_upper_halves(weight + part * size + ld, high[part]);
       }
+      return {fg::upper_half(low[0]), fg::upper_half(high[0])};  // where one part is all
     }
     // Keys that share a pair with one before `first` have been put.
     void clear(int first, int end) {
@@ -4013,7 +4039,8 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
   const int rows = place.rows;
   for (int n = 0; n * W < rows; ++n) {
     fg::VecF denominator = fg::load(t.row_sum + n * W);
-    const fg::VecF row_max = fg::load(t.row_max + n * W);
+    const fg::VecB empty = fg::eq(denominator, 0.0f);  // what keeps no key is counted from 0
+    const fg::VecF row_max = fg::select(empty, 0.0f, fg::load(t.row_max + n * W));
     fg::VecB far = is_far(row_max);
     // The sink joins the denominator alone: exp(sink) is one more term, with no value behind it.
     const fg::VecI row = fg::min(n * W + fg::iota(), rows - 1) + int32_t(place.row0 - place.place0);
@@ -4024,11 +4051,11 @@ template <class Products> static void close(const Call& a, const Launch& u, cons
     // What exponents in the sum are counted from: in base 2, where it is far in base e.
     const fg::VecF from = fg::select(far, fg::settled(row_max * SCALE), offset_of(row_max));
     const fg::VecF unit = fg::select(far, SCORES_IN_BASE_2, 1.0f);
-    const fg::VecF top = fg::max(from, sink_score), base = fg::select(fg::eq(top, -INFINITY), 0.0f, top);
-    const fg::VecF shrink = fg::exp2((from - base) * unit);
-    // A row that keeps no key stays empty, sink or not.
-    denominator =
-        fg::select(fg::eq(denominator, 0.0f), 0.0f, denominator * shrink + fg::exp2((sink_score - base) * unit));
+    // Of a row that keeps no key the sink is all that there is.
+    const fg::VecF seen = fg::select(empty, -INFINITY, from);
+    const fg::VecF top = fg::max(seen, sink_score), base = fg::select(fg::eq(top, -INFINITY), 0.0f, top);
+    const fg::VecF shrink = fg::exp2((seen - base) * unit), sunk = fg::exp2((sink_score - base) * unit);
+    denominator = denominator * shrink + sunk;
     const fg::VecF factor = fg::select(fg::eq(denominator, 0.0f), 0.0f, shrink / denominator);
     // as the backward pass rounds it, where the sink is all
     const fg::VecF above = fg::min(fg::settled((base - from) * unit), MOST_FLOAT);
@@ -4778,8 +4805,8 @@ inline Call cached_sequence_of(const Arguments& all, const Ragged& r, int64_t nu
   return a;
 }
 
-// One sequence as a call. Of the whole, `all`, the lengths are sums over sequences; rows of o, dq, dk and dv are [T,
-// heads, width], those of lse [heads, T].
+// One sequence as a call. Of the whole, `all`, the lengths are sums over sequences; rows are [T, heads, width], those
+// of lse [heads, T].
 inline Call sequence_of(const Arguments& all, const Ragged& r, int64_t number) {
   if (!r.q_starts) return cached_sequence_of(all, r, number);
   Call a{};
@@ -4792,9 +4819,10 @@ inline Call sequence_of(const Arguments& all, const Ragged& r, int64_t number) {
   const auto to = [bytes](void* at, int64_t row, int64_t stride) -> void* {
     return at ? static_cast<char*>(at) + row * stride * bytes : nullptr;
   };
-  const auto of_heads = [](int64_t heads, int64_t width) -> RowStrides { return {0, width, heads * width}; };
-  a.rows_of_o = of_heads(all.heads, DV), a.rows_of_dq = of_heads(all.heads, D);
-  a.rows_of_dk = of_heads(all.kv_heads, D), a.rows_of_dv = of_heads(all.kv_heads, DV);
+  a.rows_of_o = {0, all.o_stride_h, all.o_stride_n};
+  a.rows_of_dq = {0, all.dq_stride_h, all.dq_stride_n};
+  a.rows_of_dk = {0, all.dk_stride_h, all.dk_stride_n};
+  a.rows_of_dv = {0, all.dv_stride_h, all.dv_stride_n};
   a.rows_of_lse = {0, all.q_len, 1};
   a.q = from(all.q, q0, all.q_stride_n), a.k = from(all.k, k0, all.k_stride_n), a.v = from(all.v, k0, all.v_stride_n);
   a.o = to(all.o, q0, a.rows_of_o.n), a.d_o = from(all.d_o, q0, all.d_o_stride_n);

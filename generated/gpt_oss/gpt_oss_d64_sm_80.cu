@@ -268,18 +268,28 @@ FG_DEVICE uint32_t transposed(uint32_t word) {
 }
 
 #if __CUDA_ARCH__ < 800
-// A product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
-// shuffles.
+// d + a product of 16 x (4 slots) and (4 slots) x 8 operands, whose slots `multiply(a, b)` turns into a number, by
+// shuffles. It is called: of hundreds of copies of it the assembler makes no kernel in five minutes.
+template <class Multiply>
+__device__ __noinline__ float4 product_by_shuffles(float4 d, uint4 a, uint2 b, Multiply multiply) {
+  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot) {
+      const uint32_t of_a[2] = {half ? a.z : a.x, half ? a.w : a.y}, of_b = half ? b.y : b.x;
+      const uint32_t upper = shuffle(of_a[0], row + slot), lower = shuffle(of_a[1], row + slot);
+      const uint32_t left = shuffle(of_b, column + slot), right = shuffle(of_b, column + 4 + slot);
+      d.x += multiply(upper, left), d.y += multiply(upper, right);
+      d.z += multiply(lower, left), d.w += multiply(lower, right);
+    }
+  return d;
+}
 template <class Multiply>
 FG_DEVICE void mma_by_shuffles(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Multiply multiply) {
-  const int row = threadIdx.x & 28, column = (threadIdx.x & 3) * 8;  // first lanes of the row's and the column's quads
-  for (int half = 0; half < 2; ++half)
-    for (int slot = 0; slot < 4; ++slot) {
-      const uint32_t upper = shuffle(a[2 * half], row + slot), lower = shuffle(a[2 * half + 1], row + slot);
-      const uint32_t left = shuffle(b[half], column + slot), right = shuffle(b[half], column + 4 + slot);
-      d[0] += multiply(upper, left), d[1] += multiply(upper, right);
-      d[2] += multiply(lower, left), d[3] += multiply(lower, right);
-    }
+  const float4 sums = product_by_shuffles(
+      make_float4(d[0], d[1], d[2], d[3]), make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b[0], b[1]), multiply);
+  d[0] = sums.x, d[1] = sums.y, d[2] = sums.z, d[3] = sums.w;
 }
 #endif
 
@@ -580,6 +590,9 @@ FG_DEVICE float sqrt(float x) { return sqrtf(x); }
 FG_DEVICE float rsqrt(float x) { return 1.0f / sqrtf(x); }
 FG_DEVICE float relu(float x) { return x <= 0 ? 0.0f : x; }
 FG_DEVICE float copy_sign(float magnitude, float sign) { return copysignf(magnitude, sign); }
+// The factor of scores from what makes exponents in base 2 of products, which is never 0: a tiny one stands for a
+// factor of 0.
+FG_DEVICE float factor_of_scores(float exponent) { return fabsf(exponent) > 0x1p-125f ? exponent * LN_2 : 0.0f; }
 
 // Python's // and % of floats: rare, and they need the exact remainder.
 static __device__ __noinline__ float floor_mod(float a, float b) {
@@ -753,11 +766,12 @@ template <class T> FG_DEVICE GlobalRows<T> global_rows(const void* base, int64_t
   return {static_cast<const T*>(base), int(offset), int(stride)};
 }
 
-// Where rows of `width` elements are written: packed one after another from a pointer on, or `stride` elements from one
-// to the next.
+// Where rows are written: `stride` elements from one to the next; packed ones of `width` elements from a pointer on.
 template <class T> struct StridedRows {
   T* base;
   int64_t stride;
+
+  FG_DEVICE StridedRows from(int column) const { return {base + column, stride}; }
 };
 template <int width, class T> FG_DEVICE T* row_of(T* to, int row) { return to + int64_t(row) * width; }
 template <int width, class T> FG_DEVICE T* row_of(StridedRows<T> to, int row) { return to.base + row * to.stride; }
@@ -1827,15 +1841,15 @@ struct Arguments {
   const void* q;  // [B, H, Nq, D]
   const void* k;  // [B, Hkv, Nk, D]
   const void* v;  // [B, Hkv, Nk, Dv]
-  void* o;  // [B, H, Nq, Dv], contiguous
+  void* o;  // [B, H, Nq, Dv]
   float* lse;  // [B, H, Nq], contiguous; null for pointwise weights
   // [B, H, Nq, 2], contiguous: what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse
   float* lse_parts;
   const void* d_o;  // [B, H, Nq, Dv]
   const float* d_lse;  // [B, H, Nq], contiguous; null where lse was not used
-  void* dq;  // [B, H, Nq, D], contiguous
-  void* dk;  // [B, Hkv, Nk, D], contiguous
-  void* dv;  // [B, Hkv, Nk, Dv], contiguous
+  void* dq;  // [B, H, Nq, D]
+  void* dk;  // [B, Hkv, Nk, D]
+  void* dv;  // [B, Hkv, Nk, Dv]
   const float* tensor_sink;  // captured tensor, f32
   float* grad_sink;  // contiguous, zero at the start; null where not needed
   uint32_t dropout_threshold;  // a pair is kept where its random word is not below this
@@ -1851,9 +1865,21 @@ struct Arguments {
   int64_t v_stride_b;
   int64_t v_stride_h;
   int64_t v_stride_n;
+  int64_t o_stride_b;
+  int64_t o_stride_h;
+  int64_t o_stride_n;
   int64_t d_o_stride_b;
   int64_t d_o_stride_h;
   int64_t d_o_stride_n;
+  int64_t dq_stride_b;
+  int64_t dq_stride_h;
+  int64_t dq_stride_n;
+  int64_t dk_stride_b;
+  int64_t dk_stride_h;
+  int64_t dk_stride_n;
+  int64_t dv_stride_b;
+  int64_t dv_stride_h;
+  int64_t dv_stride_n;
   int32_t element;  // of q, k, v, o and their gradients: 0 float32, 1 bfloat16, 2 float16
   int32_t threads;
   int32_t deterministic;  // 1: every gradient is bitwise repeatable
@@ -1877,10 +1903,6 @@ struct Arguments {
 FG_DEVICE int block_number(const Arguments&) { return fg::block_index(); }
 
 // ---- Operands: where their rows lie ---------------------------------------------------------------------------------
-// The number of the row of a query in what is written for each.
-FG_DEVICE int64_t query_row(const Arguments& a, int64_t head, int64_t n) { return head * a.q_len + n; }
-// The number of the row of a key in what is written for each.
-FG_DEVICE int64_t key_row(const Arguments& a, int64_t head, int64_t n) { return head * a.kv_len + n; }
 // lse, and what else is one number a row: from one head's to the next one's.
 FG_DEVICE int64_t rows_apart(const Arguments& a) { return a.q_len; }
 // q [B, H, Nq, D]: where a head begins, in elements; the rows of a tile from there on; one row.
@@ -1907,9 +1929,17 @@ template <class T> FG_DEVICE fg::GlobalRows<T> rows_of_v(const Arguments& a, int
 template <class T> FG_DEVICE const T* row_of_v(const Arguments& a, int64_t b, int64_t h, int64_t n) {
   return static_cast<const T*>(a.v) + b * a.v_stride_b + h * a.v_stride_h + n * a.v_stride_n;
 }
-// o [B, H, Nq, Dv]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_o(const Arguments& a, int64_t first) { return static_cast<T*>(a.o) + first * 64; }
+// o [B, H, Nq, Dv]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.o) + b * a.o_stride_b + h * a.o_stride_h + n * a.o_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_o<T>(a, b, h, n), a.o_stride_n};
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_o(const Arguments& a, int head, int n) {
+  const int b = unsigned(head) / unsigned(a.heads);
+  return rows_of_o<T>(a, b, head - b * int(a.heads), n);
+}
 // d_o [B, H, Nq, Dv]: where a head begins, in elements; the rows of a tile from there on; one row.
 FG_DEVICE int first_of_d_o(const Arguments& a, int64_t b, int64_t h) {
   return int(b * a.d_o_stride_b + h * a.d_o_stride_h);
@@ -1920,15 +1950,31 @@ template <class T> FG_DEVICE fg::GlobalRows<T> rows_of_d_o(const Arguments& a, i
 template <class T> FG_DEVICE const T* row_of_d_o(const Arguments& a, int64_t b, int64_t h, int64_t n) {
   return static_cast<const T*>(a.d_o) + b * a.d_o_stride_b + h * a.d_o_stride_h + n * a.d_o_stride_n;
 }
-// dq [B, H, Nq, D]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dq(const Arguments& a, int64_t first) { return static_cast<T*>(a.dq) + first * 64; }
-// dk [B, Hkv, Nk, D]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dk(const Arguments& a, int64_t first) { return static_cast<T*>(a.dk) + first * 64; }
-// dv [B, Hkv, Nk, Dv]: the rows of a head from one on.
-template <class T>
-FG_DEVICE T* rows_of_dv(const Arguments& a, int64_t first) { return static_cast<T*>(a.dv) + first * 64; }
+// dq [B, H, Nq, D]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dq(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dq) + b * a.dq_stride_b + h * a.dq_stride_h + n * a.dq_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dq(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dq<T>(a, b, h, n), a.dq_stride_n};
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dq(const Arguments& a, int head, int n) {
+  const int b = unsigned(head) / unsigned(a.heads);
+  return rows_of_dq<T>(a, b, head - b * int(a.heads), n);
+}
+// dk [B, Hkv, Nk, D]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dk(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dk) + b * a.dk_stride_b + h * a.dk_stride_h + n * a.dk_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dk(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dk<T>(a, b, h, n), a.dk_stride_n};
+}
+// dv [B, Hkv, Nk, Dv]: one row; those of a head from one on.
+template <class T> FG_DEVICE T* row_of_dv(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return static_cast<T*>(a.dv) + b * a.dv_stride_b + h * a.dv_stride_h + n * a.dv_stride_n;
+}
+template <class T> FG_DEVICE fg::StridedRows<T> rows_of_dv(const Arguments& a, int64_t b, int64_t h, int64_t n) {
+  return {row_of_dv<T>(a, b, h, n), a.dv_stride_n};
+}
 
 // ---- Where the parts of the workspace begin: flashgen/targets/gpu/workspace.py says the same -----------------------
 FG_DEVICE float* delta_of(const Arguments& a) {
@@ -2663,16 +2709,18 @@ template <class T> struct Block {
       const int row = warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2);
       const float sum = fg::row_sum(row_sum[r]);
       [[maybe_unused]] const Row row_ = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, count - 1));
+      const bool empty = sum == 0.0f;
+      const float most = empty ? 0.0f : row_max[r];  // what keeps no key is counted from 0
       // The sink joins the denominator alone: exp(sink) is one more term, with no value behind it.
       const float sink = sink_score(a, u, x, row_);
-      const bool far = is_far(row_max[r]) || !(fg::abs(sink * fg::LOG2_E) <= fg::MOST_OFFSET);
+      const bool far = is_far(most) || !(fg::abs(sink * fg::LOG2_E) <= fg::MOST_OFFSET);
       // What exponents in the sum are counted from: in base 2, where it is far in base e.
-      const float from = far ? __fmul_rn(row_max[r], 0.125f) : offset_of(row_max[r]);
+      const float from = far ? __fmul_rn(most, 0.125f) : offset_of(most);
       const float unit = far ? fg::LOG2_E : 1.0f, of_sink = far ? sink : sink * fg::LOG2_E;
-      const float top = fg::max(from, of_sink), base = top == -INFINITY ? 0.0f : top,
-          shrink = fg::exp2_approximate((from - base) * unit);
-      // A row that keeps no key stays empty, sink or not.
-      const float denominator = sum == 0.0f ? 0.0f : sum * shrink + fg::exp2_approximate((of_sink - base) * unit);
+      const float seen = empty ? -INFINITY : from;  // of a row that keeps no key the sink is all that there is
+      const float top = fg::max(seen, of_sink), base = top == -INFINITY ? 0.0f : top,
+          shrink = fg::exp2_approximate((seen - base) * unit);
+      const float denominator = sum * shrink + fg::exp2_approximate((of_sink - base) * unit);
       // as the backward pass rounds it, where the sink is all
       const float above = fg::min(__fmul_rn(base - from, unit), fg::MOST_FLOAT);
       // A denominator is at least 2^-8; what O is rounded to is coarser by far than the quotient.
@@ -2688,8 +2736,8 @@ template <class T> struct Block {
           float2 parts = {0.0f, 0.0f};
           if (fg::is_extreme(lse)) {
             // the offset that sums began at was rounded
-            const float below = far ? 0.0f : __fmaf_rn(-row_max[r], 0.18033688f, from);
-            parts = {row_max[r], log + below + above};
+            const float below = far ? 0.0f : __fmaf_rn(-most, 0.18033688f, from);
+            parts = {most, log + below + above};
           }
           fg::global_store(reinterpret_cast<float2*>(a.lse_parts) + first_row + row, parts);
         }
@@ -2698,10 +2746,9 @@ template <class T> struct Block {
   }
   FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
     const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    const int64_t first_row = query_row(a, place.head, place.row0);
     rescale(factors);
     stage(o, warp_row);
-    store_staged(rows_of_o<T>(a, first_row), warp_row, count);
+    store_staged(rows_of_o<T>(a, place.head, place.row0), warp_row, count);
   }
   // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
   FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
@@ -2825,7 +2872,7 @@ template <class T, bool clears, Adding how> FG_DEVICE void run_rows(const Argume
   const unsigned place = real ? row : 0;
   const int head = int(place / q_len), b = unsigned(head) / unsigned(a.heads), h = head - b * int(a.heads),
       i = int(place - head * q_len);
-  const T* const o = static_cast<const T*>(a.o) + int64_t(place) * DV;
+  const T* const o = row_of_o<T>(a, b, h, i);
   const T* const d_o = row_of_d_o<T>(a, b, h, i);
   // Rounded once: in a row with few keys dP - delta cancels.
   using Sum = typename fg::Element<T>::Sum;
@@ -3218,9 +3265,8 @@ template <class T, bool atomic, Adding how> struct Block {
       for (int t = 0; t < k_tiles; ++t)
 #pragma unroll
         for (int e = 0; e < 4; ++e) dk.at[m][t][e] *= 0.125f;
-    const int64_t first = key_row(a, int64_t(place.b) * a.kv_heads + place.hkv, place.column0);
-    const auto to_dk = rows_of_dk<T>(a, first);
-    const auto to_dv = rows_of_dv<T>(a, first);
+    const auto to_dk = rows_of_dk<T>(a, place.b, place.hkv, place.column0);
+    const auto to_dv = rows_of_dv<T>(a, place.b, place.hkv, place.column0);
     fg::copy_async_wait<0>();
     Team::barrier();
 #pragma unroll
@@ -3277,7 +3323,7 @@ template <class T, Adding how> struct Queries {
   // The query tile of a block, the last ones of a head first, as forward.
   struct Place {
     int b, h, row0, count;
-    int64_t first_row;
+    int64_t first_row;  // of what is one number a row
   };
   FG_DEVICE Place place_of(int head, int row0) const {
     const int b = unsigned(head) / unsigned(a.heads), q_len = int(a.q_len);
@@ -3410,8 +3456,8 @@ template <class T, Adding how> struct Queries {
       for (int t = 0; t < q_tiles; ++t)
         fg::store_fragment(q_tile(), warp_row + 16 * m, 8 * t, dq.at[m][t], fg::lane_index());
     fg::warp_barrier();
-    fg::store_rows<32, D>(
-        rows_of_dq<T>(a, place.first_row), q_tile(), fg::lane_index(), warp_row, 16 * m_tiles, place.count);
+    fg::store_rows<32, D>(rows_of_dq<T>(a, place.b, place.h, place.row0), q_tile(), fg::lane_index(), warp_row,
+                          16 * m_tiles, place.count);
   }
 
   FG_DEVICE void run() {
@@ -3468,15 +3514,11 @@ template <class T> FG_DEVICE void run_convert(const Arguments& a) {
   for (int t = 0; t < DP / 8; ++t)
 #pragma unroll
     for (int e = 0; e < 4; ++e) dq[t][e] *= 0.125f;
-  fg::store_fragments<T, D>(rows_of_dq<T>(a, query_row(a, head, row0)), dq, 0, int(a.q_len) - row0);
+  fg::store_fragments<T, D>(rows_of_dq<T>(a, int(head), row0), dq, 0, int(a.q_len) - row0);
 }
 
 }  // namespace backward
 #if FLASHGEN_BACKWARD && FLASHGEN_F16
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::half_t>::threads)
-gpt_oss_d64_rows_f16(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::half_t, false, backward::Adding::atomic>(a);
-}
 extern "C" __global__ void __launch_bounds__(backward::Rows<fg::half_t>::threads)
 gpt_oss_d64_rows_f16_clear(const __grid_constant__ Arguments a) {
   backward::run_rows<fg::half_t, true, backward::Adding::atomic>(a);
@@ -3493,12 +3535,6 @@ gpt_oss_d64_rows_f16_exact(const __grid_constant__ Arguments a) {
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::half_t>::threads)
 gpt_oss_d64_backward_f16(const __grid_constant__ Arguments a) {
   backward::Block<fg::half_t, true, backward::Adding::atomic>(a).run();
-}
-#endif
-#if FLASHGEN_REPEATABLE
-extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::half_t>::threads)
-gpt_oss_d64_keys_f16_measure(const __grid_constant__ Arguments a) {
-  backward::Block<fg::half_t, false, backward::Adding::measure>(a).run();
 }
 #endif
 #if FLASHGEN_REPEATABLE
@@ -3520,10 +3556,6 @@ gpt_oss_d64_convert_f16(const __grid_constant__ Arguments a) {
 #endif
 #if FLASHGEN_BACKWARD && FLASHGEN_BF16
 extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
-gpt_oss_d64_rows_bf16(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::bfloat_t, false, backward::Adding::atomic>(a);
-}
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
 gpt_oss_d64_rows_bf16_clear(const __grid_constant__ Arguments a) {
   backward::run_rows<fg::bfloat_t, true, backward::Adding::atomic>(a);
 }
@@ -3539,12 +3571,6 @@ gpt_oss_d64_rows_bf16_exact(const __grid_constant__ Arguments a) {
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads)
 gpt_oss_d64_backward_bf16(const __grid_constant__ Arguments a) {
   backward::Block<fg::bfloat_t, true, backward::Adding::atomic>(a).run();
-}
-#endif
-#if FLASHGEN_REPEATABLE
-extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads)
-gpt_oss_d64_keys_bf16_measure(const __grid_constant__ Arguments a) {
-  backward::Block<fg::bfloat_t, false, backward::Adding::measure>(a).run();
 }
 #endif
 #if FLASHGEN_REPEATABLE
@@ -3566,10 +3592,6 @@ gpt_oss_d64_convert_bf16(const __grid_constant__ Arguments a) {
 #endif
 #if FLASHGEN_BACKWARD && FLASHGEN_F32
 extern "C" __global__ void __launch_bounds__(backward::Rows<float>::threads)
-gpt_oss_d64_rows_f32(const __grid_constant__ Arguments a) {
-  backward::run_rows<float, false, backward::Adding::atomic>(a);
-}
-extern "C" __global__ void __launch_bounds__(backward::Rows<float>::threads)
 gpt_oss_d64_rows_f32_clear(const __grid_constant__ Arguments a) {
   backward::run_rows<float, true, backward::Adding::atomic>(a);
 }
@@ -3585,12 +3607,6 @@ gpt_oss_d64_rows_f32_exact(const __grid_constant__ Arguments a) {
 extern "C" __global__ void __launch_bounds__(BackwardPlan<float>::threads)
 gpt_oss_d64_backward_f32(const __grid_constant__ Arguments a) {
   backward::Block<float, true, backward::Adding::atomic>(a).run();
-}
-#endif
-#if FLASHGEN_REPEATABLE
-extern "C" __global__ void __launch_bounds__(BackwardPlan<float>::threads)
-gpt_oss_d64_keys_f32_measure(const __grid_constant__ Arguments a) {
-  backward::Block<float, false, backward::Adding::measure>(a).run();
 }
 #endif
 #if FLASHGEN_REPEATABLE
