@@ -7,7 +7,7 @@ machine.
 
 from __future__ import annotations
 
-import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.runtime.emulator.source import kernel_source
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
-from tests.masks.measure import Masks, Problem, compiled, pointer
+from tests.masks.measure import Masks, Problem, library_of, pointer
 
 TILES = ((16, 16), (64, 64), (96, 32), (32, 128))  # rows by columns: multiples of 16, as GPUs have them
 _WORKSPACE = 1 << 20  # bytes for what is observed of rows and columns; a problem here takes a few thousand
@@ -89,23 +89,27 @@ class DeviceMasks:
     def __init__(self, masks: Masks, folder: Path) -> None:
         self._masks = masks
         self._workspace = np.zeros(_WORKSPACE, dtype=np.int8)
-        self._library = ctypes.CDLL(str(compiled(_text(masks.variants), folder, "-O0")))
+        self._library = library_of(functools.partial(_text, masks.variants), len(masks.variants), folder)
 
     def classes(self, number: int, problem: Problem, rows: int, columns: int, tensors: Mapping[str, Any]) -> Any:
         """The classes 0, 1, 2 of all tiles of one mask, [rows of tiles, columns of tiles]."""
         shape = (-(-problem.q_len // rows), -(-problem.kv_len // columns))
         found = np.full(shape, -1, dtype=np.int8)
         packed = self._masks.arguments(number, problem, tensors, workspace=self._workspace.ctypes.data)
-        getattr(self._library, f"device_tiles_{number}")(packed, rows, columns, pointer(found))
+        getattr(self._library(number), f"device_tiles_{number}")(packed, rows, columns, pointer(found))
         return found
 
 
-def _text(variants: Sequence[Variant]) -> str:
+def _source(variant: Variant) -> str:
+    return kernel_source(emit_cuda(variant, GPUS["sm_80"].plan(variant)).text, "mask").text
+
+
+def _text(variants: Sequence[Variant], numbers: range) -> str:
     """One C++ file: the primitives once, what belongs to each mask in a namespace of its own."""
-    sources = [kernel_source(emit_cuda(each, GPUS["sm_80"].plan(each)).text, "mask").text for each in variants]
-    fullest = next(text for text, each in zip(sources, variants, strict=True) if is_cut(each.keep))
+    fullest = _source(next(each for each in variants if is_cut(each.keep)))
     parts = [fullest[: fullest.index("// ---- What a caller passes")], _MACHINE]
-    for n, text in enumerate(sources):
+    for n in numbers:
+        text = _source(variants[n])
         own = text[text.index("// ---- What a caller passes") : text.index("// ---- Tiles ----")]
         observe = [_OBSERVE.format(each) for each in ("row", "column") if f"observe_{each}s(" in own]
         parts.append(f"namespace mask_{n} {{\n{own}\n}}  // namespace mask_{n}\n")
