@@ -225,11 +225,16 @@ class Builder:
             return leaf(FLOAT, f"(0.0 + {tensor.name}[{indices}])", FloatRange(-8.0, 8.0))
         return Node(FLOAT, f"({{0}} + {tensor.name}[{indices}])", (score,), FloatRange(-8.0, 8.0))
 
-    def neighbourhood(self, score: Node) -> tuple[Node, Node]:
-        """The score and a bias by place, and the mask without which that leaves its tensor."""
+    def in_neighbourhoods(self, statements: Sequence[Statement]) -> list[Statement]:
+        """The same with a bias by place, whose index leaves its tensor but for what the mask drops."""
+        said = {each.word: each for each in statements}
         tensor = self.tensor(FLOAT, "score", Dimension("9", ()))
-        kept = leaf(BOOL, f"(abs(j - {self.chance.choice(NEIGHBOURHOODS)}) <= 2)")
-        return Node(FLOAT, f"({{0}} + {tensor.name}[j - i + 4])", (score,), FloatRange(-8.0, 8.0)), kept
+        near = leaf(BOOL, f"(abs(j - {self.chance.choice(NEIGHBOURHOODS)}) <= 2)")
+        kept = (near, *said["mask"].nodes) if "mask" in said else (near,)
+        score = said["score"].nodes if "score" in said else (leaf(FLOAT, "s", FloatRange(-6.0, 6.0)),)
+        mask = Statement("mask", f"mask {' and '.join(f'{{{n}}}' for n in range(len(kept)))}", kept)
+        biased = Statement("score", f"score ({{0}} + {tensor.name}[j - i + 4])", score)
+        return [mask, biased, *(each for each in statements if each.word not in ("mask", "score"))]
 
     def condition(self, forms: Sequence[str], place: Place, depth: int) -> Node:
         """A mask or layout: some of the forms and conditions that are drawn, joined."""
@@ -295,19 +300,15 @@ class Builder:
         """The whole spec."""
         head_dim = self.head_dim()
         statements: list[Statement] = []
-        kept = [self.condition(MASKS, self.place("mask"), 3)] if self.chance.random() < 0.65 else []
+        if self.chance.random() < 0.65:
+            place = self.place("mask")
+            statements.append(Statement("mask", "mask {0}", (self.condition(MASKS, place, 3),)))
         if self.chance.random() < 0.3:
             statements.append(Statement("scale", "scale {0}", (self._scale(),)))
         score = self.score()
         weights = self.weights()
         if (weights is None or "softmax" in str(weights)) and self.chance.random() < 0.15:
             score = self.biased(score)
-        if self.chance.random() < 0.06:
-            score, near = self.neighbourhood(score)
-            kept.insert(0, near)
-        if kept:
-            joined = kept[0] if len(kept) == 1 else Node(BOOL, "({0} and {1})", tuple(kept))
-            statements.append(Statement("mask", "mask {0}", (joined,)))
         if str(score) != "s" or self.chance.random() < 0.2:
             statements.append(Statement("score", "score {0}", (score,)))
         if self.chance.random() < 0.25:
@@ -323,6 +324,8 @@ class Builder:
         pin = self.chance.choice(self.pins)
         if pin:
             statements.append(Statement("schedule", f"schedule {{{{ {pin} }}}}"))
+        if self.chance.random() < 0.06:
+            statements = self.in_neighbourhoods(statements)
         draw = SpecDraw(self.names.attention(), head_dim, (*self.declarations, *statements))
         return hoisted(draw, self.chance, self.names).tidied()
 
