@@ -326,9 +326,9 @@ def _add_gradients_of_sinks(
         sink, list(leaves.values()), d_sink.to(sink.dtype), allow_unused=True
     )
     for n, gradient in zip(learned, gradients, strict=True):
-        before = found[n]
-        if gradient is not None and before is not None:
-            found[n] = before + gradient.to(before.dtype)
+        before = found[n]  # None where no row has a key
+        if gradient is not None:
+            found[n] = gradient if before is None else before + gradient.to(before.dtype)
 
 
 def _rows(x: Tensor, at: Span) -> Tensor:
