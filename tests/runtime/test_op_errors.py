@@ -245,7 +245,7 @@ class LittleMemory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing: int | None = None
         self.made: list[weakref.ref[Tensor]] = []
-        for module, name in ((torch, "empty_strided"), (torch, "zeros"), (engine, "empty_like")):
+        for module, name in ((torch, "empty_strided"), (torch, "zeros"), (engine, "empty_like"), (engine, "empty_strided")):
             monkeypatch.setattr(module, name, self._limited(getattr(module, name)))
 
     def _limited(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
