@@ -54,14 +54,14 @@ def test_damaged_tables_are_built_anew() -> None:
 
 
 def test_templates_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = environment().get_template("cpu/arguments.h.jinja").render(fields=(), arguments=())
+    first = environment().get_template("cpu/arguments.h.jinja").render(fields=(), arguments=(), results=())
     environment.cache_clear()
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the template is there")
 
     monkeypatch.setattr(jinja2.Environment, "_parse", refuse)
-    assert environment().get_template("cpu/arguments.h.jinja").render(fields=(), arguments=()) == first
+    assert environment().get_template("cpu/arguments.h.jinja").render(fields=(), arguments=(), results=()) == first
 
 
 def test_keys_tell_lists_apart() -> None:

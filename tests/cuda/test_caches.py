@@ -72,8 +72,8 @@ MISTAKES = {
     "Nk of the whole cache": (", a.kv_total = fg::max(length, 1);", ";"),
     "Q of the first sequence": ("(a.sequence * a.q_stride_b + first)", "first"),
     "O of the first sequence": (
-        "return a.sequence * a.heads + kv_head * group_of(a);",
-        "return kv_head * group_of(a);",
+        "static_cast<T*>(a.o) + a.sequence * a.o_stride_b",
+        "static_cast<T*>(a.o)",
     ),
     "heads one behind the other": (
         "heads[r] = head_of(place.head * group_of(a) + (number - n * group_of(a)));",
@@ -81,8 +81,8 @@ MISTAKES = {
     ),
     "tiles of the first head's mask": ("h < first_head + heads; ++h)", "h < first_head + 1; ++h)"),
     "lse by position": (
-        "(first_head(a, kv_head) + (row - n * group)) * a.q_len + n",
-        "first_head(a, kv_head) * a.q_len + row",
+        "(a.sequence * a.heads + kv_head * group + (row - n * group)) * a.q_len + n",
+        "(a.sequence * a.heads + kv_head * group) * a.q_len + row",
     ),
     "parts overlap": ("fg::min(first_tile + own_tiles, tiles())", "tiles()"),
     "no Q comes": ("load_q(place);  // while the length is on its way", ""),

@@ -245,8 +245,9 @@ class LittleMemory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing: int | None = None
         self.made: list[weakref.ref[Tensor]] = []
-        for module, name in ((torch, "empty_strided"), (torch, "zeros"), (engine, "empty_like"), (engine, "empty_strided")):
-            monkeypatch.setattr(module, name, self._limited(getattr(module, name)))
+        for module, *names in ((torch, "empty_strided", "zeros"), (engine, "empty_like", "empty_strided")):
+            for name in names:
+                monkeypatch.setattr(module, name, self._limited(getattr(module, name)))
 
     def _limited(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def limited(*args: Any, **options: Any) -> Tensor:
