@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashgen.building import build_file
+from flashgen.package.manifest import Manifest
 from flashgen.pipeline import open_package
 from flashgen.runtime.compiler import Compiler
 from flashgen.runtime.cpu_features import lacking, needed
@@ -159,12 +161,10 @@ def test_what_a_library_is_refused_for(package: Path, tmp_path: Path) -> None:
 
 def describe(folder: Path, name: str, value: object) -> None:
     """Let the manifest say something else of the library."""
-    content = json.loads((folder / "manifest.json").read_text())
-    (binary,) = content["binaries"]
-    binary[name] = value
-    if value is None:
-        del binary[name]
-    (folder / "manifest.json").write_text(json.dumps(content))
+    whole = Manifest.read(folder)
+    (binary,) = whole.binaries
+    changed = replace(whole, binaries=(replace(binary, **{name: value}),))
+    (folder / "manifest.json").write_text(changed.to_json())
 
 
 def test_features_are_those_of_the_compilers_target() -> None:
