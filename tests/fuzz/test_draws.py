@@ -23,7 +23,7 @@ from flashgen.ir.weights import FORMS
 from flashgen.language import parse_text
 
 CPU = Machine("cpu")
-SEEDS = range(1000)  # so many that the rarest operator is drawn, whatever rows are added
+SEEDS = range(2100)  # so many that the rarest operator is drawn, whatever rows are added
 
 
 def spec_of(drawn: Draw) -> SpecDraw:
