@@ -46,10 +46,10 @@ MISTAKES = {
     ),
     "the first sequence's b": ("a.b_start = call.b_start + n", "a.b_start = call.b_start"),
     "Nq of all": ("a.q_total = a.q_len", "a.q_total = call.q_len"),
-    "O of the call's first rows": ("fg::moved<T>(call.o, a.q_begin * (call.heads * 16))", "call.o"),
+    "O of the call's first rows": ("fg::moved<T>(call.o, a.q_begin * call.o_stride_n)", "call.o"),
     "O as one head's rows": (
-        "static_cast<T*>(a.o) + first * 16, a.heads * 16",
-        "static_cast<T*>(a.o) + first * 16, 16",
+        "return {row_of_o<T>(a, b, h, n), a.o_stride_n};",
+        "return {row_of_o<T>(a, b, h, n), 16};",
     ),
     "lse as of a dense call": ("return a.q_rows;", "return a.q_len;"),
     "ranges of another's keys": ("+ a.heads * first_tile<16>(a.kv_begin, a.sequence) * 1", ""),
@@ -57,7 +57,10 @@ MISTAKES = {
 OF_THE_BACKWARD_PASS = {
     "delta of another sequence": (" + a.q_begin;", ";"),
     "sums of dQ of another sequence": ("a.heads * first_tile<16>(a.q_begin, a.sequence) * 256", "0"),
-    "dK as one head's rows": ("(a.dk) + first * 16, a.kv_heads * 16", "(a.dk) + first * 16, 16"),
+    "dK as one head's rows": (
+        "return {row_of_dk<T>(a, b, h, n), a.dk_stride_n};",
+        "return {row_of_dk<T>(a, b, h, n), 16};",
+    ),
     "delta of a head's first row": ("h * rows_apart(a) + i;", "h * rows_apart(a);"),
 }
 # With a sink the kernel of delta has to know of sequences, too.
@@ -66,7 +69,7 @@ WITH_SINK = TEXT.replace("planted", "planted_sink").replace(
 )
 OF_SINKS = {
     "d(lse) of the call's first rows": ("fg::moved<float>(call.d_lse, a.q_begin * 1)", "call.d_lse"),
-    "O of another sequence": ("fg::moved<T>(call.o, a.q_begin * (call.heads * 16))", "call.o"),
+    "O of another sequence": ("fg::moved<T>(call.o, a.q_begin * call.o_stride_n)", "call.o"),
 }
 
 

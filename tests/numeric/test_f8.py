@@ -249,7 +249,7 @@ def test_where_no_kernel_takes_8_bits_they_are_widened(text: str, width: int, ta
 
 def test_what_stands_for_an_empty_tensor_lives_as_long_as_the_kernel(tmp_path: Path) -> None:
     """Found by a random spec: memory that was given back was read."""
-    text = "attention empty_f8 { head_dim 32 tensor bias: f32[Nk // 64] param id: i32 score s + bias[id] }"
+    text = "attention empty_f8 { head_dim 32 tensor bias: f32[Nk // 64] tensor id: i32[B] score s + bias[id[b]] }"
     call = CallDraw(0, "bf16", (1, 1, 1, 5, 5), eight_bits=True)
     for machine in (Machine("emulator", "sm_90a"), Machine("tiled")):
         verdict = judge(Case(text, (call,), machine), tmp_path)
