@@ -54,8 +54,9 @@ class Problem:
 
 
 def gives_nothing(spec: AttentionSpec, shard: Shard) -> bool:
-    """Whether o and every gradient of a call are 0 and lse is -∞: it has no pair, nor a sink that rows would have."""
-    return shard.is_empty and spec.weights.sink is None
+    """Whether o and every gradient of a call are 0 and lse is -∞: it has no pair, nor rows that have a sink."""
+    has_rows = min(shard.batch, shard.heads, shard.q_len) > 0
+    return shard.is_empty and not (has_rows and spec.weights.sink is not None)
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
