@@ -130,9 +130,10 @@ def test_layers_that_repeat_masks() -> None:
         "pixel_attention_mask": (torch.arange(16) < torch.tensor([[12], [16]])).long(),
         "spatial_shapes": torch.tensor([[3, 4], [4, 4]]),
     }
-    wanted = model(**inputs).pooler_output
+    eager = model(**inputs).pooler_output
+    exact = copy.deepcopy(model).double()(**inputs | {"pixel_values": inputs["pixel_values"].double()}).pooler_output
     model.set_attn_implementation("flashgen")
-    torch.testing.assert_close(model(**inputs).pooler_output, wanted, rtol=1e-4, atol=1e-4)
+    assert (model(**inputs).pooler_output - exact).norm() <= 2 * (eager - exact).norm()  # of numbers up to 100
 
 
 @torch.no_grad()
