@@ -159,7 +159,7 @@ def test_what_a_library_is_refused_for(package: Path, tmp_path: Path) -> None:
     refused(of_another_cpu, "was compiled for another CPU")
 
 
-def describe(folder: Path, name: str, value: object) -> None:
+def describe(folder: Path, name: str, value: Any) -> None:
     """Let the manifest say something else of the library."""
     whole = Manifest.read(folder)
     (binary,) = whole.binaries
