@@ -253,7 +253,7 @@ def with_second_query(q: Tensor, k: Tensor, v: Tensor, qv: object) -> tuple[Tens
 
 
 def _check_by_name(by_name: Mapping[str, Any]) -> bool:
-    """Raise where one of those that change no result is none; whether lse is returned."""
+    """Check the arguments that change no result; whether lse is returned. Raises ``TypeError``, ``ValueError``."""
     splits_argument(by_name.get("num_splits", 0))
     check_bool("pack_gqa", by_name.get("pack_gqa"), may_be_none=True)
     if as_number(by_name.get("sm_margin", 0), whole=True) is None:

@@ -257,8 +257,8 @@ def _of_slice(each: Operand) -> Operand:
     return replace(each, elements=_F32) if each.is_written and not each.of_queries else each
 
 
-# Rows that see all of their keys, but are some of those of a tensor, whose keys others see, too: what is one number a
-# row lies in a whole one, and what others are added to is float32.
+# Some rows of a tensor with all of their keys, which other rows see, too. A number of each row (lse, delta) lies in the
+# tensor of all rows; the gradients of k and v are float32, as those of the other rows are added to them.
 SLICES: Mapping[str, Operand] = MappingProxyType({each.name: _of_slice(each) for each in _OPERANDS})
 # Where q, k and v are of 8 bits, o is not, and what each is multiplied by is a number for each key/value head.
 F8: Mapping[str, Operand] = MappingProxyType(

@@ -44,9 +44,10 @@ class Narrowing:
         self._kept: OrderedDict[tuple[int, ...], _Kept] = OrderedDict()
 
     def narrowed(self, given: Sequence[Any], *, is_exact: bool = False) -> Sequence[Any]:
-        """The same values, of which those of 64 bits mean in 32 what they meant; ``is_exact``: floats keep theirs.
+        """The values with 64-bit tensors converted to 32 bits without a change of meaning.
 
-        ``given`` are captured tensors, then params. Raises ``ValueError`` by name.
+        ``is_exact``: float64 tensors stay float64. ``given`` are captured tensors, then params.
+        Raises ``ValueError`` by name.
         """
         found = given
         for scale in self._scales:

@@ -157,8 +157,7 @@ def recipe_of(variant: Variant) -> Recipe:
     in_groups = not longest_first and _in_groups(variant)
     dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
     folded = _folds(computed, keys)
-    weights_first, exponent = folded or _weights_first(computed, keys), _exponent(computed)
-    condition = None if exponent is None or needs_no_maximum(exponent) else bounding_condition(exponent)
+    weights_first, (exponent, is_bounded) = folded or _weights_first(computed, keys), _exponent(computed)
     norms = None if exponent is not None else _norms(computed)
     return Recipe(
         computed=computed,
@@ -186,7 +185,7 @@ def recipe_of(variant: Variant) -> Recipe:
         stored=_stored(variant, keys, dq) if weights_first else (),
         in_turn=_in_turn(variant, keys, dq) if weights_first else None,
         exponent=exponent,
-        is_bounded=condition,
+        is_bounded=is_bounded,
         sums_tell=_sums_tell(computed),
         ahead=read_ahead(computed),
         near=near_tanh(computed),
@@ -283,19 +282,22 @@ def _is_bounded(computed: Variant) -> bool:
     return max(-found.lo, found.hi) + math.log(INT_MAX) < MOST_LSE
 
 
-def _exponent(computed: Variant) -> Expr | None:
-    """A tile of a cache has few rows, and waits for memory."""
+def _exponent(computed: Variant) -> tuple[Expr | None, Expr | None]:
+    """``exponent`` and ``is_bounded`` of a recipe. A tile of a cache has few rows, and waits for memory."""
     if (
         not computed.weights.form.exponential
         or computed.tangent is not None
         or computed.has_rows_of_heads
         or computed.f8
     ):
-        return None
+        return None, None
     if kept_level(computed.score) is not Level.PAIR:
-        return None
+        return None, None
     exponent = exponent_of(computed, computed.score)
-    return exponent if needs_no_maximum(exponent) or bounding_condition(exponent) is not None else None
+    if needs_no_maximum(exponent):
+        return exponent, None
+    condition = bounding_condition(exponent)
+    return (None if condition is None else exponent), condition
 
 
 def _norms(computed: Variant) -> SplitNorms | None:
