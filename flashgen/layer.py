@@ -1,11 +1,13 @@
 """What one attention layer asks for, as other libraries' arguments say it, and the op that gives it.
 
 In: a ``Layer``: which terms its scores have, which pairs it keeps. Out: the text of a spec, and its op, compiled once
-for each structure: numbers (scale, cap, window, slopes …) are params and captured tensors, never part of the text.
+for each structure: numbers (cap, window, slopes …, and a scale that is not 1/√D) are params and captured tensors, never
+part of the text.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -24,11 +26,12 @@ class Layer(NamedTuple):
 
     ``head_dim`` is (D, Dv). ``mask`` is the condition that keeps a pair, in the language, and ``declarations`` the
     ``tensor`` and ``param`` statements of what it reads. ``bias`` is the shape of a tensor that is added to the scores,
-    of which each dimension is its size or 1: ``("1", "H", "Nq", "Nk")``. Captured by name: ``scaling``, and where they
-    are asked for ``cap``, ``slopes`` ([B, H]), ``bias``, ``sinks`` ([H]).
+    of which each dimension is its size or 1: ``("1", "H", "Nq", "Nk")``. Captured by name, where they are asked for:
+    ``scaling``, ``cap``, ``slopes`` ([B, H]), ``bias``, ``sinks`` ([H]). Without ``scaling`` the scale is 1/√D.
     """
 
     head_dim: tuple[int, int]
+    scaling: bool = False
     softcap: bool = False
     slopes: bool = False
     bias: tuple[str, ...] | None = None
@@ -39,8 +42,10 @@ class Layer(NamedTuple):
 
     def text(self) -> str:
         """The spec."""
-        lines = [f"head_dim {self.head_dim[0]}/{self.head_dim[1]}", "param scaling: f32", *self.declarations]
+        lines = [f"head_dim {self.head_dim[0]}/{self.head_dim[1]}", *self.declarations]
         score = "s"
+        if self.scaling:
+            lines += ["param scaling: f32", "scale scaling"]
         if self.softcap:
             lines.append("param cap: f32")
             score = "cap * tanh(s / cap)"
@@ -50,7 +55,7 @@ class Layer(NamedTuple):
         if self.bias is not None:
             lines.append(f"tensor bias: f32[{', '.join(self.bias)}] grad")
             score += f" + {element('bias', self.bias)}"
-        lines += ["scale scaling", f"score {score}", f"mask {self.mask}"]
+        lines += [f"score {score}", f"mask {self.mask}"]
         if self.sinks:
             lines += ["tensor sinks: f32[H] grad", "weights softmax(sink = sinks[h])"]
         if self.dropout:
@@ -85,6 +90,16 @@ def _compiled(text: str) -> str:
             setattr(_OPS, name, loads(text))
             _NAMES[text] = name
         return name
+
+
+def scale_of(scaling: Any, width: int) -> dict[str, Any]:
+    """The captured scale of a layer whose head dimension D is ``width``: none for 1/√D, which kernels have by name.
+
+    Two scales that are one float32 are one scale, as kernels read float32.
+    """
+    usual = 1 / math.sqrt(width)
+    is_usual = scaling is None or (type(scaling) is float and abs(scaling - usual) <= usual * 2**-25)
+    return {} if is_usual else {"scaling": scaling}
 
 
 def broadcast(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashgen.analysis.prover import SIZE_LIMIT
 from flashgen.language.statements import MAX_HEAD_DIM
-from flashgen.layer import LOWER_RIGHT, Layer, conjunction
+from flashgen.layer import LOWER_RIGHT, Layer, conjunction, scale_of
 from flashgen.runtime.conversion import as_number, splits_argument
 
 # Those that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -140,15 +140,15 @@ def _settle(
     switches = {"causal": causal, "deterministic": deterministic, "return_attn_probs": has_weights}
     for name, value in switches.items():
         check_bool(name, value)
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    _check_numbers({"dropout_p": dropout_p, "softmax_scale": scale, "softcap": softcap})
+    _check_numbers({"dropout_p": dropout_p, "softmax_scale": 1.0 if scale is None else scale, "softcap": softcap})
     if has_weights and dropout_p > 0:
         raise ValueError(
             "return_attn_probs: with dropout FlashAttention returns the matrix of weights, which is never made here; "
             "pass return_lse=True to get lse alone"
         )
     conditions, declarations = [], []
-    captured: dict[str, Any] = {"scaling": scale}
+    captured_scale = scale_of(scale, int(width))
+    captured = dict(captured_scale)
     for name, value in zip(("left", "right"), _window((left, right), causal), strict=True):
         of_side = "j >= {} - {}" if name == "left" else "j <= {} + {}"
         if value == 0 and name == "right":
@@ -166,6 +166,7 @@ def _settle(
         captured["cap"] = softcap
     layer = Layer(
         head_dim=(int(width), int(v_width)),
+        scaling=bool(captured_scale),
         softcap=softcap > 0,
         slopes=has_slopes,
         sinks=has_sinks,

@@ -66,7 +66,7 @@ def kept(mask: LayerMask) -> Tensor:
     op = flashgen.loads(layer.text(), backend="reference")
     q, k = torch.zeros(batch, 1, q_length, 1), torch.zeros(batch, 1, kv_length, 1)
     v = torch.eye(kv_length).expand(batch, 1, -1, -1)
-    return torch.as_tensor(op.reference(q, k, v, scaling=1.0, **mask.captured) > 0)
+    return torch.as_tensor(op.reference(q, k, v, **mask.captured) > 0)
 
 
 def assert_same(function: Callable[..., Any], sizes: dict[str, Any], padding: Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
 from flashgen.integrations.transformers.packing import packed
-from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element
+from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element, scale_of
 
 # Keywords by which some attention function or layer of transformers computes something else, and that are not honoured
 # here. Models hand all others through to every layer, where eager attention does not look at them either.
@@ -77,7 +76,8 @@ def attention_forward(
         query, key, value = _same_batch(query, key, value)
         batch = query.shape[0]
     sizes = (batch, count, q_length, kv_length)
-    asked = _Asked(sizes, 1 / math.sqrt(width) if scaling is None else scaling)
+    captured_scale = scale_of(scaling, int(width))
+    asked = _Asked(sizes, captured_scale)
     bias = position_bias
     if attention_mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -102,6 +102,7 @@ def attention_forward(
     drops = dropout > 0 and module.training
     layer = Layer(
         head_dim=(int(width), int(value.shape[3])),
+        scaling=bool(captured_scale),
         softcap=softcap is not None,
         bias=None if bias is None else broadcast(tuple(bias.shape), sizes),
         sinks=s_aux is not None,
@@ -116,11 +117,11 @@ def attention_forward(
 class _Asked:
     """What a call keeps of [B, H, Nq, Nk] = ``sizes``, as conditions, and what these capture."""
 
-    def __init__(self, sizes: tuple[int, int, int, int], scaling: float) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int], captured: dict[str, Any]) -> None:
         self.sizes = sizes
         self.conditions: list[str] = []
         self.declarations: list[str] = []
-        self.captured: dict[str, Any] = {"scaling": scaling}
+        self.captured = dict(captured)
         # What the mask goes by: the kinds of a LayerMask.
         self.kinds: set[str] = set()
 
