@@ -3,7 +3,7 @@
 # make test-all  the same with the tests that are marked slow: every kind of CPU by every compiler
 # make test-random  the tests of make test, with other numbers, masks and specs; SEED=... draws those of a run again
 # make test-integrations  models of other libraries with flashgen's kernels, in an environment that has them
-# make bench   the benchmarks that fill benchmarks/README.md
+# make bench   the benchmarks that fill tools/benchmarks/README.md
 # make gallery draws the pictures of the gallery and writes its page, docs/gallery.md
 # make docs    the documentation's site, in build/docs; a warning or a dead link is an error
 # make figures draws the paper's figures as measured here
@@ -67,10 +67,10 @@ generated: .venv/.installed
 	$(if $(PACKAGES),$(BIN)/flashgen build --check $(PACKAGES:%=specs/%.attn))
 
 bench: .venv/.installed-dev
-	$(BIN)/python -m benchmarks.build_time
-	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python -m benchmarks.speed
-	$(BIN)/python -m benchmarks.masks
+	$(BIN)/python -m tools.benchmarks.build_time
+	$(BIN)/python -m tools.benchmarks.memory
+	$(BIN)/python -m tools.benchmarks.speed
+	$(BIN)/python -m tools.benchmarks.masks
 
 gallery: .venv/.installed-dev
 	$(BIN)/python examples/gallery.py
@@ -80,9 +80,9 @@ docs: .venv/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 # The paper's figures, measured here in about 11 minutes, on a machine that does nothing else; docs/figures/README.md
-# shows them. `$(BIN)/python -m benchmarks.figures --draw` draws again what was measured elsewhere.
+# shows them. `$(BIN)/python -m tools.benchmarks.figures --draw` draws again what was measured elsewhere.
 figures: .venv/.installed-dev
-	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m tools.benchmarks.figures
 
 clean:
 	rm -rf .venv .venv-integrations build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages of the navigation that stand elsewhere, whether a page links to them or not.
-OUTSIDE = ("specs/LANGUAGE.md", "flashgen/ARCHITECTURE.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+OUTSIDE = (
+    "specs/LANGUAGE.md",
+    "flashgen/ARCHITECTURE.md",
+    "tools/benchmarks/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=(?:#[^)]*)?\))")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flashgen.analysis.variant import analyse
+from flashgen.compiler.pipeline import check_file
 from flashgen.ir.shape import Shape
 from flashgen.picture.mask import MaskPicture, mask_picture
 from flashgen.picture.paint import save_small
-from flashgen.pipeline import check_file
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.verification import fitting

@@ -41,11 +41,12 @@ from examples.small_gpt import (
     spec_of,
 )
 from flashgen import SpecError
-from flashgen.benchmark.memory import available_bytes, peak_bytes
+from flashgen.compiler.pipeline import Constant
 from flashgen.nn import Attention
+from flashgen.op.loading import load_spec
+from flashgen.op.op import BaseOp
 from flashgen.picture.plotting import COLORS, PlottingMissing, figure
-from flashgen.pipeline import Constant, load_spec
-from flashgen.runtime.op import BaseOp
+from tools.benchmarks.peak_memory import available_bytes, peak_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

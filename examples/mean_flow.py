@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
-from flashgen.benchmark.memory import peak_bytes
+from tools.benchmarks.peak_memory import peak_bytes
 
 SPEC = "attention points { head_dim 16 }"
 HEADS, HEAD_DIM, LAYERS = 2, 16, 2

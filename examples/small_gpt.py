@@ -19,20 +19,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from flashgen.analysis.simplify import simplify
-from flashgen.benchmark.peer import Inexpressible
-from flashgen.benchmark.peers import CAUSAL, additive_terms
 from flashgen.cli.options import read_constant
+from flashgen.compiler.pipeline import Constant
 from flashgen.ir.expr import literal
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn import Attention
 from flashgen.nn.learned import learned_values
 from flashgen.nn.masks import Change
+from flashgen.op.op import BaseOp
 from flashgen.picture.plotting import SUFFIXES, require
-from flashgen.pipeline import Constant
 from flashgen.reference import dense
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.shard import Shard
-from flashgen.runtime.op import BaseOp
+from tools.benchmarks.peer import Inexpressible
+from tools.benchmarks.peers import CAUSAL, additive_terms
 
 _PAIRS_AT_ONCE = 2**24
 Kind = TypeVar("Kind", bound=Attention)

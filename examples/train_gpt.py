@@ -38,11 +38,12 @@ from examples.small_gpt import (
     spec_of,
 )
 from flashgen import SpecError
+from flashgen.compiler.pipeline import Constant
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.nn import Attention
+from flashgen.op.loading import load_spec
 from flashgen.picture.plotting import COLORS, PlottingMissing, figure
-from flashgen.pipeline import Constant, load_spec
 
 VOCABULARY, HELD_OUT = 256, 0.1
 MOST_BYTES = 2**22

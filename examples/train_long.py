@@ -40,12 +40,13 @@ from examples.small_gpt import (
 )
 from examples.train_gpt import VOCABULARY, read_text, split
 from flashgen import SpecError
+from flashgen.compiler.pipeline import Constant
 from flashgen.distributed import ContextParallel, Partition, context_parallel, partition
 from flashgen.distributed.parallel import METHODS
 from flashgen.distributed.partition import METHODS as PARTITIONS
 from flashgen.nn import Attention
-from flashgen.pipeline import Constant, load_spec
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
 
 _MOST_SEARCHED = 1024  # positions in which a mask is searched for what it shows a query of what follows
 _FIRST_STEPS = 2  # compile, and fill caches: no part of a speed

@@ -7,13 +7,30 @@
 ``check`` returns its diagnostics. A wrong spec raises ``SpecError``, whose text is what the command line would print.
 """
 
-from flashgen import operators
-from flashgen.building import build_file as build
+from typing import Any
+
+from flashgen.compiler.building import build_file as build
+from flashgen.compiler.pipeline import check_file as check
 from flashgen.diagnostics import SpecError
-from flashgen.pipeline import check_file as check
-from flashgen.pipeline import load, loads, open_package
+from flashgen.op import operators
+from flashgen.op.loading import load, loads, open_package
+from flashgen.plan.notebook import DRAWINGS
 from flashgen.version import __version__
 
-operators.connect()
-
 __all__ = ["SpecError", "__version__", "build", "check", "load", "loads", "open_package"]
+
+
+def _html_of_op(op: Any) -> str:
+    from flashgen.picture.html import of_op
+
+    return of_op(op)
+
+
+def _html_of_plans(plans: Any) -> str:
+    from flashgen.picture.html import of_plans
+
+    return of_plans(plans)
+
+
+operators.connect()
+DRAWINGS.update({"op": _html_of_op, "plans": _html_of_plans})

@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # does beyond -O1 a third of the rest.
 QUICKLY_COMPILED = frozenset(
     {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
-    | {"masks", "nn", "numeric", "peers", "pipeline", "runtime", "tuning"}
+    | {"masks", "nn", "numeric", "op", "peers", "pipeline", "tuning"}
 )
 AS_THE_PRODUCT = frozenset(
     f"numeric/test_{name}.py"
@@ -99,7 +99,7 @@ NO_OTHER_PRODUCTS = ("-DFLASHGEN_MATRIX_PRODUCTS=0", "-DFLASHGEN_PAIR_PRODUCTS=0
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of a module: a package's fixture would last to the session's end, as folders here have no __init__.py."""
-    from flashgen.runtime import compiler
+    from flashgen.toolchains import cpp as compiler
 
     def quick() -> compiler.Compiler:
         found = find()

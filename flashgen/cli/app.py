@@ -13,17 +13,24 @@ from typing import Any
 
 import click
 
-from flashgen.cli.bench import bench
-from flashgen.cli.bench_sweep import INTERRUPTED
 from flashgen.cli.build import build
 from flashgen.cli.check import check
 from flashgen.cli.completion import VARIABLE, completion
-from flashgen.cli.console import JSON_WANTED, exit_code, fail, is_plain, note, print_json_error, show_diagnostics
-from flashgen.cli.fuzz import fuzz
+from flashgen.cli.console import (
+    INTERRUPTED,
+    JSON_WANTED,
+    exit_code,
+    fail,
+    is_plain,
+    note,
+    print_json_error,
+    show_diagnostics,
+)
 from flashgen.cli.import_ import import_
 from flashgen.cli.machine import cache, devices, doctor
 from flashgen.cli.plan import plan
 from flashgen.cli.show import show
+from flashgen.cli.tools import tool, tools
 from flashgen.cli.tune import tune
 from flashgen.cli.verify import verify
 from flashgen.diagnostics import SpecError
@@ -42,6 +49,14 @@ class Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         return super().main(*args, **{"complete_var": VARIABLE, **extra})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Those of the package, and the tools of a checkout."""
+        return sorted({*super().list_commands(ctx), *(name for name, _ in tools())})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A command by its name; tools are looked for where the package has none of this name."""
+        return super().get_command(ctx, cmd_name) or tool(cmd_name)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Notes for errors how the results are to be printed."""
@@ -76,10 +91,10 @@ class Commands(click.Group):
 
 def _explained(error: Exception) -> tuple[str, int] | None:
     """A message and an exit code: 1 where the result is wrong, 2 where the machine lacks something or refuses."""
-    from flashgen.package.folder import FolderRefused
+    from flashgen.compiler.package.folder import FolderRefused
     from flashgen.picture.plotting import PlottingMissing
-    from flashgen.runtime.compiler import CompileFailed, CompilerMissing
     from flashgen.targets.device_table import DeviceFileError
+    from flashgen.toolchains.cpp import CompileFailed, CompilerMissing
 
     if isinstance(error, CompileFailed):
         return str(error), 1
@@ -100,7 +115,7 @@ def main() -> None:
     """Compile attention specs (.attn) to PyTorch operators."""
 
 
-for command in (check, build, verify, plan, show, bench, tune, fuzz, import_, devices, cache, doctor, completion):
+for command in (check, build, verify, plan, show, tune, import_, devices, cache, doctor, completion):
     main.add_command(command)
 
 

@@ -12,11 +12,11 @@ from flashgen.cli.console import note, print_json, progress
 from flashgen.cli.options import Constant, SomeOf, json_option, set_option, spec_arguments
 
 if TYPE_CHECKING:
-    from flashgen.building import BuildResult
+    from flashgen.compiler.building import BuildResult
 
 
 def _targets() -> tuple[str, ...]:
-    from flashgen.pipeline import target_names
+    from flashgen.compiler.pipeline import target_names
 
     return target_names()
 
@@ -66,7 +66,7 @@ def build(
     as_json: bool,
 ) -> None:
     """Compile specs: write a Python package of operator and sources for each attention."""
-    from flashgen.building import build_files
+    from flashgen.compiler.building import build_files
 
     how = {"check": check, "force": force, "deterministic": deterministic}
     built = build_files(files, output=output, targets=targets, constants=dict(constants), **how)
@@ -110,7 +110,7 @@ def build(
 
 
 def _warn_without_compiler() -> None:
-    from flashgen.runtime.compiler import CompilerMissing, find_compiler
+    from flashgen.toolchains.cpp import CompilerMissing, find_compiler
 
     try:
         find_compiler()

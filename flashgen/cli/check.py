@@ -15,11 +15,11 @@ from flashgen.cli.options import Constant, SomeOf, checked_arguments, json_optio
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
 if TYPE_CHECKING:
-    from flashgen.answers import Answer
+    from flashgen.compiler.answers import Answer
 
 
 def _targets() -> tuple[str, ...]:
-    from flashgen.pipeline import target_names
+    from flashgen.compiler.pipeline import target_names
 
     return target_names()
 
@@ -48,7 +48,7 @@ def check(
     Every target is asked what it refuses: that is a warning where another takes the spec. Exits with 1 if there is an
     error; warnings alone exit with 0.
     """
-    from flashgen.pipeline import check_file
+    from flashgen.compiler.pipeline import check_file
 
     everything: list[dict[str, object]] = []
     errors = warnings = worst = 0

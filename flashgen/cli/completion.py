@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from flashgen import gallery
+from flashgen.store import gallery
 
 VARIABLE = "_FLASHGEN_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+INTERRUPTED = 130  # what shells say of a program that SIGINT ended
 JSON_WANTED = "flashgen.json_wanted"  # in a context's meta
 _JSON_PRINTED = "flashgen.json_printed"
 _WIDEST = 1000  # columns of a table

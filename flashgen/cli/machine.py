@@ -15,7 +15,7 @@ from flashgen.cli.console import note, plain_table, print_json, print_table
 from flashgen.cli.options import json_option
 
 if TYPE_CHECKING:
-    from flashgen.tuned import TunedFile
+    from flashgen.compiler.tuned import TunedFile
 
 
 @click.command(short_help="List the devices that plans can be made for.")
@@ -77,8 +77,8 @@ def cache(ctx: click.Context, as_json: bool) -> None:
     """List the compiled libraries and the tuned tiles that are stored."""
     if ctx.invoked_subcommand is not None:
         return
-    from flashgen.cache import Cache
-    from flashgen.tuned import TunedStore
+    from flashgen.compiler.tuned import TunedStore
+    from flashgen.store.cache import Cache
 
     stored = Cache.default()
     entries, tuned = stored.entries(), TunedStore.beside(stored).files()
@@ -138,8 +138,8 @@ def _tuned(each: TunedFile) -> dict[str, object]:
 )
 def clear(only: str | None) -> None:
     """Remove every stored library, each of which is built again when it is next needed, and all tuned tiles."""
-    from flashgen.cache import Cache
-    from flashgen.tuned import TunedStore
+    from flashgen.compiler.tuned import TunedStore
+    from flashgen.store.cache import Cache
 
     if only != "tuned":
         note(f"freed {Cache.default().clear() / 1e6:.1f} MB")
@@ -157,7 +157,7 @@ def doctor(as_json: bool) -> None:
     A compiler and its OpenMP, the cache folder, PyTorch, GPU, driver, CuPy, NVRTC, and what pictures and models need.
     Exits with 0 where a backend can run, with 1 where none can.
     """
-    from flashgen.doctor import examine
+    from flashgen.cli.doctor import examine
 
     report = examine()
     if as_json:

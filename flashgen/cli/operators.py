@@ -15,14 +15,14 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
-    from flashgen.runtime.op import AttentionOp
+    from flashgen.op.op import AttentionOp
 
 
 def chosen_specs(
     file: Path, name: str | None, shape: Shape | None, constants: tuple[tuple[str, Constant], ...]
 ) -> tuple[AttentionSpec, ...]:
     """Every attention of the file, or the one of this name, if it can be called at this shape."""
-    from flashgen.pipeline import check_file
+    from flashgen.compiler.pipeline import check_file
     from flashgen.verification import refusal
 
     specs = {spec.name: spec for spec in check_file(file, dict(constants)).specs}
@@ -58,7 +58,7 @@ def loaded_operators(
     target: str | None = None,
 ) -> Iterator[AttentionOp]:
     """Every attention of the file, or the one of this name, built and imported, if it can be called at this shape."""
-    from flashgen.pipeline import load
+    from flashgen.op.loading import load
 
     for spec in chosen_specs(file, name, shape, constants):
         try:

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from flashgen import gallery
 from flashgen.cli import completion
 from flashgen.cli.console import near_matches
 from flashgen.diagnostics import nearest, quoted_list
 from flashgen.ir.shape import Shape
+from flashgen.store import gallery
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -199,7 +199,7 @@ SPEC_FILE = SpecFile()
 
 
 def _backends() -> tuple[str, ...]:
-    from flashgen.runtime.op import BACKENDS
+    from flashgen.op.op import BACKENDS
 
     return BACKENDS
 
@@ -211,7 +211,7 @@ def _emulated_targets() -> tuple[str, ...]:
 
 
 def _devices() -> tuple[str, ...]:
-    from flashgen.pipeline import device_names
+    from flashgen.compiler.pipeline import device_names
 
     return device_names()
 

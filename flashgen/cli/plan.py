@@ -22,7 +22,7 @@ from flashgen.cli.options import (
     shape_option,
     spec_argument,
 )
-from flashgen.cli.plan_ranks import Asked, show_ranks
+from flashgen.cli.tools import tool
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def plan(
     predicted to take on several devices: time of the busiest rank by method,
     what it waits for, imbalance, bytes, and where communication stops hiding.
     """
-    from flashgen.pipeline import report_file
+    from flashgen.compiler.pipeline import report_file
 
     if shape is not None and 0 in (shape.batch, shape.q_len, shape.kv_len):
         raise click.UsageError(
@@ -109,8 +109,8 @@ def plan(
     if shape is not None:
         check_countable(shape)
     if ranks is not None or link is not None or tokens is not None or tensors:
-        asked = Asked.of(ranks, link, tokens, shape, dict(tensors))
-        show_ranks(file, device, sram, shape, asked, dict(constants), as_json=as_json)
+        where = (file, device, sram, shape, dict(constants))
+        tool("plan --ranks")(*where, ranks, link, tokens, dict(tensors), as_json=as_json)
         return
     reports = report_file(file, device=device, sram=sram, shape=shape, constants=dict(constants))
     if as_json:

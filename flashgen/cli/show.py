@@ -101,9 +101,9 @@ def _picture(
     seed: int,
     constants: tuple[tuple[str, Constant], ...],
 ) -> MaskPicture:
+    from flashgen.compiler.pipeline import plan_file
     from flashgen.picture.mask import mask_picture
     from flashgen.picture.usual import check_drawable, usual_shape
-    from flashgen.pipeline import plan_file
 
     chosen = shape or usual_shape(spec)
     if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.bench_sweep import INTERRUPTED
-from flashgen.cli.console import note, plain_table, print_json, print_json_error, print_table, progress_bar
+from flashgen.cli.console import INTERRUPTED, note, plain_table, print_json, print_json_error, print_table, progress_bar
 from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
@@ -27,8 +26,8 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
+    from flashgen.compiler.tuned import TunedStore
     from flashgen.plan.measured import MeasuredPass, Tuning
-    from flashgen.tuned import TunedStore
     from flashgen.tuning.tune import Job, Step
 
 DEFAULT_SHAPE = Shape(1, 8, 8, 2048, 2048)
@@ -86,9 +85,9 @@ def tune(
     small; others take the planner's. Tiles that the spec pins stay as they are. Ctrl-C keeps what was measured, and the
     next run goes on from there.
     """
-    from flashgen.benchmark.device import cuda_is_there
-    from flashgen.runtime.compiler import find_compiler
-    from flashgen.tuned import TunedStore
+    from flashgen.compiler.tuned import TunedStore
+    from flashgen.toolchains.cpp import find_compiler
+    from flashgen.tuning.device import cuda_is_there
     from flashgen.tuning.tune import Job
     from flashgen.verification import fitting
 

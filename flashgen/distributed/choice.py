@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashgen.analysis.variant import analyse
-from flashgen.choice import planned_at
+from flashgen.compiler.choice import planned_at
+from flashgen.compiler.pipeline import device_named
 from flashgen.diagnostics import SpecError
 from flashgen.distributed.blocks import Mask
 from flashgen.distributed.needs import Held, Needs, length
@@ -23,8 +24,8 @@ from flashgen.distributed.topology import KEYS, Topology
 from flashgen.distributed.ulysses import Share, no_heads, shares_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.pipeline import device_named
 from flashgen.plan.report import PassReport
+from flashgen.targets.registry import family_of
 
 # Bytes a second that a rank sends to another: what NCCL was measured to move between two H100 of one host (of the 450
 # GB/s that NVLink has in one direction), and a local network.
@@ -220,7 +221,7 @@ def _forward(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch
         variant = analyse(spec, head_dim)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "local"
         at = device_named(_KNOWN.get(name, name))
-        passes = at.cost(variant, planned_at(variant, at, shape), shape)
+        passes = family_of(at).cost(at, variant, planned_at(variant, at, shape), shape)
         return next((each for each in passes if each.name == "forward"), None)
     except (SpecError, ValueError, KeyError):
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
-from flashgen.runtime.values import type_of_sums
+from flashgen.op.values import type_of_sums
 
 Group = dist.ProcessGroup | None
 Backward = Callable[..., Any]

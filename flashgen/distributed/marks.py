@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashgen.runtime.same import Same
+from flashgen.op.same import Same
 
 Mark = tuple[object, ...]
 

@@ -27,8 +27,8 @@ from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
 from flashgen.distributed.ulysses import Swap, no_heads, shares_of
 from flashgen.distributed.whole import attend_whole
-from flashgen.runtime.op import AttentionOp, is_repeatable
-from flashgen.runtime.values import type_of_sums
+from flashgen.op.op import AttentionOp, is_repeatable
+from flashgen.op.values import type_of_sums
 
 __all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
-from flashgen.pipeline import load_spec
+from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.layouts import layout_like
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
+from flashgen.op.slices import has_kernel
+from flashgen.op.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
+from flashgen.op.values import type_of_sums
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
-from flashgen.runtime.engine import Attended, Engine, Tensors
-from flashgen.runtime.layouts import layout_like
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.slices import has_kernel
-from flashgen.runtime.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
-from flashgen.runtime.values import type_of_sums
 
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
 

@@ -24,11 +24,11 @@ from flashgen.distributed.ulysses import Swap
 from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.runtime.call import check_captured
-from flashgen.runtime.lengths import check_starts
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.per_sequence import check_numbers
-from flashgen.runtime.values import type_of_sums
+from flashgen.op.call import check_captured
+from flashgen.op.lengths import check_starts
+from flashgen.op.op import AttentionOp
+from flashgen.op.per_sequence import check_numbers
+from flashgen.op.values import type_of_sums
 
 
 @dataclass(frozen=True)

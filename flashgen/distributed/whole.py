@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.exchange import once
-from flashgen.runtime.call import Rest
-from flashgen.runtime.engine import Engine, Tensors
-from flashgen.runtime.plain import with_memory
-from flashgen.runtime.signature import Signature
+from flashgen.op.call import Rest
+from flashgen.op.engine import Engine, Tensors
+from flashgen.op.plain import with_memory
+from flashgen.op.signature import Signature
 
 
 def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:

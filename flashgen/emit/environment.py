@@ -7,8 +7,8 @@ from pathlib import Path
 import jinja2
 from jinja2.bccache import Bucket
 
-from flashgen.cache import Cache, key_of
-from flashgen.shipped import shipped
+from flashgen.store.cache import Cache, key_of
+from flashgen.store.shipped import shipped
 
 _EXTENSIONS = ("jinja2.ext.do",)
 _FILE = "template.bin"

@@ -28,11 +28,11 @@ from flashgen.flash.options import (
 )
 from flashgen.flash.rotary import rotated
 from flashgen.flash.rows import TYPES, Ragged, longest_argument, rows_of_cache, starts_argument
-from flashgen.runtime.appending import append
-from flashgen.runtime.cached import cache_of
-from flashgen.runtime.conversion import as_number, is_integral, require
-from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
-from flashgen.runtime.f8 import wide_type
+from flashgen.op.appending import append
+from flashgen.op.cached import cache_of
+from flashgen.op.conversion import as_number, is_integral, require
+from flashgen.op.eight_bits import F8, factors_of, from_8_bits
+from flashgen.op.f8 import wide_type
 
 
 class CachedByName(OfAll, total=False):

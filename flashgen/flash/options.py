@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flashgen.analysis.prover import SIZE_LIMIT
 from flashgen.language.statements import MAX_HEAD_DIM
-from flashgen.layer import LOWER_RIGHT, Layer, conjunction, scale_of
-from flashgen.runtime.conversion import as_number, splits_argument
+from flashgen.op.conversion import as_number, splits_argument
+from flashgen.op.layer import LOWER_RIGHT, Layer, conjunction, scale_of
 
 # Those that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
 # deterministic, return_attn_probs.

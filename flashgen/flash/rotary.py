@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashgen.runtime.conversion import as_number, is_integral
+from flashgen.op.conversion import as_number, is_integral
 
 
 def rotated(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from flashgen.flash.options import Positional, Sizes, ask, with_second_query
-from flashgen.runtime.cached import cache_of
-from flashgen.runtime.conversion import as_number, is_integral, require
-from flashgen.runtime.eight_bits import F8, factors_of, from_8_bits
-from flashgen.runtime.f8 import wide_type
+from flashgen.op.cached import cache_of
+from flashgen.op.conversion import as_number, is_integral, require
+from flashgen.op.eight_bits import F8, factors_of, from_8_bits
+from flashgen.op.f8 import wide_type
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)  # that every op here is built for
 _SLOPES = 5  # among options by position

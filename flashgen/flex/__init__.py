@@ -17,11 +17,14 @@ values of captured tensors and params. A Python number that a mod captures is a 
 nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.
 """
 
+from typing import Any
+
 from torch.nn.attention.flex_attention import create_mask
 
 from flashgen.flex.attention import flex_attention, from_mods, to_spec
 from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, create_nested_block_mask, noop_mask, or_masks
 from flashgen.flex.options import AuxOutput, AuxRequest
+from flashgen.plan.notebook import DRAWINGS
 
 __all__ = [
     "AuxOutput",
@@ -37,3 +40,18 @@ __all__ = [
     "or_masks",
     "to_spec",
 ]
+
+
+def _html(mask: Any) -> str:
+    from flashgen.flex.drawing import html
+
+    return html(mask)
+
+
+def _letters(mask: Any) -> str:
+    from flashgen.flex.drawing import letters_of
+
+    return letters_of(mask)
+
+
+DRAWINGS.update({"mask": _html, "mask in letters": _letters})

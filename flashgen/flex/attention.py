@@ -24,8 +24,8 @@ from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.spec_text import spec_text
 from flashgen.language.statements import MAX_HEAD_DIM
-from flashgen.runtime.conversion import as_number, head_dim_argument
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.conversion import as_number, head_dim_argument
+from flashgen.op.op import AttentionOp
 
 Mask = BlockMask | torch_flex.BlockMask
 _FEW = 16  # columns of values where o is not asked for

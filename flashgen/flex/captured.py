@@ -35,7 +35,7 @@ _PYTHONS = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstd
 _PYTHONS_FOLDERS = tuple(f"{each}{os.sep}" for folder in _PYTHONS for each in spellings(folder))
 _FOLDERS = (*NOT_THE_USERS, *spellings(Path(np.__file__).parent), *_PYTHONS_FOLDERS)
 # Modules of ours and of PyTorch's whose closures hold mods of the user's.
-_COMPOSING = frozenset(("flashgen.flex.masks", "torch.nn.attention.flex_attention"))
+_COMPOSING = frozenset((f"{__package__}.masks", "torch.nn.attention.flex_attention"))
 # What tells a number that is lifted from a plain one, or changes what is captured.
 _UNLIFTABLE_NAMES = frozenset(
     ("type", "id", "globals", "locals", "eval", "exec", "vars", "setattr", "delattr", "__import__")

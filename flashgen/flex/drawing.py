@@ -14,15 +14,15 @@ from flashgen.flex.shapes import declared
 from flashgen.flex.specs import Shell, make_spec, plain_names
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
+from flashgen.op.narrowing import Narrowing
 from flashgen.picture.html import of_mask
 from flashgen.picture.letters import letters
 from flashgen.picture.mask import MaskPicture, caption, mask_picture
-from flashgen.runtime.narrowing import Narrowing
 
 _WIDTH = 64
 
 
-def drawn(mask: BlockMask) -> str:
+def letters_of(mask: BlockMask) -> str:
     """The blocks of one batch entry and head: all kept, some, none."""
     if 0 in mask.seq_lengths:
         return "no pairs"

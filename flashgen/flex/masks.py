@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex.tracing import Mod
-from flashgen.runtime.conversion import as_number, int_argument
+from flashgen.op.conversion import as_number, int_argument
+from flashgen.plan.notebook import drawn
 
 DEFAULT_BLOCK_SIZE = 128
 # What FlexAttention's masks have because they hold lists of blocks.
@@ -153,14 +154,10 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, mask_mod={getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def __str__(self) -> str:
-        from flashgen.flex.drawing import drawn  # noqa: PLC0415 - pictures are drawn when one is asked for
-
-        return f"{self!r}\n{drawn(self)}"
+        return f"{self!r}\n{drawn('mask in letters', self)}"
 
     def _repr_html_(self) -> str:
-        from flashgen.flex.drawing import html  # noqa: PLC0415 - see above
-
-        return html(self)
+        return drawn("mask", self)
 
 
 def _common(name: str, x: int | None, y: int | None) -> int | None:

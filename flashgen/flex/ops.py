@@ -26,8 +26,8 @@ from flashgen.flex.values import readable
 from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.pipeline import load_spec
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
 
 _MOST_SIGNATURES = 512
 _MOST_TRACES = 16  # of one signature, by what Python was told of captured numbers

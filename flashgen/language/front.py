@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, in_reading_order, nearest, quoted_list
-from flashgen.gallery import spec_file
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.constants import Value
@@ -19,6 +18,7 @@ from flashgen.language.nodes import Budget
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
 from flashgen.language.text import given_text, read_source
+from flashgen.store.gallery import spec_file
 
 MOST_HEAD_DIMS = 100  # of a file: of all its attentions
 

@@ -10,7 +10,6 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -177,7 +176,7 @@ class _Loader:
 @cache
 def standard_definitions() -> Mapping[str, Macro]:
     """The prelude's definitions; the same for every file."""
-    text = files("flashgen.language").joinpath(PRELUDE).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(PRELUDE).read_text(encoding="utf-8")
     source = Source(f"flashgen/language/{PRELUDE}", text)
     report = Report()
     parsed = parse(source)

@@ -15,14 +15,13 @@ import re
 import sys
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import lark
 from lark import Lark, UnexpectedCharacters, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
-from flashgen.cache import Cache, key_of
 from flashgen.diagnostics import Diagnostic, Source, Span
 from flashgen.language import syntax, words
 from flashgen.language.complaints import (
@@ -35,6 +34,7 @@ from flashgen.language.complaints import (
 from flashgen.language.expected import statement_ended
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
+from flashgen.store.cache import Cache, key_of
 
 MAX_TOKENS = 20_000
 _MAX_STACK = 1_000
@@ -65,7 +65,7 @@ _TABLES = "grammar.tables"
 @cache
 def grammar() -> Lark:
     """The automaton of ``attn.lark``; its tables are built once and kept in the cache."""
-    text = files("flashgen.language").joinpath("attn.lark").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("attn.lark").read_text(encoding="utf-8")
     key = key_of("grammar", text, repr(_OPTIONS), lark.__version__, str(sys.implementation.cache_tag))
     stored = Cache.of_compiler().read(key, _TABLES)
     if stored is not None:

@@ -11,9 +11,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashgen import gallery
 from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
 from flashgen.language import words
+from flashgen.store import gallery
 
 MAX_BYTES = 1 << 20
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashgen.compiler.pipeline import Constant, by_name
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn.learned import Initial, learned_values
-from flashgen.pipeline import Constant, by_name, load
-from flashgen.runtime.conversion import head_dim_argument, int_argument
-from flashgen.runtime.op import BaseOp
+from flashgen.op.conversion import head_dim_argument, int_argument
+from flashgen.op.loading import load
+from flashgen.op.op import BaseOp
 
 
 class Attention(nn.Module):

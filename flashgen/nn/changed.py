@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 
 from flashgen.nn.masks import Change, Form
-from flashgen.pipeline import load_spec
-from flashgen.runtime.op import BaseOp
+from flashgen.op.loading import load_spec
+from flashgen.op.op import BaseOp
 
 # The ops, by names that changes have here. Attributes, as torch.compile looks at each when it is asked for.
 _OPS = SimpleNamespace()

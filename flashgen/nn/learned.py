@@ -18,9 +18,9 @@ from flashgen.analysis.differentiate import derivative
 from flashgen.diagnostics import quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
+from flashgen.op.conversion import as_number
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.reference.dense import constant_number
-from flashgen.runtime.conversion import as_number
-from flashgen.runtime.signature import TORCH_DTYPES
 
 # How a Parameter gets its values: a number, a tensor of its shape, or a function that fills it (``torch.nn.init``'s).
 Initial = float | Tensor | Callable[[Tensor], object]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flashgen.compiler.pipeline import Constant
 from flashgen.ir.spec import HeadDim
 from flashgen.nn.attention import Attention, as_op
 from flashgen.nn.changed import changed_op, origin_name
 from flashgen.nn.learned import Initial
 from flashgen.nn.masks import PADDING, PAIRS, Change
-from flashgen.pipeline import Constant, load_spec
-from flashgen.runtime.conversion import as_number, int_argument
-from flashgen.runtime.op import BaseOp
+from flashgen.op.conversion import as_number, int_argument
+from flashgen.op.loading import load_spec
+from flashgen.op.op import BaseOp
 
 _NESTED = (
     "a nested tensor is taken in the strided layout, for query, key and value at once, with batch_first=True and "

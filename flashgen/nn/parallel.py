@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flashgen.nn.attention import Attention
-from flashgen.runtime.dtensor_captured import Indexed
+from flashgen.op.dtensor_captured import Indexed
 
 
 class HeadParallel(ParallelStyle):

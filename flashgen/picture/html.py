@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from flashgen.analysis.variant import analyse
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
 from flashgen.emit.text import spec_lines
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.spec_text import spec_text
@@ -21,9 +21,10 @@ from flashgen.picture.paint import EMPTY, FULL, KEPT, MASKED, Color, paint, png,
 from flashgen.picture.usual import check_drawable, usual_shape
 from flashgen.plan.plans import Plans
 from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.target import CpuTarget
 
 if TYPE_CHECKING:
-    from flashgen.runtime.op import BaseOp
+    from flashgen.op.op import BaseOp
 
 _PIXELS = 256
 _LEGEND = ((FULL, "FULL"), (KEPT, "PARTIAL, kept"), (MASKED, "PARTIAL, masked"), (EMPTY, "EMPTY, never visited"))
@@ -35,7 +36,7 @@ def of_op(op: BaseOp) -> str:
     head_dim = spec.head_dims[0]
 
     def draw() -> MaskPicture:
-        return _drawn(spec, head_dim, compiled(analyse(spec, head_dim), local_cpu().target).plan.forward)
+        return _drawn(spec, head_dim, compiled(analyse(spec, head_dim), CpuTarget(local_cpu())).plan.forward)
 
     lines = "\n".join(spec_lines(spec)) if spec.statements else spec_text(spec)
     title = f"<b>{escape(spec.name)}</b> on {escape(' or '.join(op.backends))} <code>{escape(op.name)}</code>"

@@ -26,12 +26,12 @@ from flashgen.ir.expr import Load, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
+from flashgen.op.plain import as_arrays
+from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
 from flashgen.reference.shard import Shard
-from flashgen.runtime.plain import as_arrays
-from flashgen.runtime.selected import lowered_tensors
 from flashgen.verification.captured import realistic_captured, sizes_of
 
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture

@@ -3,7 +3,7 @@
 In: the SRAM size M, lengths and head dimensions, all in elements as the paper counts them. Out: elements. The closed
 forms are those of the algorithms as written (Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", NeurIPS 2022,
 arXiv 2205.14135), and of the one that B.5 of that paper compares with (Rabe, Staats, "Self-attention does not need
-O(n²) memory", arXiv 2112.05682); tests compare them with what ``flashgen.reference.algorithms`` counts: HBM accesses,
+O(n²) memory", arXiv 2112.05682); tests compare them with what ``tools.paper`` counts: HBM accesses,
 flops of the matrix products, and memory beside inputs and outputs.
 """
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.notebook import drawn
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,9 +35,7 @@ class Plans(Mapping[HeadDim, Any]):
         return f"{{\n{listed}\n}}" if listed else "{}"
 
     def _repr_html_(self) -> str:
-        # By name: pictures are made with what plans are made of, and stand above them.
-        found: str = importlib.import_module("flashgen.picture.html").of_plans(self)
-        return found
+        return drawn("plans", self)
 
 
 def summary(plan: Any) -> str:

@@ -1,4 +1,4 @@
-"""``Target``: what the compiler asks of everything that kernels are made for, and ``Device``: of what they run on.
+"""``Target``: what kernels are made for. ``Device``: the figures of what runs them. ``Family``: what is known of both.
 
 A family is a folder of this package. It plans, emits and compiles; nobody else asks what a target is. Its files have
 the same names in each folder: ``limits`` (what is refused, whatever the tiles), ``rules`` (of thumb, by name),
@@ -7,7 +7,7 @@ the same names in each folder: ``limits`` (what is refused, whatever the tiles),
 to others. What families of GPUs share is in ``gpu``.
 
 A target is what is compiled for, an architecture perhaps; how fast that is depends on the product, so that a cost is
-asked of a device.
+asked of a family with a device. A device is figures alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from flashgen.plan.report import PassReport
 
 PlanT = TypeVar("PlanT", bound=Plan)
 BinaryT = TypeVar("BinaryT")
+DeviceT_contra = TypeVar("DeviceT_contra", bound="Device", contravariant=True)
 
 
 class Target(Protocol[PlanT, BinaryT]):
@@ -47,7 +48,7 @@ class Target(Protocol[PlanT, BinaryT]):
         """Whether a package holds binaries for it; else they are made on the machine that runs them."""
 
     @property
-    def device(self) -> Device[PlanT, BinaryT] | None:
+    def device(self) -> Device | None:
         """What it is compiled for in particular, whose tuned tiles it takes; None where several products share it."""
 
     def limits(self, variant: Variant) -> Sequence[Diagnostic]:
@@ -85,8 +86,8 @@ class ByLength(Protocol):
         """Those of one class of shapes; ``group`` query heads share a key/value head."""
 
 
-class Device(Protocol[PlanT, BinaryT]):
-    """One product: what its kernels are compiled for, and what the model of time knows of it."""
+class Device(Protocol):
+    """The figures of one product: what its kernels are compiled for, and what the model of time knows of it."""
 
     @property
     def name(self) -> str:
@@ -95,14 +96,6 @@ class Device(Protocol[PlanT, BinaryT]):
     @property
     def product(self) -> str:
         """Its name for people: whose clocks are taken."""
-
-    @property
-    def target(self) -> Target[PlanT, BinaryT]:
-        """What is compiled for it."""
-
-    @property
-    def identity(self) -> str | None:
-        """What tuned tiles are stored under; None where nobody can have measured."""
 
     @property
     def tiles_by_element(self) -> bool:
@@ -115,15 +108,26 @@ class Device(Protocol[PlanT, BinaryT]):
     def with_sram(self, size: int) -> Self:
         """The same with another memory for a tile."""
 
-    def by_length(self, variant: Variant, element: ElementType) -> ByLength | None:
+
+class Family(Protocol[DeviceT_contra, PlanT, BinaryT]):
+    """What a family knows of one of its devices, beyond the figures of the device: it plans, and predicts times."""
+
+    def target(self, device: DeviceT_contra) -> Target[PlanT, BinaryT]:
+        """What is compiled for the device."""
+
+    def identity(self, device: DeviceT_contra) -> str | None:
+        """What tuned tiles are stored under; None where nobody can have measured."""
+
+    def by_length(self, device: DeviceT_contra, variant: Variant, element: ElementType) -> ByLength | None:
         """The tiles that short calls choose from; None where all lengths share one plan. Raises ``SpecError``."""
 
-    def cost(self, variant: Variant, plan: PlanT, shape: Shape) -> tuple[PassReport, ...]:
+    def cost(self, device: DeviceT_contra, variant: Variant, plan: PlanT, shape: Shape) -> tuple[PassReport, ...]:
         """Each pass of a plan at a shape: bytes, time, and what it is measured by."""
 
-    def candidates(self, variant: Variant, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
+    def candidates(
+        self, device: DeviceT_contra, variant: Variant, shape: Shape, element: ElementType, name: str
+    ) -> dict[Tile, float]:
         """Predicted seconds of the tiles of a pass that are worth measuring, the planner's choice first."""
 
 
 AnyTarget = Target[Any, Any]
-AnyDevice = Device[Any, Any]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
+from flashgen.plan.plan import Plan
 from flashgen.plan.report import PlanReport, remarks_on
-from flashgen.targets.protocol import BinaryT, Device, PlanT
+from flashgen.targets.protocol import Device
+from flashgen.targets.registry import family_of
 
 
-def report(variant: Variant, device: Device[PlanT, BinaryT], shape: Shape, plan: PlanT | None = None) -> PlanReport:
+def report(variant: Variant, device: Device, shape: Shape, plan: Plan | None = None) -> PlanReport:
     """The report on a plan, by default the planner's own.
 
     Raises ``SpecError`` where no plan fits, with how much is needed and for what.
     """
-    decisions = device.target.plan(variant) if plan is None else plan
-    passes = device.cost(variant, decisions, shape)
+    family = family_of(device)
+    decisions = family.target(device).plan(variant) if plan is None else plan
+    passes = family.cost(device, variant, decisions, shape)
     remarks = (*device.remarks, *remarks_on(passes))
     return PlanReport(decisions, device.name, device.product, shape, passes, remarks)

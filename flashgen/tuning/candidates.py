@@ -13,7 +13,8 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PASSES, Tile
-from flashgen.targets.protocol import AnyDevice
+from flashgen.targets.protocol import Device
+from flashgen.targets.registry import family_of
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Candidate:
 
 
 def candidates(
-    variant: Variant, device: AnyDevice, shape: Shape, element: ElementType, most: int
+    variant: Variant, device: Device, shape: Shape, element: ElementType, most: int
 ) -> Mapping[str, tuple[Candidate, ...]]:
     """At most ``most`` beside the planner's choice, for each pass. Raises ``SpecError`` where no tile fits."""
     found = {}
     for name in PASSES:
-        seconds = device.candidates(variant, shape, element, name)
+        seconds = family_of(device).candidates(device, variant, shape, element, name)
         first, *others = seconds
         ordered = [first, *sorted(others, key=lambda tile: (seconds[tile], tile.Br, tile.Bc))]
         found[name] = tuple(

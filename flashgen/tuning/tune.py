@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.backends import gpu_at_hand
-from flashgen.benchmark.device import waiting
-from flashgen.benchmark.timing import paired_times
+from flashgen.compiler.tuned import TunedStore
 from flashgen.diagnostics import SpecError
+from flashgen.hosts import cuda
+from flashgen.hosts.backends import gpu_at_hand
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning
-from flashgen.runtime import cuda
-from flashgen.runtime.compiler import CompileFailed
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.machine import cpu_identity
 from flashgen.targets.device_table import board_of
-from flashgen.tuned import TunedStore
+from flashgen.toolchains.cpp import CompileFailed
 from flashgen.tuning.candidates import Candidate, candidates
+from flashgen.tuning.device import waiting
+from flashgen.tuning.timing import paired_times
 from flashgen.verification.inputs import Inputs, random_inputs
 
 _ROUNDS = 15

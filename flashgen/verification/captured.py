@@ -30,9 +30,9 @@ from flashgen.ir.operators import OPERATORS
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Select
 from flashgen.ir.types import ElementType
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
-from flashgen.runtime.signature import TORCH_DTYPES
 
 _KEPT_BY_NOISE = 0.75
 _FAR_BLOCKS = 0.1

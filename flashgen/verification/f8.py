@@ -28,9 +28,9 @@ from torch import Tensor
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.runtime.eight_bits import fitting_factors, from_8_bits, rounded_weights, to_8_bits
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.eight_bits import fitting_factors, from_8_bits, rounded_weights, to_8_bits
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs
 from flashgen.verification.verify import DROPOUT_SEED, dense, relative_error, widened
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
-from flashgen.backends import (
+from flashgen.hosts.backends import (
     ELEMENTS,
     RowsOf,
     block_kernel,
@@ -29,13 +29,13 @@ from flashgen.backends import (
     launches_of,
     ragged_kernel,
 )
+from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.op.op import AttentionOp
+from flashgen.op.plain import as_arrays
+from flashgen.op.selected import lowered_tensors, numbers_of_queries
 from flashgen.plan.arguments import param_field
 from flashgen.plan.operands import PARTS, SLICES
-from flashgen.runtime.emulated import SIZE, Counted
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.plain import as_arrays
-from flashgen.runtime.selected import lowered_tensors, numbers_of_queries
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of

@@ -33,9 +33,9 @@ from flashgen.ir.expr import (
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
+from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import constant_number, param_values
 from flashgen.reference.shard import Shard
-from flashgen.runtime.selected import lowered_tensors
 from flashgen.verification.captured import random_captured, realistic_captured, sizes_of, tensor_shape
 
 __all__ = ["Inputs", "accepts", "fitting", "lowered_inputs", "random_inputs", "refusal", "scale_factor", "tensor_shape"]

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.explanation import ExplainedPass
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
-from flashgen.runtime.emulated import recording
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.verification.hbm import HbmBytes, hbm_bytes
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
 from flashgen.verification.second_order import second_order

@@ -13,7 +13,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import BaseOp
+from flashgen.op.op import BaseOp
 
 
 class CausalAttention(BaseOp):

@@ -1,5 +1,5 @@
 // Writes zeros to rows behind the last sequence of a ragged batch: a warp a row of a head, in turns.
-// flashgen/runtime/behind.py says what the fields are.
+// flashgen/op/behind.py says what the fields are.
 struct Behind {
   void* at;
   const int32_t* end;  // the row behind the last sequence

@@ -77,7 +77,7 @@ struct Product {
 };
 
 // A tensor in global memory, and the boxes of it that tensor copies bring: what the emulator's hosts write
-// into the words of a fg::TensorMap (flashgen/runtime/tensor_maps.py).
+// into the words of a fg::TensorMap (flashgen/hosts/tensor_maps.py).
 struct MappedTensor {
   uint64_t address, extents[5], strides[4];  // elements of a row, rows, slabs, two more; bytes between those, but elements
   uint32_t box[2], element_bytes;            // columns and rows

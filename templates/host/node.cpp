@@ -1,5 +1,5 @@
 // Plain calls, and their node of autograd, without an interpreter in between: what a node in Python
-// asks for again each time stands in a plan, made once for each combination of shapes (flashgen/runtime/node.py, which
+// asks for again each time stands in a plan, made once for each combination of shapes (flashgen/op/node.py, which
 // also says in what order its words come). What a plan is not for goes to Python, where everything is taken.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -80,7 +80,7 @@ struct Driver {
         stream(words.function<decltype(stream)>()) {}
 };
 
-// flashgen/runtime/tensor_maps.py
+// flashgen/hosts/tensor_maps.py
 struct Map {
   size_t slot;
   int element, swizzle;

@@ -20,6 +20,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.language import parse_text
 from flashgen.reference.namespace import TorchNamespace
 from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.target import CpuTarget
 from tests.analysis.test_simplify import COUNT, TENSORS, values
 from tests.ir.expressions import expr
 from tests.ir.strategies import ROW, J, P, S, floats
@@ -173,7 +174,7 @@ def test_the_work_is_proportional_to_the_score(kind: str) -> None:
         try:
             (spec,) = parse_text(code).specs
             variant = analyse(spec, spec.head_dims[0])
-            GENERIC_CPU.target.plan(variant)
+            CpuTarget(GENERIC_CPU).plan(variant)
             over_diagonals(variant)
         finally:
             sys.setprofile(before)

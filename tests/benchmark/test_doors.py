@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import doors
-from benchmarks.gpu_rows import Row
-from benchmarks.report import Report
+from tools.benchmarks import doors
+from tools.benchmarks.gpu_rows import Row
+from tools.benchmarks.report import Report
 
 pytestmark = pytest.mark.skipif(doors.ON_GPU, reason="sizes for a CPU")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
-from flashgen.benchmark import timing
-from flashgen.benchmark.sweep import Absent, Sweep
 from flashgen.picture.plotting import PlottingMissing
+from flashgen.tuning import timing
+from tools.benchmarks import figures
+from tools.benchmarks.sweep import Absent, Sweep
 
 
 @pytest.fixture(scope="module")

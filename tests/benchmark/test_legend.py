@@ -8,7 +8,7 @@ import pytest
 @pytest.mark.parametrize("length", [3, 30, 45])
 def test_a_legend_is_not_cut_off(length: int) -> None:
     figure_module = pytest.importorskip("matplotlib.figure")
-    from flashgen.benchmark.plots import _add_legend
+    from tools.benchmarks.plots import _add_legend
 
     drawn = figure_module.Figure(figsize=(6.6, 3.4), layout="constrained")
     axis = drawn.add_subplot()

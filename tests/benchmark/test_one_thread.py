@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.one_thread import one_word
-from flashgen.runtime.compiler import find_compiler
+from flashgen.toolchains.cpp import find_compiler
+from tools.benchmarks.one_thread import one_word
 
 
 def test_a_compiler_with_flags_has_a_name_of_one_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashgen.benchmark.flex import flex_peer
-from flashgen.benchmark.peer import Inexpressible
-from flashgen.benchmark.peers import PEERS, kept_share
+from flashgen.compiler.pipeline import check_file
 from flashgen.ir.shape import Shape
 from flashgen.language import parse_text
-from flashgen.pipeline import check_file
 from flashgen.verification import Inputs, fitting, random_inputs
 from flashgen.verification.verify import dense
+from tools.benchmarks.flex import flex_peer
+from tools.benchmarks.peer import Inexpressible
+from tools.benchmarks.peers import PEERS, kept_share
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
 
@@ -70,7 +70,7 @@ def test_the_share_of_kept_pairs(mask: str, share: float) -> None:
 
 
 def test_peers_are_named() -> None:
-    from flashgen.cli.bench import DEFAULT_PEERS, PEER_NAMES
+    from tools.benchmarks.command import DEFAULT_PEERS, PEER_NAMES
 
     assert set(PEER_NAMES) == set(PEERS)
     assert set(DEFAULT_PEERS) <= set(PEERS)

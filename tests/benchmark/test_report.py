@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
-from benchmarks.report import processor
+from tools.benchmarks import report
+from tools.benchmarks.report import processor
 
 PAGE = "before\n<!-- speed -->\n`make bench` on {}, 2 cores\n\nold\n<!-- end of speed -->\nafter\n"
 

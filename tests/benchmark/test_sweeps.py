@@ -9,11 +9,22 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from flashgen.benchmark import timing
-from flashgen.benchmark.memory import available_bytes, peak_bytes
-from flashgen.benchmark.peers import kept_share, rabe_staats_peer, sdpa_peer, standard_peer
-from flashgen.benchmark.sweep import Absent, Point
-from flashgen.benchmark.sweeps import (
+from flashgen.hosts.emulated import recording
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
+from flashgen.language import parse_text
+from flashgen.op.loading import load_spec
+from flashgen.op.signature import TORCH_DTYPES
+from flashgen.plan import paper
+from flashgen.tuning import timing
+from flashgen.verification import random_inputs
+from flashgen.verification.hbm import hbm_bytes
+from flashgen.verification.verify import dense
+from tools.benchmarks.peak_memory import available_bytes, peak_bytes
+from tools.benchmarks.peers import kept_share, rabe_staats_peer, sdpa_peer, standard_peer
+from tools.benchmarks.sweep import Absent, Point
+from tools.benchmarks.sweeps import (
     PADDING,
     Task,
     block_sweep,
@@ -25,18 +36,7 @@ from flashgen.benchmark.sweeps import (
     with_dropout,
     with_padding,
 )
-from flashgen.benchmark.traffic import kernel_bytes, standard_bytes
-from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec
-from flashgen.ir.types import ElementType
-from flashgen.language import parse_text
-from flashgen.pipeline import load_spec
-from flashgen.plan import paper
-from flashgen.runtime.emulated import recording
-from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.verification import random_inputs
-from flashgen.verification.hbm import hbm_bytes
-from flashgen.verification.verify import dense
+from tools.benchmarks.traffic import kernel_bytes, standard_bytes
 
 CPU = torch.device("cpu")
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import build_lock
-from flashgen.build_lock import exclusive
+from flashgen.store import build_lock
+from flashgen.store.build_lock import exclusive
 
 HOLD = """
     import os, sys, time
     from pathlib import Path
-    from flashgen.build_lock import exclusive
+    from flashgen.store.build_lock import exclusive
     with exclusive(Path(sys.argv[1]), "some spec"):
         if sys.argv[2] == "fork" and os.fork() == 0:
             time.sleep(60)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import cache as cache_module
-from flashgen.cache import Cache
+from flashgen.store import cache as cache_module
+from flashgen.store.cache import Cache
 
 KEY = "ab" * 32
 OTHER = "cd" * 32
@@ -162,7 +162,7 @@ def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     script = """
         import os, warnings
         from pathlib import Path
-        from flashgen.cache import Cache
+        from flashgen.store.cache import Cache
         warnings.simplefilter("ignore")
         path = Cache(Path("/dev/null/x")).fetch("ab" * 32, "library.so", lambda: {"library.so": b"code"})
         if os.fork() == 0:
@@ -202,7 +202,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 SLOW_BUILD = """
     import sys, time
     from pathlib import Path
-    from flashgen.cache import Cache
+    from flashgen.store.cache import Cache
     root, log = map(Path, sys.argv[1:])
     def build():
         with log.open("a") as file:

@@ -9,10 +9,10 @@ import jinja2
 import pytest
 from lark import Lark
 
-from flashgen.cache import Cache, key_of
 from flashgen.diagnostics import Source
 from flashgen.emit.environment import environment
 from flashgen.language.parser import grammar, parse
+from flashgen.store.cache import Cache, key_of
 
 TEXT = "attention a { head_dim 16  score s * (1 +  mask causal }\nattention b { head_dimm 8  let x = -2^-i ? 1 }"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import cache as cache_module
-from flashgen.cache import Cache
-from flashgen.ownership import doubt_about_folder
-from flashgen.tuned import TunedStore
+from flashgen.compiler.tuned import TunedStore
+from flashgen.store import cache as cache_module
+from flashgen.store.cache import Cache
+from flashgen.store.ownership import doubt_about_folder
 
 KEY = "ab" * 32
 FILES = {"library.so": b"ours", "compile.log": b""}
@@ -217,12 +217,12 @@ def test_a_planted_library_does_not_run(tmp_path: Path) -> None:
 
 def test_a_group_of_ones_own_may_write_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each user has a group, a umask of 002 is usual; the cache itself is closed all the same."""
-    import flashgen.ownership
+    import flashgen.store.ownership
 
     (tmp_path / "cache").mkdir()
     tmp_path.chmod(0o775)
     for own in (True, False):
-        monkeypatch.setattr(flashgen.ownership, "_has_group_to_itself", lambda _, own=own: own)
+        monkeypatch.setattr(flashgen.store.ownership, "_has_group_to_itself", lambda _, own=own: own)
         assert (doubt_about_folder(tmp_path / "cache") is None) is own
 
 

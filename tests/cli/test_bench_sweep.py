@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from flashgen.benchmark import sweeps, timing
-from flashgen.benchmark.sweep import Sweep
+from flashgen.tuning import timing
 from tests.cli.helpers import flashgen
+from tools.benchmarks import sweeps
+from tools.benchmarks.sweep import Sweep
 
 SMALL = ("--shape", "1,1,1,128,128")
 
@@ -141,7 +142,7 @@ def test_a_gpu_that_is_not_there(spec: Path) -> None:
 def test_a_missing_matplotlib_is_noticed_before_anything_is_measured(
     specs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import flashgen.benchmark.sweeps as sweeps_module
+    import tools.benchmarks.sweeps as sweeps_module
     from flashgen.picture import plotting
 
     def missing(name: str) -> None:

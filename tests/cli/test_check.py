@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.pipeline import target_names
+from flashgen.compiler.pipeline import target_names
 from tests.cli.helpers import flashgen, flashgen_process
 
 GOOD = "attention good { head_dim 64 mask causal }"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from flashgen import doctor
-from flashgen.doctor import Finding, Report, examine
+from flashgen.cli import doctor
+from flashgen.cli.doctor import Finding, Report, examine
 from tests.cli.helpers import Outcome, flashgen, flashgen_process
 
 ROOT = Path(__file__).parents[2]

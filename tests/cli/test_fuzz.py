@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flashgen.fuzz.corpus import keep
-from flashgen.fuzz.draws import CallDraw, Case, Machine
 from tests.cli.helpers import flashgen, flashgen_process
+from tools.fuzz.corpus import keep
+from tools.fuzz.draws import CallDraw, Case, Machine
 
 
 def test_a_seed_can_be_repeated() -> None:

@@ -85,10 +85,10 @@ def test_an_interruption_is_said_in_a_line(spec: Path) -> None:
     ("name", "place"),
     [
         ("verify", "flashgen.verification.verify"),
-        ("bench", "flashgen.benchmark.bench.bench"),
-        ("plan", "flashgen.pipeline.report_file"),
+        ("bench", "tools.benchmarks.bench.bench"),
+        ("plan", "flashgen.compiler.pipeline.report_file"),
         ("show", "flashgen.picture.mask.mask_picture"),
-        ("build", "flashgen.building.build_files"),
+        ("build", "flashgen.compiler.building.build_files"),
     ],
 )
 def test_every_command_can_be_interrupted(spec: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from flashgen import tuned
 from flashgen.cli.tune import _verdict
+from flashgen.compiler import tuned
+from flashgen.compiler.tuned import TunedStore
 from flashgen.plan.measured import Measured, MeasuredPass, Tile
-from flashgen.tuned import TunedStore
 from flashgen.tuning import tune as tuning
 from tests.cli.helpers import flashgen
 

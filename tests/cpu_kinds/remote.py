@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashgen.hosts.extents import extents
+from flashgen.hosts.kernel import ArgumentLayout, LibraryKernel
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import Field
-from flashgen.runtime.extents import extents
-from flashgen.runtime.kernel import ArgumentLayout, LibraryKernel
 
 MAIN = Path(__file__).with_name("remote_main.cpp")
 INTEGER, DOUBLE, BUFFER = range(3)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.backends import EmulatorProvider, launches_of
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts.backends import EmulatorProvider, launches_of
+from flashgen.hosts.emulated import EmulatedKernel
+from flashgen.hosts.emulator import FaultKind, Program, compile_program
+from flashgen.hosts.kernel import ArgumentLayout, PassName
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulated import EmulatedKernel
-from flashgen.runtime.emulator import FaultKind, Program, compile_program
-from flashgen.runtime.kernel import ArgumentLayout, PassName
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.tiles import BackwardTiles
 from flashgen.verification.verify import verify_case
 from tests.cuda.hopper import changed, random

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
 from tests.cuda.helpers import variant_of
 
 try:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 
 # One without asynchronous copies, one with them, one whose warpgroups multiply.
 KINDS = ("sm_75", "sm_80", "sm_90a")

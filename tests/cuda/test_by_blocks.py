@@ -12,21 +12,21 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.by_blocks import takes_blocks
-from flashgen.backends import EmulatorProvider, RowsOf, kernel_variant, launches_of
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
+from flashgen.hosts.backends import EmulatorProvider, RowsOf, kernel_variant, launches_of
+from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan import by_blocks
 from flashgen.plan.by_blocks import block_order, part_bytes
-from flashgen.runtime.emulated import EmulatedKernel, recording
-from flashgen.runtime.emulator import EmulatorError, FaultKind, compile_program
-from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.nvrtc import compile_cuda
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.nvrtc import compile_cuda
 from flashgen.verification.verify import relative_error, verify_case
 from tests.cuda.nvrtc import has_products_that_wait, needs_nvrtc
 from tests.numeric.helpers import failures

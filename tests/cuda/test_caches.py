@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.backends import RowsOf, kernel_variant, launches_of
-from flashgen.compiled import CompiledKernel, compiled
+from flashgen.compiler.compiled import CompiledKernel, compiled
+from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulator import EmulatorError, compile_program
+from flashgen.hosts.kernel import ArgumentLayout, PassName
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.op.cached import CachedEngine
+from flashgen.op.eight_bits import F8
+from flashgen.op.op import AttentionOp, OpParts
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.launches import PassLaunches
-from flashgen.runtime.cached import CachedEngine
-from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.emulated import EmulatedKernel, recording
-from flashgen.runtime.emulator import EmulatorError, compile_program
-from flashgen.runtime.kernel import ArgumentLayout, PassName
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
-from flashgen.runtime.signature import TORCH_DTYPES
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS

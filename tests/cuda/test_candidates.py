@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from flashgen.fuzz.draws import CallDraw, Case, Machine
-from flashgen.fuzz.judge import judge
-from flashgen.gpu_calls import kernel_variant
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.measured import PASSES, Tile
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.alternatives import gpu_candidates, tile_of
 from flashgen.targets.registry import GPUS
+from tools.fuzz.draws import CallDraw, Case, Machine
+from tools.fuzz.judge import judge
 
 SPEC = "attention tiles {{ head_dim {} mask causal dtype bf16 {}}}"
 CALLS = (

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import flashgen
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of

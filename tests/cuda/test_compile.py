@@ -11,11 +11,11 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
-from flashgen.runtime.nvrtc import CudaBinary, compile_cuda, find_nvrtc, resources
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, find_nvrtc, resources
 from tests.cuda.helpers import emitted, launched, planned, variant_of
 from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.slices import one_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.pipeline import load_spec
+from flashgen.op.loading import load_spec
 from tests.numeric.helpers import assert_close, normal
 
 TEXT = "attention drops { head_dim 32/48  dtype %s  mask i - j < 90  dropout 0.3 }"

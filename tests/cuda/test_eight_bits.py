@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.backends import RowsOf, kernel_variant, launches_of
-from flashgen.compiled import CompiledKernel, assembled, compiled
+from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
+from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.emulated import EmulatedKernel
+from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType
+from flashgen.op.eight_bits import F8
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.plan import CallKind, Part
-from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.emulated import EmulatedKernel
-from flashgen.runtime.emulator import EmulatorError, FaultKind, compile_program
-from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.model import KEYS_OF_SUMS

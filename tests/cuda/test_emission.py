@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flashgen.analysis.variant import Variant
-from flashgen.gpu_calls import RowsOf, kernel_variant
+from flashgen.hosts.gpu_calls import RowsOf, kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.launches import ALIGNMENT

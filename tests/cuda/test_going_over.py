@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, emitted_for, hopper, random
 from tests.slices import one_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.emulated import recording
-from flashgen.runtime.op import AttentionOp
+from flashgen.hosts.emulated import recording
+from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
 TEXT = """

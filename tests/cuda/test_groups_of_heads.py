@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.language import parse_text
-from flashgen.runtime.emulator import EmulatorError, FaultKind
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.recipe import recipe_of
 from tests.cuda.hopper import changed, hopper, random

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from flashgen.hosts.emulator import FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import FaultKind
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators

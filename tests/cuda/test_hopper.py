@@ -7,7 +7,7 @@ import pytest
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
+from flashgen.op.loading import load_spec
 from flashgen.targets.gpu.model import COPYING_REGISTERS, FINDING_REGISTERS, dq_column_groups, registers
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.lists import ListCache
-from flashgen.runtime.op import AttentionOp
+from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.lists import ListCache
+from flashgen.op.op import AttentionOp
 from tests.cuda.hopper import changed, hopper, random
 
 BLOCKS = "layout block 64: I == J or hash(I, J, 3) % 4 == 0"

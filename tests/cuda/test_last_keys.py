@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashgen.hosts.emulated import SIZE
+from flashgen.hosts.emulator import EmulatorError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulated import SIZE
-from flashgen.runtime.emulator import EmulatorError
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.last_keys import LEAST_PART, parts_of_last, shares_last
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.pipeline import read_file, target_named
-from flashgen.runtime.nvrtc import find_nvrtc
+from flashgen.compiler.pipeline import read_file, target_named
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.layout import Layout, Part, Words, printed
@@ -18,6 +17,7 @@ from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.toolchains.nvrtc import find_nvrtc
 from tests.cuda.nvrtc import needs_nvrtc
 
 GALLERY = ("causal", "packed_documents", "random_blocks", "gaussian_regression", "t5", "mla")

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, hopper, random
 

@@ -13,7 +13,7 @@ import torch
 import flashgen
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
 from tests.cuda.helpers import planned, variant_of

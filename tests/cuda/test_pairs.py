@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from flashgen.analysis.variant import DOT
-from flashgen.backends import EmulatorProvider
+from flashgen.hosts.backends import EmulatorProvider
+from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulator import EmulatorError
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import stored_tensors
-from flashgen.runtime.emulated import EmulatedKernel, recording
-from flashgen.runtime.emulator import EmulatorError
-from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.targets.gpu.launches import MOST_IN_TURN
 from flashgen.targets.gpu.model import takes_turns
 from flashgen.targets.gpu.near import FAR

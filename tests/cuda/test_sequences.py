@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.backends import RowsOf, kernel_variant, launches_of
-from flashgen.compiled import CompiledKernel, compiled
+from flashgen.compiler.compiled import CompiledKernel, compiled
+from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.emulated import EmulatedKernel
+from flashgen.hosts.emulator import EmulatorError, compile_program
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec
-from flashgen.runtime import lengths, ragged
-from flashgen.runtime.emulated import EmulatedKernel
-from flashgen.runtime.emulator import EmulatorError, compile_program
-from flashgen.runtime.kernel import ArgumentLayout
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
+from flashgen.op import lengths, ragged
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.runtime.emulator import EmulatorError
-from flashgen.runtime.op import AttentionOp
+from flashgen.hosts.emulator import EmulatorError
+from flashgen.op.op import AttentionOp
 
 from .test_sequences import changed, emitted
 

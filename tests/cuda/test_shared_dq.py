@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from flashgen.hosts.emulator import FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import FaultKind
 from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.op import AttentionOp
+from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.op.op import AttentionOp
 from tests.cuda.hopper import changed, hopper, random
 
 # By how much scores grow from key to key, about: weights that become large, infinite ones, and such as are counted from

@@ -8,12 +8,12 @@ from flashgen.analysis.tangent import with_tangent
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import CallKind, Part
-from flashgen.runtime.nvrtc import compile_cuda
 from flashgen.targets.gpu.compile import part_of
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.nvrtc import compile_cuda
 from tests.cuda.helpers import variant_of
 from tests.cuda.nvrtc import has_products_that_wait, needs_nvrtc
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.emit import cuda_symbol
 from flashgen.targets.gpu.launches import forward_launches
 from tests.cuda.helpers import launched, planned

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case

@@ -17,11 +17,11 @@ import flashgen
 from flashgen.diagnostics import SpecError
 from flashgen.distributed import context_parallel, partition
 from flashgen.distributed.exchange import counting
-from flashgen.fuzz.draws import Machine, draw
-from flashgen.fuzz.inputs import check_size
 from flashgen.ir.shape import Shape
 from flashgen.verification.inputs import Inputs, random_inputs
 from flashgen.verification.verify import relative_error
+from tools.fuzz.draws import Machine, draw
+from tools.fuzz.inputs import check_size
 
 
 @dataclass(frozen=True)

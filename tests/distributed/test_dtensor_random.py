@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flashgen
 from flashgen import SpecError
-from flashgen.fuzz.draws import Machine, draw
 from flashgen.ir.shape import Shape
-from flashgen.runtime.dtensor_captured import Indexed
+from flashgen.op.dtensor_captured import Indexed
 from flashgen.verification.inputs import Inputs, random_inputs
+from tools.fuzz.draws import Machine, draw
 
 RANKS = 2
 SHAPE = Shape(3, 4, 2, 9, 7)

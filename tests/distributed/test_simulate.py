@@ -13,12 +13,12 @@ import flashgen
 from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
 from flashgen.analysis.tiles import loads_of
 from flashgen.analysis.variant import analyse
+from flashgen.compiler.pipeline import device_named
 from flashgen.distributed import context_parallel, partition
 from flashgen.distributed.blocks import Span, cuts, kept, mask_of
-from flashgen.distributed.simulate import METHODS, Simulation, in_words, simulate
 from flashgen.ir.shape import Shape
-from flashgen.pipeline import device_named
 from tests.distributed.ranks import run
+from tools.simulation.simulate import METHODS, Simulation, in_words, simulate
 
 CAUSAL = "attention causal { head_dim 64 dtype f32 mask causal }"
 WINDOW = "attention near { head_dim 64 dtype f32 mask window_left(300) and causal }"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.pipeline import check_file
+from flashgen.compiler.pipeline import check_file
 from tests.cli.helpers import flashgen
 
 _BLOCK = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

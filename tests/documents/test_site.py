@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 ARCHITECTURE = "flashgen/ARCHITECTURE.md"
 CONTRIBUTING = "CONTRIBUTING.md"
-ELSEWHERE = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "specs/LANGUAGE.md", ARCHITECTURE, CONTRIBUTING)
+ELSEWHERE = ("README.md", "CHANGELOG.md", "tools/benchmarks/README.md", "specs/LANGUAGE.md", ARCHITECTURE, CONTRIBUTING)
 PAGES = sorted(file.relative_to(ROOT).as_posix() for file in DOCS.rglob("*.md"))
 
 

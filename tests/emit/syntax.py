@@ -8,13 +8,13 @@ import pytest
 
 from flashgen.analysis.variant import analyse
 from flashgen.ir.spec import AttentionSpec
-from flashgen.runtime.compiler import REQUIRED_FLAGS, find_compiler
-from flashgen.runtime.nvrtc import NvrtcMissing, find_nvrtc
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
+from flashgen.toolchains.nvrtc import NvrtcMissing, find_nvrtc
 
 
 def assert_compiles_for_cpus(spec: AttentionSpec) -> None:

@@ -14,12 +14,12 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.language import parse_text
-from flashgen.runtime.compiler import REQUIRED_FLAGS, find_compiler
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.model import buffers
 from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
 from flashgen.targets.cpu.products import FEWEST_ROWS, OF_TANGENTS, Products
+from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
 
 EVERYTHING = """
 attention everything {

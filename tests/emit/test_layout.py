@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from flashgen.analysis.variant import analyse
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
+from flashgen.compiler.pipeline import target_named
 from flashgen.diagnostics import SpecError
 from flashgen.emit import context
 from flashgen.emit.layout import COLUMNS, laid_out
-from flashgen.fuzz.draws import Machine, draw
 from flashgen.language import parse_text
-from flashgen.pipeline import target_named
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.tiles import GpuPlan
+from tools.fuzz.draws import Machine, draw
 
 GENERATED = Path(__file__).parents[2] / "generated"
 RANDOM_SPECS = 12

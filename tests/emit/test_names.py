@@ -10,16 +10,17 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.building import build_file
-from flashgen.compiled import compiled
+from flashgen.compiler.building import build_file
+from flashgen.compiler.compiled import compiled
+from flashgen.compiler.package.files import package_files
 from flashgen.emit.text import pascal_case
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.language.functions import FUNCTIONS
-from flashgen.package.files import package_files
 from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.target import CpuTarget
 from flashgen.verification.verify import verify_case
 from tests.emit.syntax import assert_compiles_for_cpus, assert_compiles_for_gpus
 from tests.numeric.helpers import failures
@@ -145,7 +146,7 @@ def test_packages_are_imported_and_registered(names: list[str], tmp_path: Path) 
     """On the meta device, where operators are called and differentiated, and nothing is compiled."""
     for name in names:
         spec = parse_text(f"attention {name} {{ head_dim 16 dtype f32 tensor w: f32[H] grad score s + w[h] }}").specs[0]
-        made = compiled(analyse(spec, spec.head_dims[0]), GENERIC_CPU.target)
+        made = compiled(analyse(spec, spec.head_dims[0]), CpuTarget(GENERIC_CPU))
         folder = tmp_path / "packages" / name
         folder.mkdir(parents=True)
         for file, content in package_files(spec, [(made.source, made.packed())]).items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.emulator.source import kernel_names
+from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.source import kernel_names
 from tests.emulator.helpers import Array, kernel, launch
 
 SOURCE = kernel("barriers")

@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
-from flashgen.runtime.emulator import Report, SharedRequests, Traffic, compile_program
+from flashgen.hosts.emulator import Report, SharedRequests, Traffic, compile_program
 from tests.emulator.helpers import Outcome, kernel, launch
 
 BANKS = kernel("banks")

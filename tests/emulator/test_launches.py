@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from flashgen.runtime.compiler import CompileFailed
-from flashgen.runtime.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program, run
-from flashgen.runtime.emulator.source import kernel_names, kernel_source
+from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program, run
+from flashgen.hosts.emulator.source import kernel_names, kernel_source
+from flashgen.toolchains.cpp import CompileFailed
 from tests.emulator.helpers import kernel, launch
 from tests.emulator.test_counts import product
 

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.tensor_maps import TensorMap, tensor_map
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.launches import Box
 from flashgen.plan.operands import RAGGED
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.tensor_maps import TensorMap, tensor_map
 from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.runtime.emulator import EmulatorError, FaultKind
-from flashgen.runtime.emulator.source import kernel_names
-from flashgen.runtime.tensor_maps import TensorMap
+from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.source import kernel_names
+from flashgen.hosts.tensor_maps import TensorMap
 from tests.emulator.helpers import kernel, launch
 
 # Name, warps, kind, what the message says.

@@ -9,7 +9,7 @@ from torch import Tensor
 import flashgen
 from examples.small_gpt import InPyTorch, Refused, attentions_of, device_named, first_leak, spec_of
 from flashgen.nn import Attention
-from flashgen.pipeline import load_spec
+from flashgen.op.loading import load_spec
 
 LENGTH, HEADS, HEAD_DIM = 24, 2, 16
 

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen
 from flashgen.flash import options
-from flashgen.layer import Layer
+from flashgen.op.layer import Layer
 
 
 @functools.cache

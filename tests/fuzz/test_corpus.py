@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.fuzz.corpus import Kept, keep, read, read_entry
-from flashgen.fuzz.draws import Build, CallDraw, Case, Machine
-from flashgen.fuzz.workers import Workers
+from tools.fuzz.corpus import Kept, keep, read, read_entry
+from tools.fuzz.draws import Build, CallDraw, Case, Machine
+from tools.fuzz.workers import Workers
 
 CORPUS = Path(__file__).resolve().parent.parent / "corpus"
 ENTRIES = tuple(read(CORPUS))

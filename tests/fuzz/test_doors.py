@@ -10,14 +10,14 @@ import pytest
 from torch import Tensor
 
 from flashgen.diagnostics import SpecError
-from flashgen.fuzz import doors
-from flashgen.fuzz.doors import draw_through_doors, flash_options
-from flashgen.fuzz.draws import CallDraw, Case, Machine
-from flashgen.fuzz.judge import judge
-from flashgen.fuzz.mods import NotExpressibleError, mods_text
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from tests.cli.helpers import flashgen_process
+from tools.fuzz import doors
+from tools.fuzz.doors import draw_through_doors, flash_options
+from tools.fuzz.draws import CallDraw, Case, Machine
+from tools.fuzz.judge import judge
+from tools.fuzz.mods import NotExpressibleError, mods_text
 
 TILED = Machine("tiled")
 CALL = CallDraw(0, "f32", (2, 4, 2, 13, 17), seed=3, deterministic=True, door="flex")

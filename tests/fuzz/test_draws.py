@@ -10,17 +10,17 @@ import pytest
 
 import flashgen
 from flashgen.diagnostics import SpecError
-from flashgen.fuzz.draws import VIEWS, CallDraw, Draw, Machine, draw, pins_of
-from flashgen.fuzz.expressions import uses
-from flashgen.fuzz.inputs import arguments
-from flashgen.fuzz.nodes import SpecDraw
-from flashgen.fuzz.running import run
-from flashgen.fuzz.shrink import shrink, size_of
 from flashgen.ir.expr import Apply, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.weights import FORMS
 from flashgen.language import parse_text
+from tools.fuzz.draws import VIEWS, CallDraw, Draw, Machine, draw, pins_of
+from tools.fuzz.expressions import uses
+from tools.fuzz.inputs import arguments
+from tools.fuzz.nodes import SpecDraw
+from tools.fuzz.running import run
+from tools.fuzz.shrink import shrink, size_of
 
 CPU = Machine("cpu")
 SEEDS = range(2100)  # so many that the rarest operator is drawn, whatever rows are added

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.fuzz import judge as judge_module
-from flashgen.fuzz.comparing import compare
-from flashgen.fuzz.compiling import compiled
-from flashgen.fuzz.draws import Build, CallDraw, Case, Machine, draw
-from flashgen.fuzz.inputs import arguments, plain, shown
-from flashgen.fuzz.judge import judge
-from flashgen.fuzz.running import reference, run
-from flashgen.fuzz.workers import Workers
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.runtime.forward_mode import ForwardMode
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.forward_mode import ForwardMode
+from flashgen.op.op import AttentionOp
+from tools.fuzz import judge as judge_module
+from tools.fuzz.comparing import compare
+from tools.fuzz.compiling import compiled
+from tools.fuzz.draws import Build, CallDraw, Case, Machine, draw
+from tools.fuzz.inputs import arguments, plain, shown
+from tools.fuzz.judge import judge
+from tools.fuzz.running import reference, run
+from tools.fuzz.workers import Workers
 
 CALL = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3)
 CACHED = CallDraw(0, "f32", (1, 2, 1, 20, 33), seed=3, page=4, new=1, spare=1).of_cache([(20, 3), (9, 0)], 33, 2)

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashgen.fuzz import judge as judge_module
-from flashgen.fuzz import ranks as ranks_module
-from flashgen.fuzz.corpus import keep, read_entry
-from flashgen.fuzz.draws import CallDraw, Case, Draw, Machine, Ranks
-from flashgen.fuzz.judge import judge
-from flashgen.fuzz.rank_draws import draw_over_ranks
-from flashgen.fuzz.ranks import Fault, Group
-from flashgen.fuzz.shrink import shrink
-from flashgen.fuzz.spread import Share, joined
+from tools.fuzz import judge as judge_module
+from tools.fuzz import ranks as ranks_module
+from tools.fuzz.corpus import keep, read_entry
+from tools.fuzz.draws import CallDraw, Case, Draw, Machine, Ranks
+from tools.fuzz.judge import judge
+from tools.fuzz.rank_draws import draw_over_ranks
+from tools.fuzz.ranks import Fault, Group
+from tools.fuzz.shrink import shrink
+from tools.fuzz.spread import Share, joined
 
 TILED = Machine("tiled")
 PLAIN = "attention drawn { head_dim 16  tensor t: f32[H] grad  score s * t[h]  mask causal }"

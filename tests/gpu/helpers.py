@@ -14,8 +14,8 @@ import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.language import parse_file
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification import Inputs, fitting, random_inputs
 from tests.numeric.helpers import SMALL_CONSTANTS, SPECS, dtypes
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.appending import append
-from flashgen.runtime.cached import cache_of
-from flashgen.runtime.eight_bits import F8
+from flashgen.op.appending import append
+from flashgen.op.cached import cache_of
+from flashgen.op.eight_bits import F8
 from flashgen.verification.verify import relative_error
 from tests.gpu.helpers import capturing
 from tests.numeric.test_decode import LENGTHS, PADDING

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import flashgen
+from flashgen.hosts import lists
+from flashgen.hosts.cuda import CupyDriver
+from flashgen.hosts.lists import LIST_BYTES, MOST_LISTS, ListCache, SharedLists
 from flashgen.ir.shape import Shape
-from flashgen.runtime import lists
-from flashgen.runtime.cuda import CupyDriver
-from flashgen.runtime.lists import LIST_BYTES, MOST_LISTS, ListCache, SharedLists
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.gpu.helpers import arguments, operator, results
 
 cuda: Any = torch.cuda

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime import node
-from flashgen.runtime.engine import Engine
-from flashgen.runtime.op import AttentionOp
+from flashgen.op import node
+from flashgen.op.engine import Engine
+from flashgen.op.op import AttentionOp
 
 cuda: Any = torch.cuda
 # Gradients are the same bit by bit where they are asked to be.

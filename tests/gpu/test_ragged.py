@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from tests.gpu.helpers import REPRESENTATIVE, capturing, operator
 from tests.numeric.helpers import dtypes
 from tests.numeric.test_ragged import MIXED, Batch, batch, check, followed, nested, results

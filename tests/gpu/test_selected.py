@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
 cuda: Any = torch.cuda

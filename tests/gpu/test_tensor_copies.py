@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flashgen.runtime.cuda import CupyDriver, current_device, describe_device
-from flashgen.runtime.emulator.source import HostSource
-from flashgen.runtime.nvrtc import compile_cuda
-from flashgen.runtime.tensor_maps import map_bytes
+from flashgen.hosts.cuda import CupyDriver, current_device, describe_device
+from flashgen.hosts.emulator.source import HostSource
+from flashgen.hosts.tensor_maps import map_bytes
+from flashgen.toolchains.nvrtc import compile_cuda
 from tests.emulator.test_tensor_copies import COPIES, SHARED_BYTES, SOURCE, Copy
 
 

@@ -8,9 +8,9 @@ import struct
 import pytest
 import torch
 
-from flashgen.runtime.cuda import CupyDriver, current_device, describe_device
-from flashgen.runtime.emulator.source import HostSource
-from flashgen.runtime.nvrtc import compile_cuda
+from flashgen.hosts.cuda import CupyDriver, current_device, describe_device
+from flashgen.hosts.emulator.source import HostSource
+from flashgen.toolchains.nvrtc import compile_cuda
 from tests.emulator.test_warpgroup import PRODUCTS, SHARED_BYTES, SOURCE, Product
 
 

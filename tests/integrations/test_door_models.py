@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import doors
-from benchmarks.report import Report
+from tools.benchmarks import doors
+from tools.benchmarks.report import Report
 
 TINY = doors.SIZES | {"vocab_size": 89, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 2}
 

@@ -12,10 +12,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 import flashgen.integrations.transformers as fgt
-from flashgen import layer as layers
 from flashgen.integrations.transformers import packing
 from flashgen.integrations.transformers.calls import attention_forward
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask
+from flashgen.op import layer as layers
 from tests.integrations.models import VOCABULARY, assert_same_step, build, packed, padded, step, tokens
 from tests.slices import one_of
 

@@ -12,10 +12,10 @@ from transformers import masking_utils as hf
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask
 from flashgen.language import parse_text
-from flashgen.layer import Layer
+from flashgen.op.layer import Layer
 from flashgen.targets.registry import GPUS
 
 BATCH = 3

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flashgen.ir.interval import BoolRange, FloatRange, IntRange, Range
-from flashgen.runtime.compiler import REQUIRED_FLAGS
+from flashgen.toolchains.cpp import REQUIRED_FLAGS
 from tests.ir.cases import BOOL, CASES, INT, Case
 
 _SUPPORT = """

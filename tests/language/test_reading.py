@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.compiler.pipeline import check_file
 from flashgen.diagnostics import SpecError
-from flashgen.pipeline import check_file, loads
+from flashgen.op.loading import loads
 from tests.cli.helpers import flashgen_process
 from tests.slices import one_of
 

@@ -21,16 +21,16 @@ import numpy as np
 
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.ir.expr import Expr, index, size
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields, dimension_field, stride_field, tensor_field
-from flashgen.runtime.compiler import find_compiler
-from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.toolchains.cpp import find_compiler
 from tests.ir.values import evaluate
 from tests.masks.catalogue import BATCH, HEADS, Mask, captured
 

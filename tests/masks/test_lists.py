@@ -15,9 +15,9 @@ import torch
 import flashgen
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.simplify import simplify
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.language import parse_file
 from flashgen.plan.arguments import argument_fields
-from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu

@@ -14,16 +14,16 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.backends import EMULATED, EmulatorProvider
+from flashgen.hosts.backends import EMULATED, EmulatorProvider
+from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
+from flashgen.hosts.lists import ListCache
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.pipeline import load_spec
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.launches import Count, PassLaunches
-from flashgen.runtime.emulated import Counted, EmulatedKernel, recording
-from flashgen.runtime.lists import ListCache
-from flashgen.runtime.op import AttentionOp, OpParts
-from flashgen.runtime.schedule import Compiled
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.registry import GPUS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
 
 D = 32

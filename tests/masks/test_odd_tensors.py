@@ -12,7 +12,7 @@ import torch
 import flashgen
 from flashgen.analysis.boxes import classify
 from flashgen.analysis.tiles import loads_of, loads_of_kernels
-from flashgen.runtime.emulated import recording
+from flashgen.hosts.emulated import recording
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 from tests.masks.catalogue import BATCH, HEADS, Mask

@@ -22,21 +22,21 @@ from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.backends import EMULATED, EmulatorProvider, launches_of
+from flashgen.hosts.backends import EMULATED, EmulatorProvider, launches_of
+from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
+from flashgen.hosts.emulator import DeviceMemory, compile_program
+from flashgen.hosts.kernel import ArgumentLayout, Step
+from flashgen.hosts.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
 from flashgen.ir.expr import Expr, Symbol, index, size, walk
 from flashgen.ir.interval import IntRange
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_file
-from flashgen.pipeline import load_spec
+from flashgen.op.call import CallChecker
+from flashgen.op.loading import load_spec
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import PassLaunches, VisitLists
-from flashgen.runtime.call import CallChecker
-from flashgen.runtime.emulated import Counted, EmulatedKernel, recording
-from flashgen.runtime.emulator import DeviceMemory, compile_program
-from flashgen.runtime.kernel import ArgumentLayout, Step
-from flashgen.runtime.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
-from flashgen.runtime.op import AttentionOp, OpParts
 from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES, cuda_fields
 from flashgen.targets.gpu.model import VISIT_LIST

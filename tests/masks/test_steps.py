@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.runtime import compiler
+from flashgen.toolchains import cpp as compiler
 from tests.numeric.helpers import normal
 
 STEPS = 1000

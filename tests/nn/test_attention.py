@@ -33,12 +33,12 @@ attention learned {
 
 
 @pytest.fixture(scope="module")
-def op() -> flashgen.runtime.op.AttentionOp:
+def op() -> flashgen.op.op.AttentionOp:
     return flashgen.loads(LEARNED)
 
 
 @pytest.fixture
-def module(op: flashgen.runtime.op.AttentionOp) -> Attention:
+def module(op: flashgen.op.op.AttentionOp) -> Attention:
     torch.manual_seed(0)
     return Attention(op, heads=4, kv_heads=2, sizes={"Nk": 10})
 
@@ -58,7 +58,7 @@ def test_learned_values_whose_shapes_are_known_are_parameters(module: Attention)
     assert 0.005 < float(module.table.detach().std()) < 0.05
 
 
-def test_outputs_and_gradients_are_those_of_the_op(module: Attention, op: flashgen.runtime.op.AttentionOp) -> None:
+def test_outputs_and_gradients_are_those_of_the_op(module: Attention, op: flashgen.op.op.AttentionOp) -> None:
     q, k, v, extra = inputs()
     module(q, k, v, extra=extra, seed=3).square().sum().backward()
     learned = {name: x.detach().clone().requires_grad_() for name, x in module.named_parameters()}
@@ -113,7 +113,7 @@ def test_a_module_compiles_as_one_graph(module: Attention) -> None:
         torch.testing.assert_close(found[name], x.grad)
 
 
-def test_initial_values_are_numbers_tensors_or_functions(op: flashgen.runtime.op.AttentionOp) -> None:
+def test_initial_values_are_numbers_tensors_or_functions(op: flashgen.op.op.AttentionOp) -> None:
     module = Attention(
         op,
         heads=4,
@@ -130,7 +130,7 @@ def test_initial_values_are_numbers_tensors_or_functions(op: flashgen.runtime.op
     assert module.slope.tolist() == [0, 1, 2, 3]
 
 
-def test_a_table_over_lengths_is_an_argument_unless_they_are_given(op: flashgen.runtime.op.AttentionOp) -> None:
+def test_a_table_over_lengths_is_an_argument_unless_they_are_given(op: flashgen.op.op.AttentionOp) -> None:
     assert "table" not in dict(Attention(op, heads=4).named_parameters())
 
 
@@ -149,7 +149,7 @@ def test_calls_have_the_heads_of_the_module(learned: str) -> None:
             Attention(own, heads=heads, kv_heads=kv_heads)(q, k, v)
 
 
-def test_what_is_wrong_is_named(op: flashgen.runtime.op.AttentionOp, specs: Path) -> None:
+def test_what_is_wrong_is_named(op: flashgen.op.op.AttentionOp, specs: Path) -> None:
     with pytest.raises(ValueError, match=r"owns no 'slop'; it owns 'slope', 'sink' and 'gain'"):
         Attention(op, heads=4, initial={"slop": 0.0})
     with pytest.raises(ValueError, match=r"'slope' has shape \[4\]; a tensor of shape \[5\] came"):

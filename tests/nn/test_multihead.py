@@ -21,7 +21,7 @@ ALIBI = "attention alibi_heads { head_dim 16 tensor slope: f32[H] grad score s -
 
 
 @pytest.fixture(scope="module")
-def plain() -> flashgen.runtime.op.AttentionOp:
+def plain() -> flashgen.op.op.AttentionOp:
     return flashgen.loads(PLAIN)
 
 

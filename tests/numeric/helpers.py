@@ -13,8 +13,8 @@ from torch import Tensor
 import flashgen
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
-from flashgen.runtime import compiler
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
+from flashgen.toolchains import cpp as compiler
 from flashgen.verification import Case
 from flashgen.verification.verify import relative_error
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
 from tests.slices import one_of
 

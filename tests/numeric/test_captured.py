@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.benchmark.sweeps import task_for
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
@@ -14,6 +13,7 @@ from flashgen.language import parse_text
 from flashgen.tuning.tune import Job
 from flashgen.verification import random_inputs
 from flashgen.verification.captured import realistic_captured
+from tools.benchmarks.sweeps import task_for
 
 SHAPE = Shape(3, 2, 2, 400, 400)
 

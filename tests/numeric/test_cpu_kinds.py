@@ -9,16 +9,16 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
+from flashgen.hosts.kernel import LibraryKernel
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
+from flashgen.op.op import AttentionOp
 from flashgen.plan.arguments import Field
-from flashgen.runtime.compiler import Compiler, compile_sources, find_compiler
-from flashgen.runtime.kernel import LibraryKernel
-from flashgen.runtime.op import AttentionOp
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.toolchains.cpp import Compiler, compile_sources, find_compiler
 from flashgen.verification import fitting
 from flashgen.verification.verify import verify_case
 from tests.cpu_kinds import remote

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
 from ..runtime.helpers import op as loaded

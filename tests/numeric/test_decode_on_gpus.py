@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.runtime.cached import CachedEngine
-from flashgen.runtime.emulated import recording
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.cached import CachedEngine
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.targets.gpu.bytes import COUNTED
 from flashgen.verification import fitting, random_inputs
 from flashgen.verification.hbm import hbm_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.shape import Shape
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification import fitting, random_inputs
 from tests.numeric.helpers import GALLERY, dtypes, operator
 from tests.slices import one_of

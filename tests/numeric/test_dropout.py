@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
 
 TEXT = "attention dropped { head_dim 64 mask causal dropout 0.3 }"

@@ -9,7 +9,7 @@ import torch
 
 import flashgen
 from flashgen.ir.shape import Shape
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification import random_inputs
 from flashgen.verification.inputs import tensor_shape
 from tests.numeric.helpers import GALLERY, assert_close, dtypes, normal, operator

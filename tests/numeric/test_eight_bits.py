@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.backends import RowsOf, kernel_variant
-from flashgen.compiled import compiled
+from flashgen.compiler.compiled import compiled
 from flashgen.flash import flash_attn_with_kvcache
+from flashgen.hosts.backends import RowsOf, kernel_variant
+from flashgen.hosts.emulated import recording
 from flashgen.ir.spec import HeadDim
-from flashgen.runtime.eight_bits import F8
-from flashgen.runtime.emulated import recording
+from flashgen.op.eight_bits import F8
 from flashgen.targets.registry import GPUS
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs

@@ -8,7 +8,7 @@ import torch
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import verify_case
 from tests.cuda.targets import emulated
 from tests.numeric.helpers import failures

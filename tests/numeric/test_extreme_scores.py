@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.cuda.targets import each_by_kind, emulated
 from tests.numeric.helpers import assert_close
 from tests.slices import one_of

@@ -12,17 +12,17 @@ from torch import Tensor
 
 import flashgen
 from flashgen.flash import flash_attn_func
-from flashgen.fuzz.draws import CallDraw, Case, Machine
-from flashgen.fuzz.judge import judge
+from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.kernel import PassName, Prepared, Values
 from flashgen.ir.shape import Shape
-from flashgen.runtime.eight_bits import fitting_factors, rounded_weights, to_8_bits
-from flashgen.runtime.emulated import EmulatedKernel, recording
-from flashgen.runtime.kernel import PassName, Prepared, Values
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.eight_bits import fitting_factors, rounded_weights, to_8_bits
+from flashgen.op.op import AttentionOp
 from flashgen.verification.f8 import rows_of
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs, random_inputs
 from flashgen.verification.verify import relative_error
+from tools.fuzz.draws import CallDraw, Case, Machine
+from tools.fuzz.judge import judge
 
 from ..runtime.helpers import op as loaded
 

@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 
 import flashgen
 from flashgen.analysis.tangent import tangent_names
+from flashgen.op.engine import Engine
+from flashgen.op.forward_mode import ForwardMode
+from flashgen.op.op import AttentionOp
 from flashgen.reference import tiled
-from flashgen.runtime.engine import Engine
-from flashgen.runtime.forward_mode import ForwardMode
-from flashgen.runtime.op import AttentionOp
 
 from ..runtime.helpers import CAUSAL, RICH, error, op, random
 

@@ -10,8 +10,8 @@ import torch
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.runtime.compiler import cpu_identity
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
+from flashgen.toolchains.cpp import cpu_identity
 from flashgen.verification import fitting
 from flashgen.verification.verify import verify_case
 from tests.numeric.helpers import assert_close, failures, normal

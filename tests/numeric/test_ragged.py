@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flashgen
 from flashgen.ir.shape import Shape
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import random_inputs
 from flashgen.verification.verify import FLOAT32_TOLERANCE, relative_error
 
@@ -126,7 +126,7 @@ def check(op: AttentionOp, *batches: Batch, **options: Any) -> None:
 def test_of_the_gallery(name: str, backend: str) -> None:
     if backend == "tiled":
         text = operator(name, "reference").spec
-        from flashgen.runtime.op import OpParts
+        from flashgen.op.op import OpParts
 
         op = AttentionOp(OpParts(text, {"cpu": None}, label="tiled"))
     else:

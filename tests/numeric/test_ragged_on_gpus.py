@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.runtime import lengths, ragged
-from flashgen.runtime.behind import KERNEL, WARPS, arguments
-from flashgen.runtime.emulated import recording
-from flashgen.runtime.emulator import DeviceMemory, EmulatorError, compile_program
-from flashgen.runtime.op import AttentionOp
-from flashgen.runtime.signature import TORCH_DTYPES
-from flashgen.runtime.standalone import grid
+from flashgen.hosts.emulated import recording
+from flashgen.hosts.emulator import DeviceMemory, EmulatorError, compile_program
+from flashgen.hosts.standalone import grid
+from flashgen.op import lengths, ragged
+from flashgen.op.behind import KERNEL, WARPS, arguments
+from flashgen.op.op import AttentionOp
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 

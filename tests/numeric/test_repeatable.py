@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.ir.shape import Shape
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from flashgen.verification.inputs import random_inputs
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")

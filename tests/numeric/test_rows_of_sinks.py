@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
 from tests.slices import one_of
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.op.forward_mode import ForwardMode
+from flashgen.op.op import AttentionOp
 from flashgen.reference import tiled
 from flashgen.reference.programs import Forward, Of, Place, Program, Reverse
-from flashgen.runtime.forward_mode import ForwardMode
-from flashgen.runtime.op import AttentionOp
 from flashgen.verification.second_order import second_order, through_tangents
 
 from ..runtime.helpers import error, op, random

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.runtime import selected
-from flashgen.runtime.op import AttentionOp
+from flashgen.op import selected
+from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
 from ..runtime.helpers import op as loaded

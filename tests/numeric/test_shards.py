@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.runtime.op import AttentionOp
+from flashgen.op.op import AttentionOp
 from tests.numeric.helpers import assert_close, normal
 
 B, H, N, D = 2, 4, 120, 64

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.cache import Cache
-from flashgen.runtime.call import Rest
-from flashgen.runtime.compiler import compile_sources
-from flashgen.runtime.kernel import LibraryKernel, PassName
+from flashgen.hosts.kernel import LibraryKernel, PassName
+from flashgen.op.call import Rest
+from flashgen.store.cache import Cache
+from flashgen.toolchains.cpp import compile_sources
 from tests.numeric.helpers import normal, operator
 
 SIZES = {"batch": 1, "heads": 1, "kv_heads": 1}

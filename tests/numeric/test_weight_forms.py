@@ -12,7 +12,11 @@ import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.reference.algorithms import (
+from flashgen.reference.dense import attention
+from flashgen.verification.verify import verify_case
+from tests.numeric.helpers import failures, normal
+from tests.reference.test_algorithms import BLOCKS, same_backward, same_forward, truth
+from tools.paper import (
     algorithm_0,
     algorithm_2,
     algorithm_3,
@@ -22,10 +26,6 @@ from flashgen.reference.algorithms import (
     rabe_staats_backward,
     rabe_staats_forward,
 )
-from flashgen.reference.dense import attention
-from flashgen.verification.verify import verify_case
-from tests.numeric.helpers import failures, normal
-from tests.reference.test_algorithms import BLOCKS, same_backward, same_forward, truth
 
 TEXT = """
 attention example {

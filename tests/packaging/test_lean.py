@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from flashgen.building import build_file
-from flashgen.package.manifest import Manifest
-from flashgen.pipeline import open_package
-from flashgen.runtime.compiler import Compiler
-from flashgen.runtime.cpu_features import lacking, needed
-from flashgen.runtime.op import BaseOp
+from flashgen.compiler.building import build_file
+from flashgen.compiler.package.manifest import Manifest
+from flashgen.op.loading import open_package
+from flashgen.op.op import BaseOp
+from flashgen.toolchains.cpp import Compiler
+from flashgen.toolchains.cpu_features import lacking, needed
 from tests.cli.helpers import flashgen
 
 SPEC = """

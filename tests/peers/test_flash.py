@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen import layer
 from flashgen.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashgen.op import layer
 from tests.slices import one_of
 
 BF16, F16 = torch.bfloat16, torch.float16

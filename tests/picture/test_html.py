@@ -14,17 +14,18 @@ import pytest
 from PIL import Image
 
 import flashgen
+from flashgen.compiler.pipeline import compile_spec
 from flashgen.flex import create_block_mask
 from flashgen.flex.drawing import picture_of
 from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
+from flashgen.op.op import make_op
 from flashgen.picture import usual
 from flashgen.picture.paint import PALETTE, paint, size_of
-from flashgen.pipeline import compile_spec
 from flashgen.plan.plans import Plans
-from flashgen.runtime.op import make_op
 from flashgen.targets.cpu.device import GENERIC_CPU
+from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.registry import GPUS
 
 TEXT = (
@@ -89,7 +90,7 @@ def test_plans_of_gpus(op: Any, target: str) -> None:
 
 
 def test_plans_of_a_cpu(op: Any) -> None:
-    (first, *_) = kernels = compile_spec(op.spec, GENERIC_CPU.target)
+    (first, *_) = kernels = compile_spec(op.spec, CpuTarget(GENERIC_CPU))
     plans = Plans(op.spec, {each.variant.head_dim: each.plan for each in kernels})
     found = Tags(plans._repr_html_())
     tile = first.plan.forward

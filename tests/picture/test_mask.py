@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from flashgen.compiler.pipeline import check_file
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.picture.mask import CellClass, MaskPicture, coarser, mask_picture
 from flashgen.picture.paint import PALETTE, paint
-from flashgen.pipeline import check_file
 from flashgen.verification.captured import realistic_captured
 
 MASKS: dict[str, Callable[[int, int, int], bool]] = {

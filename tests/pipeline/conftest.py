@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.runtime import nvrtc
+from flashgen.toolchains import nvrtc
 from tests.pipeline.gpus import SPEC
 
 

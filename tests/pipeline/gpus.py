@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.runtime import nvrtc
-from flashgen.runtime.nvrtc import NvrtcMissing
 from flashgen.targets.registry import GPUS as GPU_TARGETS
+from flashgen.toolchains import nvrtc
+from flashgen.toolchains.nvrtc import NvrtcMissing
 
 SPEC = "attention tiny { head_dim 16  dtype bf16  mask causal  weights relu(s) }"
 SM_80 = GPU_TARGETS["sm_80"]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import gallery
 from flashgen.analysis.variant import analyse
-from flashgen.answers import answers_of
-from flashgen.building import build_file
+from flashgen.compiler.answers import answers_of
+from flashgen.compiler.building import build_file
+from flashgen.compiler.package.gpu import packaged
+from flashgen.compiler.package.manifest import Manifest
+from flashgen.compiler.pipeline import read_file
 from flashgen.diagnostics import SpecError
-from flashgen.gpu_calls import BOTH
-from flashgen.package.gpu import packaged
-from flashgen.package.manifest import Manifest
-from flashgen.pipeline import read_file
+from flashgen.hosts.gpu_calls import BOTH
+from flashgen.store import gallery
 from flashgen.targets.gpu.started import started
 from flashgen.targets.registry import GPUS
 from tests.pipeline.gpus import needs_nvrtc

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import flashgen
-from flashgen import gallery
 from flashgen.diagnostics import SpecError
+from flashgen.store import gallery
 from tests.cli.helpers import flashgen as command
 
 TEXT = "attention mine { head_dim 16 }"

@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import gpu_calls
 from flashgen.analysis.variant import analyse
-from flashgen.backends import launches_of
-from flashgen.building import build_file
-from flashgen.cache import Cache
-from flashgen.compiled import assembled, compiled
+from flashgen.compiler.building import build_file
+from flashgen.compiler.compiled import assembled, compiled
+from flashgen.compiler.package import gpu as packages
+from flashgen.compiler.package.gpu import Packaged, packaged
+from flashgen.compiler.package.manifest import Manifest
+from flashgen.compiler.pipeline import target_names
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts import gpu_calls
+from flashgen.hosts.backends import launches_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.package import gpu as packages
-from flashgen.package.gpu import Packaged, packaged
-from flashgen.package.manifest import Manifest
-from flashgen.pipeline import target_names
 from flashgen.plan.plan import CallKind, Part, Rejection
-from flashgen.runtime import nvrtc, nvrtc_processes
-from flashgen.runtime.compiler import CompileFailed
-from flashgen.runtime.nvrtc import CudaBinary, Resources
+from flashgen.store.cache import Cache
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS as GPU_TARGETS
+from flashgen.toolchains import nvrtc, nvrtc_processes
+from flashgen.toolchains.cpp import CompileFailed
+from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from tests.pipeline.gpus import CUBINS, SM_80, SPEC, needs_nvrtc
 
 
@@ -93,7 +93,7 @@ def test_parts_are_compiled_without_helpers(parts: dict[str, KernelSource], monk
     def popen(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr("flashgen.runtime.nvrtc_processes.subprocess.Popen", popen)
+    monkeypatch.setattr("flashgen.toolchains.nvrtc_processes.subprocess.Popen", popen)
     assert len(nvrtc_processes.compile_cuda_parts(dict(list(parts.items())[:2]), "sm_80")) == 2
     monkeypatch.setattr(nvrtc_processes, "_fill_cache", popen)
     monkeypatch.setattr(Cache, "hindrance", lambda _: "read-only file system")

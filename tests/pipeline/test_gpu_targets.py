@@ -14,31 +14,30 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import gpu_calls
 from flashgen.analysis.variant import analyse
-from flashgen.backends import ELEMENTS, CudaProvider, launches_of
-from flashgen.building import build_file
-from flashgen.compiled import assembled, compiled
+from flashgen.compiler.building import build_file
+from flashgen.compiler.compiled import assembled, compiled
+from flashgen.compiler.package.manifest import Manifest
+from flashgen.compiler.pipeline import plan_file
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts import cuda, gpu_calls
+from flashgen.hosts.backends import ELEMENTS, CudaProvider, launches_of
+from flashgen.hosts.cuda import CudaMissing
+from flashgen.hosts.kernel import PassName
+from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.package.manifest import Manifest
-from flashgen.pipeline import plan_file
 from flashgen.plan.measured import Tile
 from flashgen.plan.plan import ANY_CALLS, CallKind, Part
-from flashgen.runtime import cuda
-from flashgen.runtime.cuda import CudaMissing
-from flashgen.runtime.kernel import PassName
-from flashgen.runtime.nvrtc import CudaBinary, NvrtcMissing, Resources
-from flashgen.runtime.schedule import DeviceSize
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import target_of
+from flashgen.toolchains.nvrtc import CudaBinary, NvrtcMissing, Resources
 from tests.pipeline.gpus import SM_80, SPEC, needs_nvrtc
 from tests.slices import one_of
 

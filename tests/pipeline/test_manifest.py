@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.package.manifest import Manifest
+from flashgen.compiler.package.manifest import Manifest
 from flashgen.plan.packed import ManifestBinary, ManifestGpuKernel
 
 OTHERS: tuple[object, ...] = (None, True, 7, "other", {})

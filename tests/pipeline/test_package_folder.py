@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.package import folder as package_folder
-from flashgen.package.folder import FolderRefused
-from flashgen.package.manifest import Manifest, digest
+from flashgen.compiler.package import folder as package_folder
+from flashgen.compiler.package.folder import FolderRefused
+from flashgen.compiler.package.manifest import Manifest, digest
 from tests.cli.helpers import flashgen
 
 OURS = {"src.cpp": b"// one\n", "__init__.py": b"one = 1\n"}
@@ -276,7 +276,7 @@ def test_builds_at_once_leave_one_whole_package(tmp_path: Path) -> None:
     script = """
         import sys
         from pathlib import Path
-        from flashgen.package import folder as package_folder
+        from flashgen.compiler.package import folder as package_folder
         from tests.pipeline.test_package_folder import package
         for turn in range(40):
             files = {sys.argv[2] + ".cpp": b"x" * turn, "all.cpp": b"y" * turn}

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.building import build_file
+from flashgen.compiler.building import build_file
+from flashgen.compiler.pipeline import check_file, compile_spec, plan_file
 from flashgen.diagnostics import SpecError
-from flashgen.pipeline import check_file, compile_spec, load, loads, plan_file
+from flashgen.op.loading import load, loads
+from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.device_table import known_devices
 
 SPEC = """
@@ -72,7 +74,7 @@ def test_the_text_does_not_depend_on_the_device(tmp_path: Path, monkeypatch: pyt
     texts = []
     for name in ("zen2", "sapphire-rapids"):
         monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / name))  # each emits for itself
-        texts.append([kernel.source.text for kernel in compile_spec(spec, known_devices().cpus[name].target)])
+        texts.append([kernel.source.text for kernel in compile_spec(spec, CpuTarget(known_devices().cpus[name]))])
     assert texts[0] == texts[1]
 
 
@@ -159,7 +161,7 @@ def test_an_index_that_is_outside_everywhere_is_an_error(tmp_path: Path) -> None
 
 def test_the_compiler_does_not_import_torch(spec: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from flashgen.building import build_file; from pathlib import Path\n"
+        "import sys; from flashgen.compiler.building import build_file; from pathlib import Path\n"
         f"build_file(Path({str(spec)!r}), output=Path({str(tmp_path)!r}))\n"
         "print('torch' in sys.modules)"
     )

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import recall
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.cache import Cache
 from flashgen.diagnostics import SpecError
+from flashgen.emit import recall
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.emit.recall import code_digest, cpu_source, specs_of_file, specs_of_text
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_file, parse_text
-from flashgen.pipeline import load
-from flashgen.recall import code_digest, cpu_source, specs_of_file, specs_of_text
+from flashgen.op.loading import load
+from flashgen.store.cache import Cache
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu

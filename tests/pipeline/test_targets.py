@@ -13,14 +13,14 @@ import pytest
 import flashgen
 from flashgen import targets
 from flashgen.analysis.variant import analyse
-from flashgen.building import build_file
+from flashgen.compiler.building import build_file
+from flashgen.compiler.pipeline import check_file, compile_file, target_named, target_names
 from flashgen.diagnostics import SpecError
 from flashgen.language import parse_text
-from flashgen.pipeline import check_file, compile_file, target_named, target_names
 from flashgen.plan.measured import Pins, Tile
-from flashgen.runtime.compiler import CompilerMissing
 from flashgen.targets import registry
 from flashgen.targets.protocol import AnyTarget
+from flashgen.toolchains.cpp import CompilerMissing
 from tests.cli.helpers import flashgen as command
 from tests.pipeline.listing import target as listing
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from flashgen.analysis.variant import analyse
+from flashgen.compiler.pipeline import read_file, target_named
+from flashgen.hosts.extents import extents
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.ir.spec import HeadDim
-from flashgen.pipeline import read_file, target_named
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.operands import AXES, OPERANDS, Elements, Operand, Rows
-from flashgen.runtime.extents import extents
-from flashgen.runtime.kernel import ArgumentLayout
 from flashgen.targets.gpu.addressing import addressing_code
 
 HEAD_DIM = HeadDim(24, 40)

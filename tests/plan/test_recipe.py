@@ -11,10 +11,10 @@ import pytest
 
 import flashgen as package
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.compiler.pipeline import read_file, target_named
 from flashgen.emit.environment import templates_folder
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.pipeline import read_file, target_named
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.targets.gpu import rules as gpu_rules
 from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, recipe_of

@@ -14,7 +14,7 @@ from flashgen.plan.report import PassReport
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.device_table import known_devices
-from flashgen.targets.protocol import AnyDevice
+from flashgen.targets.protocol import Device
 from flashgen.targets.report import report
 from tests.plan.test_planner import variant
 
@@ -23,7 +23,7 @@ SHAPE = Shape(2, 8, 2, 1000, 1500)
 
 
 def passes(body: str, device: str = "a100", shape: Shape = SHAPE) -> dict[str, PassReport]:
-    found: AnyDevice = KNOWN.gpus[device] if device in KNOWN.gpus else KNOWN.cpus[device]
+    found: Device = KNOWN.gpus[device] if device in KNOWN.gpus else KNOWN.cpus[device]
     return {f"{each.name} {each.element}": each for each in report(variant(body), found, shape).passes}
 
 

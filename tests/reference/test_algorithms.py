@@ -17,7 +17,13 @@ from torch import Tensor
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.language import parse_file, parse_text
-from flashgen.reference.algorithms import (
+from flashgen.reference.dense import Dropout, attention
+from flashgen.reference.shard import Shard
+from flashgen.verification import fitting
+from flashgen.verification.inputs import Inputs, random_inputs
+from flashgen.verification.verify import relative_error
+from tests.numeric.helpers import GALLERY, SMALL_CONSTANTS, SPECS
+from tools.paper import (
     Backward,
     BlockSizes,
     Problem,
@@ -34,13 +40,7 @@ from flashgen.reference.algorithms import (
     rabe_staats_blocks,
     rabe_staats_forward,
 )
-from flashgen.reference.algorithms.pairs import captured_names, given_tensor
-from flashgen.reference.dense import Dropout, attention
-from flashgen.reference.shard import Shard
-from flashgen.verification import fitting
-from flashgen.verification.inputs import Inputs, random_inputs
-from flashgen.verification.verify import relative_error
-from tests.numeric.helpers import GALLERY, SMALL_CONSTANTS, SPECS
+from tools.paper.pairs import captured_names, given_tensor
 
 BLOCKS = BlockSizes(4, 5)
 EXACT = 1e-12

@@ -15,7 +15,12 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan import paper
 from flashgen.plan.paper import BlockSizes, Lengths, paper_blocks
-from flashgen.reference.algorithms import (
+from flashgen.reference.shard import Shard
+from flashgen.targets.gpu.bytes import bytes_of_call
+from flashgen.targets.gpu.launches import forward_launches
+from flashgen.targets.registry import GPUS
+from tests.cuda.helpers import planned
+from tools.paper import (
     Backward,
     Forward,
     Problem,
@@ -32,11 +37,6 @@ from flashgen.reference.algorithms import (
     rabe_staats_blocks,
     rabe_staats_forward,
 )
-from flashgen.reference.shard import Shard
-from flashgen.targets.gpu.bytes import bytes_of_call
-from flashgen.targets.gpu.launches import forward_launches
-from flashgen.targets.registry import GPUS
-from tests.cuda.helpers import planned
 
 
 def plain(

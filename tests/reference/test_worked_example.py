@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flashgen.language import parse_text
-from flashgen.reference.algorithms import BlockSizes, Problem, Step, algorithm_0, algorithm_1, flash2_forward
 from flashgen.reference.shard import Shard
+from tools.paper import BlockSizes, Problem, Step, algorithm_0, algorithm_1, flash2_forward
 
 Q = ((1, 0), (0, 1), (2, 1), (1, 2))
 K = ((1, 1), (0, 2), (1, 0), (2, 1))

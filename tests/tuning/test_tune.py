@@ -13,17 +13,18 @@ import pytest
 import scipy.stats
 import torch
 
-from flashgen import tuned
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.backends import CpuProvider
-from flashgen.benchmark.timing import Spread, Times
-from flashgen.choice import planned, tile_choices
-from flashgen.compiled import compiled
+from flashgen.compiler import tuned
+from flashgen.compiler.choice import planned, tile_choices
+from flashgen.compiler.compiled import compiled
+from flashgen.compiler.pipeline import plan_file
+from flashgen.compiler.tuned import TunedStore
+from flashgen.hosts.backends import CpuProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.pipeline import load, load_spec, loads, plan_file
+from flashgen.op.loading import load, load_spec, loads
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning, spearman
 from flashgen.targets.cpu.device import GENERIC_CPU, local_cpu
 from flashgen.targets.cpu.machine import cpu_identity
@@ -32,9 +33,9 @@ from flashgen.targets.cpu.products import Products
 from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
-from flashgen.tuned import TunedStore
 from flashgen.tuning import tune as tuning_module
 from flashgen.tuning.candidates import candidates
+from flashgen.tuning.timing import Spread, Times
 from flashgen.tuning.tune import Job, tune
 from flashgen.verification import random_inputs
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
 from flashgen.integrations.transformers.packing import packed
-from flashgen.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element, scale_of
+from flashgen.op.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element, scale_of
 
 # Keywords by which some attention function or layer of transformers computes something else, and that are not honoured
 # here. Models hand all others through to every layer, where eager attention does not look at them either.

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from flashgen.layer import LOWER_RIGHT, conjunction
+from flashgen.op.layer import LOWER_RIGHT, conjunction
 
 MaskFunction = Callable[..., Any]
 # How captured values are declared, by their kinds.

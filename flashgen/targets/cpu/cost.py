@@ -2,7 +2,7 @@
 
 In: a ``Variant``, a tile, a ``Cpu``, a shape, how numbers are multiplied. Out: ``PassTime``. In vectors everything
 inside is float32, so that element types do not matter, but for pairs of bfloat16. Constants are instructions of the
-templates' inner loops, and rough; ``benchmarks/model.py`` says how far the model is off.
+templates' inner loops, and rough; ``tools/benchmarks/model.py`` says how far the model is off.
 """
 
 from __future__ import annotations

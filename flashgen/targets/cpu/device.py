@@ -10,19 +10,10 @@ import platform
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 from typing import Literal as OneOf
+from typing import Self
 
-from flashgen.runtime.compiler import available_cores
-
-if TYPE_CHECKING:
-    from flashgen.analysis.variant import Variant
-    from flashgen.ir.shape import Shape
-    from flashgen.ir.types import ElementType
-    from flashgen.plan.measured import Tile
-    from flashgen.plan.report import PassReport
-    from flashgen.targets.cpu.target import CpuTarget
-    from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.toolchains.cpp import available_cores
 
 KIB = 1024
 LOCAL = "local"  # the machine at hand
@@ -59,20 +50,6 @@ class Cpu:
         return self.name
 
     @property
-    def target(self) -> CpuTarget:
-        """What is compiled for it."""
-        from flashgen.targets.cpu.target import CpuTarget
-
-        return CpuTarget(self)
-
-    @property
-    def identity(self) -> str | None:
-        """What tuned tiles are stored under: nobody has measured on another than the one at hand."""
-        from flashgen.targets.cpu.machine import cpu_identity
-
-        return cpu_identity() if self.name == LOCAL else None
-
-    @property
     def tiles_by_element(self) -> bool:
         """The tiles of one type are those of all: what is inside is float32 anyway."""
         return False
@@ -81,22 +58,6 @@ class Cpu:
     def remarks(self) -> tuple[str, ...]:
         """What has to be said with every plan for it."""
         return ()
-
-    def by_length(self, variant: Variant, element: ElementType) -> None:  # noqa: ARG002 - as of every device
-        """One plan for all lengths: another one is another library, and gains in short calls alone."""
-        return
-
-    def cost(self, variant: Variant, plan: CpuPlan, shape: Shape) -> tuple[PassReport, ...]:
-        """Each pass of a plan at a shape: bytes, time, and what it is measured by."""
-        from flashgen.targets.cpu.report import pass_reports
-
-        return pass_reports(variant, self, shape, plan)
-
-    def candidates(self, variant: Variant, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
-        """Predicted seconds of every tile of a pass that fits, the planner's choice first."""
-        from flashgen.targets.cpu.alternatives import predicted
-
-        return predicted(variant, self, shape, element, name)
 
     def with_sram(self, size: int) -> Self:
         """The same device with another SRAM."""

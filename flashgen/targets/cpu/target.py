@@ -11,16 +11,16 @@ from typing import ClassVar
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.emit.recall import cpu_source
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Image, ManifestBinary, ManifestKernel, Packed
 from flashgen.plan.plan import WHOLE, Part, Spill
-from flashgen.recall import cpu_source
-from flashgen.runtime.compiler import Binary, CompilerMissing, compile_sources, cpu_identity, find_compiler
-from flashgen.runtime.cpu_features import needed, system
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
 from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
 from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.toolchains.cpp import Binary, CompilerMissing, compile_sources, cpu_identity, find_compiler
+from flashgen.toolchains.cpu_features import needed, system
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import ANY_CALLS, DETERMINISTIC_CALLS, USUAL_CALLS, CallKind, Part, Spill
-from flashgen.runtime.nvrtc import CudaBinary, Resources
-from flashgen.runtime.nvrtc_processes import compile_cuda_parts
 from flashgen.targets.gpu.recipes import Choice
 from flashgen.targets.gpu.registers import harmless_spill
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+from flashgen.toolchains.nvrtc import CudaBinary, Resources
+from flashgen.toolchains.nvrtc_processes import compile_cuda_parts
 
 # Which pass of a plan a kernel belongs to, by what follows its symbol; the others have no tiles.
 _PASSES = {"forward": "forward", "backward": "backward", "keys": "backward", "queries": "queries"}

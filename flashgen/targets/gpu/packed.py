@@ -5,10 +5,10 @@ from __future__ import annotations
 from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
-from flashgen.runtime.nvrtc import compiler_name
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.toolchains.nvrtc import compiler_name
 
 
 def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from flashgen.targets.gpu.target import GpuTarget
-
-if TYPE_CHECKING:
-    from flashgen.analysis.variant import Variant
-    from flashgen.ir.shape import Shape
-    from flashgen.ir.types import ElementType
-    from flashgen.plan.measured import Tile
-    from flashgen.plan.report import PassReport
-    from flashgen.targets.gpu.by_shape import Rivals
-    from flashgen.targets.gpu.tiles import GpuPlan
 
 
 @dataclass(frozen=True)
@@ -44,11 +35,6 @@ class Gpu:
     is_own: bool = False
 
     @property
-    def identity(self) -> str | None:
-        """What tuned tiles are stored under: the name that a board gives, which a row of the table does not know."""
-        return None
-
-    @property
     def tiles_by_element(self) -> bool:
         """Each element type has tiles of its own."""
         return True
@@ -59,24 +45,6 @@ class Gpu:
         if self.is_generated_for:
             return ()
         return (f"kernels are not generated for {self.target.name}: this is a plan for comparison only",)
-
-    def by_length(self, variant: Variant, element: ElementType) -> Rivals | None:
-        """What short calls choose from; None where nothing is generated in this type. Raises ``SpecError``."""
-        from flashgen.targets.gpu.by_shape import rivals
-
-        return rivals(variant, self, element)
-
-    def cost(self, variant: Variant, plan: GpuPlan, shape: Shape) -> tuple[PassReport, ...]:
-        """Each pass of a plan at a shape: bytes, time, and what it is measured by."""
-        from flashgen.targets.gpu.report import pass_reports
-
-        return pass_reports(variant, self, shape, plan)
-
-    def candidates(self, variant: Variant, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
-        """Predicted seconds of what the model compares with the planner's choice, which comes first."""
-        from flashgen.targets.gpu.alternatives import predicted
-
-        return predicted(variant, self, shape, element, name)
 
     @property
     def is_generated_for(self) -> bool:

@@ -1,6 +1,6 @@
 // Layer 2 of the CUDA primitives, Hopper's part: tensor copies from one sequence of a ragged batch.
 //
-// Contract: rows of all sequences lie one behind the other, and a map (flashgen/runtime/tensor_maps.py) has two dimensions
+// Contract: rows of all sequences lie one behind the other, and a map (flashgen/hosts/tensor_maps.py) has two dimensions
 // more than others, by which a copy sees one of them as if it were all there is. Rows behind its last become zero, whatever
 // lies there, as they do behind a tensor's last row.
 #ifndef FLASHGEN_EMULATOR

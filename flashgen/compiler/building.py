@@ -1,0 +1,213 @@
+"""Specs to generated packages: ``flashgen build``.
+
+In: spec files, targets. Out: a folder for each attention, with sources and, for targets that are named, binaries; a
+``BuildResult`` that says what changed and what was left out. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.compiler.compiled import CompiledKernel, assembled
+from flashgen.compiler.package import folder as package_folder
+from flashgen.compiler.package.folder import FolderRefused
+from flashgen.compiler.pipeline import Constant, compile_spec, read_file, target_named
+from flashgen.diagnostics import SpecError
+from flashgen.ir.spec import AttentionSpec
+from flashgen.plan.packed import Packed
+from flashgen.plan.plan import ANY_CALLS, USUAL_CALLS, Part
+from flashgen.store.gallery import spec_file
+from flashgen.targets.protocol import AnyTarget
+from flashgen.toolchains.cpp import CompilerMissing
+
+_NO_BINARIES = (
+    "binaries for GPUs, which are compiled when a call needs them; "
+    "`flashgen build --target {targets}` makes them now, in about 10 seconds a head dimension and target"
+)
+_NOT_DETERMINISTIC = (
+    "binaries for gradients with deterministic=True, which are compiled when a call needs them; "
+    "`flashgen build --deterministic` makes them now"
+)
+# What a package holds where nobody says which targets.
+USUAL_TARGETS = ("cpu", "sm_80", "sm_90a")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """One generated package; ``changed`` are the files that were not yet as they are to be.
+
+    ``rejected`` are sentences about tiles of GPU kernels that were passed over because registers spilled; ``refusal``
+    says why the folder would not be written, where that was asked (``check``). ``left`` are sentences about what was
+    left out, and how to get it. ``size`` is that of all files, in bytes.
+    """
+
+    name: str
+    folder: Path
+    files: tuple[Path, ...]
+    changed: tuple[Path, ...]
+    seconds: float
+    rejected: tuple[str, ...] = ()
+    refusal: str | None = None
+    left: tuple[str, ...] = ()
+    size: int = 0
+
+
+def build_file(
+    path: Path | str,
+    *,
+    output: Path = Path("generated"),
+    targets: Sequence[str] | None = None,
+    constants: Mapping[str, Constant] | None = None,
+    check: bool = False,
+    force: bool = False,
+    deterministic: bool = False,
+) -> tuple[BuildResult, ...]:
+    """Write ``output/<name>/`` for every spec of a file and compile it into the cache.
+
+    Only a folder that flashgen wrote is written, and only files that are as it wrote them; ``force`` replaces others of
+    the same names. With ``check`` nothing is written; ``changed`` then names the files that differ. Binaries for GPUs
+    have the kernels of calls with ``deterministic=True`` where ``deterministic`` is set here, too. Where there is no
+    compiler the package is written all the same, without binaries. Raises ``SpecError``, ``FolderRefused``,
+    ``CompileFailed``, ``OSError``.
+    """
+    how = {"check": check, "force": force, "deterministic": deterministic}
+    return tuple(build_files([spec_file(path)], output=output, targets=targets, constants=constants, **how))
+
+
+def build_files(
+    paths: Sequence[Path | str],
+    *,
+    output: Path = Path("generated"),
+    targets: Sequence[str] | None = None,
+    constants: Mapping[str, Constant] | None = None,
+    check: bool = False,
+    force: bool = False,
+    deterministic: bool = False,
+) -> Iterator[BuildResult]:
+    """``build_file`` for several files, none of which may hold an attention of a name that another has."""
+    wanted = [target_named(each) for each in (USUAL_TARGETS if targets is None else targets)]
+    specs: dict[str, tuple[AttentionSpec, Path | str]] = {}
+    for path in dict.fromkeys(paths):
+        for spec in read_file(path, constants).specs:
+            if spec.name in specs:
+                raise FolderRefused(
+                    f"'{specs[spec.name][1]}' and '{path}' both hold an attention '{spec.name}', and both would be "
+                    f"written to '{output / spec.name}'; build them into different folders with -o"
+                )
+            specs[spec.name] = spec, path
+    part = None if targets is None else Part(calls=ANY_CALLS if deterministic else USUAL_CALLS)
+    packages = [_package(spec, output / spec.name, wanted, part) for spec, _ in specs.values()]
+    refusals = (package_folder.compare(each.folder, each.files).refusal(force=force) for each in packages)
+    refusal = None if check else next((each for each in refusals if each is not None), None)
+    if refusal is not None:
+        raise FolderRefused(refusal)
+    for package in packages:
+        yield _check(package, force=force) if check else _write(package, force=force)
+
+
+@dataclass(frozen=True)
+class _Package:
+    """A package before it is written; ``kernels`` are its sources and what their targets say of them."""
+
+    name: str
+    folder: Path
+    files: Mapping[str, bytes]
+    kernels: Sequence[tuple[CompiledKernel[Any, Any], Packed]]
+    left: Sequence[str]
+    seconds: float
+
+
+def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], part: Part | None) -> _Package:
+    from flashgen.compiler.package.files import package_files
+
+    start = time.perf_counter()
+    kernels, left = _kernels(spec, wanted, part)
+    files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
+    return _Package(spec.name, folder, files, kernels, left, time.perf_counter() - start)
+
+
+def _check(package: _Package, *, force: bool) -> BuildResult:
+    return _result(package, package_folder.compare(package.folder, package.files), package.seconds, force=force)
+
+
+def _write(package: _Package, *, force: bool) -> BuildResult:
+    start = time.perf_counter()
+    found = package_folder.write(package.folder, package.files, force=force)
+    # The cache is filled for the machine at hand, so that the import finds everything there.
+    for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels):
+        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target])
+    return _result(package, found, package.seconds + time.perf_counter() - start, force=force)
+
+
+def _result(package: _Package, found: package_folder.Comparison, seconds: float, *, force: bool) -> BuildResult:
+    return BuildResult(
+        name=package.name,
+        folder=package.folder,
+        files=tuple(package.folder / name for name in package.files),
+        changed=tuple(package.folder / name for name in (*found.write, *found.remove)),
+        seconds=seconds,
+        rejected=tuple(
+            f"{source.file}: {lost.pass_name}, {lost.reason}"
+            for source in (packed.described for _, packed in package.kernels if packed.described is not None)
+            for lost in source.rejected
+            if "spills" in lost.reason
+        ),
+        refusal=found.refusal(force=force),
+        left=tuple(package.left),
+        size=sum(map(len, package.files.values())),
+    )
+
+
+def _kernels(
+    spec: AttentionSpec, wanted: Sequence[AnyTarget], part: Part | None
+) -> tuple[Sequence[tuple[CompiledKernel[Any, Any], Packed]], Sequence[str]]:
+    """Every head dimension for every target, and sentences about what was left out.
+
+    Texts take milliseconds and nothing but flashgen. Binaries that a package ships take NVRTC and seconds, so that they
+    are made where targets were named: of this ``part`` of a source. Where none was named there is no part, and a target
+    is left out where it refuses the spec, unless all do.
+    """
+    kernels: list[tuple[CompiledKernel[Any, Any], Packed]] = []
+    left: dict[str, None] = {}
+    refused: list[SpecError] = []
+    for target in wanted:
+        try:
+            made = compile_spec(spec, target)
+            if part is not None:
+                target.prepare([kernel.source for kernel in made])  # side by side, where one waits for the other below
+            kernels += [_packed(kernel, left, part) for kernel in made]
+        except SpecError as error:
+            if part is not None:
+                raise
+            refused.append(error)
+            left[f"'{spec.name}' for {target.name}: {error.diagnostics[0].message}"] = None
+    if refused and not kernels:
+        raise refused[0]
+    if all(packed.described is None for _, packed in kernels):  # what a schedule says for GPUs is of no use to anybody
+        left |= dict.fromkeys(each for kernel, _ in kernels for each in kernel.target.leaves_out(kernel.variant))
+    elif part is None:
+        left[_NO_BINARIES.format(targets=",".join(dict.fromkeys(kernel.target.name for kernel, _ in kernels)))] = None
+    return kernels, tuple(left)
+
+
+def _packed(
+    kernel: CompiledKernel[Any, Any], left: dict[str, None], part: Part | None
+) -> tuple[CompiledKernel[Any, Any], Packed]:
+    """The kernel that goes into the package: with a binary, the one that compiling did not find fault with."""
+    if part is None or not kernel.target.ships_binaries:
+        return kernel, kernel.packed()
+    try:
+        made = assembled(kernel.variant, kernel.target, part=part)
+    except CompilerMissing as error:
+        what = "libraries for CPUs" if kernel.target.device is not None else "binaries for GPUs"
+        left[f"{what}, which are compiled when a call needs them: {error}"] = None
+        return kernel, kernel.packed()
+    packed = made.kernel.packed(made.binary)
+    kinds = {image.described.deterministic for image in packed.binaries}
+    if False in kinds and True not in kinds:
+        left[_NOT_DETERMINISTIC] = None
+    return made.kernel, packed

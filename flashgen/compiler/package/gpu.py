@@ -1,0 +1,97 @@
+"""What an opened package brings for a GPU.
+
+In: the folder of a package, a ``GpuTarget``. Out: ``Packaged``. None of this needs a GPU, or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flashgen.compiler.package.manifest import Manifest, digest
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
+from flashgen.plan.plan import ANY_CALLS, Part
+from flashgen.store.cache import Cache
+from flashgen.targets.gpu.packed import plan_of
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.registry import GPUS
+from flashgen.toolchains.nvrtc import Resources
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """What a package brings for a GPU: a source as it stands in the folder, the plan that it was written with.
+
+    ``images`` are the paths of the binaries that were made of this source, ``resources`` those of its kernels. A source
+    that ``is_edited`` is what its user wants to run, whatever the shape.
+    """
+
+    source: KernelSource
+    plan: GpuPlan
+    is_edited: bool
+    images: Mapping[Part, Path]
+    resources: tuple[Resources, ...]
+
+    def image(self, part: Part) -> Path | None:
+        """The binary that has all kernels of a part, if there is one."""
+        return next((path for each, path in self.images.items() if each.covers(part)), None)
+
+
+def packaged(
+    folder: Path, manifest: Manifest, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget
+) -> Packaged | None:
+    """What a package brings for a GPU; None where nothing of it runs there. Raises ``OSError``."""
+    fitting = [each for each in manifest.gpu_sources if each.head_dim == str(head_dim) and _runs_on(each, target)]
+    if not fitting:
+        return None
+    found = max(fitting, key=lambda each: (GPUS[each.target].capability, each.target))
+    text = (folder / found.file).read_text(encoding="utf-8")
+    source = KernelSource(found.file, found.target, found.symbol, head_dim, text, ())
+    is_edited = digest(text.encode()) != manifest.files.get(found.file)
+    images: dict[Part, Path] = {}
+    for binary in manifest.binaries:
+        if binary.source != found.file or binary.element is None or is_edited or not (folder / binary.file).is_file():
+            continue
+        content = (folder / binary.file).read_bytes()
+        if digest(content) == manifest.files.get(binary.file):
+            calls = replace(ANY_CALLS, repeatable=binary.deterministic)
+            images[Part(ElementType(binary.element), binary.pass_name, calls)] = _stored(content)
+    resources = tuple(
+        Resources(each.name, each.registers, 0, each.spill_bytes, each.stack_bytes)
+        for each in manifest.gpu_kernels
+        if each.target == found.target
+    )
+    return Packaged(source, plan_of(found, spec.name), is_edited, images, resources if images else ())
+
+
+def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:
+    """The sources of a package that do not say any more what was written. Raises ``OSError``."""
+    found = []
+    written: tuple[ManifestKernel | ManifestGpuSource, ...] = (*manifest.kernels, *manifest.gpu_sources)
+    for each in written:
+        text = (folder / each.file).read_text(encoding="utf-8")
+        if digest(text.encode()) != manifest.files.get(each.file):
+            head_dim = HeadDim(*map(int, (each.head_dim.split("/") * 2)[:2]))
+            found.append(KernelSource(each.file, each.target, each.symbol, head_dim, text, ()))
+    return tuple(found)
+
+
+def _runs_on(source: ManifestGpuSource, target: GpuTarget) -> bool:
+    """What was written for an architecture runs on later ones of the same generation, where its tiles fit."""
+    if source.target == target.name:
+        return True
+    made_for = GPUS.get(source.target)
+    if made_for is None or source.target.endswith("a"):
+        return False
+    same_generation = made_for.capability // 10 == target.capability // 10
+    return same_generation and made_for.capability <= target.capability and source.sram_bytes <= target.block_bytes
+
+
+def _stored(image: bytes) -> Path:
+    """A cubin in the cache, whose path says what it holds: CuPy remembers modules by their paths."""
+    return Cache.default().fetch(digest(image), "kernels.cubin", lambda: {"kernels.cubin": image})

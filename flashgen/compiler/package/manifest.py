@@ -1,0 +1,178 @@
+"""What a generated package says of itself: written by ``flashgen build``, read at every import."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flashgen.compiler.package.fields import Damaged, made
+from flashgen.plan.packed import ManifestBinary, ManifestGpuKernel, ManifestGpuSource, ManifestKernel
+from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.version import __version__
+
+FILE_NAME = "manifest.json"
+SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
+# Counts up when the files of a package or the kernels' arguments change their meaning.
+FORMAT = 11
+_SEAL, _BUILDING = "sealed", "building"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A package: the operator's name, what identifies its spec, the generated sources, binaries and their kernels.
+
+    ``files`` are the sha256 of all its files but this one.
+    """
+
+    name: str
+    sha256: str
+    kernels: tuple[ManifestKernel, ...]
+    gpu_kernels: tuple[ManifestGpuKernel, ...] = ()
+    gpu_sources: tuple[ManifestGpuSource, ...] = ()
+    binaries: tuple[ManifestBinary, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of the file; the same for the same manifest."""
+        content = asdict(self)
+        content["kernels"] += content.pop("gpu_kernels")
+        content["binaries"] = [{name: x for name, x in each.items() if x is not None} for each in content["binaries"]]
+        for name in ("gpu_sources", "binaries"):
+            if not content[name]:
+                del content[name]
+        return _sealed({"format": FORMAT, "flashgen": __version__, **content})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a package; ``ImportError`` where it is damaged, edited or another version's."""
+        path = folder / FILE_NAME
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                if _BUILDING in content:
+                    raise ImportError(f"a build of '{folder}' has not ended; {rebuild_hint(folder)}")
+                if content.get("format", FORMAT) != FORMAT:
+                    writer = f"'{path}' was written by flashgen {content.get('flashgen')}, this is {__version__}"
+                    raise ImportError(f"{writer}; {rebuild_hint(folder)}")
+            return _manifest(made(_Written, content), content)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ImportError(f"'{path}' cannot be read: {error}; {rebuild_hint(folder)}") from None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The file, field by field."""
+
+    format: int
+    flashgen: str
+    name: str
+    sha256: str
+    kernels: tuple[ManifestKernel | ManifestGpuKernel, ...]
+    files: Mapping[str, str]
+    sealed: str
+    gpu_sources: tuple[ManifestGpuSource, ...] | None = None
+    binaries: tuple[ManifestBinary, ...] | None = None
+
+
+def _manifest(written: _Written, content: Mapping[str, Any]) -> Manifest:
+    """What a whole file says. Raises ``Damaged``."""
+    sources = [
+        replace(source, elements=made(tuple[ElementPlan, ...], list(source.elements), f"gpu_sources[{n}].elements"))
+        for n, source in enumerate(written.gpu_sources or ())
+    ]
+    if written.sealed != _seal(content):
+        raise Damaged(f"it is not as flashgen wrote it, as '{_SEAL}' says")
+    return Manifest(
+        name=written.name,
+        sha256=written.sha256,
+        kernels=tuple(each for each in written.kernels if isinstance(each, ManifestKernel)),
+        gpu_kernels=tuple(each for each in written.kernels if isinstance(each, ManifestGpuKernel)),
+        gpu_sources=tuple(sources),
+        binaries=written.binaries or (),
+        files=written.files,
+    )
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Which files of a folder its manifest says flashgen wrote: the sha256 that each had, in any version.
+
+    ``trusted`` is whether there is such a manifest, ``reason`` why there is none.
+    """
+
+    files: Mapping[str, frozenset[str]]
+    trusted: bool
+    reason: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Claims:
+        """What the manifest of a folder claims; nothing where it is missing, damaged or another program's."""
+        path = folder / FILE_NAME
+        none: Mapping[str, frozenset[str]] = {}
+        if path.is_symlink() or not path.is_file():
+            return cls(none, False, f"was not written by flashgen (it has no {FILE_NAME} of its own)")
+        content = _content(path)
+        if content is None:
+            return cls(none, False, f"was not written by flashgen, or its {FILE_NAME} is damaged")
+        if "files" not in content and _BUILDING not in content:
+            writer = content["flashgen"]
+            return cls(none, False, f"was written by flashgen {writer}, which did not say what files are its own")
+        try:
+            named = [*content.get("files", {}).items(), *content.get(_BUILDING, {}).items()]
+            files: dict[str, frozenset[str]] = {}
+            for name, sha256 in named:
+                if name in ("", ".", "..") or Path(name).name != name:
+                    return cls(none, False, f"has a {FILE_NAME} that names files elsewhere ('{name}')")
+                files[name] = files.get(name, frozenset()) | {str(sha256)}
+        except AttributeError:
+            return cls(none, False, f"has a damaged {FILE_NAME}")
+        own = digest(path.read_bytes())
+        whole = content.get(_SEAL) == _seal(content)
+        return cls({**files, FILE_NAME: frozenset({own} if whole else {})}, True)
+
+    def is_sealed(self, name: str, path: Path) -> bool:
+        """Whether a file is as flashgen wrote it."""
+        return digest(path.read_bytes()) in self.files.get(name, ())
+
+
+def building(folder: Path, files: Mapping[str, str]) -> bytes:
+    """The manifest of a folder while files take their places there: what it claimed before, and these."""
+    before = (_content(folder / FILE_NAME) if (folder / FILE_NAME).is_file() else None) or {}
+    content = {"format": FORMAT, "flashgen": __version__, **before}
+    content.pop(_SEAL, None)
+    return _sealed({**content, _BUILDING: {**content.get(_BUILDING, {}), **files}}).encode()
+
+
+def digest(content: bytes) -> str:
+    """The sha256 by which a manifest names a file."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sealed(content: Mapping[str, Any]) -> str:
+    """The text of a manifest, with a digest over all else that it says: an edited one is told by it."""
+    plain = json.loads(json.dumps(content, default=str))
+    return json.dumps({**plain, _SEAL: _seal(plain)}, indent=2) + "\n"
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in content.items() if name != _SEAL}
+    return digest(json.dumps(rest).encode())
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """A manifest of flashgen's, of any version; None for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    ours = isinstance(content, dict) and {"format", "flashgen"} <= content.keys()
+    return content if ours else None
+
+
+def rebuild_hint(folder: Path) -> str:
+    """What to do about a package that does not work."""
+    return f"run 'flashgen build' for its spec again to write '{folder.name}' anew"

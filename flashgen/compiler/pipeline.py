@@ -1,0 +1,217 @@
+"""The whole compiler: from a spec file to diagnostics, a plan, a generated package, or an operator.
+
+    text ─parse─▶ AttentionSpec ─analyse─▶ Variant ─plan─▶ Plan ─emit─▶ KernelSource ─compile─▶ Binary
+                                                  └────────────── a Target ───────────────┘
+
+``compile_file`` is that line, for every target alike; everything else here decides where text comes from and where
+results go. Nothing here imports torch until an operator is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.analysis.bounds import prove_indices
+from flashgen.analysis.index_checks import index_diagnostics
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.analysis.weight_checks import weight_diagnostics
+from flashgen.compiler.answers import Answer, answers_of, errors_of, warnings_of
+from flashgen.compiler.choice import planned, planned_at, tile_choices
+from flashgen.compiler.compiled import Assembled, CompiledKernel, assembled, compiled
+from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
+from flashgen.plan.plan import Plan
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.device_table import known_devices, product_of
+from flashgen.targets.protocol import AnyTarget, BinaryT, Device, PlanT, Target
+from flashgen.targets.registry import ARCHITECTURES
+from flashgen.targets.registry import targets as known_targets
+
+if TYPE_CHECKING:
+    from flashgen.language import SpecFile
+    from flashgen.plan.report import PlanReport
+
+Constant = bool | int | float
+CONSTANTS = ("constants", "{'window': 128}")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file without errors: its specs, every warning about them, and what targets answered that were asked."""
+
+    specs: tuple[AttentionSpec, ...]
+    warnings: tuple[Diagnostic, ...]
+    sources: tuple[Source, ...]
+    answers: tuple[Answer, ...] = ()
+
+
+def compile_file(
+    path: Path | str, target: Target[PlanT, BinaryT], constants: Mapping[str, Constant] | None = None
+) -> tuple[Assembled[PlanT, BinaryT], ...]:
+    """Every spec and head dimension of a file for a target, from its text to binaries.
+
+    Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
+    """
+    checked = read_file(path, constants)
+    variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
+    return tuple(assembled(variant, target) for variant in variants)
+
+
+def compile_spec(spec: AttentionSpec, target: Target[PlanT, BinaryT]) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:
+    """The texts of every head dimension of a spec, with the tiles that are taken where no shape is given."""
+    variants = [analyse(spec, head_dim) for head_dim in spec.head_dims]
+    if target.device is None:
+        return tuple(compiled(each, target) for each in variants)
+    return tuple(compiled(each, target, tile_choices(each, target.device).usual()) for each in variants)
+
+
+# -- check and plan ----------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
+    """The specs of a file, with what is wrong or deserves a warning whatever they are compiled for.
+
+    Raises ``SpecError`` where there is an error.
+    """
+    from flashgen.language import parse_file
+
+    return _checked(parse_file(path, by_name(constants, *CONSTANTS)))
+
+
+def check_file(
+    path: Path | str,
+    constants: Mapping[str, Constant] | None = None,
+    targets: Sequence[str] | None = None,
+    answered: Callable[[Answer], object] = lambda _: None,
+) -> Checked:
+    """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error.
+
+    Every target is asked whether it takes the specs. What one refuses is a warning while another takes it; where
+    ``targets`` are named, it is an error. ``answered`` hears each answer, those before an error, too.
+    """
+    asked = list(known_targets().values()) if targets is None else [target_named(each) for each in targets]
+    checked = read_file(path, constants)
+    answers: list[Answer] = []
+    errors: list[Diagnostic] = []
+    for spec in checked.specs:
+        found = answers_of(spec, asked)
+        for each in found:
+            answered(each)
+        answers += found
+        if not all(each.takes for each in found) and (targets is not None or not any(each.takes for each in found)):
+            errors += errors_of(found)
+    if errors:
+        raise SpecError(in_reading_order((*checked.warnings, *errors), checked.sources), checked.sources)
+    warnings = in_reading_order((*checked.warnings, *warnings_of(answers)), checked.sources)
+    return replace(checked, warnings=warnings, answers=tuple(answers))
+
+
+def plan_file(
+    path: Path | str,
+    *,
+    device: str | None = None,
+    sram: int | None = None,
+    constants: Mapping[str, Constant] | None = None,
+) -> tuple[Plan, ...]:
+    """The plans of every spec and head dimension of a file, for a device by name or the machine at hand."""
+    on = device_named(device or "local", sram)
+    checked = read_file(path, constants)
+    return tuple(planned(analyse(spec, each), on) for spec in checked.specs for each in spec.head_dims)
+
+
+def report_file(
+    path: Path | str,
+    *,
+    device: str | None = None,
+    sram: int | None = None,
+    shape: Shape | None = None,
+    constants: Mapping[str, Constant] | None = None,
+) -> tuple[PlanReport, ...]:
+    """The plans of a file with everything that is known of them at a shape. An architecture is timed on a product."""
+    from flashgen.plan.report import DEFAULT_SHAPE
+    from flashgen.targets.report import report
+
+    on, at = device_named(device or "local", sram), shape or DEFAULT_SHAPE
+    checked = read_file(path, constants)
+    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants_of(checked))
+
+
+def variants_of(checked: Checked) -> tuple[Variant, ...]:
+    """Every spec of a file at each of its head dimensions."""
+    return tuple(analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims)
+
+
+def device_names() -> tuple[str, ...]:
+    """The devices that plans can be made for: CPUs, GPUs, and architectures of GPUs."""
+    return ("local", *known_devices().names, *(name for name, each in ARCHITECTURES.items() if each.is_generated))
+
+
+def device_named(name: str, sram: int | None = None) -> Device:
+    """A CPU, a GPU, a product that stands for an architecture of GPUs, or ``local``; ``SpecError`` for another name.
+
+    With ``sram`` bytes of memory for a tile, where these are given.
+    """
+    known = known_devices()
+    if name == "local":
+        found: Device = local_cpu()
+    elif name in known.cpus:
+        found = known.cpus[name]
+    elif name in known.gpus:
+        found = known.gpus[name]
+    elif name in ARCHITECTURES:
+        found = product_of(ARCHITECTURES[name])
+    else:
+        hints = did_you_mean(name, device_names())
+        raise SpecError([Diagnostic("E405", f"there is no device '{name}'", None, hints=hints)])
+    return found if sram is None else found.with_sram(sram)
+
+
+def target_names() -> tuple[str, ...]:
+    """The targets that kernels can be made for."""
+    return tuple(known_targets())
+
+
+def target_named(name: str) -> AnyTarget:
+    """A target; ``SpecError`` for an unknown name."""
+    known = known_targets()
+    if name not in known:
+        raise SpecError([Diagnostic("E405", f"there is no target '{name}'", None, hints=did_you_mean(name, known))])
+    return known[name]
+
+
+def _checked(parsed: SpecFile) -> Checked:
+    """What only the analysis of every head dimension can see, added to what parsing saw."""
+    found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
+    for spec in parsed.specs:
+        found.update(dict.fromkeys(weight_diagnostics(spec)))
+        for head_dim in spec.head_dims:
+            found.update(dict.fromkeys(index_diagnostics(spec, prove_indices(spec, head_dim))))
+    diagnostics = in_reading_order(found, parsed.sources)
+    if any(diagnostic.severity == "error" for diagnostic in diagnostics):
+        raise SpecError(diagnostics, parsed.sources)
+    return Checked(parsed.specs, diagnostics, parsed.sources)
+
+
+def read_text(text: str, constants: Mapping[str, Constant]) -> Checked:
+    """``read_file`` for a text."""
+    from flashgen.language import parse_text
+
+    return _checked(parse_text(text, constants=constants))
+
+
+def by_name(given: object, what: str, example: str) -> dict[str, Any]:
+    """What a caller gives by name, nothing for None. Raises ``TypeError`` for what has no names."""
+    found = {} if given is None else given
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise TypeError(f"{what} are given by their names, as in {example}, not as {given!r}")
+    return dict(found)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What names that are there an unknown one may stand for, in words."""
+    close = nearest(name, known, limit=3)
+    return (f"did you mean {quoted_list(close)}?",) if close else (f"known: {quoted_list(known, 'and')}",)

@@ -1,0 +1,37 @@
+"""A call that is to be explained, not run: what hosts are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.reference.shard import Shard
+
+
+@dataclass(frozen=True)
+class AskedCall:
+    """A call to explain.
+
+    ``sizes`` are the numbers that the spec's sizes stand for, ``shard`` says where the call lies in the whole problem,
+    ``index`` is that of its device, ``threads`` those that a CPU would run. ``values`` are those of ``struct
+    Arguments`` by name, without addresses: pointers that kernels compare with null are 0 or 1. ``params`` are the
+    values that the host knows.
+    """
+
+    head_dim: HeadDim
+    element: ElementType
+    shard: Shard
+    sizes: Mapping[str, int]
+    index: int
+    threads: int
+    values: Mapping[str, float]
+    params: Mapping[str, float]
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the call."""
+        shard = self.shard
+        return Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)

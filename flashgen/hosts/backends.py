@@ -1,0 +1,372 @@
+"""What runs an op: for each type of device, what gives the kernels of a head dimension.
+
+In: an ``AttentionSpec``, a backend, a package. Out: providers of kernels, which also say what they run (``Shows`` in
+``runtime/op_shown.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first
+needed, but for the CPU's where there is no GPU: there the first call is not the one to wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from flashgen.analysis.tangent import with_slopes, with_tangent
+from flashgen.analysis.variant import analyse
+from flashgen.compiler.choice import TileChoices, tile_choices
+from flashgen.compiler.compiled import compiled, with_reasons
+from flashgen.compiler.package.cpu import Library, NoLibrary, libraries
+from flashgen.diagnostics import quoted_list
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts import cuda
+from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.emulator_backend import (
+    EmulatorProvider,
+    block_kernel,
+    cached_kernel,
+    dense_kernel,
+    f8_kernel,
+    ragged_kernel,
+)
+from flashgen.hosts.explain_cpu import explain_cpu, explain_jvp
+from flashgen.hosts.gpu_backend import CudaProvider, Package
+from flashgen.hosts.gpu_calls import (
+    ELEMENTS,
+    GPU_TANGENTS,
+    GPU_TANGENTS_BACKWARD,
+    RowsOf,
+    call_of,
+    is_by_blocks,
+    is_cached,
+    is_f8,
+    kernel_variant,
+    launches_of,
+    takes_f8,
+)
+from flashgen.hosts.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, LibraryPart, load_jvp
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.arguments import argument_fields, sliced_fields, tangent_fields, tangent_gradient_fields
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.measured import Pins
+from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.plan import plan_jvp
+from flashgen.targets.cpu.target import CpuTarget
+from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.registry import GPUS
+from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
+
+__all__ = [
+    "ELEMENTS",
+    "EMULATED",
+    "CpuProvider",
+    "CudaProvider",
+    "EmulatorProvider",
+    "Package",
+    "Providers",
+    "deferred",
+    "emulated_target",
+    "gpu_at_hand",
+    "kernel_variant",
+    "launches_of",
+    "providers",
+    "RowsOf",
+    "block_kernel",
+    "cached_kernel",
+    "dense_kernel",
+    "f8_kernel",
+    "is_by_blocks",
+    "is_cached",
+    "is_f8",
+    "ragged_kernel",
+    "takes_f8",
+]
+
+EMULATED = GPUS["sm_80"]
+CPU_TANGENTS = "all that the others take"
+GPU_TAKES = (GPU_TANGENTS, GPU_TANGENTS_BACKWARD)
+CPU_TAKES = (CPU_TANGENTS, CPU_TANGENTS)  # forward mode, and its backward pass
+
+Providers = Mapping[str, KernelProvider | None]
+# The sources of a package for CPUs, by head dimension, without macros.
+Texts = Mapping[HeadDim, KernelSource]
+
+
+def providers(
+    spec: AttentionSpec,
+    backend: str | None,
+    package: Package | None = None,
+    texts: Texts | None = None,
+    target: GpuTarget = EMULATED,
+) -> Providers:
+    """The providers of a backend, by type of device; ``target`` is what the emulator's kernels are made for."""
+    match backend:
+        case "reference":
+            return {}
+        case "emulator":
+            return {"cpu": EmulatorProvider(spec, target)}
+        case "cpu":
+            return {"cpu": cpu_provider(spec, texts, package)}
+        case "cuda":
+            return {"cuda": CudaProvider(spec, package)}
+    return {
+        "cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()),
+        "cuda": CudaProvider(spec, package),
+    }
+
+
+def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULATED) -> Providers:
+    """The same providers, made when a kernel is first needed."""
+    made = functools.cache(functools.partial(providers, spec, backend, None, None, target))
+    match backend:
+        case "reference":
+            devices: tuple[str, ...] = ()
+        case "cuda":
+            devices = ("cuda",)
+        case "cpu" | "emulator":
+            devices = ("cpu",)
+        case _:
+            devices = ("cpu", "cuda")
+    return {
+        each: Deferred(made, each, *(GPU_TAKES if each != "cpu" or backend == "emulator" else CPU_TAKES))
+        for each in devices
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """One that is made when a kernel is first needed."""
+
+    made: Callable[[], Providers]
+    device: str
+    takes_tangents: str
+    takes_tangents_backward: str
+
+    def __call__(self, head_dim: HeadDim, index: int) -> Kernel | None:
+        provider = self.made()[self.device]
+        return None if provider is None else provider(head_dim, index)
+
+    def of_spec(self, spec: AttentionSpec) -> KernelProvider | None:
+        """The same of another spec, where it has kernels for GPUs."""
+        provider = self.made()[self.device]
+        return provider.of_spec(spec) if isinstance(provider, (CudaProvider, EmulatorProvider)) else None
+
+
+def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
+    """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""
+    if name is None:
+        return EMULATED
+    if backend != "emulator":
+        asked = "the default backend" if backend is None else f"backend '{backend}'"
+        raise ValueError(f"target '{name}' is for backend='emulator'; {asked} runs on the machine at hand")
+    if name not in GPUS:
+        raise ValueError(f"there is no target '{name}' to emulate; known are {quoted_list(GPUS, 'and')}")
+    return GPUS[name]
+
+
+def gpu_at_hand() -> GpuTarget:
+    """What to generate for PyTorch's current GPU. Raises ``ValueError`` where the backend 'cuda' cannot work."""
+    from flashgen.targets.gpu.architecture import UnsupportedGpu
+    from flashgen.targets.registry import target_of
+
+    try:
+        cuda.check()
+        return target_of(*cuda.describe_device(cuda.current_device()))
+    except (cuda.CudaMissing, UnsupportedGpu) as error:
+        raise ValueError(f"backend 'cuda': {error}") from None
+
+
+def cpu_provider(
+    spec: AttentionSpec, texts: Texts | None = None, package: Package | None = None, *, at_once: bool = True
+) -> CpuProvider | None:
+    """Shared libraries; without a compiler those of a package, else None, with a warning."""
+    try:
+        find_compiler()
+    except CompilerMissing as error:
+        why = str(error)
+        if package is not None and texts is not None:
+            try:
+                return _packaged(spec, texts, package)
+            except (NoLibrary, CompileFailed, OSError) as other:
+                why = f"{error} Nor does a library of the package run here: {other}"
+        if at_once:
+            warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {why}", stacklevel=6)
+        return None
+    provider = CpuProvider(spec, texts)
+    if at_once:
+        provider.libraries()
+    return provider
+
+
+def _packaged(spec: AttentionSpec, texts: Texts, package: Package) -> PackagedProvider:
+    provider = PackagedProvider(spec, texts, libraries(*package, spec))
+    provider.libraries()
+    return provider
+
+
+class CpuProvider:
+    """Shared libraries for the CPU at hand, one a head dimension, and one more where a tuned class has other tiles.
+
+    ``texts`` are the sources of a package, which are compiled as they stand.
+    """
+
+    def __init__(self, spec: AttentionSpec, texts: Texts | None = None) -> None:
+        self.spec, self._texts = spec, texts
+        self.device = local_cpu()
+        self.target = CpuTarget(self.device)
+        self.choices: Mapping[HeadDim, TileChoices[CpuPlan, Binary]] = {
+            each: tile_choices(analyse(spec, each), self.device) for each in spec.head_dims
+        }
+        self.libraries = functools.cache(self._libraries)
+        self.forward_mode = functools.cache(self._forward_mode)
+        self.forward_mode_backward = functools.cache(self._forward_mode_backward)
+        self._other = functools.cache(self._load)
+        self._parts = functools.cache(functools.partial(self._loaded, "parts"))
+        self._slices = functools.cache(functools.partial(self._loaded, "slices"))
+
+    takes_tangents: ClassVar[str] = CPU_TANGENTS
+    takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
+
+    def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
+        return self.libraries()[head_dim]
+
+    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:
+        """The tiles that are compiled in."""
+        return compiled(self.choices[head_dim].variant, self.target, pins).plan
+
+    def source(self, head_dim: HeadDim, pins: Pins) -> KernelSource:
+        """What is compiled: the text of the package, else what the spec says, and the tiles as macros."""
+        if self._texts is None:
+            return compiled(self.choices[head_dim].variant, self.target, pins).source
+        return replace(self._texts[head_dim], defines=self.plan(head_dim, pins).defines)
+
+    def plans(self) -> Mapping[HeadDim, CpuPlan]:
+        """By head dimension, with the tiles that were tuned last."""
+        found = {}
+        for head_dim, choices in self.choices.items():
+            pins = choices.usual()
+            found[head_dim] = with_reasons(self.plan(head_dim, pins), pins)
+        return found
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """One a head dimension; others differ from it in macros alone."""
+        return tuple(self.source(each, choices.usual()) for each, choices in self.choices.items())
+
+    def explain(self, name: str, asked: AskedCall) -> Explanation:
+        """One call."""
+        head_dim = asked.head_dim
+        choices = self.choices[head_dim]
+        pins = choices.of_call(asked.element, asked.shape)
+        plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
+        found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
+        if not self.takes_tangents:
+            return found
+        of_tangents = (plan_jvp(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
+        forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
+        return replace(found, jvp=forward, jvp_backward=backward)
+
+    def _forward_mode(self, head_dim: HeadDim) -> JvpKernel:
+        """A library of its own, compiled when tangents are first asked for; its tiles are the planner's own."""
+        variant = with_tangent(self.choices[head_dim].variant)
+        source = self.target.emit_jvp(variant)
+        (binary,) = compile_sources([source])
+        return load_jvp(binary.path, source.symbol, tangent_fields(variant.spec))
+
+    def _forward_mode_backward(self, head_dim: HeadDim) -> JvpKernel:
+        """The same of second derivatives."""
+        variant = with_slopes(self.choices[head_dim].variant)
+        source = self.target.emit_jvp(variant)
+        (binary,) = compile_sources([source])
+        return load_jvp(binary.path, source.symbol, tangent_gradient_fields(variant.spec), "jvp_backward")
+
+    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
+        """Those of the usual tiles, compiled side by side."""
+        found: dict[HeadDim, LibraryKernel] = {}
+        sources = self.sources()
+        for source, own in zip(sources, self._compiled(sources), strict=True):
+            kernel = own
+            if self._texts is None:  # what a text says that may have been edited, no other library does
+                parts, slices = (functools.partial(each, source.head_dim) for each in (self._parts, self._slices))
+                kernel = replace(own, parts=parts, slices=slices)
+            found[source.head_dim] = self._choosing(source.head_dim, kernel)
+        return found
+
+    def _compiled(self, sources: Sequence[KernelSource]) -> list[LibraryKernel]:
+        """The forward passes, side by side; the backward pass and ragged batches are compiled when they are first
+        needed, each as a library. Texts of a package may be older or edited, and are compiled whole.
+        """
+        fields = argument_fields(self.spec)
+        if self._texts is not None:
+            return [
+                LibraryKernel.load(binary.path, source.symbol, fields)
+                for source, binary in zip(sources, compile_sources(sources), strict=True)
+            ]
+
+        def load(source: KernelSource, part: LibraryPart) -> LibraryKernel:
+            (binary,) = compile_sources([source.of_part(part)])
+            return LibraryKernel.load(binary.path, source.symbol, fields, part)
+
+        binaries = compile_sources([source.of_part("forward") for source in sources])
+        return [
+            replace(
+                LibraryKernel.load(binary.path, source.symbol, fields, "forward"),
+                others=functools.cache(functools.partial(load, source)),
+            )
+            for source, binary in zip(sources, binaries, strict=True)
+        ]
+
+    def _loaded(self, kind: Literal["parts", "slices"], head_dim: HeadDim) -> LibraryKernel:
+        """The kernel of parts or of slices, another library. Its tiles are the usual ones."""
+        choices = self.choices[head_dim]
+        variant = replace(choices.variant, parts=kind == "parts", slices=kind == "slices")
+        source = compiled(variant, self.target, choices.usual()).source
+        (binary,) = compile_sources([source])
+        fields = (sliced_fields if variant.slices else argument_fields)(self.spec)
+        return LibraryKernel.load(binary.path, source.symbol, fields)
+
+    def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
+        """The kernel, which takes another library for calls that were tuned to other tiles."""
+        choices = self.choices[head_dim]
+        moving, backward = self.forward_mode, self.forward_mode_backward
+        usual = replace(
+            usual, jvp=functools.partial(moving, head_dim), jvp_backward=functools.partial(backward, head_dim)
+        )
+        if not choices.tunings:
+            return usual
+
+        def choose(values: Mapping[str, float]) -> LibraryKernel:
+            pins = choices.of_call(*call_of(values))
+            is_usual = self.plan(head_dim, pins).defines == self.plan(head_dim, choices.usual()).defines
+            return usual if is_usual else self._other(head_dim, pins)
+
+        return replace(usual, choose=choose)
+
+    def _load(self, head_dim: HeadDim, pins: Pins) -> LibraryKernel:
+        (kernel,) = self._compiled([self.source(head_dim, pins)])
+        return kernel
+
+
+class PackagedProvider(CpuProvider):
+    """The libraries of a package as they are, where nothing can be compiled: whatever was tuned, these tiles run.
+
+    It has none of forward mode.
+    """
+
+    takes_tangents = takes_tangents_backward = ""
+
+    def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
+        super().__init__(spec, texts)
+        self._brought = brought
+        self.choices = {each: replace(choices, tunings=()) for each, choices in self.choices.items()}
+
+    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:  # noqa: ARG002 - nothing is chosen here
+        return self._brought[head_dim].plan
+
+    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
+        fields = argument_fields(self.spec)
+        return {
+            source.head_dim: LibraryKernel.load(self._brought[source.head_dim].path, source.symbol, fields)
+            for source in self.sources()
+        }

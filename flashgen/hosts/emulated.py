@@ -1,0 +1,265 @@
+"""Kernels of the backend ``emulator``: generated CUDA source, executed on the host over the memory of CPU tensors.
+
+In: programs of the emulator and the launches of their passes. Out: a ``Kernel``. Tensors are copied into memory of
+their own for each pass, far apart and at the same place within 128 bytes, so that an access outside of one is seen and
+an unaligned one stays so; what the kernels wrote is copied back. Lists of visits are made for calls of any size, so
+that every call tests them. ``recording`` collects what the emulator counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
+from flashgen.hosts.extents import extents
+from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
+from flashgen.hosts.lists import ListCache, SharedLists
+from flashgen.hosts.schedule import (
+    MOST_ELEMENTS,
+    ROW_ALIGNMENT,
+    Compiled,
+    DeviceSize,
+    Part,
+    is_readable,
+    schedule,
+    stored_whole,
+    storing,
+)
+from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
+from flashgen.ir.spec import HeadDim
+from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, stored_field, table_field, tensor_field
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.operands import Operand
+
+# Small, so that persistent blocks take turns, and few heads make a group.
+SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
+_LINE = 128  # bytes: what alignment a kernel can depend on, and more
+_WORDS: Mapping[str, Any] = {"uint32_t": ctypes.c_uint32, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+_NAN = b"\xff"  # in every float format
+# What each pass writes whole; it adds to the gradients of captured values, and reads everything else.
+_WRITTEN: Mapping[PassName, tuple[str, ...]] = {
+    "forward": ("o", "lse", "lse_parts", "t_o", "t_lse"),
+    "backward": ("dq", "dk", "dv"),
+}
+
+_RECORDS: contextvars.ContextVar[list[Counted] | None] = contextvars.ContextVar("flashgen_counted", default=None)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the emulator counted in one pass; the report is the sum over its launches.
+
+    ``lists`` is what it took to make lists of visits that are kept, where this pass was the first to ask for them.
+    ``values`` are those of the call, with where the lists were that it read; ``launches`` what it was told to start.
+    ``sequences`` are the values that are others for each sequence of a ragged batch.
+    """
+
+    name: PassName
+    values: Mapping[str, float]
+    report: Report
+    lists: Report
+    launches: PassLaunches
+    sequences: tuple[Mapping[str, float], ...] = ()
+
+
+def _is_whole(known: Mapping[str, int]) -> bool:
+    """Whether the values are of a call on all of its problem."""
+    sizes = {"b": "batch", "h": "heads", "q": "q_len", "kv": "kv_len"}
+    return all(not known[f"{each}_start"] and known[f"{each}_total"] == known[size] for each, size in sizes.items())
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Counted]]:
+    """Everything that runs on the emulator inside, in order."""
+    found: list[Counted] = []
+    token = _RECORDS.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDS.reset(token)
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """One head dimension under the emulator. ``compiled`` gives the kernels of a pass, for values by name.
+
+    ``most`` bounds the elements that a launch indexes.
+    """
+
+    layout: ArgumentLayout
+    head_dim: HeadDim
+    compiled: Callable[[PassName, Mapping[str, float]], Compiled[Program]]
+    seed: int = 0
+    most: int = MOST_ELEMENTS
+    size: DeviceSize = SIZE
+    row_alignment: int = ROW_ALIGNMENT
+    list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
+    varlen: Callable[[], Kernel] | None = None
+    cached: Callable[[], Kernel] | None = None
+    parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
+    by_blocks: Callable[[], Kernel] | None = None
+    f8: Callable[[], Kernel] | None = None
+    jvp: Callable[[], JvpKernel] | None = None
+    jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = True
+    reads = staticmethod(is_readable)
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        values = storing(self.layout, settled)
+        kernels = self.compiled("backward", self.layout.named(values))
+        launches = kernels.launches("backward", self.layout.named(values))
+        return stored_whole(launches, self.layout, self.head_dim, values, self.size, self.most)
+
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        kernels = self.compiled(name, self.layout.named(values))
+        launches = kernels.launches(name, self.layout.named(values))
+        eager = self.list_cache.eager
+        found = schedule(launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)
+        settled = tuple(values[self.layout.varying :])
+        return Prepared(0, lambda varying: self._run(name, kernels.binary, launches, found.parts, (*varying, *settled)))
+
+    def _run(
+        self, name: PassName, program: Program, launches: PassLaunches, parts: tuple[Part, ...], values: Values
+    ) -> None:
+        found = [self._run_part(name, program, launches, part, part.values(values)) for part in parts]
+        records = _RECORDS.get()
+        if records is not None:
+            reports, made, places = zip(*found, strict=True)
+            known = self.layout.named(values) | places[0]
+            sequences = tuple(self._sequences(known))
+            records.append(Counted(name, known, Report.total(reports), Report.total(made), launches, sequences))
+
+    def _sequences(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
+        """What a ragged call is for each of its sequences, as its kernels find it."""
+        if PLACES.keys() <= known.keys():
+            yield from self._sequences_of_cache(known)
+        if any(name not in known for name in STARTS):
+            return
+        tables = self._tables(known)
+        starts = [(ctypes.c_int32 * (known["batch"] + 1)).from_address(known[name]) for name in STARTS]
+        for number in range(known["batch"]):
+            q_len, kv_len = (each[number + 1] - each[number] for each in starts)
+            own = {"batch": 1, "b_start": known["b_start"] + number}
+            own |= {"q_len": q_len, "q_total": q_len, "kv_len": kv_len, "kv_total": kv_len}
+            yield own | {name: table[number] for name, table in tables.items()}
+
+    def _sequences_of_cache(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
+        """What a call over a cache is for each of its sequences."""
+        tables = self._tables(known)
+        numbers = ctypes.c_int32 * known["batch"]
+        lengths = numbers.from_address(known["cache_lengths"])
+        padding = numbers.from_address(at) if (at := known["cache_padding"]) else numbers()
+        for number in range(known["batch"]):
+            length = min(max(lengths[number], 0), known["kv_len"])
+            before = min(max(padding[number], 0), length)
+            own = {"batch": 1, "b_start": known["b_start"] + number, "kv_len": length - before, "kv_start": before}
+            own |= {"q_start": max(length - known["q_len"], 0), "q_total": max(length, known["q_len"])}
+            yield own | {"kv_total": max(length, 1)} | {name: table[number] for name, table in tables.items()}
+
+    def _tables(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What changes from sequence to sequence, by the names of fields."""
+        return {
+            each.name.removeprefix(table_field("")): (_WORDS[each.element] * known["batch"]).from_address(at)
+            for each in self.layout.fields
+            if each.name.startswith(table_field("")) and (at := known[each.name])
+        }
+
+    def _run_part(
+        self, name: PassName, program: Program, launches: PassLaunches, part: Part, values: Values
+    ) -> tuple[Report, Report, dict[str, float]]:
+        """What its launches did, what making lists took, and where these were."""
+        memory = DeviceMemory()
+        own, written = list(values), []
+        known = self.layout.ints(values)
+        allocations: dict[str, tuple[int, int]] = {}
+        for field, (address, size) in extents(self.layout, self.head_dim, values, launches.operands).items():
+            shift = address % _LINE
+            content = bytearray(ctypes.string_at(address, size))
+            for first, count in self._written_whole(name, launches, field, known, size):
+                content[first : first + count] = _NAN * count
+            place = memory.put(field, bytes(shift) + bytes(content)) + shift
+            own[self.layout.slots[field]] = place
+            allocations[field] = (place, size)
+            if field in _WRITTEN[name] or field.startswith((gradient_field(""), stored_field(""))):
+                written.append((address, place, size))
+        workspace = memory.allocate("workspace", part.workspace_bytes)
+        own[self.layout.slots["workspace"]] = workspace
+        for buffer, (offset, size) in part.buffers.items():
+            allocations[f"workspace.{buffer}"] = (workspace + offset, size)
+        for offset, size in part.clear:
+            ctypes.memset(workspace + offset, 0, size)
+        made: list[Report] = []
+        places: dict[str, float] = {name: own[self.layout.slots[name]] for name in SPLITS if name in self.layout.slots}
+        for lists in part.lists:
+            held = self.list_cache.find(lists, values, partial(self._make, lists, program, own, allocations, made))
+            if held is not None:
+                of_lists = self.layout.names[lists.slot]
+                own[lists.slot] = places[of_lists] = place = memory.put(of_lists, held)
+                allocations[of_lists] = (place, len(held))
+        for slot, offset in part.places:
+            own[slot] = places[self.layout.names[slot]] = workspace + offset
+        if part.counters:
+            slot, count = part.counters
+            own[slot] = memory.put(self.layout.names[slot], bytes(4 * count))
+            allocations[self.layout.names[slot]] = (int(own[slot]), 4 * count)
+        arguments = self.layout.pack(*own)
+        placed = self.layout.named(own)
+        reports = [
+            self._launch(
+                program, step, arguments + self._maps(step, launches.operands, placed, len(arguments)), allocations
+            )
+            for step in part.steps
+        ]
+        if part.counters and any(left := memory.bytes_of(self.layout.names[part.counters[0]])):
+            words = [left[at : at + 4].hex() for at in range(0, len(left), 4)]
+            message = f"counters of '{self.layout.names[part.counters[0]]}' are not 0 at the end: {words}"
+            raise EmulatorError(FaultKind.GLOBAL_RACE, message, 0, 0, (), program.source)
+        for address, place, size in written:
+            ctypes.memmove(address, place, size)
+        return Report.total(reports), Report.total(made), places
+
+    def _written_whole(
+        self, name: PassName, launches: PassLaunches, field: str, known: Mapping[str, int], size: int
+    ) -> Iterable[tuple[int, int]]:
+        """The bytes of a tensor that a pass writes, whatever lies there: where they begin, and how many."""
+        if field in launches.whole and _is_whole(known):
+            return ((0, size),)
+        return launches.operands[field].runs(self.head_dim, known, size) if field in _WRITTEN[name] else ()
+
+    def _make(
+        self,
+        lists: SharedLists,
+        program: Program,
+        values: Values,
+        allocations: Mapping[str, tuple[int, int]],
+        made: list[Report],
+    ) -> bytes:
+        """The content of lists; what it took is added to ``made``. Its kernels' hooks may read captured tensors."""
+        memory, own, name = DeviceMemory(), list(values), self.layout.names[lists.slot]
+        own[lists.slot] = memory.allocate(name, lists.size)
+        captured = {field: place for field, place in allocations.items() if field.startswith(tensor_field(""))}
+        seen = {**captured, **memory.allocations}
+        made += [self._launch(program, each, self.layout.pack(*own), seen) for each in lists.steps]
+        return memory.bytes_of(name)
+
+    def _launch(
+        self, program: Program, step: Step, parameters: bytes, allocations: Mapping[str, tuple[int, int]]
+    ) -> Report:
+        grid, threads = (step.grid, 1, 1), (step.threads, 1, 1)
+        return program.launch(step.kernel, grid, threads, step.shared_bytes, parameters, allocations, seed=self.seed)
+
+    def _maps(self, step: Step, operands: Mapping[str, Operand], known: Mapping[str, float], behind: int) -> bytes:
+        """The maps that a kernel takes, as its second parameter."""
+        maps = (
+            map_bytes(tensor_map(box, self.head_dim, known, operands), int(known[map_field(box)]), emulated)
+            for box in step.boxes
+        )
+        return bytes(-behind % PARAMETER_ALIGNMENT) + b"".join(maps) if step.boxes else b""

@@ -1,0 +1,221 @@
+"""Compile a generated CUDA source for the emulator and launch its kernels.
+
+In: the text of a ``.cu`` file. Out: a ``Program``; each launch gives a ``Report`` or raises ``EmulatorError``. Compiled
+libraries come from the cache of flashgen/store/cache.py. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
+from flashgen.hosts.emulator.source import blocks_of_cluster, kernel_names, kernel_source, machine_source
+from flashgen.hosts.emulator.trace import lines_of
+from flashgen.store.cache import Cache
+from flashgen.toolchains.cpp import Compiler, compile_sources, find_compiler, load_library
+
+_KINDS = tuple(FaultKind)
+_MOST_PLACES = 1 << 14
+# Line numbers, and calls that return to the line that made them: for traces.
+_FLAGS = ("-g1", "-fno-optimize-sibling-calls")
+# Of kernels: the rest of -O2 takes 0.8 of 2.3 s of a compilation and does not make a launch shorter.
+_KERNEL_FLAGS = ("-O1",)
+
+
+class _Allocation(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("address", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = (("loaded", ctypes.c_uint64), ("stored", ctypes.c_uint64), ("added", ctypes.c_uint64))
+
+
+class _SharedRequests(ctypes.Structure):
+    _fields_ = (
+        ("place", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("wavefronts", ctypes.c_uint64),
+        ("least", ctypes.c_uint64),
+        ("line", ctypes.c_int),
+    )
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("fault", ctypes.c_int),
+        ("line", ctypes.c_int),
+        ("other_line", ctypes.c_int),
+        ("frames", ctypes.c_int),
+        ("frame", ctypes.c_uint64 * 24),
+        ("message", ctypes.c_char * 480),
+    )
+
+
+class _Launch(ctypes.Structure):
+    """``struct Launch`` of templates/emulator/interface.h."""
+
+    _fields_ = (
+        ("enter", ctypes.c_void_p),
+        ("registers", ctypes.c_void_p),
+        ("arguments", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_int),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("host_threads", ctypes.c_int),
+        ("lines", ctypes.c_int),
+        ("allocations", ctypes.c_int),
+        ("allocation", ctypes.POINTER(_Allocation)),
+        ("traffic", ctypes.POINTER(_Traffic)),
+        ("shared", ctypes.POINTER(_SharedRequests)),
+        ("places", ctypes.c_int),
+        ("places_used", ctypes.POINTER(ctypes.c_int)),
+        ("failure", ctypes.POINTER(_Failure)),
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled source. ``seconds``: what compiling took, or taking it from the cache."""
+
+    name: str
+    source: str
+    kernels: tuple[str, ...]
+    seconds: float
+    _library: ctypes.CDLL = field(repr=False)
+    _machine: ctypes.CDLL = field(repr=False)
+
+    def launch(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        arguments: bytes,
+        allocations: Mapping[str, tuple[int, int]],
+        *,
+        seed: int = 0,
+        host_threads: int = 1,
+    ) -> Report:
+        """Run one kernel on host memory.
+
+        ``arguments`` are the bytes of the kernel's argument struct, ``allocations`` the address and size in bytes of
+        all that its pointers may touch. With one host thread, everything depends on the seed alone.
+        """
+        if kernel not in self.kernels:
+            raise ValueError(f"'{self.name}' has no kernel '{kernel}'; it has {', '.join(map(repr, self.kernels))}")
+        expected = self._library[f"flashgen_argument_bytes_{kernel}"]
+        expected.restype = ctypes.c_size_t
+        if len(arguments) != expected():
+            raise ValueError(f"the arguments of '{kernel}' have {expected()} bytes, not {len(arguments)}")
+        traffic = (_Traffic * len(allocations))()
+        shared = (_SharedRequests * _MOST_PLACES)()
+        used = ctypes.c_int(0)
+        failure = _Failure()
+        self._machine.flashgen_emulator_run(
+            ctypes.byref(
+                _Launch(
+                    ctypes.cast(self._library[f"flashgen_enter_{kernel}"], ctypes.c_void_p),
+                    ctypes.cast(self._library.flashgen_registers, ctypes.c_void_p),
+                    arguments,
+                    grid,
+                    block,
+                    blocks_of_cluster(self.source, kernel),
+                    shared_bytes,
+                    seed,
+                    host_threads,
+                    self.source.count("\n") + 1,
+                    len(allocations),
+                    (_Allocation * len(allocations))(
+                        *(_Allocation(name.encode(), *place) for name, place in allocations.items())
+                    ),
+                    traffic,
+                    shared,
+                    _MOST_PLACES,
+                    ctypes.pointer(used),
+                    ctypes.pointer(failure),
+                )
+            )
+        )
+        if failure.fault:
+            message = failure.message.decode(errors="replace")
+            frames = failure.frame[: failure.frames]
+            raise EmulatorError(
+                _KINDS[failure.fault - 1],
+                message,
+                failure.line,
+                failure.other_line,
+                self._lines_of(frames),
+                self.source,
+            )
+        return Report(
+            {
+                name: Traffic(moved.loaded, moved.stored, moved.added)
+                for name, moved in zip(allocations, traffic, strict=True)
+            },
+            tuple(
+                SharedRequests(each.line, each.place, each.requests, each.wavefronts, each.least)
+                for each in shared[: used.value]
+            ),
+        )
+
+    def conflicts(self, *reports: Report) -> tuple[Conflict, ...]:
+        """Bank conflicts with the calls that led to them, the most wavefronts lost first."""
+        found: dict[tuple[int, ...], int] = {}
+        for each in Report.total(reports).places:
+            if each.conflicts:
+                trace = self._lines_of([each.place]) or (each.line,)
+                found[trace] = found.get(trace, 0) + each.conflicts
+        return tuple(Conflict(trace, lost) for trace, lost in sorted(found.items(), key=lambda item: (-item[1], item)))
+
+    def _lines_of(self, addresses: Sequence[int]) -> tuple[int, ...]:
+        return lines_of(Path(self._library._name), addresses, f"{self.name}.cu")
+
+
+def compile_program(
+    source: str,
+    *,
+    name: str = "kernel",
+    cache: Cache | None = None,
+    kernels: Collection[str] | None = None,
+) -> Program:
+    """Compile all kernels of a source, or only some of these names; raises ``CompilerMissing`` and ``CompileFailed``.
+
+    The machine is kept in the user's cache, whatever ``cache`` holds the kernels.
+    """
+    found = find_compiler()
+    compiler = Compiler((*found.command, *_FLAGS), found.version)
+    (machine,) = compile_sources([machine_source()], compiler=compiler)
+    own = replace(compiler, flags=_KERNEL_FLAGS)
+    (library,) = compile_sources([kernel_source(source, name, kernels)], cache=cache, compiler=own)
+    names = tuple(each for each in kernel_names(source) if kernels is None or each in kernels)
+    return Program(name, source, names, library.seconds, _load(library.path), _load(machine.path))
+
+
+def run(
+    source: str,
+    kernel: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    shared_bytes: int,
+    arguments: bytes,
+    allocations: Mapping[str, tuple[int, int]],
+    *,
+    seed: int = 0,
+    host_threads: int = 1,
+) -> Report:
+    """Compile, or take from the cache, and launch once: see ``Program.launch``."""
+    program = compile_program(source)
+    return program.launch(
+        kernel, grid, block, shared_bytes, arguments, allocations, seed=seed, host_threads=host_threads
+    )
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    return load_library(path)

@@ -1,0 +1,184 @@
+"""``op.explain`` on a GPU, real or emulated: what runs for one call, from the very kernels and schedules that it takes.
+
+In: a ``Call`` that was checked, what of it kernels are told, and the compiled kernels of both passes. Out: an
+``Explanation``. Bytes and times are the model's, for the mask where the call's offsets put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flashgen.analysis.variant import Variant
+from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.explained import placed, with_prediction
+from flashgen.hosts.kernel import Step
+from flashgen.ir.types import ElementType
+from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.measured import PASSES
+from flashgen.plan.plan import Rejection
+from flashgen.targets.gpu.cache_bytes import bytes_of_caches
+from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
+from flashgen.toolchains.nvrtc import Resources
+
+_UNPREDICTED = "of a deterministic backward pass bytes and time are not predicted: the model knows that of atomic sums"
+
+
+@dataclass(frozen=True)
+class GpuPass:
+    """One pass on a GPU, real or emulated: its plan, its launches, what the assembler said of its kernels."""
+
+    plan: GpuPlan
+    steps: Sequence[Step]
+    resources: Mapping[str, Resources]
+    reasons: tuple[str, ...] = ()
+
+
+def explain_gpu(
+    name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: AskedCall, passes: Mapping[str, GpuPass]
+) -> Explanation:
+    """The call on a GPU, or on one that is emulated."""
+    own, found = placed(variant, asked), []
+    reasons: dict[str, None] = {}
+    rejected: dict[Rejection, None] = {}
+    for each_name, each in passes.items():
+        tiles = each.plan.by_element[asked.element]
+        tile = tiles.forward if each_name == "forward" else tiles.backward
+        predicted = None
+        if each_name == "forward" or not asked.values["deterministic"]:
+            predicted = pass_time(own, tiles, gpu, asked.shape, each_name)
+        made = _gpu_pass(each_name, tile, each)
+        found.append(made if predicted is None else with_prediction(made, own, asked, predicted))
+        reasons |= dict.fromkeys(_of_element(each.plan, asked.element, each_name))
+        reasons |= dict.fromkeys(each.reasons)
+        rejected |= dict.fromkeys(_rejected(each.plan, asked.element, each_name))
+    if asked.values["deterministic"]:
+        reasons[_UNPREDICTED] = None
+    plan = next(iter(passes.values())).plan
+    return Explanation(
+        name=name,
+        backend=backend,
+        device=device,
+        target=plan.target,
+        head_dim=str(variant.head_dim),
+        element=str(asked.element),
+        shape=asked.shape,
+        passes=tuple(found),
+        reasons=tuple(reasons),
+        rejected=tuple(rejected),
+    )
+
+
+def explain_jvp(variant: Variant, symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
+    """The kernel of forward mode, were its tangents asked for, by the planner's tiles; None: none takes the type."""
+    tiles = plan.by_element.get(asked.element)
+    if tiles is None:
+        return None
+    dropped = bool(asked.values["dropout_threshold"])
+    launches = forward_launches(symbol, variant, plan, asked.element, dropped=dropped)
+    return _of_tangents("jvp", tiles.forward, plan, launches, asked)
+
+
+def explain_jvp_backward(variant: Variant, symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
+    """The same of its backward pass, of one that need not repeat."""
+    tiles = plan.by_element.get(asked.element)
+    if tiles is None:
+        return None
+    dropped = bool(asked.values["dropout_threshold"])
+    launches = backward_launches(symbol, variant, plan, asked.element, dropped=dropped, deterministic=False)
+    return _of_tangents("jvp_backward", tiles.backward, plan, launches, asked)
+
+
+def _of_tangents(
+    name: str, tile: ForwardTiles | BackwardTiles, plan: GpuPlan, launches: PassLaunches, asked: AskedCall
+) -> ExplainedPass:
+    """Kernels by their tiles: of persistent blocks no more run than there is room for."""
+    known = {name: int(value) for name, value in asked.values.items()}
+    kernels = tuple(
+        ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
+        for each in launches.launches
+    )
+    return replace(_gpu_pass(name, tile, GpuPass(plan, (), {})), kernels=kernels)
+
+
+def explain_cache(
+    name: str,
+    backend: str,
+    device: str,
+    variant: Variant,
+    gpu: Gpu,
+    asked: AskedCall,
+    forward: GpuPass,
+    found: Mapping[str, int],
+) -> Explanation:
+    """The same of a call over a cache that is full: it takes at least as long as its bytes."""
+    tiles, values = forward.plan.by_element[asked.element], {**asked.values, **found}
+    q_len, room = int(values["q_len"]), int(values["kv_len"])
+    own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
+    sequences = [own | {"b_start": int(values["b_start"]) + n} for n in range(int(values["batch"]))]
+    moved = sum(bytes_of_caches(sequences, variant, tiles, values, {}).values())
+    made = replace(
+        _gpu_pass("forward", tiles.forward, forward),
+        hbm_bytes=moved,
+        seconds=moved / gpu.bandwidth,
+        limited_by="memory, if nothing else holds it up; a sequence that does not fill the cache takes less",
+        at_most=True,
+    )
+    who = "a second kernel" if found["merges_apart"] else "the last block of a tile to come to its end"
+    several = f"the keys of a sequence in {found['splits']} parts, merged by {who}"
+    parts = several if found["merges"] else "keys in one part"
+    return Explanation(
+        name=name,
+        backend=backend,
+        device=device,
+        target=forward.plan.target,
+        head_dim=str(variant.head_dim),
+        element=str(asked.element),
+        shape=asked.shape,
+        passes=(made,),
+        reasons=(
+            *_of_element(forward.plan, asked.element, "forward"),
+            f"{int(values['group_rows'])} rows of queries for a key/value head",
+            parts,
+            *(
+                f"{each.question}: {each.choice}: {each.reason}"
+                for each in dict.fromkeys(forward.plan.decisions)
+                if each.about in ("", f"forward, {asked.element}") and each.question != "tiles"
+            ),
+        ),
+        rejected=tuple(_rejected(forward.plan, asked.element, "forward")),
+    )
+
+
+def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> ExplainedPass:
+    kernels = []
+    for step in each.steps:
+        said = each.resources.get(step.kernel)
+        registers, spilled = (None, None) if said is None else (said.registers, said.spill_bytes)
+        kernels.append(ExplainedKernel(step.kernel, step.threads, step.grid, step.shared_bytes, registers, spilled))
+    return ExplainedPass(
+        name=name,
+        Br=tile.Br,
+        Bc=tile.Bc,
+        sram_bytes=tile.sram_bytes,
+        multiplies=multiplying(tile),
+        warps=tile.warps,
+        stages=tile.stages,
+        kernels=tuple(kernels),
+    )
+
+
+def _of_element(plan: GpuPlan, element: ElementType, name: str) -> list[str]:
+    """The reasons of a pass in one type, and those that speak of no pass."""
+    own = (f"{name}, {element}", *((f"queries, {element}",) if name == "backward" else ()))
+    others = [f"{each}, {other}:" for each in (*PASSES, "queries") for other in ElementType]
+    return [reason for reason in plan.reasons if reason.startswith(own) or not reason.startswith(tuple(others))]
+
+
+def _rejected(plan: GpuPlan, element: ElementType, name: str) -> list[Rejection]:
+    names = (name, "queries") if name == "backward" else (name,)
+    return [each for each in plan.rejected if each.pass_name in names and each.reason.startswith(f"{element}:")]

@@ -1,0 +1,249 @@
+"""What calls of kernels for GPUs start, and what they say of it, whether a GPU runs them or the emulator.
+
+In: a ``Variant``, a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches and steps, the variant for each
+kind of rows, the tiles over a cache. ``gpu_backend.py`` and ``emulator_backend.py`` stand on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
+from flashgen.analysis.selection import has_list_for_each_query
+from flashgen.analysis.tangent import with_slopes, with_tangent
+from flashgen.analysis.variant import Variant, analyse
+from flashgen.compiler.compiled import CompiledKernel, compiled
+from flashgen.hosts import cuda
+from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.explain_gpu import GpuPass, explain_jvp, explain_jvp_backward
+from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, PassName, Step
+from flashgen.hosts.schedule import DeviceSize, schedule
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.launches import PassLaunches
+from flashgen.plan.measured import Pins
+from flashgen.plan.operands import F8_CODE
+from flashgen.plan.plan import CallKind
+from flashgen.targets.gpu.architecture import UnsupportedGpu
+from flashgen.targets.gpu.by_rows import pins_of_rows
+from flashgen.targets.gpu.compile import GpuBinary
+from flashgen.targets.gpu.launches import LISTED, backward_launches, block_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.layouts import fits_blocks
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
+from flashgen.targets.gpu.tables import WIDEST_JVP
+from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.toolchains.nvrtc import Resources
+
+if TYPE_CHECKING:
+    from flashgen.hosts.emulated import EmulatedKernel
+
+# By the codes of ``struct Arguments``.
+ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
+
+BOTH: tuple[PassName, PassName] = ("forward", "backward")
+# What kernels of forward mode take.
+GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
+GPU_TANGENTS_BACKWARD = f"{GPU_TANGENTS}, scores without sqdist"
+
+
+class RowsOf(Enum):
+    """What kernels take the rows of."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+    CACHED = "cached"
+    F8_CACHED = "cached, of 8 bits"
+    PARTS = "parts"
+    SLICES = "slices"
+    F8 = "of 8 bits"
+    BY_BLOCKS = "by blocks of keys"
+    MOVING = "dense, with their tangents"
+    MOVING_BACK = "the same, backward"
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf.DENSE) -> Variant:
+    """The spec at a head dimension, over caches and of 8 bits without gradients.
+
+    It is remembered, as each pass of a call asks for it.
+    """
+    if rows is RowsOf.BY_BLOCKS:
+        return with_listed_blocks(spec, head_dim)
+    variant = analyse(spec, head_dim)
+    if rows is RowsOf.MOVING:
+        return with_tangent(variant)
+    if rows is RowsOf.MOVING_BACK:
+        return with_slopes(variant, moves=False)
+    if rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
+        return replace(variant, cached=True, f8_cached=rows is RowsOf.F8_CACHED, gradients=())
+    if rows is RowsOf.F8:
+        return replace(variant, f8=True, gradients=())
+    ragged, parts, slices = (rows is each for each in (RowsOf.RAGGED, RowsOf.PARTS, RowsOf.SLICES))
+    return replace(variant, ragged=ragged, parts=parts, slices=slices)
+
+
+def takes_f8(variant: Variant, target: GpuTarget) -> bool:
+    """Whether a target has kernels for q, k and v of 8 bits of a spec that takes them."""
+    return variant.spec.takes_f8 and target.takes_f8(variant)
+
+
+def has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
+    """Whether there are kernels by blocks of keys, of all element types."""
+    if not takes_blocks(spec, head_dim):
+        return False
+    variant = with_listed_blocks(spec, head_dim)
+    return all(fits_blocks(variant, each, target.block_bytes) for each in spec.dtypes or ELEMENTS[:3])
+
+
+def launches_of(
+    variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
+) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+    """The launches of a pass for values of ``struct Arguments`` by name."""
+    if variant.tangent is not None and not variant.backward_only:
+        return lambda name, values: forward_launches(
+            symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
+        )
+    if variant.listed is not None:
+        return lambda _name, _values: block_launches(symbol, variant, plan, element)
+    if variant.cached:
+        return lambda _name, _values: cached_launches(symbol, variant, plan, element)
+    gradients = [gradient_field(each.name) for each in variant.gradients]
+    summed = [stored_field(each.name) for each in summed_tensors(variant.spec)]
+
+    def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
+        kind = kind_of(name, values)
+        if name == "forward":
+            return forward_launches(symbol, variant, plan, element, dropped=bool(kind.dropped))
+        return backward_launches(
+            symbol,
+            variant,
+            plan,
+            element,
+            dropped=bool(kind.dropped),
+            deterministic=bool(kind.repeatable),
+            captured=any(values[each] for each in gradients),
+            turns=any(values.get(each) for each in summed),
+        )
+
+    return find
+
+
+def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
+    """Which kernels of a pass a call starts; those of the forward pass always repeat."""
+    repeats = name == "backward" and bool(values["deterministic"])
+    moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
+    is_forward_mode = name == "forward" and "t_q" in values
+    return CallKind(values["dropout_threshold"] > 0, repeats, moving if is_forward_mode else None)
+
+
+def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
+    """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+    return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
+
+
+def passes_of(variant: Variant) -> Sequence[PassName]:
+    """Those that there are kernels for."""
+    if variant.backward_only:
+        return BOTH[1:]
+    return BOTH[:1] if variant.forward_only else BOTH
+
+
+def steps_of(
+    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, asked: AskedCall, size: DeviceSize
+) -> Sequence[Step]:
+    """The launches of a call in their order; those of a divided call one part after another."""
+    found = schedule(launches, layout, head_dim, layout.values(asked.values), size)
+    return [step for part in found.parts for step in part.steps]
+
+
+def over_cache(
+    variant: Variant,
+    plan: GpuPlan,
+    symbol: str,
+    layout: ArgumentLayout,
+    asked: AskedCall,
+    size: DeviceSize,
+    resources: Mapping[str, Resources],
+) -> tuple[GpuPass, Mapping[str, int]]:
+    """The launches of a call over a cache, and in how many parts keys are, and how they are merged."""
+    launches = cached_launches(symbol, variant, plan, asked.element)
+    assert launches.splits is not None, "keys over a cache may be split"
+    known = {name: int(value) for name, value in asked.values.items()}
+    found = launches.splits.values(known, size.multiprocessors)
+    steps = steps_of(launches, layout, asked.head_dim, asked, size)
+    return GpuPass(plan, steps, resources), found
+
+
+def with_jvp(
+    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: AskedCall
+) -> Explanation:
+    """What is told of a call, with the kernel of its tangents, if there is one."""
+    if not has_jvp(kernel_variant(spec, head_dim)):
+        return told
+    moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
+    told = replace(told, jvp=explain_jvp(moving.variant, moving.source.symbol, moving.plan, asked))
+    if not has_jvp_backward(kernel_variant(spec, head_dim)):
+        return told
+    back = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING_BACK), target)
+    return replace(told, jvp_backward=explain_jvp_backward(back.variant, back.source.symbol, back.plan, asked))
+
+
+def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan, name: PassName = "forward") -> JvpKernel:
+    """The one pass of kernels with tangents; gradients by these are the backward pass's of others."""
+    elements = tuple(ELEMENTS.index(each) for each in plan.by_element)
+    prepare = functools.partial(kernel.prepare, name)
+    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads, moves=False)
+
+
+def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
+    """What a call over a cache takes: the tiles for its rows."""
+    rows = int(values["group_rows"])
+    if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
+        rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
+    return pins_of_rows(kernel.variant, kernel.plan, element, rows)
+
+
+def sized_as(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf) -> Variant | None:
+    """The variant that tiles are chosen for where a call's lengths choose them; None: they are the planner's own.
+
+    Parts and slices are dense calls but for what they write; what was measured of tiles is of these.
+    """
+    return kernel_variant(spec, head_dim) if rows in (RowsOf.DENSE, RowsOf.PARTS, RowsOf.SLICES) else None
+
+
+def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
+    """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
+    if element not in plan.by_element:
+        raise UnsupportedGpu(
+            f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
+            f"{target.name}: no tile fits its shared memory"
+        )
+
+
+def rows_of_call(rows: RowsOf, values: Mapping[str, float]) -> RowsOf:
+    """What a call takes the rows of, where its kernels take ``rows``: a call over a cache says if that is of 8 bits."""
+    return RowsOf.F8_CACHED if rows is RowsOf.CACHED and values["key_element"] == F8_CODE else rows
+
+
+def is_f8(values: Mapping[str, float]) -> bool:
+    """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
+    return values["element"] == F8_CODE
+
+
+def is_by_blocks(launches: PassLaunches) -> bool:
+    """Whether these are of a call by blocks of keys."""
+    return any(each.name == LISTED for each in launches.buffers)
+
+
+def is_cached(values: Mapping[str, float]) -> bool:
+    """Whether a call is one over a cache, by the values of its arguments."""
+    return "cache_lengths" in values

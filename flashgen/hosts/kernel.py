@@ -1,0 +1,387 @@
+"""Stage 6, load: the passes of one spec at one head dimension, as functions of one struct.
+
+In: the path of a library, the prefix of its functions and the fields of its ``struct Arguments``. Out: a
+``LibraryKernel``, the ``Kernel`` of CPUs; those of GPUs are in ``cuda.py``, those of the emulator in ``emulated.py``.
+Calls release the interpreter lock. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal as OneOf
+from typing import Protocol
+
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.arguments import Field, param_field, param_place_field
+from flashgen.plan.launches import Box
+from flashgen.toolchains.cpp import load_library
+
+PassName = OneOf["forward", "backward"]
+# What a library has, if not everything.
+LibraryPart = OneOf["forward", "backward", "ragged"]
+Values = Sequence[float]
+
+# The fields that ``struct Arguments`` begins with: all that vary where a spec captures nothing.
+POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
+_FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
+
+
+class ArgumentLayout:
+    """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them.
+
+    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their part of the bytes. ``params``
+    are those of params, which alone vary beside what every call has; None where something else does.
+    """
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self.fields = tuple(fields)
+        self.names = tuple(field.name for field in fields)
+        self.slots: Mapping[str, int] = {name: slot for slot, name in enumerate(self.names)}
+        self.varying = sum(1 for _ in itertools.takewhile(lambda field: field.varies, fields))
+        formats = [*(_FORMATS[field.kind] for field in fields), "P"]
+        # "0P" pads the end as C pads the struct; what varies is padded up to the field behind it.
+        self.pack: Callable[..., bytes] = struct.Struct("@" + "".join(formats[:-1]) + "0P").pack
+        behind = "0" + formats[self.varying]
+        self.pack_varying: Callable[..., bytes] = struct.Struct("@" + "".join(formats[: self.varying]) + behind).pack
+        varies = self.fields[: self.varying]
+        params = tuple(each for each in varies if each.name.startswith(param_field("")))
+        places = tuple(each for each in varies if each.name.startswith(param_place_field("")))
+        is_plain = self.names[: len(POINTERS)] == POINTERS and len(varies) == len((*POINTERS, *params, *places))
+        self.params: tuple[Field, ...] | None = params if is_plain else None
+
+    def values(self, known: Mapping[str, float]) -> list[float]:
+        """One value a field; zero, a null pointer, where nothing is known."""
+        return [known.get(name, 0) for name in self.names]
+
+    def named(self, values: Values) -> dict[str, float]:
+        """Values by the names of their fields."""
+        return dict(zip(self.names, values, strict=True))
+
+    def ints(self, values: Values) -> dict[str, int]:
+        """Those that are ints, as lengths and strides are: a param may be infinite, and is no size."""
+        return {name: value for name, value in self.named(values).items() if isinstance(value, int)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch, with numbers."""
+
+    kernel: str
+    grid: int
+    threads: int
+    shared_bytes: int
+    boxes: tuple[Box, ...] = ()
+
+
+@dataclass(frozen=True)
+class Native:
+    """A pass as the node of autograd in C++ starts it (``struct Pass`` of templates/host/node.cpp).
+
+    ``arguments`` are the bytes of ``struct Arguments``, in which what varies is 0; its leading fields are ``POINTERS``,
+    and behind them come the values of params, which are on the host.
+    ``function`` is that of a CPU's library, 0 on a GPU; ``clears`` are offsets in the workspace and bytes; ``launches``
+    the words of each. ``driver`` are the addresses of what a GPU's driver is asked for.
+    """
+
+    workspace_bytes: int
+    arguments: bytes
+    function: int
+    clears: tuple[tuple[int, int], ...] = ()
+    launches: tuple[tuple[int, ...], ...] = ()
+    driver: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """All but the bytes and the driver."""
+        pointers = range(0, 8 * len(POINTERS), 8)
+        clears = itertools.chain.from_iterable(self.clears)
+        launches = itertools.chain.from_iterable(self.launches)
+        counts = len(self.clears), len(self.launches)
+        return (self.workspace_bytes, *pointers, self.function, counts[0], *clears, counts[1], *launches)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary.
+
+    ``native`` gives it without an interpreter; None: it has steps that need one.
+    """
+
+    workspace_bytes: int
+    run: Callable[[Values], object]
+    native: Callable[[], Native | None] | None = None
+
+
+# What runs a call, q, k and v, under autograd in C++ (``node.py``); None where it does not take these.
+Node = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Captured tensors whose gradients the kernels of a call store, and those of these that they store ``whole``."""
+
+    names: frozenset[str]
+    whole: frozenset[str]
+
+
+ADDED = Stored(frozenset(), frozenset())  # none: all are added to
+
+
+class Kernel(Protocol):
+    """Forward and backward of one spec at one head dimension, on one device."""
+
+    @property
+    def layout(self) -> ArgumentLayout:
+        """How values of fields become ``struct Arguments``."""
+
+    @property
+    def row_alignment(self) -> int:
+        """Where q, k, v and d_o may start: at multiples of this many bytes."""
+
+    @property
+    def varlen(self) -> Callable[[], Kernel] | None:
+        """What gives the kernel for ragged batches, which is another one with more fields; None: there is none such."""
+
+    @property
+    def cached(self) -> Callable[[], Kernel] | None:
+        """The same for the one over caches."""
+
+    @property
+    def parts(self) -> Callable[[], Kernel] | None:
+        """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
+
+    @property
+    def slices(self) -> Callable[[], Kernel] | None:
+        """The same for the one whose o, lse and dq are rows of larger tensors; gradients of keys are float32."""
+
+    @property
+    def by_blocks(self) -> Callable[[], Kernel] | None:
+        """The same for the one that goes through blocks of keys, each for the queries whose lists name it.
+
+        o and lse are rows of larger tensors, captured are the lists themselves, and there is no backward pass.
+        """
+
+    @property
+    def f8(self) -> Callable[[], Kernel] | None:
+        """The same for the one that multiplies q, k and v of 8 bits."""
+
+    @property
+    def jvp(self) -> Callable[[], JvpKernel] | None:
+        """What gives the one of forward mode, whose fields are ``tangent_fields``; None: there is none such."""
+
+    @property
+    def jvp_backward(self) -> Callable[[], JvpKernel] | None:
+        """The same of its backward pass, with ``tangent_gradient_fields``."""
+
+    @property
+    def stores(self) -> bool:
+        """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        """The captured tensors of whose gradients every element is stored, with these values of settled fields.
+
+        Among them are those that batch entries add to in turn, which else are added to.
+        """
+
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+        """Whether q, k, v or d_o can be read where they are, or have to be copied."""
+
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        """A pass for every call that differs from ``values``, those of all fields, in fields that vary alone.
+
+        Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero.
+        """
+
+
+@dataclass(frozen=True)
+class JvpKernel:
+    """Forward mode of one spec at one head dimension, or its backward pass: passes of their own, with other fields.
+
+    ``prepare`` gives the pass for every call that differs in fields that vary alone; ``elements`` are the codes of the
+    types that it takes, ``moves``: a backward pass gives the gradients of tangents, too; the rest as of a ``Kernel``.
+    """
+
+    layout: ArgumentLayout
+    prepare: Callable[[Values], Prepared]
+    elements: tuple[int, ...]
+    row_alignment: int
+    reads: Callable[[Sequence[int], Sequence[int], int], bool]
+    moves: bool = True
+
+
+# The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
+# where the reference stands in.
+KernelProvider = Callable[[HeadDim, int], Kernel | None]
+
+
+def takes_tangents(provider: KernelProvider | None) -> str:
+    """What the kernels of forward mode take that those of a provider lead to, as it says itself; empty: none."""
+    return str(getattr(provider, "takes_tangents", ""))
+
+
+def takes_tangents_backward(provider: KernelProvider | None) -> str:
+    """The same of their backward pass."""
+    return str(getattr(provider, "takes_tangents_backward", ""))
+
+
+def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:
+    """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
+    make = getattr(provider, "of_spec", None)
+    return None if make is None else make(spec)
+
+
+@dataclass(frozen=True)
+class RaggedPasses:
+    """The functions of a library for ragged batches: each takes the packed arguments and ``struct Ragged``."""
+
+    forward: Callable[..., object]
+    backward: Callable[..., object]
+    forward_workspace: Callable[..., int]
+    backward_workspace: Callable[..., int]
+
+
+@dataclass(frozen=True)
+class LibraryKernel:
+    """The functions of a shared library. Each takes the packed arguments.
+
+    ``ragged`` are those of ragged batches; None: the library was made by a version that had none.
+
+    ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
+    ``others`` gives that of another library, with a part that this one has not; None: it has all.
+    """
+
+    layout: ArgumentLayout
+    forward: Callable[[bytes], object]
+    backward: Callable[[bytes], object]
+    forward_workspace: Callable[[bytes], int]
+    backward_workspace: Callable[[bytes], int]
+    choose: Callable[[Mapping[str, float]], LibraryKernel] | None = None
+    others: Callable[[LibraryPart], LibraryKernel] | None = None
+    row_alignment: int = 1
+    ragged: RaggedPasses | None = None
+    varlen: Callable[[], Kernel] | None = None
+    cached: Callable[[], Kernel] | None = None
+    parts: Callable[[], Kernel] | None = None
+    slices: Callable[[], Kernel] | None = None
+    by_blocks: Callable[[], Kernel] | None = None
+    f8: Callable[[], Kernel] | None = None
+    jvp: Callable[[], JvpKernel] | None = None
+    jvp_backward: Callable[[], JvpKernel] | None = None
+    stores: bool = False
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
+        """None: blocks add what they have."""
+        return frozenset()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        symbol: str,
+        fields: Sequence[Field],
+        part: LibraryPart | None = None,
+    ) -> LibraryKernel:
+        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions, or those of a
+        part.
+
+        Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
+        """
+        library = load_library(path)
+        own = functools.partial(_function, library, path, symbol)
+
+        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
+            return _elsewhere if part and not name.startswith(part) else own(name, result)
+
+        return cls(
+            ArgumentLayout(fields),
+            function("forward", None),
+            function("backward", None),
+            function("forward_workspace", ctypes.c_int64),
+            function("backward_workspace", ctypes.c_int64),
+            ragged=RaggedPasses(
+                function("ragged_forward", None),
+                function("ragged_backward", None),
+                function("ragged_forward_workspace", ctypes.c_int64),
+                function("ragged_backward_workspace", ctypes.c_int64),
+            )
+            if hasattr(library, f"{symbol}_ragged_forward")
+            else None,
+        )
+
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+        return _reads(shape, strides, element_bytes)
+
+    def prepare_ragged(self, name: PassName, values: Values, ragged: bytes) -> Prepared | None:
+        """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
+        if self.choose is not None:
+            return self.choose(self.layout.named(values)).prepare_ragged(name, values, ragged)
+        if self.others is not None:
+            return self.others("ragged").prepare_ragged(name, values, ragged)
+        if self.ragged is None:
+            return None
+        is_forward = name == "forward"
+        workspace = self.ragged.forward_workspace if is_forward else self.ragged.backward_workspace
+        call, pack = self.ragged.forward if is_forward else self.ragged.backward, self.layout.pack_varying
+        whole = self.layout.pack(*values)
+        settled = whole[len(pack(*values[: self.layout.varying])) :]
+        return Prepared(workspace(whole, ragged), lambda varying: call(pack(*varying) + settled, ragged))
+
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        if self.choose is not None:
+            return self.choose(self.layout.named(values)).prepare(name, values)
+        if self.others is not None and name == "backward":
+            return self.others(name).prepare(name, values)
+        is_forward = name == "forward"
+        workspace = self.forward_workspace if is_forward else self.backward_workspace
+        return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
+
+
+def _elsewhere(*_: object) -> int:
+    raise OSError("this library has another part of the kernel")
+
+
+def load_jvp(path: Path, symbol: str, fields: Sequence[Field], name: str = "jvp") -> JvpKernel:
+    """Load the functions ``symbol_name`` and ``symbol_name_workspace``. Raises as ``LibraryKernel.load`` does."""
+    function = functools.partial(_function, load_library(path), path, symbol)
+    layout, run = ArgumentLayout(fields), function(name, None)
+    workspace = function(f"{name}_workspace", ctypes.c_int64)
+
+    def prepare(values: Values) -> Prepared:
+        return _prepared(layout, run, workspace, values)
+
+    return JvpKernel(layout, prepare, elements=(0, 1, 2), row_alignment=1, reads=_reads)
+
+
+def _reads(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG001 - as a kernel's
+    return shape[-1] < 2 or strides[-1] == 1
+
+
+def _function(
+    library: ctypes.CDLL, path: Path, symbol: str, name: str, result: type[ctypes.c_int64] | None
+) -> Callable[..., int]:
+    try:
+        found = library[f"{symbol}_{name}"]
+    except AttributeError:
+        raise OSError(f"'{path}' has no function '{symbol}_{name}'") from None
+    found.restype = result
+    return found
+
+
+def _prepared(
+    layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
+) -> Prepared:
+    """A function of the packed arguments, all of which but those that vary are settled."""
+    pack, whole = layout.pack_varying, layout.pack(*values)
+    settled = whole[len(pack(*values[: layout.varying])) :]
+    size, nothing = workspace(whole), (0,) * layout.varying
+
+    def native() -> Native:
+        return Native(size, pack(*nothing) + settled, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+    return Prepared(size, lambda varying: call(pack(*varying) + settled), None if layout.params is None else native)

@@ -1,0 +1,275 @@
+"""Writes new rows of keys and values behind those that a cache has: by a kernel on a GPU, else by PyTorch's operators.
+
+In: a ``Cache`` of B sequences with the rows that they have, k_cache and v_cache as it says, k and v
+[B, Hkv, new, width]. Out: the cache with the rows that they have now. Whatever numbers say, nothing is written outside
+of the cache. On a CPU a row without a place is an error before anything is written. On a GPU nobody waits, and such a
+row is left out: sequences that only fill up a batch need no rows of their own. A graph may be captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
+
+from flashgen.hosts import cuda
+from flashgen.hosts.standalone import Standalone
+from flashgen.op.cached import Cache
+from flashgen.op.call import ELEMENTS
+from flashgen.op.conversion import require
+from flashgen.op.eight_bits import F8, to_8_bits
+from flashgen.op.plain import lies_in_memory, transforming
+from flashgen.op.ragged_checks import checks_lengths
+from flashgen.op.registered import NAMESPACE
+from flashgen.op.registration import library
+from flashgen.op.sharing import check_caches
+
+KERNEL = Standalone("append", ("instructions.cuh", "types.cuh"))
+_ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_OPERATOR = "append_rows"
+_is_usable = functools.cache(cuda.is_usable)
+
+Strides = tuple[int, ...]
+
+
+def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
+    """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits where they have more.
+
+    Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error, and everywhere where
+    the caches themselves share memory. Raises ``ValueError`` and ``TypeError``.
+    """
+    new, batch = k.shape[2] if k.dim() == 4 else 0, cache.lengths.shape[0]
+    for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (batch, to.shape[1], new, to.shape[3])
+        if x.dim() != 4 or tuple(x.shape) != wanted:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {list(wanted)} is expected, rows for the cache")
+        fits = x.dtype is to.dtype or (to.dtype is F8 and x.dtype in ELEMENTS)
+        if not fits or x.device != to.device:
+            raise TypeError(f"'{name}' is {x.dtype} on {x.device}; the cache is {to.dtype} on {to.device}")
+    if new == 0:
+        return cache
+    written = (k_cache, v_cache, k, v)
+    if not k.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in written)):
+        return _by_operators(cache, *written)
+    if checks_lengths():
+        _name_what_lies_outside(cache, k_cache, new)
+        _check_places(_longer(cache, new), k_cache, new)
+    arguments = (cache.lengths, cache.entries, cache.blocks, cache.k_factors, cache.v_factors, *written)
+    if is_compiling() or not lies_in_memory((cache.lengths, *written)):
+        filled: Tensor = getattr(getattr(torch.ops, NAMESPACE), _OPERATOR)(*arguments)
+    else:
+        filled = _append(*arguments)
+        for x in (k_cache, v_cache):
+            if not x.is_inference():
+                increment_version(x)
+    return replace(cache, lengths=filled)
+
+
+def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor]:
+    """The same unseen by autograd, as a cache would hold the graphs of all steps; and k_cache for who reads it.
+
+    There are no gradients; who asks for those of k and v is told so, as the call's keys require one.
+    """
+    is_watched = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    if not is_watched or is_compiling() or transforming():
+        return append(cache, k_cache, v_cache, k, v), k_cache
+    with torch.no_grad():
+        cache = append(cache, k_cache, v_cache, k, v)
+    return cache, k_cache.detach().requires_grad_()
+
+
+# -- by PyTorch's operators --------------------------------------------------------------------------------------------
+
+
+def _longer(cache: Cache, new: int) -> Cache:
+    return replace(cache, lengths=cache.lengths + new)
+
+
+def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the last rows of each sequence: their numbers, their entry or page, and where they lie in it."""
+    places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k_cache.device)
+    if not cache.is_paged:
+        return places, cache.in_numbers().entries.long()[:, None].expand(places.shape), places
+    page = k_cache.shape[2]
+    columns = places.div(page, rounding_mode="floor").clamp(0, cache.blocks.shape[1] - 1)
+    return places, cache.blocks.long().gather(1, columns), places % page
+
+
+def _check_places(cache: Cache, k_cache: Tensor, new: int) -> None:
+    _, outer, inner = _places(cache, k_cache, new)
+    differ = functools.partial(_differ, outer, inner)
+    require(differ, outer, "two rows of k and v lie at the same place of the cache")
+
+
+def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
+    """Raise ``ValueError`` where one of so many new rows would lie outside; lengths are those before them."""
+    for b, length in enumerate(cache.lengths.tolist()):
+        if length < 0:
+            raise ValueError(f"'cache_seqlens' of sequence {b} is {length}; rows before those of k and v are 0 or more")
+    replace(cache, lengths=cache.lengths.long() + new).check(k_cache, new)  # whose sum takes more than 32 bits
+
+
+def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
+    """The same; a row without a place stops a GPU before one is written."""
+    check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
+    new, given = k.shape[2], cache
+    cache = _longer(cache, new)
+    places, outer, inner = _places(cache, k_cache, new)
+    capacity = cache.capacity(k_cache)
+    inside = functools.partial(_inside, places, outer, capacity, k_cache.shape[0])
+    try:
+        require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
+    except ValueError:
+        _name_what_lies_outside(given, k_cache, new)
+        raise
+    if not k.is_cuda:
+        _check_places(cache, k_cache, new)
+    # Positions, then heads: indices that stand side by side are what torch.vmap maps.
+    for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
+        rows = cached.transpose(1, 2)
+        if cached.dtype is F8:  # whose rows are written as bytes
+            own = x if x.dtype is F8 else to_8_bits(x, factors)
+            rows.view(torch.uint8)[outer, inner] = own.view(torch.uint8).transpose(1, 2)
+        else:
+            rows[outer, inner] = x.transpose(1, 2)
+    return cache
+
+
+def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
+    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
+
+
+def _differ(outer: Tensor, inner: Tensor) -> Tensor:
+    at = (outer * (2**31) + inner).flatten().sort().values
+    return (at[1:] != at[:-1]).all()
+
+
+# -- by the kernel -----------------------------------------------------------------------------------------------------
+
+
+class Rows(ctypes.Structure):
+    """``struct Appended``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "to", "factors")),
+        ("from_by", ctypes.c_int64 * 4),
+        ("to_by", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int) for name in ("width", "unit", "element", "padding")),
+    )
+
+
+class Arguments(ctypes.Structure):
+    """``struct Append``."""
+
+    _fields_ = (
+        ("of", Rows * 2),
+        *((name, ctypes.c_void_p) for name in ("lengths", "entries", "pages", "filled")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "fresh")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "count", "padding")),
+    )
+
+
+def arguments(
+    filled: Tensor,
+    lengths: Tensor,
+    entries: Tensor,
+    blocks: Tensor,
+    factors: Sequence[Tensor],
+    cached: Sequence[Tensor],
+    fresh: Sequence[Tensor],
+) -> Arguments:
+    """Of a launch; tensors as the operator has them, keys before values."""
+    (k, v), (k_cache, v_cache), (k_factors, v_factors) = fresh, cached, factors
+    at = k.data_ptr(), k_cache.data_ptr(), v.data_ptr(), v_cache.data_ptr()
+    key = (
+        k.shape, k.stride(), k_cache.shape, k_cache.stride(), v.shape, v.stride(), v_cache.stride(),
+        (k.dtype, k_cache.dtype), (v.dtype, v_cache.dtype), blocks.shape[1],
+        at[0] % 16, at[1] % 16, at[2] % 16, at[3] % 16,
+    )  # fmt: skip
+    packed = Arguments.from_buffer_copy(_settled(key))
+    keys, values = packed.of
+    keys.source, keys.to, keys.factors = at[0], at[1], _address(k_factors)
+    values.source, values.to, values.factors = at[2], at[3], _address(v_factors)
+    packed.lengths, packed.filled = lengths.data_ptr(), filled.data_ptr()
+    packed.entries, packed.pages = _address(entries), _address(blocks)
+    return packed
+
+
+@functools.lru_cache(maxsize=512)
+def _settled(key: tuple[Any, ...]) -> bytes:
+    """All but addresses, of which the last digits are known."""
+    k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, of_k, of_v, columns, *ends = key
+    of_keys = _rows(k[3], (k_by, k_cache_by), of_k, ends[:2])
+    of_values = _rows(v[3], (v_by, v_cache_by), of_v, ends[2:])
+    batch, heads, new, _ = k
+    of = (Rows * 2)(of_keys, of_values)
+    return bytes(Arguments(of, 0, 0, 0, 0, batch, heads, new, k_cache[2], columns, k_cache[0], 0))
+
+
+def _rows(
+    width: int, strides: tuple[Strides, Strides], dtypes: tuple[torch.dtype, torch.dtype], ends: Sequence[int]
+) -> Rows:
+    """How rows of a type are written to a cache of one; ``ends`` are their addresses modulo 16."""
+    (dtype, cached), (from_by, to_by), element = dtypes, strides, 0
+    if cached is not dtype:
+        unit, element = _unit((1, 4), width, ends[1:], (to_by,)), _ROUNDED[dtype]
+    else:
+        unit = _unit((dtype.itemsize, 16), width, ends, (from_by, to_by))
+        together = unit // dtype.itemsize
+        width //= together
+        from_by, to_by = (tuple(s // together for s in (*by[:3], by[3] * together)) for by in (from_by, to_by))
+    each = ctypes.c_int64 * 4
+    return Rows(0, 0, 0, each(*from_by), each(*to_by), width, unit, element, 0)
+
+
+def _unit(sizes: tuple[int, int], width: int, addresses: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
+    """The most bytes that all rows are multiples of, and lie at multiples of. ``sizes``: least and most."""
+    size, most = sizes
+    if any(by[3] != 1 for by in strides):
+        return size
+    numbers = [*addresses, width * size, *(stride * size for by in strides for stride in by[:3])]
+    return next((unit for unit in (16, 8, 4) if size < unit <= most and not any(n % unit for n in numbers)), size)
+
+
+def _address(x: Tensor) -> int:
+    return x.data_ptr() if x.numel() else 0
+
+
+def _append(
+    lengths: Tensor, entries: Tensor, blocks: Tensor, k_factors: Tensor, v_factors: Tensor,
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor,
+) -> Tensor:  # fmt: skip
+    """The rows of each sequence, once those of k and v are written. There are some."""
+    rows = 2 * k.shape[0] * k.shape[1] * k.shape[2]
+    if rows == 0 or not (k.is_cuda and _is_usable()):
+        nothing = Cache(lengths, entries.new_empty(0), entries, blocks, k_factors, v_factors)
+        return _by_operators(nothing, k_cache, v_cache, k, v).lengths
+    check_caches(k_cache, v_cache, in_memory=True)
+    filled = torch.empty_like(lengths)
+    packed = arguments(filled, lengths, entries, blocks, (k_factors, v_factors), (k_cache, v_cache), (k, v))
+    KERNEL.launch(k.device.index, packed, rows)
+    return filled
+
+
+def _fake(lengths: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+def _register() -> None:
+    names = ("lengths", "entries", "blocks", "k_factors", "v_factors", "k_cache", "v_cache", "k", "v")
+    marks: dict[str, str] = {"k_cache": "(a!)", "v_cache": "(b!)"}
+    schema = ", ".join(f"Tensor{marks.get(name, '')} {name}" for name in names)
+    made: Any = library()
+    made.define(f"{_OPERATOR}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    made.impl(_OPERATOR, _append, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_OPERATOR}", _fake, lib=made)
+
+
+_register()

@@ -1,0 +1,78 @@
+"""Runs the forward pass of an op whose queries have lists of keys of their own by blocks of keys, some at a time.
+
+In: the arguments of ``Engine.attend``, of a spec with its lists. Out: what it gives; None where the order of queries is
+kept. ``plan/by_blocks.py`` decides, from the sizes of a call; what parts leave lies in the workspace of each of several
+calls over some of the queries, one after another, which write where their rows belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.hosts.kernel import Kernel, KernelProvider
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.op.call import Call, CallChecker, Rest
+from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.selected import check_numbers
+from flashgen.plan.by_blocks import BlockOrder, block_order
+
+
+class BlockChecker(CallChecker):
+    """Turns calls by blocks of keys into ``Call``s."""
+
+    def check_what_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[HeadDim, Kernel | None]:
+        """The head dimension, and the kernel by blocks, if there is one."""
+        head_dim, kernel = super().check_what_runs(q, k, v, tensors)
+        return head_dim, kernel.by_blocks() if kernel is not None and kernel.by_blocks is not None else None
+
+
+class BlockEngine(Engine):
+    """The forward pass of one spec with its lists among its captured tensors."""
+
+    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
+        super().__init__(spec, kernels)
+        assert spec.select is not None, "keys are selected"
+        self._select = spec.select
+        self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
+
+    def _make_checker(self) -> CallChecker:
+        return BlockChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+
+    def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:
+        """The order of a call; None where it is not by blocks."""
+        return self._order(self.checker.find(tensors, rest), tensors)
+
+    def attend_by_blocks(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
+        """``o``, ``lse`` and its parts; None where the call is not by blocks."""
+        call, q = self.checker.find(tensors, rest), tensors[0]
+        order = self._order(call, tensors)
+        if order is None:
+            return None
+        named = {each.name: x for each, x in zip(self.spec.tensors, tensors[3:], strict=False)}
+        check_numbers(self._select, named, call.sizes)
+        o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
+        lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+        parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device) if keeps_lse else None
+        given: Any = rest[0]
+        _, _, q_total, _ = call.shard.totals()
+        for first in range(0, q.shape[2], order.queries):
+            own = slice(first, first + order.queries)
+            into = tuple(None if x is None else x[:, :, own] for x in (o, lse, parts))
+            numbers: Any = (given[0] + first, *given[1:4], q_total, *given[5:])
+            self.attend_into(into, (q[:, :, own], *tensors[1:]), (numbers, rest[1]))  # type: ignore[arg-type]
+        return o, lse, parts
+
+    def _order(self, call: Call, tensors: Tensors) -> BlockOrder | None:
+        shard = call.shard
+        if call.is_empty or call.kernel is None or shard.kv_start != 0 or shard.kv_len != shard.totals()[3]:
+            return None
+        shape = Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
+        numbers = tensors[self._listed].shape[-1]
+        return block_order(shape, numbers, self._select.block, call.head_dim, tensors[0].element_size())

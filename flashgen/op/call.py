@@ -1,0 +1,436 @@
+"""Checks a call, once for each combination of shapes, and keeps what follows from them.
+
+In: the tensors of a call and its offsets. Out: a ``Call``: the shard, the sizes, the defaults of params,
+the part of ``struct Arguments`` that shapes and strides determine. Errors name the argument, what was
+expected and what came.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, get_num_threads
+
+from flashgen.hosts.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared, Stored
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.text import text
+from flashgen.ir.types import ElementType
+from flashgen.op.conversion import Offsets, check_scalar
+from flashgen.op.eight_bits import F8
+from flashgen.op.indices import Indices
+from flashgen.op.layouts import Layout, layout_like, packed_layout
+from flashgen.op.plain import NoMemoryError
+from flashgen.op.signature import TORCH_DTYPES, dtype_of, kind
+from flashgen.plan.arguments import dimension_field, stride_field
+from flashgen.plan.operands import F8_CODE
+from flashgen.reference.dense import constant_number, drop_probability, param_values
+from flashgen.reference.shard import Shard
+
+# The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
+Rest = tuple[Offsets, bool]
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, F8: F8_CODE}
+_KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
+_MOST_REMEMBERED = 512
+
+# A forked child must not use its parent's OpenMP threads: they are not there, and libgomp waits for them for ever.
+# Not empty in a child; every call asks.
+FORKS: list[int] = []
+os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What follows from the shapes, strides, types and device of a call, and from its last arguments.
+
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
+    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``settled`` are the values of ``struct
+    Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
+    or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
+    elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
+    dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
+    it is known whether there is one, ``stored`` the captured tensors whose gradients kernels store, once that is.
+    """
+
+    shard: Shard
+    head_dim: HeadDim
+    sizes: Mapping[str, int]
+    is_empty: bool
+    deterministic: bool
+    written: torch.dtype
+    o: Layout
+    o_is_like_q: bool
+    lse: Layout
+    lse_parts: Layout
+    gradients: tuple[Layout, Layout, Layout]
+    device: torch.device
+    is_on_cpu: bool
+    kernel: Kernel | None
+    settled: tuple[float, ...]
+    needs_copy: bool
+    may_copy: bool
+    reads_nothing: bool
+    threads: int
+    forward: dict[object, Prepared] = field(default_factory=dict)
+    backward: dict[object, Prepared] = field(default_factory=dict)
+    params: dict[object, tuple[float, ...]] = field(default_factory=dict)
+    nodes: list[Node | None] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+
+
+def backward_key(
+    drops: bool, strides: Sequence[int], needs: Sequence[bool] = (), places: Sequence[object] = ()
+) -> tuple[object, ...]:
+    """By what ``Call.backward`` remembers a pass.
+
+    ``strides`` are those of d_o, ``needs`` says which captured tensors' gradients are wanted, and ``places`` where
+    results lie that are parts of others.
+    """
+    return (drops, strides, places, *needs)
+
+
+class CallChecker:
+    """Turns calls of one op into ``Call``s; remembers those of recent shapes.
+
+    ``keys_and_values`` are the names of these arguments.
+    """
+
+    keys_and_values: ClassVar[tuple[str, str]] = ("k", "v")
+
+    def __init__(
+        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool
+    ) -> None:
+        self.spec = spec
+        self._kernels = kernels
+        self._is_reference = is_reference
+        allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
+        self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
+        self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
+        self._known: dict[object, Call] = {}
+        self._last: tuple[object, Call | None] = (None, None)
+        self.indices = Indices(spec)
+        self._captured_end = 3 + len(spec.tensors)
+        defaults = [param.default for param in spec.params if param.default is not None]
+        self._learned = _reads_params(*defaults)
+        self._host_params = self._learned or (spec.dropout is not None and _reads_params(spec.dropout))
+
+    def find(self, tensors: Sequence[Any], rest: Rest) -> Call:
+        """The call of q, k, v and the captured tensors, which ``tensors`` begin with.
+
+        Raises ``ValueError`` or ``TypeError``.
+        """
+        q, k, v = tensors[0], tensors[1], tensors[2]  # a slice takes longer
+        threads = 1 if FORKS else get_num_threads()
+        # A contiguous tensor's strides follow from its shape, but for dimensions of 1, where none is used. To ask for
+        # a device makes an object; to hash a key takes longer than to compare it with the last one.
+        key: tuple[object, ...] = (
+            q.dtype, q.shape, q.is_contiguous() or q.stride(), q.is_cpu or q.device,
+            k.dtype, k.shape, k.is_contiguous() or k.stride(), k.is_cpu or k.device,
+            v.dtype, v.shape, v.is_contiguous() or v.stride(), v.is_cpu or v.device, rest, threads,
+        )  # fmt: skip
+        captured: Sequence[Tensor] = ()
+        if self._captured_end > 3:
+            captured = tensors[3 : self._captured_end]
+            key += tuple([(x.dtype, x.shape, x.is_contiguous() or x.stride(), x.is_cpu or x.device) for x in captured])
+        last, call = self._last
+        if call is not None and key == last:
+            return call
+        call = self._known.get(key)
+        if call is None:
+            call = self._check(q, k, v, captured, rest, threads)
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
+            self._known[key] = call
+        self._last = (key, call)
+        return call
+
+    def is_fetched(self, call: Call, value: Tensor | None) -> bool:
+        """Whether kernels fetch a param or seed from a GPU's memory themselves, so that the host waits for nothing."""
+        return value is not None and value.is_cuda and call.kernel is not None and value.device == call.device
+
+    def params(self, call: Call, given: Sequence[Tensor | None]) -> tuple[float, ...]:
+        """The value of every param, defaults filled in; 0 for those that kernels fetch.
+
+        Raises ``ValueError`` or ``TypeError``.
+        """
+        values: list[float | None] = []
+        for param, value in zip(self.spec.params, given, strict=True):
+            if value is not None:
+                wanted = dtype_of(param)
+                if value.dtype is not wanted:
+                    raise TypeError(
+                        f"param '{param.name}' is {value.dtype}; the spec declares {kind(param)} ({wanted})"
+                    )
+                check_scalar(value, f"param '{param.name}'", call.device)
+            fetched = not self._host_params and self.is_fetched(call, value)
+            values.append(None if value is None else 0 if fetched else value.item())
+        found = self._with_defaults(call, values)
+        if self.indices.ask_params(call.head_dim):
+            each = zip(self.spec.params, given, found, strict=True)
+            on_host = {
+                param.name: x for param, value, x in each if self._host_params or not self.is_fetched(call, value)
+            }
+            self.indices.check_params(call.head_dim, call.sizes, on_host)
+        return found
+
+    def _with_defaults(self, call: Call, values: Sequence[float | None]) -> tuple[float, ...]:
+        if None not in values:
+            return tuple(values)  # type: ignore[arg-type]
+        key = tuple(values) if self._learned else tuple(value is None for value in values)
+        known = call.params.get(key)
+        if known is None:
+            names = (param.name for param in self.spec.params)
+            present = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            known = tuple(param_values(self.spec, present, call.sizes).values())
+            if len(call.params) >= _MOST_REMEMBERED:
+                call.params.clear()
+            call.params[key] = known
+        return tuple(default if value is None else value for value, default in zip(values, known, strict=True))
+
+    def drop_probability(self, call: Call, given: Tensor | None, params: Sequence[float]) -> float:
+        """The drop probability in force. Raises ``ValueError`` outside [0, 1)."""
+        if given is not None:
+            check_scalar(given, "'dropout_p'", call.device)
+            probability = float(given.item())
+        else:
+            names = (param.name for param in self.spec.params)
+            probability = drop_probability(self.spec, dict(zip(names, params, strict=True)), call.sizes)
+        check_probability("dropout_p" if given is not None else "dropout", probability)
+        return probability
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
+        shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[0])
+        head_dim, kernel = self.check_what_runs(q, k, v, tensors)
+        self.indices.check(head_dim, sizes)
+        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+
+    def check_what_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+    ) -> tuple[HeadDim, Kernel | None]:
+        """The head dimension and the kernel of a call; None where the reference runs.
+
+        Raises ``ValueError`` and ``TypeError`` for a head dimension, types and devices that the op is not built for.
+        """
+        if q.is_meta:
+            raise NoMemoryError("tensors on 'meta' hold no numbers")
+        head_dim = HeadDim(q.shape[-1], v.shape[-1])
+        if head_dim not in self.spec.head_dims:
+            dims = ", ".join(str(each) for each in self.spec.head_dims)
+            stated = f"'{self.spec.name}' is built for {dims}, as its statement `head_dim` says"
+            raise ValueError(f"the head dimension is {head_dim}; {stated}")
+        self.check_types(q, k, v, tensors)
+        provider = self._kernels.get(q.device.type)
+        return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
+
+    def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
+        self._check_types(q, k, v)
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            check_captured_type(declared, tensor)
+
+    def _made(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Sequence[Tensor],
+        shard: Shard,
+        sizes: Mapping[str, int],
+        kernel: Kernel | None,
+        deterministic: bool,
+        threads: int,
+    ) -> Call:
+        settled: Sequence[float] = ()
+        written = self.written(q.dtype)
+        o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
+        gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
+        if kernel is not None:
+            known = settled_values(self.spec, shard, q, k, v, tensors)
+            for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
+                known |= row_strides(name, layout[1])
+            known |= {"deterministic": deterministic, "threads": threads}
+            settled = kernel.layout.values(known)[kernel.layout.varying :]
+        needs_copy = kernel is not None and not all(
+            kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
+        )
+        rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
+        return Call(
+            shard,
+            HeadDim(q.shape[-1], v.shape[-1]),
+            sizes,
+            shard.is_empty,
+            deterministic,
+            written,
+            o,
+            written is q.dtype and q.shape == o[0] and torch.empty_like(q, device="meta").stride() == o[1],
+            packed_layout(*rows),
+            packed_layout(*rows, 2),
+            gradients,
+            q.device,
+            q.is_cpu,
+            kernel,
+            tuple(settled),
+            needs_copy,
+            needs_copy or (kernel is not None and kernel.row_alignment > 1),
+            any(x.numel() == 0 for x in tensors),
+            threads,
+        )
+
+    def written(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of o and of gradients, where q, k and v have this one."""
+        return dtype
+
+    def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
+        """How a result of this shape lies that belongs to ``x``."""
+        return layout_like(x, shape)
+
+    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, tensor in zip(self.keys_and_values, (k, v), strict=True):
+            if tensor.dtype is not q.dtype:
+                together = "q, {} and {}".format(*self.keys_and_values)
+                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; {together} share one type")
+        if q.dtype not in self._accepted:
+            known = ", ".join(str(dtype) for dtype in self._accepted)
+            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if q.dtype is F8 else ""
+            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}{hint}")
+        self._check_device(q)
+
+    def _check_device(self, q: Tensor) -> None:
+        if not self._is_reference and q.device.type not in self._kernels:
+            known = " and ".join(kind.upper() for kind in self._kernels)
+            raise ValueError(
+                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on {known} tensors "
+                "(backend='reference' runs on any device)"
+            )
+
+
+def check_probability(name: str, probability: float) -> None:
+    """Raise ``ValueError`` where this is no drop probability."""
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
+
+
+def is_readable(kernel: Kernel | JvpKernel, x: Tensor) -> bool:
+    """Whether a kernel can read this tensor where it is."""
+    if x.data_ptr() % kernel.row_alignment:
+        return False
+    # A copy would lie no better than what is contiguous.
+    return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
+
+
+def row_strides(name: str, strides: Sequence[int]) -> dict[str, int]:
+    """The strides of an operand: of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences."""
+    b, h, n = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
+    return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_n": n}
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor; those of a contiguous one as its shape says."""
+    return packed_layout(*x.shape)[1] if x.is_contiguous() else x.stride()
+
+
+def _reads_params(*roots: Expr) -> bool:
+    return any(isinstance(node, Symbol) and node.kind is SymbolKind.PARAM for node in walk(*roots))
+
+
+def check_shapes(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets
+) -> tuple[Shard, dict[str, int]]:
+    """The shard and the sizes of a call. Raises ``ValueError`` where shapes, devices or offsets do not fit."""
+    for name, tensor, form in (("q", q, "[B, H, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
+        if tensor.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(tensor.shape)}; {form} is expected")
+        if tensor.device != q.device:
+            raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
+    batch, heads, q_len, qk = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    match("k", k, 0, batch, "the batch size of q")
+    match("k", k, 3, qk, "the head dimension of q")
+    match("v", v, 0, batch, "the batch size of q")
+    match("v", v, 1, kv_heads, "the number of heads of k")
+    match("v", v, 2, kv_len, "the length of k")
+    if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
+    shard = Shard(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
+        q_start=offsets[0], kv_start=offsets[1], b_start=offsets[2], h_start=offsets[3],
+        q_total=offsets[4], kv_total=offsets[5], b_total=offsets[6], h_total=offsets[7],
+    )  # fmt: skip
+    check_shard(spec, shard)
+    sizes = shard.sizes(qk, v.shape[3])
+    for declared, tensor in zip(spec.tensors, tensors, strict=True):
+        check_captured(declared, tensor, sizes, q.device)
+    return shard, sizes
+
+
+def check_shard(spec: AttentionSpec, shard: Shard) -> None:
+    """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
+    shard.check()
+    if _reads_key_heads(spec):
+        shard.check_groups()
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_key_heads(spec: AttentionSpec) -> bool:
+    read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
+    read += [] if spec.dropout is None else [spec.dropout]
+    read += [] if spec.select is None else spec.select.indices
+    return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
+
+
+def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
+    """Raise ``ValueError`` where a dimension is not what something else says."""
+    if tensor.shape[axis] != wanted:
+        raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
+
+
+def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
+    """Raise ``TypeError`` where a captured tensor has another type than is declared."""
+    wanted = TORCH_DTYPES[declared.element]
+    if tensor.dtype is not wanted:
+        raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor lies elsewhere than q."""
+    if tensor.device != device:
+        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
+
+
+def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
+    name = declared.name
+    check_device(name, tensor, device)
+    values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
+    wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
+    if list(tensor.shape) != wanted:
+        shape = ", ".join(text(each) for each in declared.shape)
+        raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
+
+
+def settled_values(
+    spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The values of ``struct Arguments`` that shapes, strides and types determine."""
+    b_total, h_total, q_total, kv_total = shard.totals()
+    known: dict[str, Any] = {
+        "element": ELEMENTS[q.dtype],
+        "batch": shard.batch, "heads": shard.heads, "kv_heads": shard.kv_heads,
+        "q_len": shard.q_len, "kv_len": shard.kv_len,
+        "b_start": shard.b_start, "h_start": shard.h_start, "q_start": shard.q_start, "kv_start": shard.kv_start,
+        "b_total": b_total, "h_total": h_total, "q_total": q_total, "kv_total": kv_total,
+    }  # fmt: skip
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        known |= row_strides(name, strides_of(tensor))
+    for declared, tensor in zip(spec.tensors, tensors, strict=True):
+        strides = strides_of(tensor) if tensor.numel() else (0,) * tensor.dim()  # whatever the index: one zero
+        for axis, (length, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
+            known[stride_field(declared.name, axis)] = stride
+            known[dimension_field(declared.name, axis)] = length
+    return known

@@ -1,0 +1,129 @@
+"""What kernels are told of a call beside q, k and v: captured tensors, params and dropout, and where gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.hosts.kernel import ADDED, Stored
+from flashgen.ir.spec import AttentionSpec
+from flashgen.op.call import Call, CallChecker
+from flashgen.op.conversion import check_scalar
+from flashgen.op.plain import NoMemoryError
+from flashgen.op.selected import check_selection
+from flashgen.op.signature import Signature
+from flashgen.op.values import address
+from flashgen.plan.arguments import stored_tensors, summed_tensors
+from flashgen.reference.dense import Dropout
+from flashgen.reference.philox import drop_threshold, survivor_scale
+
+
+class Captured(NamedTuple):
+    """What a call is given beside q, k and v, checked: ``given`` are the params that were passed, ``params`` all.
+
+    ``read`` is what kernels read in the place of ``tensors``: a zero for those without elements.
+    """
+
+    tensors: Sequence[Tensor]
+    read: Sequence[Tensor]
+    given: Sequence[Tensor | None]
+    params: Sequence[float]
+    dropout: Dropout | None
+    seed: Tensor | None  # where kernels fetch it, if they do
+
+    @property
+    def drawn(self) -> Dropout | None:
+        """The dropout of what is no kernel, and fetches the seed itself."""
+        if self.dropout is None or self.seed is None:
+            return self.dropout
+        return Dropout(self.dropout.probability, self.seed)
+
+
+class CapturedValues:
+    """Reads the captured values of a spec's calls, and lists them as kernels take them."""
+
+    def __init__(self, spec: AttentionSpec, signature: Signature, checker: CallChecker) -> None:
+        self._signature, self._checker = signature, checker
+        self._spec, self._tensors_end = spec, 3 + len(spec.tensors)
+        self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
+        self._names = [each.name for each in spec.tensors if each.grad]
+        self._names += [each.name for each in spec.params if each.grad]
+        self.stored = frozenset(each.name for each in stored_tensors(spec))
+        self.summed = frozenset(each.name for each in summed_tensors(spec))
+        self._fields = [each.name for each in (*stored_tensors(spec), *summed_tensors(spec))]
+        self.no_gradients = [0] * (sum(self._learned) + len(self._fields))
+
+    def read(self, call: Call, tensors: Sequence[Any]) -> Captured:
+        """What a call is given beside q, k and v, checked.
+
+        Raises ``TypeError`` and ``ValueError`` for a seed or a param that is not what the spec declares.
+        """
+        end = self._signature.inputs
+        given = tensors[self._tensors_end : end]
+        params = self._checker.params(call, given) if given else ()
+        dropout, fetched = None, None
+        if self._signature.has_dropout:
+            seed, dropout_p = tensors[end:]
+            probability = self._checker.drop_probability(call, dropout_p, params)
+            if probability > 0.0:
+                if seed is None:
+                    raise ValueError("dropout needs a seed")
+                if seed.dtype is not torch.int64:
+                    raise TypeError(f"'seed' is {seed.dtype}; the operator takes torch.int64")
+                check_scalar(seed, "'seed'", call.device)
+                fetched = seed if self._checker.is_fetched(call, seed) else None
+                number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
+                dropout = Dropout(probability, number)
+        captured: Sequence[Tensor] = tensors[3 : self._tensors_end]
+        if call.kernel is None:
+            check_selection(self._spec, captured, call.sizes)
+        read = captured
+        if call.reads_nothing:
+            read = tuple(x if x.numel() else x.new_zeros(1) for x in captured)
+        return Captured(captured, read, given, params, dropout, fetched)
+
+    def add(self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]) -> bool:
+        """Add the values that vary behind those of q, k, v and what belongs to them. Whether pairs are dropped."""
+        threshold = 0
+        if captured.dropout is not None:
+            probability, seed = captured.dropout.probability, captured.dropout.seed
+            threshold = drop_threshold(probability)
+            values += (threshold, survivor_scale(threshold), int(seed), address(captured.seed))
+        elif self._signature.has_dropout:
+            values += (0, 1.0, 0, 0)
+        addresses = [x.data_ptr() for x in captured.read]
+        if 0 in addresses and not all(at or x.numel() == 0 for at, x in zip(addresses, captured.read, strict=True)):
+            raise NoMemoryError("a captured tensor is zero in name alone")
+        values += addresses
+        values += captured.params
+        values += [x.data_ptr() if x is not None and self._checker.is_fetched(call, x) else 0 for x in captured.given]
+        values += gradients
+        return threshold > 0
+
+    def sums(
+        self, call: Call, captured: Captured, needs: Sequence[bool], stored: Stored = ADDED
+    ) -> list[tuple[Tensor | None, Any]]:
+        """What kernels add to in float32, or store in the tensor's own type.
+
+        With what it is the gradient of, for all that may have one.
+        """
+        all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
+        learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
+        types = [
+            x.dtype if x is not None and name in stored.names else torch.float32
+            for (x, _), name in zip(learned, self._names, strict=True)
+        ]
+        makes = (torch.empty if name in stored.whole else torch.zeros for name in self._names)
+        return [
+            (make(x.shape, dtype=dtype, device=call.device) if x is not None and need else None, x)
+            for (x, need), dtype, make in zip(learned, types, makes, strict=True)
+        ]
+
+    def addresses(self, sums: Sequence[tuple[Tensor | None, Any]], stored: Stored = ADDED) -> list[int]:
+        """Of what is added to, and then of what is stored."""
+        found = {name: address(x) for (x, _), name in zip(sums, self._names, strict=True)}
+        own = [0 if name in stored.names else at for name, at in found.items()]
+        return own + [found[name] if name in stored.names else 0 for name in self._fields]

@@ -1,0 +1,84 @@
+"""Numbers of 8 bits: ``float8_e4m3fn``, and one factor for each sequence and key/value head.
+
+A tensor holds x / factor, rounded; what attention means is a formula of the numbers times their factor. Caches of keys
+and values may be of 8 bits beside queries of more (``cached.py``), or q, k and v all three (``f8.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashgen.op.conversion import as_float, as_number
+
+F8 = torch.float8_e4m3fn
+_LARGEST = 448.0
+
+
+def factors_of(
+    name: str, given: object, of: tuple[str, Tensor], wanted: tuple[int, int], device: torch.device
+) -> Tensor:
+    """The factors [B, Hkv] of a tensor and its name, float32; [0, 0] where it has none, and where it has more bits.
+
+    ``given`` is None, a number, or a tensor that broadcasts to [B, Hkv]. Raises ``TypeError`` and ``ValueError``.
+    """
+    if given is None:
+        return torch.zeros((0, 0), dtype=torch.float32, device=device)
+    owner, x = of
+    if x.dtype is not F8:
+        what = "a cache" if owner.endswith("_cache") else "q, k and v"
+        raise ValueError(f"'{name}' goes with {what} of 8 bits ({F8}), but '{owner}' is {x.dtype}")
+    number = as_number(given, whole=False)
+    if number is not None:
+        return torch.full(wanted, as_float(name, number), dtype=torch.float32, device=device)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"'{name}' must be a number or a tensor (f32[B, Hkv]), not {type(given).__name__}")
+    if not given.is_floating_point():
+        raise TypeError(f"'{name}' is {given.dtype}; f32[B, Hkv] is expected")
+    if given.device != device:
+        raise ValueError(f"'{name}' is on {given.device}, but 'q' is on {device}")
+    if given.dim() > 2 or any(
+        have not in (1, want) for have, want in zip(reversed(given.shape), reversed(wanted), strict=False)
+    ):
+        raise ValueError(f"'{name}' has shape {list(given.shape)}; [B, Hkv] = {list(wanted)} is expected")
+    return given.float().expand(wanted).contiguous()
+
+
+def to_8_bits(x: Tensor, factors: Tensor) -> Tensor:
+    """What a cache holds of x [B, Hkv, rows, width]: numbers beyond ±448 factors become the largest there are."""
+    numbers = x.float()
+    if factors.numel():
+        numbers = numbers / factors[:, :, None, None]
+    return numbers.clamp(-_LARGEST, _LARGEST).to(F8)
+
+
+def from_8_bits(x: Tensor, factors: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that x [..., H or Hkv, N, width] means, rounded to ``dtype`` once.
+
+    ``factors`` are [..., Hkv], that of a head its key/value head's; None or empty: there are none.
+    """
+    if factors is None or not factors.numel():
+        return x.to(dtype)  # each is one of the type
+    exact = torch.promote_types(dtype, torch.float32)
+    by_head = factors.to(exact).repeat_interleave(x.shape[-3] // factors.shape[-1], -1)
+    return (x.to(exact) * by_head[..., None, None]).to(dtype)
+
+
+def fitting_factors(x: Tensor, kv_heads: int) -> Tensor:
+    """Factors [B, Hkv] by which the largest number of each of x [B, H or Hkv, N, width] becomes the largest there is.
+
+    Float32; 1 where all are zero.
+    """
+    largest = x.float().abs().amax((2, 3)).view(x.shape[0], kv_heads, -1).amax(2)
+    return torch.where(largest > 0, largest / _LARGEST, 1.0)
+
+
+def rounded_weights(weights: Tensor, phase: float = 1.0) -> Tensor:
+    """Weights [..., Nk] as numbers of 8 bits hold them, of which each row has the largest between 128 and 256.
+
+    They are multiplied by ``phase`` in [1, 2) before: what is rounded away depends on where powers of two lie.
+    """
+    wide = weights.double()
+    top = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros(1)
+    scale = torch.where((top > 0) & top.isfinite(), phase * torch.exp2(7 - torch.floor(torch.log2(top))), 1.0)
+    return ((wide * scale).float().clamp(-_LARGEST, _LARGEST).to(F8).double() / scale).to(weights.dtype)

@@ -1,0 +1,236 @@
+"""AttentionOp: what a user calls.
+
+In: an ``AttentionSpec`` and its kernels. Out: a callable over tensors, registered with ``torch.library``. A
+call binds names to positions and goes to the operator (``op_calls.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Never, overload
+
+from torch import Tensor
+
+from flashgen.hosts.kernel import KernelProvider
+from flashgen.ir.spec import AttentionSpec
+from flashgen.op.appending import written
+from flashgen.op.asked import ask_of_cache, placed
+from flashgen.op.cached import cache_of
+from flashgen.op.conversion import splits_argument
+from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
+from flashgen.op.op_shown import ShownOp, ShowsCaches
+from flashgen.op.registration import call
+from flashgen.op.signature import CACHED
+from flashgen.plan.explanation import Explanation
+
+__all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
+
+
+class BaseOp(ShownOp):
+    """One attention operator, over ragged batches and caches as well; subclasses say how the plain call is made."""
+
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        *spare: Never,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        deterministic: bool | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention within each sequence of a ragged batch: ``q`` [Tq, H, D], ``k`` [Tk, Hkv, D], ``v`` [Tk, Hkv, Dv]
+        → ``o`` [Tq, H, Dv].
+
+        Sequence b is the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and those of ``cu_seqlens_k`` of k
+        and v; both are int32 [B + 1] and begin with 0. Any length may be 0. Of rows behind the last sequence o, lse
+        and gradients are 0. A spec means what it means for a dense call of that sequence alone: b is its number, i and
+        j count inside of it, Nq and Nk are its own lengths. In shapes of captured tensors they are ``max_seqlen_q`` and
+        ``max_seqlen_k``, by default the longest; clamped indices are clamped to these. ``return_lse`` adds ``lse``
+        [H, Tq]. All else is as for the op.
+
+        Raises what the op raises, and ``ValueError`` for lengths that fall, end behind T, or pass the maximum.
+        """
+        if spare:
+            raise self._signature.by_position("q, k, v, lengths and their maxima", spare)
+        return self._call_ragged(
+            q, k, v, (cu_seqlens_q, cu_seqlens_k), (b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k),
+            self._signature.bind(captured) if captured or self._signature.names else (),
+            deterministic, return_lse, dropout_p, seed,
+        )  # fmt: skip
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor | int,
+        *spare: Never,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        leftpad: Tensor | None = None,
+        num_splits: Any = 0,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
+        return_lse: bool = False,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention of the last queries of each sequence over a cache: ``q`` [B, H, Nq, D] → ``o`` [B, H, Nq, Dv].
+
+        ``k_cache`` is [B, Hkv, Nmax, D], ``v_cache`` [B, Hkv, Nmax, Dv]; with ``block_table`` int32 [B, P] they are
+        pages [pages, Hkv, page, D], of which the table names those of each sequence. ``cache_seqlens`` int32 [B], or
+        one number, are the rows that are filled. ``k`` and ``v`` [B, Hkv, new, D] are written behind them first.
+        ``cache_batch_idx`` int32 [B] says which entries of the cache are meant; rows before ``leftpad`` int32 [B] are
+        not seen. Nq and Nk both mean ``cache_seqlens[b] + new``, j counts the rows of the cache, and i those of the
+        queries, of which the last is the last row. In shapes of captured tensors Nq and Nk are the rows that the cache
+        has room for. The keys of a head are computed in ``num_splits`` parts, which threads or a GPU's blocks share and
+        which are merged; 0: as many as the lengths, on a GPU the room, ask for. Nothing is dropped. There are no
+        gradients.
+
+        The cache may be of 8 bits, ``torch.float8_e4m3fn``, beside q of more: then ``k_descale`` and ``v_descale``,
+        float32 [B, Hkv] or one number, are what its keys and values are multiplied by, by default 1, and k and v are
+        written divided by them, no further out than ±448; where they are of 8 bits, too, as they are.
+
+        Raises what the op raises, and ``ValueError`` where a length or a page lies outside of the cache. Nobody waits
+        for those on a GPU: the nearest that lie within are taken, and rows of k and v without a place are left out,
+        unless ``FLASHGEN_CHECK_LENGTHS`` is set.
+        """
+        if spare:
+            raise self._signature.by_position("q, k_cache, v_cache and cache_seqlens", spare)
+        self._check_names("decode", CACHED)
+        splits = splits_argument(num_splits)
+        if (k is None) != (v is None):
+            raise ValueError("k and v are written to the cache together: pass both, or neither")
+        cache = cache_of(
+            q, k_cache, v_cache, cache_seqlens, block_table=block_table, cache_batch_idx=cache_batch_idx,
+            leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        bound = self._signature.bind(captured) if captured or self._signature.names else ()
+        nothing = 0.0 if self._signature.has_dropout else None
+        tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
+        if k is not None and v is not None:
+            cache, k_cache = written(cache, k_cache, v_cache, k, v)
+            tensors = (tensors[0], k_cache, *tensors[2:])
+        places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
+        return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
+
+    def explain_decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_table: Tensor | None = None,
+        num_splits: int = 0,
+        b_start: int = 0,
+        h_start: int = 0,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        **captured: Any,
+    ) -> Explanation:
+        """What ``decode`` runs for these arguments on a GPU, or on the emulator, and why, without running it.
+
+        Takes those arguments that it depends on; tensors as ``explain`` does. Bytes and time are those of a full cache.
+        Raises what ``decode`` raises, and ``ValueError`` where other kernels run, or none.
+        """
+        device = self._device()
+        tensors = self._positional(
+            (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
+        )
+        numbers = (b_start, h_start, b_total, h_total)
+        asked = ask_of_cache(self._cached.engine, tensors, block_table, numbers, splits_argument(num_splits), device)
+        shows = self._shows(asked.call.device.type)
+        if not isinstance(shows, ShowsCaches) or asked.call.is_empty:
+            raise ValueError(
+                f"'{self.spec.name}': explain_decode says what calls with pairs run on GPUs and on the emulator; "
+                f"q is on {asked.call.device}, with backend={self._parts.backend!r}"
+            )
+        return shows.explain_cached(self.spec.name, asked.told)
+
+
+class AttentionOp(BaseOp):
+    """An op whose captured tensors and params are passed by name."""
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **arguments: Any
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *spare: Never,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        q_start: int = 0,
+        kv_start: int = 0,
+        b_start: int = 0,
+        h_start: int = 0,
+        q_total: int | None = None,
+        kv_total: int | None = None,
+        b_total: int | None = None,
+        h_total: int | None = None,
+        deterministic: bool | None = None,
+        q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None,
+        v_descale: Tensor | float | None = None,
+        **captured: Any,
+    ) -> Any:
+        """Attention: ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv] → ``o`` [B, H, Nq, Dv].
+
+        ``captured`` holds the spec's tensors and params by name; params are numbers or 0-dim tensors
+        (float32 or int32). q, k and v may be jagged NestedTensors [B, H, j, D], as is the result then: sequences are
+        computed as ``varlen`` says. ``return_lse`` adds ``lse`` [B, H, Nq], float32. ``dropout_p`` overrides the
+        spec's; ``seed`` None draws one from torch's generator. ``*_start`` and ``*_total`` place a shard in
+        the whole. ``deterministic``: gradients are the same bit by bit again and again, on CPUs on any number of
+        threads; None follows ``torch.use_deterministic_algorithms``.
+
+        q, k and v may be of 8 bits, ``torch.float8_e4m3fn``, all three; ``o`` then is bfloat16, and there are no
+        gradients. They are multiplied by ``q_descale``, ``k_descale`` and ``v_descale``, float32 [B, Hkv] or one
+        number each, by default 1; the queries of a head by the factor of its key/value head.
+
+        Raises ``TypeError`` (a missing or unknown argument, a wrong dtype) and ``ValueError`` (a wrong
+        shape, device, offset or probability), naming the argument, what was expected and what came.
+        """
+        if spare:
+            raise self._signature.by_position("q, k and v", spare)
+        return self._call(
+            q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
+            (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
+            deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
+        )  # fmt: skip
+
+
+def make_op(
+    spec: AttentionSpec,
+    kernels: Mapping[str, KernelProvider | None] | None,
+    *,
+    backend: str | None = None,
+    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+) -> AttentionOp:
+    """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
+    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, backend=backend, reopen=reopen))

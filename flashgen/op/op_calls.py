@@ -1,0 +1,300 @@
+"""What every op is made of, and how it calls the operators that PyTorch knows.
+
+In: an ``OpParts``; arguments in the order of the spec. Out: an ``OpCalls``, the engines and operators of one spec:
+dense calls, ragged batches, caches, 8 bits. Everything that is checked is checked there (``call.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor, are_deterministic_algorithms_enabled
+
+from flashgen.hosts.kernel import KernelProvider
+from flashgen.ir.fingerprint import KernelText, fingerprint, operator_name
+from flashgen.ir.spec import AttentionSpec
+from flashgen.op.cached import CachedEngine
+from flashgen.op.conversion import check_switch, param_argument, probability_argument, seed_argument, tensor_argument
+from flashgen.op.eight_bits import F8
+from flashgen.op.engine import Engine, Tensors
+from flashgen.op.f8 import F8Engine, factors_of_call
+from flashgen.op.lengths import check_starts
+from flashgen.op.narrowing import Narrowing
+from flashgen.op.nested import is_nested, sequences
+from flashgen.op.parts import PartsEngine
+from flashgen.op.ragged import RaggedEngine
+from flashgen.op.reference import Reference, check_return_lse, refuse_dropout
+from flashgen.op.registered import Registered
+from flashgen.op.registration import call, register
+from flashgen.op.selecting import engine_of
+from flashgen.op.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
+from flashgen.op.slices import SlicesEngine
+
+_Op = TypeVar("_Op")
+
+BACKENDS = ("cpu", "cuda", "emulator", "reference")
+# Their kernels do not go by the type of device.
+HOST_BACKENDS = ("emulator", "reference")
+
+
+@dataclass(frozen=True)
+class OpParts:
+    """What an op is made of.
+
+    ``kernels`` holds what gives the kernels for each type of device; None where the tiled reference stands in, as no
+    compiler was found. Where it is a ``Shows``, it says what the op shows of itself. ``sources`` and ``identity`` tell
+    ops of one operator apart, as far as others run. ``backend`` is what was asked for. ``reopen`` makes the op again in
+    another process, for pickling. ``label`` and ``edited``, sources that a user changed, are what the operator's name
+    covers beside spec and backend. ``remember`` is told this name when a program with the op is exported.
+    """
+
+    spec: AttentionSpec
+    kernels: Mapping[str, KernelProvider | None]
+    sources: tuple[KernelText, ...] = ()
+    identity: str = ""
+    backend: str | None = None
+    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    label: str = ""
+    edited: tuple[KernelText, ...] = ()
+    remember: Callable[[str], None] | None = None
+
+    @property
+    def operator(self) -> str:
+        """The name of the torch operator, without the namespace: the same on every machine."""
+        return operator_name(self.spec, self.backend, self.label, self.edited)
+
+    @property
+    def identity_of_engine(self) -> str:
+        """What runs, among ops of one operator."""
+        kinds = (f"{name}" if provider else f"{name}-tiled" for name, provider in self.kernels.items())
+        return fingerprint(self.spec, " ".join((self.backend or "", self.identity, *kinds)), self.sources)
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise ``ValueError`` for a backend that does not exist."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend '{backend}'; known are {', '.join(repr(each) for each in BACKENDS)}")
+
+
+class OpCalls:
+    """The operators of one spec, and calls of them by position."""
+
+    def __init__(self, parts: OpParts) -> None:
+        check_backend(parts.backend)
+        self._parts = parts
+        name = parts.operator
+        remember = None if parts.remember is None else functools.partial(parts.remember, name)
+
+        def registered(kind: type[Engine], suffix: str = "") -> Registered:
+            find = functools.partial(self._engine_of, kind)
+            return register(f"{name}{suffix}", parts.identity_of_engine, find, remember)
+
+        self._registered = registered(Engine)
+        self._signature = self._registered.signature
+        self.narrowing = Narrowing(parts.spec)
+        self._ragged = registered(RaggedEngine, RAGGED.suffix)
+        self._cached = registered(CachedEngine, CACHED.suffix)
+        self._f8 = registered(F8Engine, F8_CALLS.suffix)
+        self._clashes = {each.suffix: _clash(self._signature, each) for each in (RAGGED, CACHED)}
+
+    def _engine_of(self, kind: type[Engine]) -> Engine:
+        if self._parts.backend == "reference":
+            return kind(self._parts.spec, {}, pairs=None)
+        return engine_of(kind, self._parts.spec, self._parts.kernels)
+
+    # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
+
+    @property
+    def signature(self) -> Signature:
+        """The arguments of the operator."""
+        return self._signature
+
+    @property
+    def engine(self) -> Engine:
+        """What runs dense calls."""
+        return self._registered.engine
+
+    @property
+    def engine_of_sequences(self) -> Engine:
+        """What runs ragged batches."""
+        return self._ragged.engine
+
+    @functools.cached_property
+    def engine_of_parts(self) -> Engine:
+        """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""
+        return self._engine_of(PartsEngine)
+
+    @functools.cached_property
+    def engine_of_slices(self) -> Engine:
+        """What runs some of the rows of a tensor with all of their keys, whose gradients others are added to."""
+        return self._engine_of(SlicesEngine)
+
+    def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
+        """What ``load`` makes of another spec for the same backend, and on the emulator the same target.
+
+        Without kernels it has none either: what kernels keep of rows for a backward pass the dense formula does not.
+        """
+        parts = self._parts
+        if parts.backend is None and not any(parts.kernels.values()):
+            made: Any = type(self)(replace(parts, spec=spec, sources=(), reopen=None))
+            return made  # type: ignore[no-any-return]
+        return load(spec, parts.backend, parts.label or None)
+
+    def operator_tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Mapping[str, object],
+        *,
+        return_lse: bool = False,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+    ) -> Tensors:
+        """The tensors of the operator, of arguments as a dense call takes them. Raises what the call does."""
+        return self._tensors(q, k, v, self._signature.bind(dict(captured)), return_lse, dropout_p, seed)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the op computes."""
+        return self._parts.spec
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Sequence[object],
+        offsets: tuple[object, ...],
+        deterministic: bool | None,
+        return_lse: bool,
+        dropout_p: float | Tensor | None = None,
+        seed: int | Tensor | None = None,
+        descales: tuple[object, object, object] = (None, None, None),
+    ) -> Any:
+        """Call the operator; ``captured`` are tensors, then params, in the order of the spec.
+
+        ``descales`` are those of q, k and v, None where not given. Jagged q, k and v are a ragged batch.
+        """
+        if is_nested(q, k, v):
+            if any(each is not None for each in descales):
+                raise ValueError(
+                    "'q_descale', 'k_descale' and 'v_descale' go with dense q, k and v, not with jagged ones"
+                )
+            q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total = offsets
+            given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
+            starts, numbers = (given.q_offsets, given.k_offsets), (b_start, h_start, b_total, h_total, None, None)
+            return given.nested(
+                self._call_ragged(
+                    given.q, given.k, given.v, starts, numbers, captured, deterministic, return_lse, dropout_p, seed
+                )
+            )
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
+            factors = factors_of_call(self._positional((q, k, v), ()), descales)
+            return call(self._f8, (*tensors, *factors), offsets, False, return_lse)
+        return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
+
+    def _tensors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captured: Sequence[object],
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
+    ) -> Tensors:
+        """The tensors of the operator."""
+        signature = self._signature
+        tensors: Tensors = (q, k, v)
+        if signature.takes_more:
+            tensors = self._positional(tensors, captured)
+            if signature.has_dropout:
+                # Nothing is drawn from the generator for a call that is told not to drop.
+                silent = seed is None and isinstance(dropout_p, (int, float)) and dropout_p == 0
+                tensors += (
+                    None if silent else seed_argument(seed, q.device),
+                    probability_argument(dropout_p, q.device),
+                )
+        if not signature.has_dropout:
+            if dropout_p is not None:
+                refuse_dropout(self.spec, dropout_p)
+            if seed is not None:
+                seed_argument(seed, q.device)  # of no use, but no less wrong
+        check_return_lse(self.spec, signature, return_lse)
+        return tensors
+
+    def _check_names(self, method: str, form: Form) -> None:
+        clash = self._clashes[form.suffix]
+        if clash is not None:
+            raise ValueError(
+                f"'{self.spec.name}' captures '{clash}', an argument of {method}: the spec has to call it otherwise"
+            )
+
+    def _call_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: tuple[Tensor, Tensor],
+        numbers: tuple[object, ...],
+        captured: Sequence[object],
+        deterministic: bool | None,
+        return_lse: bool,
+        dropout_p: float | Tensor | None,
+        seed: int | Tensor | None,
+    ) -> Any:
+        """Call the operator of ragged batches."""
+        self._check_names("varlen", RAGGED)
+        tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
+        cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
+        return call(self._ragged, (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
+
+    @property
+    def reference(self) -> Reference:
+        """The dense formula: called like the op, ``op.reference(q, k, v, dtype=torch.float64)``; see ``Reference``."""
+        return Reference(self.spec, self._signature, self._positional, self._registered.engine.checker)
+
+    def _positional(self, tensors: Tensors, captured: Sequence[object], *, is_exact: bool = False) -> Tensors:
+        """q, k and v, checked to be tensors, and what is captured, in the order and the types of the operator.
+
+        ``is_exact``: real numbers keep their precision.
+        """
+        q, k, v = tensors
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            name, x = next((name, x) for name, x in zip("qkv", tensors, strict=True) if not isinstance(x, Tensor))
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        signature = self._signature
+        dtypes, count = signature.dtypes, len(signature.tensors)
+        given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact) if captured else ())
+        for n, value in enumerate(given):
+            # As declared: a tensor of the type; of a param, a number on the CPU.
+            if (
+                isinstance(value, Tensor)
+                and value.dtype is dtypes[n]
+                and (n < count or (value.is_cpu and not value.dim()))
+            ):
+                continue
+            if n < count:
+                given[n] = tensor_argument(signature.tensors[n], value, is_exact=is_exact)
+            else:
+                given[n] = param_argument(signature.params[n - count], value, q.device, is_exact=is_exact)
+        return (*tensors, *given)
+
+
+def _clash(signature: Signature, form: Form) -> str | None:
+    """The captured name that is an argument of calls of a form, if there is one."""
+    names = (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale")
+    return next((name for name in names if name in signature.names), None)
+
+
+def is_repeatable(deterministic: bool | None) -> bool:
+    """Whether gradients are to be the same to the bit: as asked, else as PyTorch is told."""
+    if deterministic is None:
+        return are_deterministic_algorithms_enabled()
+    check_switch("deterministic", deterministic)
+    return deterministic

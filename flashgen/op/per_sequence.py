@@ -1,0 +1,136 @@
+"""What each sequence of a ragged batch has of its own beside its rows: params and drop probabilities by its lengths.
+
+In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flashgen.ir.expr import Expr, Symbol, walk
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ScalarType
+from flashgen.op.call import Call, check_probability
+from flashgen.op.captured import Captured
+from flashgen.op.engine import Tensors
+from flashgen.reference.dense import Dropout, drop_probability, param_values
+from flashgen.reference.philox import drop_threshold, survivor_scale
+
+
+class PerSequence:
+    """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        call: Call,
+        pairs: Sequence[tuple[int, int]],
+        tensors: Tensors,
+        captured: Captured,
+    ) -> None:
+        self._spec, self._call, self.captured = spec, call, captured
+        self._by_length = by_length = params_by_length(spec, captured.given)
+        self._own_dropout = drops_by_length(spec, tensors, by_length)
+        self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
+        self._pairs = pairs if by_length or self._own_dropout else ()
+
+    def params_of(self, number: int) -> tuple[float, ...]:
+        """The value of every param."""
+        return self._at(number)[0] if self._pairs else tuple(self.captured.params)
+
+    def dropout_of(self, number: int) -> Dropout | None:
+        """Probability and seed."""
+        whole = self.captured.drawn
+        if not self._own_dropout:
+            return whole
+        probability = self._at(number)[1]
+        if probability == 0:
+            return None
+        assert whole is not None
+        return Dropout(probability, whole.seed)
+
+    def tables(self) -> list[int]:
+        """Where what changes lies, one table for each member of ``struct Ragged``; as long as this lives."""
+        self._kept = self.arrays()
+        return [0 if array is None else int(array.ctypes.data) for array in self._kept]
+
+    def arrays(self) -> list[np.ndarray[Any, Any] | None]:
+        """One number a sequence of all that may change, dropout before params; None for what does not."""
+        count, found = len(self._pairs), []
+        if self._spec.dropout is not None:
+            own = [drop_threshold(self._at(number)[1]) for number in range(count)] if self._own_dropout else None
+            found.append(None if own is None else np.asarray(own, np.uint32))
+            found.append(None if own is None else np.asarray([survivor_scale(each) for each in own], np.float32))
+        for n, param in enumerate(self._spec.params):
+            values: np.ndarray[Any, Any] | None = None
+            if param.name in self._by_length:
+                dtype = np.float32 if param.type is ScalarType.FLOAT else np.int32
+                values = np.asarray([self._at(number)[0][n] for number in range(count)], dtype)
+            found.append(values)
+        return found
+
+    def _at(self, number: int) -> tuple[tuple[float, ...], float]:
+        lens = self._pairs[number]
+        if lens not in self._known:
+            sizes = {**self._call.sizes, "Nq": lens[0], "Nk": lens[1]}
+            params = self._spec.params
+            given = {
+                param.name: value
+                for param, value in zip(params, self.captured.params, strict=True)
+                if param.name not in self._by_length
+            }
+            # A sequence without pairs asks for no number that its lengths may not have.
+            values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
+            values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
+            probability = 0.0
+            if self._own_dropout and 0 not in lens:
+                probability = drop_probability(self._spec, values, sizes)
+                check_probability("dropout", probability)
+            self._known[lens] = (tuple(values.values()), probability)
+        return self._known[lens]
+
+
+def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` where a param's default or the drop probability is none at these sizes.
+
+    ``given`` are the operator's params, then its seed and drop probability where pairs are dropped.
+    """
+    present = {param.name: x.item() for param, x in zip(spec.params, given, strict=False) if x is not None}
+    values = param_values(spec, present, sizes)
+    if spec.dropout is not None:
+        chosen = given[-1]
+        probability = drop_probability(spec, values, sizes) if chosen is None else float(chosen.item())
+        check_probability("dropout" if chosen is None else "dropout_p", probability)
+
+
+def params_by_length(spec: AttentionSpec, given: Sequence[Tensor | None]) -> set[str]:
+    """The params that are not given and whose defaults follow from the lengths of a sequence."""
+    by_length: set[str] = set()
+    for param, x in zip(spec.params, given, strict=True):
+        if x is None and param.default is not None and reads(param.default, {"Nq", "Nk"} | by_length):
+            by_length.add(param.name)
+    return by_length
+
+
+def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[str]) -> bool:
+    """Whether the probability of dropout follows from the lengths of a sequence."""
+    is_own = spec.dropout is not None and (len(tensors) == 0 or tensors[-1] is None)
+    return is_own and spec.dropout is not None and reads(spec.dropout, {"Nq", "Nk"} | by_length)
+
+
+def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
+    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what a cache holds (a code
+    and two tables), what changes with them.
+    """
+    tables = each.tables()
+    return struct.pack(f"@q6P4q{2 + len(tables)}P", count, *places, *tables)
+
+
+def reads(expr: Expr, names: set[str]) -> bool:
+    """Whether an expression reads one of these names."""
+    return any(isinstance(node, Symbol) and node.name in names for node in walk(expr))

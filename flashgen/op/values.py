@@ -1,0 +1,58 @@
+"""What values of tensors become in the arguments of a kernel: addresses, strides; and the type of sums of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.hosts.kernel import Kernel, Values
+from flashgen.plan.operands import AXES, HEAD_ROWS, stride_of
+
+
+def type_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums of what has this one."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def packed(x: Tensor | None) -> Tensor | None:
+    """A tensor without gaps."""
+    return None if x is None else x.contiguous()
+
+
+def put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
+    """What was found, where it is wanted."""
+    for x, place in zip(found, into, strict=True):
+        if x is not None and place is not None:
+            place.copy_(x)
+    return into
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor lies; a null pointer for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def with_strides(kernel: Kernel, settled: Values, rows: Mapping[str, Sequence[int]]) -> Values:
+    """The settled values of a call, with other strides, of b, h and n, of some of its rows."""
+    layout, values = kernel.layout, list(settled)
+    for name, strides in rows.items():
+        for axis, stride in zip(AXES, strides, strict=False):
+            values[layout.slots[stride_of(name, axis)] - layout.varying] = stride
+    return values
+
+
+def places_of(rows: Sequence[Tensor | None]) -> tuple[tuple[int, ...], ...]:
+    """The strides of rows; none where there are none."""
+    return tuple(() if x is None else x.stride() for x in rows)
+
+
+def within(kernel: Kernel, settled: Values, rows: Mapping[str, Tensor | None], lse: Tensor | None) -> Values:
+    """The settled values of a call whose results are rows of larger tensors."""
+    strides = {name: x.stride() for name, x in rows.items() if x is not None}
+    values = list(with_strides(kernel, settled, strides))
+    if lse is not None:
+        values[kernel.layout.slots[HEAD_ROWS] - kernel.layout.varying] = lse.stride(1)
+    return values

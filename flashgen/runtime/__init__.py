@@ -1,1 +1,0 @@
-"""From generated source to a PyTorch operator: cache, compiler, loader, ``torch.library`` registration."""

@@ -1,0 +1,327 @@
+"""Stage 5, compile: C++ source to a shared library, by the system's compiler, through the cache.
+
+In: a ``KernelSource`` (self-contained text). Out: a ``Binary``, the path of a library fit for this
+machine's CPU. The key of an entry is the sha256 of the source, the flags, the compiler's identity and the
+CPU's features, so that a cache folder can be shared between machines. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from flashgen.store.cache import Cache, key_of
+from flashgen.store.compiling import compiling
+
+REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+THIS_CPU = "-march=native"
+# Each is left out where the compiler refuses it: slower, never wrong.
+OPTIONAL_FLAGS = (THIS_CPU, "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
+CANDIDATES = ("c++", "g++", "clang++")
+
+_LIBRARY = "library.so"
+_INSTALL = (
+    "Install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX."
+)
+_VERSION_SECONDS = 60.0
+
+
+class Source(Protocol):
+    """What is compiled: ``KernelSource`` and anything of the same shape."""
+
+    @property
+    def name(self) -> str:
+        """A file name without its suffix, for logs and messages."""
+
+    @property
+    def text(self) -> str:
+        """The whole source."""
+
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        """Macros and their values."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command that starts it, what it says of its version, flags that come after all others."""
+
+    command: tuple[str, ...]
+    version: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the command, for people."""
+        return Path(self.command[0]).name
+
+    @property
+    def optional_flags(self) -> tuple[str, ...]:
+        """Those it is given: a CPU that the command itself names is the one that is meant."""
+        names_cpu = any(argument.startswith(("-march=", "-mcpu=")) for argument in self.command[1:])
+        return tuple(flag for flag in OPTIONAL_FLAGS if not (names_cpu and flag == THIS_CPU))
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled library. ``seconds``: from asking to having it; ``cached``: it was there before."""
+
+    name: str
+    path: Path
+    key: str
+    seconds: float
+    cached: bool
+
+
+class CompilerMissing(Exception):  # noqa: N818 - reads as what happened
+    """No C++ compiler was found."""
+
+
+class CompileFailed(Exception):  # noqa: N818 - reads as what happened
+    """The compiler refused a source; ``log`` is all that it said."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+    def __reduce__(self) -> tuple[type[CompileFailed], tuple[str, str]]:
+        return type(self), (str(self), self.log)
+
+
+def find_compiler() -> Compiler:
+    """The compiler of ``$CXX``, else the first of c++, g++, clang++ on the path.
+
+    Raises ``CompilerMissing`` where there is none, or where ``$CXX`` cannot be started.
+    """
+    chosen = os.environ.get("CXX", "").strip()
+    try:
+        commands = [tuple(shlex.split(chosen))] if chosen else [(name,) for name in CANDIDATES]
+    except ValueError as error:
+        raise CompilerMissing(
+            f"no C++ compiler: $CXX is {chosen!r}, which is no command ({error}). {_INSTALL}"
+        ) from None
+    tried = []
+    for command in commands:
+        found = shutil.which(command[0])
+        if found is not None:
+            version = _version((found, *command[1:]), _modified(found))
+            if version is not None:
+                return Compiler((found, *command[1:]), version)
+        tried.append(f"'{shlex.join(command)}' ({_why_not(command[0], found)})" if chosen else command[0])
+    source = "$CXX names" if chosen else "the path has none of"
+    ending = "" if chosen else ", or it does not start"
+    raise CompilerMissing(f"no C++ compiler: {source} {', '.join(tried)}{ending}. {_INSTALL}")
+
+
+def _why_not(name: str, found: str | None) -> str:
+    """Why a command does not start."""
+    if found is not None:
+        return "it does not start"
+    path = Path(name)
+    if os.sep not in name:
+        return "it is not on the path"
+    if path.is_dir():
+        return "it is a folder"
+    return "it may not be executed" if path.exists() else "it does not exist"
+
+
+def compile_sources(
+    sources: Sequence[Source], *, cache: Cache | None = None, compiler: Compiler | None = None
+) -> tuple[Binary, ...]:
+    """Compile every source, several at a time, or take it from the cache.
+
+    Raises ``CompilerMissing``, and ``CompileFailed`` for the first source that the compiler refuses.
+    """
+    cache = cache or Cache.default()
+    chosen = compiler or find_compiler()
+    workers = max(1, min(len(sources), available_cores()))
+    with ThreadPoolExecutor(workers, thread_name_prefix="flashgen-compile") as pool:
+        return tuple(pool.map(lambda source: _compile(source, cache, chosen), sources))
+
+
+def compile_with(source: Source, flags: Sequence[str], compiler: Compiler, key: str) -> Path:
+    """The library of a source that is no kernel, compiled with these flags alone, or that of this key in the cache.
+
+    Raises ``CompileFailed``.
+    """
+
+    def built() -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
+            code, library = Path(folder) / f"{source.name}.cpp", Path(folder) / _LIBRARY
+            code.write_text(source.text, encoding="utf-8")
+            log, success = _run(compiler, [code.name, "-o", library.name, *flags], Path(folder))
+            if not success or not library.is_file():
+                raise CompileFailed(f"{shlex.join(compiler.command)} could not compile '{source.name}'", log)
+            return {_LIBRARY: library.read_bytes(), "compile.log": log.encode()}
+
+    try:
+        return Cache.default().fetch(key, _LIBRARY, built, what=source.name)
+    except OSError as error:
+        raise CompileFailed(f"'{source.name}' could not be compiled: {error}", str(error)) from None
+
+
+def available_cores() -> int:
+    """How many this process may use: fewer than the machine has in a container that was given some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def binary_key(source: Source, compiler: Compiler) -> str:
+    """The name of a source's entry in the cache."""
+    parts = [source.text, *(f"{name}={value}" for name, value in source.defines)]
+    parts += [
+        *REQUIRED_FLAGS,
+        *compiler.optional_flags,
+        *compiler.command,
+        compiler.version,
+        *compiler.flags,
+        cpu_identity(),
+    ]
+    return key_of(*parts)
+
+
+@functools.cache
+def cpu_identity() -> str:
+    """What ``-march=native`` depends on: the machine's architecture, CPU model and features."""
+    fields = {"model name", "flags", "Features", "CPU implementer", "CPU part", "isa"}
+    lines = []
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in fields:
+                lines.append(f"{name.strip()}: {' '.join(sorted(value.split()))}")
+    except OSError:
+        lines.append(platform.processor())
+    return "\n".join([platform.machine(), *sorted(set(lines))])
+
+
+def _compile(source: Source, cache: Cache, compiler: Compiler) -> Binary:
+    start = time.perf_counter()
+    key = binary_key(source, compiler)
+    path = cache.find(key, _LIBRARY)
+    cached = path is not None
+    if path is None:
+        try:
+            path = cache.fetch(key, _LIBRARY, lambda: _build(source, compiler), what=source.name)
+        except CompileFailed as failure:
+            text = source.text.encode()
+            folder = cache.keep(key, {f"{source.name}.cpp": text, "compile.log": failure.log.encode()})
+            kept = "" if folder is None else f"\nsource and log: {folder}"
+            raise CompileFailed(f"{failure}{kept}", failure.log) from None
+    return Binary(source.name, path, key, time.perf_counter() - start, cached)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """A compiled library, loaded. Raises ``CompileFailed`` where this machine refuses it."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileFailed(
+            f"what the compiler made cannot be loaded here: {error}. Does $CXX compile for another machine?", str(error)
+        ) from None
+
+
+def _build(source: Source, compiler: Compiler) -> dict[str, bytes]:
+    """The files of an entry. Built in the system's temporary folder: the cache sees only what is finished."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
+            return _build_in(Path(folder), source, compiler)
+    except OSError as error:
+        place = f"the temporary folder '{tempfile.gettempdir()}'"
+        message = f"'{source.name}' could not be compiled in {place}: {error.strerror or error}; TMPDIR names another"
+        raise CompileFailed(message, str(error)) from None
+
+
+def _build_in(scratch: Path, source: Source, compiler: Compiler) -> dict[str, bytes]:
+    code = scratch / f"{source.name}.cpp"
+    code.write_text(source.text, encoding="utf-8")
+    library = scratch / _LIBRARY
+    defines = [f"-D{name}={value}" for name, value in source.defines]
+    arguments = [*REQUIRED_FLAGS, *defines, *compiler.flags, code.name, "-o", library.name]
+    optional = compiler.optional_flags
+    log, success = _run(compiler, [*optional, *arguments], scratch)
+    if not success:
+        accepted = [flag for flag in optional if _accepts(compiler, flag, scratch)]
+        if len(accepted) < len(optional):
+            log, success = _run(compiler, [*accepted, *arguments], scratch)
+    if not success:
+        complaints = [line for line in log.splitlines() if "error" in line] or log.strip().splitlines()
+        command = shlex.join(compiler.command)
+        raise CompileFailed(f"{command} could not compile '{source.name}': {complaints[0]}", log)
+    if not library.is_file():
+        command = shlex.join(compiler.command)
+        raise CompileFailed(
+            f"{command} wrote no library for '{source.name}', and did not say why: is it a compiler?", log
+        )
+    return {
+        _LIBRARY: library.read_bytes(),
+        f"{source.name}.cpp": code.read_bytes(),
+        "compile.log": log.encode(),
+    }
+
+
+def _accepts(compiler: Compiler, flag: str, scratch: Path) -> bool:
+    probe = scratch / "probe.cpp"
+    probe.write_text("int flashgen_probe() { return 0; }\n", encoding="utf-8")
+    return _run(compiler, ["-fPIC", "-shared", flag, probe.name, "-o", "probe.so"], scratch)[1]
+
+
+def predefined(compiler: Compiler) -> str | None:
+    """The macros that the compiler defines where it compiles kernels, one a line; None where it does not say."""
+    asked = ["-std=c++17", "-dM", "-E", "-x", "c++", os.devnull]
+    with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
+        scratch = Path(folder)
+        said, success = _run(compiler, [*compiler.optional_flags, *compiler.flags, *asked], scratch)
+        if not success:
+            accepted = [flag for flag in compiler.optional_flags if _accepts(compiler, flag, scratch)]
+            said, success = _run(compiler, [*accepted, *compiler.flags, *asked], scratch)
+    return said if success else None
+
+
+def _run(compiler: Compiler, arguments: list[str], scratch: Path) -> tuple[str, bool]:
+    """The command and all that it printed, and whether it succeeded."""
+    command = [*compiler.command, *arguments]
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(scratch)}
+    try:
+        done = subprocess.run(
+            command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError as error:
+        raise CompilerMissing(f"{shlex.join(compiler.command)} cannot be started: {error}") from error
+    printed = (done.stdout + done.stderr).decode("utf-8", errors="replace")
+    return f"$ {shlex.join(command)}\n{printed}", done.returncode == 0
+
+
+def _modified(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.cache
+def _version(command: tuple[str, ...], modified: int) -> str | None:  # noqa: ARG001 - a new file is asked anew
+    """What the compiler says of itself, None if it does not start."""
+    try:
+        done = subprocess.run(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+            timeout=_VERSION_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode("utf-8", errors="replace").strip() if done.returncode == 0 else None

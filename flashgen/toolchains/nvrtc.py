@@ -1,0 +1,157 @@
+"""Stage 5, compile for GPUs: CUDA source to a binary for one architecture, by NVRTC, through the cache, without a GPU.
+
+In: a ``KernelSource`` and a target such as ``sm_80``. Out: a ``CudaBinary``: the path of a cubin, and what each of its
+kernels takes of a multiprocessor. The key of an entry is the sha256 of the source, the options and NVRTC's version.
+NVRTC is reached through CuPy, whose own compile call would refuse some targets. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.store.cache import Cache, key_of
+from flashgen.store.compiling import compiling
+from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, Source
+
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
+INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
+
+# Since CUDA 13 NVRTC keeps binaries where there is a GPU, and says nothing of what it took from there.
+_OPTIONS_SINCE_13 = ("--no-cache",)
+
+_CUBIN, _LOG = "kernels.cubin", "compile.log"
+_KERNEL = re.compile(r"Function properties for (\w+)\n")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .*function '(\w+)'")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_LOCK = threading.Lock()  # NVRTC compiles one program at a time
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers a thread, bytes of its own shared memory, bytes that spill from registers.
+
+    ``serialized``: each product of a warpgroup waits for the one before, as the assembler says (C7510 to C7514).
+    """
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+    serialized: bool = False
+
+
+@dataclass(frozen=True)
+class CudaBinary:
+    """A compiled source. ``seconds``: from asking to having it; ``cached``: it was there before."""
+
+    name: str
+    target: str
+    path: Path
+    kernels: tuple[Resources, ...]
+    seconds: float
+    cached: bool
+
+
+class NvrtcMissing(CompilerMissing):
+    """NVRTC cannot be used; the message says what to install."""
+
+
+def is_compiled(source: Source, target: str) -> bool:
+    """Whether the cache has it. Raises ``NvrtcMissing``."""
+    return Cache.default().find(_key(source, _options(source, target)), _CUBIN, _LOG) is not None
+
+
+def _options(source: Source, target: str) -> tuple[str, ...]:
+    newer = _OPTIONS_SINCE_13 if int(find_nvrtc()[1].partition(".")[0]) >= 13 else ()
+    return (f"-arch={target}", *OPTIONS, *newer, *(f"-D{name}={value}" for name, value in source.defines))
+
+
+def _key(source: Source, options: tuple[str, ...]) -> str:
+    return key_of(source.text, *options, find_nvrtc()[1])
+
+
+def compile_cuda(source: Source, target: str, *, cache: Cache | None = None, part: str = "") -> CudaBinary:
+    """Compile a source, or take it from the cache. ``part`` tells people which of its kernels are left in.
+
+    Raises ``NvrtcMissing``, and ``CompileFailed`` where NVRTC refuses the source or the target.
+    """
+    start = time.perf_counter()
+    cache = cache or Cache.default()
+    nvrtc, _ = find_nvrtc()
+    options = _options(source, target)
+    key = _key(source, options)
+    shown = f"{source.name}, {part}" if part else source.name
+    path = cache.find(key, _CUBIN, _LOG)
+    cached = path is not None
+    if path is None:
+        try:
+            path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options, shown), _LOG, what=shown)
+        except CompileFailed as failure:
+            folder = cache.keep(key, {f"{source.name}.cu": source.text.encode(), _LOG: failure.log.encode()})
+            kept = "" if folder is None else f"\nsource and log: {folder}"
+            raise CompileFailed(f"{failure}{kept}", failure.log) from None
+    log = (path.parent / _LOG).read_text(encoding="utf-8")
+    return CudaBinary(source.name, target, path, resources(log), time.perf_counter() - start, cached)
+
+
+def resources(log: str) -> tuple[Resources, ...]:
+    """What the assembler said of each kernel, in the order of their names."""
+    found, serialized = [], set(_SERIALIZED.findall(log))
+    names = list(_KERNEL.finditer(log))
+    ends = [*(name.start() for name in names[1:]), len(log)]
+    for name, end in zip(names, ends, strict=False):  # no name: nothing was said
+        said = log[name.end() : end]
+        stack, registers, shared = _STACK.search(said), _REGISTERS.search(said), _SHARED.search(said)
+        if stack and registers:
+            spills = int(stack[2]) + int(stack[3])
+            own = int(shared[1]) if shared else 0
+            found.append(Resources(name[1], int(registers[1]), own, spills, int(stack[1]), name[1] in serialized))
+    return tuple(sorted(found, key=lambda each: each.name))
+
+
+@functools.cache
+def find_nvrtc() -> tuple[Any, str]:
+    """CuPy's binding and NVRTC's version. Raises ``NvrtcMissing``."""
+    try:
+        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+        version = ".".join(map(str, nvrtc.getVersion()))
+    except Exception as error:  # an import error, or whatever the search for the library raises
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NvrtcMissing(
+            f"CUDA sources are compiled by NVRTC through CuPy, which cannot be used ({reason}): {INSTALL}"
+        ) from None
+    return nvrtc, version
+
+
+def compiler_name() -> str:
+    """What compiles, for people. Raises ``NvrtcMissing``."""
+    return f"NVRTC {find_nvrtc()[1]}"
+
+
+def _build(nvrtc: Any, source: Source, options: tuple[str, ...], shown: str) -> dict[str, bytes]:
+    """The files of an entry."""
+    with _LOCK, compiling(shown, "NVRTC"):
+        program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, options)
+            # CuPy takes the last byte of an ELF file, which is 0, for the end of a string and drops it.
+            log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program) + b"\0"
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            complaints = [line for line in log.splitlines() if "error" in line] or [str(error)]
+            raise CompileFailed(
+                f"NVRTC could not compile '{source.name}' for {options[0]}: {complaints[0]}", log
+            ) from None
+        finally:
+            nvrtc.destroyProgram(program)
+    return {_CUBIN: cubin, f"{source.name}.cu": source.text.encode(), _LOG: log.encode()}

@@ -1,0 +1,1 @@
+"""What developers of flashgen run from a checkout: fuzzing, benchmarks, the algorithms of the paper, simulation."""

@@ -1,0 +1,66 @@
+"""Which kinds of kernels a call ran, in words, so that a campaign can say what it has reached.
+
+In: an op, a call, what the emulator counted. Out: labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashgen.hosts.backends import cached_kernel, is_by_blocks, is_cached, is_f8, ragged_kernel
+from flashgen.hosts.emulated import Counted
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
+from flashgen.op.op import AttentionOp
+from flashgen.plan.operands import PARTS
+from tools.fuzz.draws import CallDraw
+from tools.fuzz.inputs import head_dim_of
+from tools.fuzz.parts import has_parts
+
+
+def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequence[Counted]) -> tuple[str, ...]:
+    """Labels of all that ran; of a CPU's kernels, the element type and the order of sums."""
+    if call.door:
+        return (f"through {call.door}, {call.dtype}",)
+    head_dim = head_dim_of(spec, call)
+    if call.eight_bits and not call.cached:
+        of_8_bits = any(is_f8(each.values) for each in counted)
+        return (f"forward: {'8 bits' if of_8_bits else '8 bits, widened'}",)
+    of_parts = f", parts{' in float32' if call.wide else ''}" if call.parts and has_parts(spec) else ""
+    plan = op.plan.get(head_dim) if op.plan else None
+    tiles = plan.of_element(ElementType(call.dtype)) if plan else {}
+    if plan and not tiles:  # an empty call of a type that no tile fits
+        return ("no kernels",)
+    if not any(tile.kind for tile in tiles.values()):  # a target of one kind of kernel
+        ragged = ", ragged" if call.lengths else ", cache" if call.cached else ""
+        ragged += " in pages" if call.page and call.cached else ""
+        ragged += " of 8 bits" if call.eight_bits else ""
+        ragged += of_parts
+        return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
+    symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
+    if plan and any(is_by_blocks(each.launches) for each in counted):
+        return (f"forward: by blocks of keys, {', '.join(tiles['forward'].kind[:1])}",)
+    over_cache = [each for each in counted if is_cached(each.values)]
+    if plan and over_cache:
+        cached = cached_kernel(spec, head_dim, plan.target, over_cache[0].values)
+        tile, parts = cached.plan.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
+        pages = f"{' of 8 bits' if call.eight_bits else ''}{', in pages' if call.page else ''}"
+        return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
+    if plan and any(each.sequences for each in counted):
+        kernel = ragged_kernel(spec, head_dim, plan.target)
+        tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol
+    symbol += "_parts" if any(each.launches.operands is PARTS for each in counted) else ""
+    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
+    for each in counted:
+        names = [launch.kernel.removeprefix(symbol) for launch in each.launches.launches]
+        found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in each.launches.lists]
+        if each.name == "backward":
+            one_pass = any(name.startswith("_backward") for name in names)
+            keys = tiles["backward"]
+            found.append(f"keys: {', '.join((*keys.kind, *(keys.kind_of_one_pass if one_pass else ())))}")
+            if not one_pass:
+                found.append(f"queries: {', '.join(tiles['queries'].kind)}")
+            found += [
+                f"captured gradients: {how}" for how in ("exact",) if any(name.endswith("_exact") for name in names)
+            ]
+    return tuple(dict.fromkeys(found))
