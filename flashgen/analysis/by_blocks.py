@@ -17,6 +17,7 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.build import apply
 from flashgen.ir.expr import index, literal, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.by_blocks import BY_BLOCKS
 
 # Of both head dimensions, for which a thread's registers hold scores of a block beside a row's part of O.
 WIDEST = 128
@@ -63,4 +64,5 @@ def with_listed_blocks(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     plain, first = replace(spec, select=None), first_number(select)
     reading = replace(plain, mask=apply("and", plain.mask, apply("ge", first, literal(0))))
     proofs = prove_indices(reading, head_dim)
-    return replace(analyse(plain, head_dim), gradients=(), proofs=proofs, listed=ListedBlocks(first, select.block))
+    listed = ListedBlocks(first, select.block)
+    return replace(analyse(plain, head_dim), gradients=(), proofs=proofs, kind=BY_BLOCKS, listed=listed)

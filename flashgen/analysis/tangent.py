@@ -26,6 +26,7 @@ from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, score_input, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 
 T_DOT = score_input("t_dot")
 T_NORMS = score_input("t_norms")
@@ -87,6 +88,7 @@ def with_tangent(variant: Variant) -> Variant:
         variant,
         spec=with_tangents(variant.spec),
         gradients=(),
+        kind=FORWARD_MODE,
         tangent=Tangent(
             score=_sum(terms),
             weight=None if weights.weight is None else _sum_or_none(_by_reads(weights.weight, names)),
@@ -120,6 +122,7 @@ def with_slopes(variant: Variant, *, moves: bool = True) -> Variant:
     return replace(
         moving,
         spec=spec,
+        kind=FORWARD_MODE_BACKWARD,
         tangent=replace(tangent, slopes=slopes),
         gradients=_gradients(variant, spec, (tangent.score, weight, tangent.sink)),
     )

@@ -48,6 +48,8 @@ from flashgen.ir.expr import (
 from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import Weights
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
 
 DOT = score_input("dot")
 SQDIST = score_input("sqdist")
@@ -180,14 +182,8 @@ class Variant:
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor.
 
-    ``ragged``: kernels for GPUs take ragged batches, whose every sequence is a call of its own; ``cached``: they take
-    caches, of which each sequence's last queries are a part of a dense call, ``f8_cached`` those of 8 bits beside
-    queries of more; ``parts``: kernels are over some of the keys of rows, and write what others are added to, in
-    float32; ``slices``: o, lse and dQ are rows of larger tensors, and gradients of keys float32, which others are added
-    to; ``f8``: they multiply q, k and v of 8 bits; ``tangent``: they compute tangents beside o and lse; None: they do
-    not; ``listed``: they go through blocks of keys, each for the queries whose lists name it (``by_blocks.py``). Over
-    caches, by blocks, of 8 bits and with tangents they have a forward pass alone, or, of tangents with slopes, a
-    backward pass alone.
+    ``kind`` is that of the calls whose kernels compute it. ``tangent``: kernels compute tangents beside o and lse; None:
+    they do not. ``listed``: they go through blocks of keys, each for the queries whose lists name it (``by_blocks.py``).
     """
 
     spec: AttentionSpec
@@ -200,30 +196,9 @@ class Variant:
     weight_by_score: Expr | None
     gradients: tuple[CapturedGradient, ...]
     proofs: tuple[IndexProof, ...] = field(repr=False)
-    ragged: bool = False
-    cached: bool = False
-    f8_cached: bool = False
-    parts: bool = False
-    slices: bool = False
-    f8: bool = False
+    kind: Kind = DENSE
     tangent: Tangent | None = None
     listed: ListedBlocks | None = None
-
-    @property
-    def forward_only(self) -> bool:
-        """Whether kernels have no backward pass."""
-        is_forward_mode = self.tangent is not None and not self.backward_only
-        return self.has_rows_of_heads or self.f8 or is_forward_mode
-
-    @property
-    def has_rows_of_heads(self) -> bool:
-        """Whether the rows of a tile are of the heads that share keys, at positions that need not be neighbours."""
-        return self.cached or self.listed is not None
-
-    @property
-    def backward_only(self) -> bool:
-        """Whether kernels have no forward pass."""
-        return self.tangent is not None and self.tangent.slopes is not None
 
     @property
     def uses_sqdist(self) -> bool:
@@ -309,7 +284,7 @@ def linear_factor(variant: Variant) -> Expr | None:
     if not variant.weights.form.exponential or any(DOT in walk(part) for part in parts):
         return None
     factor = factor_of_dot(variant.score)
-    takes_numbers = not variant.f8 and variant.tangent is None
+    takes_numbers = not variant.kind.f8 and variant.tangent is None
     return factor if isinstance(factor, Literal) or takes_numbers else None
 
 

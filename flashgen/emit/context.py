@@ -33,7 +33,7 @@ from flashgen.ir.weights import (
     WEIGHT,
     Form,
 )
-from flashgen.plan.arguments import Field
+from flashgen.kinds.field import Field
 
 _C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
 

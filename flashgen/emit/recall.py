@@ -51,10 +51,7 @@ def specs_of_text(
 
 def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSource:
     """The source of one head dimension for CPUs; its tiles are those of a generic one."""
-    kinds = {"source of parts": variant.parts, "source of slices": variant.slices, "source": variant.tangent is None}
-    kind = next((kind for kind, holds in kinds.items() if holds), "source of tangents")
-    kind += ", backward" if variant.backward_only else ""
-    key = _key(kind, json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
+    key = _key(f"source of {variant.kind.name}", json.dumps(spec_to_data(variant.spec)), str(variant.head_dim))
     stored = _recalled(key, _SOURCE)
     if stored is not None:
         file_name, symbol, text, defines = json.loads(stored)

@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
@@ -36,18 +36,20 @@ from flashgen.hosts.gpu_calls import (
     ELEMENTS,
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
-    RowsOf,
     call_of,
     is_by_blocks,
     is_cached,
     is_f8,
     kernel_variant,
     launches_of,
-    takes_f8,
 )
-from flashgen.hosts.kernel import JvpKernel, Kernel, KernelProvider, LibraryKernel, LibraryPart, load_jvp
+from flashgen.hosts.kernel import Kernel, KernelProvider, LibraryKernel, LibraryPart, load_forward_mode
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.arguments import argument_fields, sliced_fields, tangent_fields, tangent_gradient_fields
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.parts import PARTS
+from flashgen.kinds.slices import SLICES
+from flashgen.plan.arguments import argument_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.targets.cpu.device import local_cpu
@@ -72,7 +74,6 @@ __all__ = [
     "kernel_variant",
     "launches_of",
     "providers",
-    "RowsOf",
     "block_kernel",
     "cached_kernel",
     "dense_kernel",
@@ -81,7 +82,6 @@ __all__ = [
     "is_cached",
     "is_f8",
     "ragged_kernel",
-    "takes_f8",
 ]
 
 EMULATED = GPUS["sm_80"]
@@ -220,11 +220,8 @@ class CpuProvider:
             each: tile_choices(analyse(spec, each), self.device) for each in spec.head_dims
         }
         self.libraries = functools.cache(self._libraries)
-        self.forward_mode = functools.cache(self._forward_mode)
-        self.forward_mode_backward = functools.cache(self._forward_mode_backward)
+        self._kernel_of = functools.cache(self._kernel_of_kind)
         self._other = functools.cache(self._load)
-        self._parts = functools.cache(functools.partial(self._loaded, "parts"))
-        self._slices = functools.cache(functools.partial(self._loaded, "slices"))
 
     takes_tangents: ClassVar[str] = CPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
@@ -267,30 +264,21 @@ class CpuProvider:
         forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
         return replace(found, jvp=forward, jvp_backward=backward)
 
-    def _forward_mode(self, head_dim: HeadDim) -> JvpKernel:
+    def _forward_mode(self, kind: Kind, head_dim: HeadDim) -> LibraryKernel:
         """A library of its own, compiled when tangents are first asked for; its tiles are the planner's own."""
-        variant = with_tangent(self.choices[head_dim].variant)
+        own = self.choices[head_dim].variant
+        variant = with_tangent(own) if kind is FORWARD_MODE else with_slopes(own)
         source = self.target.emit_jvp(variant)
         (binary,) = compile_sources([source])
-        return load_jvp(binary.path, source.symbol, tangent_fields(variant.spec))
-
-    def _forward_mode_backward(self, head_dim: HeadDim) -> JvpKernel:
-        """The same of second derivatives."""
-        variant = with_slopes(self.choices[head_dim].variant)
-        source = self.target.emit_jvp(variant)
-        (binary,) = compile_sources([source])
-        return load_jvp(binary.path, source.symbol, tangent_gradient_fields(variant.spec), "jvp_backward")
+        fields = argument_fields(variant.spec, variant.kind)
+        return load_forward_mode(binary.path, source.symbol, fields, kind.passes[0])
 
     def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
         """Those of the usual tiles, compiled side by side."""
         found: dict[HeadDim, LibraryKernel] = {}
         sources = self.sources()
         for source, own in zip(sources, self._compiled(sources), strict=True):
-            kernel = own
-            if self._texts is None:  # what a text says that may have been edited, no other library does
-                parts, slices = (functools.partial(each, source.head_dim) for each in (self._parts, self._slices))
-                kernel = replace(own, parts=parts, slices=slices)
-            found[source.head_dim] = self._choosing(source.head_dim, kernel)
+            found[source.head_dim] = self._choosing(source.head_dim, own)
         return found
 
     def _compiled(self, sources: Sequence[KernelSource]) -> list[LibraryKernel]:
@@ -317,22 +305,22 @@ class CpuProvider:
             for source, binary in zip(sources, binaries, strict=True)
         ]
 
-    def _loaded(self, kind: Literal["parts", "slices"], head_dim: HeadDim) -> LibraryKernel:
-        """The kernel of parts or of slices, another library. Its tiles are the usual ones."""
+    def _kernel_of_kind(self, head_dim: HeadDim, kind: Kind) -> LibraryKernel | None:
+        """Another library, with the usual tiles; what a text says that may have been edited, no other library does."""
+        if kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
+            return self._forward_mode(kind, head_dim)
+        if kind not in (PARTS, SLICES) or self._texts is not None:
+            return None
         choices = self.choices[head_dim]
-        variant = replace(choices.variant, parts=kind == "parts", slices=kind == "slices")
+        variant = replace(choices.variant, kind=kind)
         source = compiled(variant, self.target, choices.usual()).source
         (binary,) = compile_sources([source])
-        fields = (sliced_fields if variant.slices else argument_fields)(self.spec)
-        return LibraryKernel.load(binary.path, source.symbol, fields)
+        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec, kind))
 
     def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
         """The kernel, which takes another library for calls that were tuned to other tiles."""
         choices = self.choices[head_dim]
-        moving, backward = self.forward_mode, self.forward_mode_backward
-        usual = replace(
-            usual, jvp=functools.partial(moving, head_dim), jvp_backward=functools.partial(backward, head_dim)
-        )
+        usual = replace(usual, other=functools.partial(self._kernel_of, head_dim))
         if not choices.tunings:
             return usual
 

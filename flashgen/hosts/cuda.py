@@ -19,7 +19,7 @@ import torch
 
 from flashgen.hosts import driver_maps
 from flashgen.hosts.counters import CounterPool, Counters, lasting
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, Kernel, Native, PassName, Prepared, Step, Values
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, Prepared, Step, Values, no_other
 from flashgen.hosts.lists import ListCache, SharedLists
 from flashgen.hosts.schedule import (
     ROW_ALIGNMENT,
@@ -33,7 +33,8 @@ from flashgen.hosts.schedule import (
 )
 from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import Operand
+from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.operand import Operand
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -117,16 +118,14 @@ class CudaKernel:
     compiled: Callable[[PassName, Mapping[str, float]], Compiled[Path]]
     list_cache: ListCache[Written] = field(default_factory=ListCache)
     row_alignment: int = ROW_ALIGNMENT
-    varlen: Callable[[], Kernel] | None = None
-    cached: Callable[[], Kernel] | None = None
-    parts: Callable[[], Kernel] | None = None
-    slices: Callable[[], Kernel] | None = None
-    by_blocks: Callable[[], Kernel] | None = None
-    f8: Callable[[], Kernel] | None = None
-    jvp: Callable[[], JvpKernel] | None = None
-    jvp_backward: Callable[[], JvpKernel] | None = None
+    other: Callable[[Kind], Kernel | None] = no_other
     stores: bool = True
+    elements: tuple[int, ...] = (0, 1, 2)
+    moves: bool = False
     reads = staticmethod(is_readable)
+
+    def of(self, kind: Kind) -> Kernel | None:
+        return self.other(kind)
 
     def stored_whole(self, settled: Values) -> frozenset[str]:
         values = storing(self.layout, settled)

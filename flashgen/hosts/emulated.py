@@ -19,7 +19,7 @@ from typing import Any
 
 from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
 from flashgen.hosts.extents import extents
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, Kernel, PassName, Prepared, Step, Values
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Step, Values, no_other
 from flashgen.hosts.lists import ListCache, SharedLists
 from flashgen.hosts.schedule import (
     MOST_ELEMENTS,
@@ -34,9 +34,12 @@ from flashgen.hosts.schedule import (
 )
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import PLACES, SPLITS, STARTS, gradient_field, stored_field, table_field, tensor_field
+from flashgen.kinds.cached import PLACES, SPLITS
+from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.operand import Operand
+from flashgen.kinds.ragged import STARTS
+from flashgen.plan.arguments import gradient_field, stored_field, table_field, tensor_field
 from flashgen.plan.launches import PassLaunches
-from flashgen.plan.operands import Operand
 
 # Small, so that persistent blocks take turns, and few heads make a group.
 SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
@@ -101,16 +104,14 @@ class EmulatedKernel:
     size: DeviceSize = SIZE
     row_alignment: int = ROW_ALIGNMENT
     list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
-    varlen: Callable[[], Kernel] | None = None
-    cached: Callable[[], Kernel] | None = None
-    parts: Callable[[], Kernel] | None = None
-    slices: Callable[[], Kernel] | None = None
-    by_blocks: Callable[[], Kernel] | None = None
-    f8: Callable[[], Kernel] | None = None
-    jvp: Callable[[], JvpKernel] | None = None
-    jvp_backward: Callable[[], JvpKernel] | None = None
+    other: Callable[[Kind], Kernel | None] = no_other
     stores: bool = True
+    elements: tuple[int, ...] = (0, 1, 2)
+    moves: bool = False
     reads = staticmethod(is_readable)
+
+    def of(self, kind: Kind) -> Kernel | None:
+        return self.other(kind)
 
     def stored_whole(self, settled: Values) -> frozenset[str]:
         values = storing(self.layout, settled)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from flashgen.compiler.choice import TileChoices
@@ -16,37 +17,38 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
-    BOTH,
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
-    RowsOf,
     call_of,
     check_element,
-    has_blocks,
+    codes_of,
+    has_kernels,
     is_f8,
-    jvp_kernel,
     kernel_variant,
+    kind_of_call,
     launches_of,
     over_cache,
-    passes_of,
     pins_of_call,
-    rows_of_call,
     sized_as,
     steps_of,
-    takes_f8,
     with_jvp,
 )
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, PassName
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.kind import BOTH, Kind, PassName
+from flashgen.kinds.ragged import RAGGED
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.limits import has_jvp, has_jvp_backward
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -63,7 +65,7 @@ class EmulatorProvider:
 
     Calls there are short, and the kernels of long sequences are what has to be tested: every call takes the tiles of a
     call of the shape ``sized``, as a GPU does there; without one the planner's own. Libraries go to ``cache`` (none:
-    the user's). ``rows``: those for ragged batches, caches, parts or slices, which the kernels of the others lead to.
+    the user's). ``kind``: that of the calls, of which the kernels of dense ones lead to all others.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class EmulatorProvider:
         target: GpuTarget,
         *,
         cache: Cache | None = None,
-        rows: RowsOf = RowsOf.DENSE,
+        kind: Kind = DENSE,
         sized: Shape | None = None,
     ) -> None:
-        self.spec, self.target, self.rows, self.sized, self._cache = spec, target, rows, sized, cache
+        self.spec, self.target, self.kind, self.sized, self._cache = spec, target, kind, sized, cache
         self.kernel = functools.cache(self._kernel)
         self.choices = functools.cache(self._choices)
 
@@ -91,7 +93,7 @@ class EmulatorProvider:
 
     def compiled(self, head_dim: HeadDim, pins: Pins = PLANNERS_OWN) -> CompiledKernel[GpuPlan, GpuBinary]:
         """What runs."""
-        return compiled(kernel_variant(self.spec, head_dim, self.rows), self.target, pins)
+        return compiled(kernel_variant(self.spec, head_dim, self.kind), self.target, pins)
 
     def plans(self) -> Mapping[HeadDim, GpuPlan]:
         """By head dimension."""
@@ -111,12 +113,12 @@ class EmulatorProvider:
 
     def explain(self, name: str, asked: AskedCall) -> Explanation:
         """One call."""
-        if is_f8(asked.values) and self.rows is not RowsOf.F8:
-            return self._other(RowsOf.F8).explain(name, asked)
+        if is_f8(asked.values) and self.kind is not EIGHT_BITS:
+            return self._other(EIGHT_BITS).explain(name, asked)
         head_dim = asked.head_dim
-        variant, emulated = kernel_variant(self.spec, head_dim, self.rows), self(head_dim, 0)
+        variant, emulated = kernel_variant(self.spec, head_dim, self.kind), self(head_dim, 0)
         passes: dict[str, GpuPass] = {}
-        for each in passes_of(variant):
+        for each in self.kind.passes:
             pins = self.pins(head_dim, asked.element, each)
             kernel = self.compiled(head_dim, pins)
             check_element(variant, kernel.plan, asked.element, self.target)
@@ -129,7 +131,7 @@ class EmulatorProvider:
 
     def explain_cached(self, name: str, asked: AskedCall) -> Explanation:
         """One call over a cache."""
-        cached, head_dim = self._other(rows_of_call(RowsOf.CACHED, asked.values)), asked.head_dim
+        cached, head_dim = self._other(kind_of_call(CACHED, asked.values)), asked.head_dim
         gpu = product_of(self.target)
         kernel = cached.compiled(head_dim, pins_of_call(cached.compiled(head_dim), asked.element, asked.values))
         check_element(kernel.variant, kernel.plan, asked.element, self.target)
@@ -139,8 +141,8 @@ class EmulatorProvider:
         device = f"emulated {gpu.product}"
         return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, parts)
 
-    def _other(self, rows: RowsOf) -> EmulatorProvider:
-        return EmulatorProvider(self.spec, self.target, cache=self._cache, rows=rows, sized=self.sized)
+    def _other(self, kind: Kind) -> EmulatorProvider:
+        return EmulatorProvider(self.spec, self.target, cache=self._cache, kind=kind, sized=self.sized)
 
     def pins(self, head_dim: HeadDim, element: ElementType, name: PassName) -> Pins:
         """The tiles of a pass, but those over caches, which go by their rows."""
@@ -149,9 +151,9 @@ class EmulatorProvider:
         return self.choices(head_dim).of_call(element, self.sized).of_pass(name)
 
     def _choices(self, head_dim: HeadDim) -> TileChoices[GpuPlan, GpuBinary]:
-        variant, gpu = sized_as(self.spec, head_dim, self.rows), product_of(self.target)
+        variant, gpu = sized_as(self.spec, head_dim, self.kind), product_of(self.target)
         if variant is None:
-            return TileChoices(kernel_variant(self.spec, head_dim, self.rows), gpu, by_length=False)
+            return TileChoices(kernel_variant(self.spec, head_dim, self.kind), gpu, by_length=False)
         return TileChoices(variant, gpu)
 
     def _plan(self, head_dim: HeadDim) -> GpuPlan:
@@ -165,11 +167,11 @@ class EmulatorProvider:
         from flashgen.hosts.emulated import EmulatedKernel
         from flashgen.hosts.emulator import compile_program
 
-        variant = kernel_variant(self.spec, head_dim, self.rows)
+        variant = kernel_variant(self.spec, head_dim, self.kind)
 
         @functools.cache
         def of_8_bits() -> EmulatedKernel:
-            return self._other(RowsOf.F8_CACHED).kernel(head_dim)
+            return self._other(F8_CACHED).kernel(head_dim)
 
         @functools.cache
         def launches(element: ElementType, pins: Pins) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
@@ -185,42 +187,27 @@ class EmulatorProvider:
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
             """What the call's pass starts: the host's compiler takes a second for each kernel."""
-            if rows_of_call(self.rows, values) is not self.rows:
+            if kind_of_call(self.kind, values) is not self.kind:
                 return of_8_bits().compiled(name, values)
             element = call_of(values)[0]
             pins = (
                 pins_of_call(self.compiled(head_dim), element, values)
-                if variant.cached
+                if variant.kind.cached
                 else self.pins(head_dim, element, name)
             )
             own = launches(element, pins)
             return Compiled(program(frozenset(own(name, values).kernels), pins), own)
 
-        def other(rows: RowsOf) -> Callable[[], EmulatedKernel] | None:
-            return functools.partial(self._other(rows), head_dim, 0) if self.rows is RowsOf.DENSE else None
+        @functools.cache
+        def other(kind: Kind) -> EmulatedKernel | None:
+            if self.kind is not DENSE or not has_kernels(kind, self.spec, head_dim, self.target):
+                return None
+            return self._other(kind).kernel(head_dim)
 
-        layout = ArgumentLayout(cuda_fields(variant))
-        varlen, cached = (other(each) for each in (RowsOf.RAGGED, RowsOf.CACHED))
-        parts, slices = (other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
-        by_blocks = other(RowsOf.BY_BLOCKS) if has_blocks(self.spec, head_dim, self.target) else None
-        f8 = other(RowsOf.F8) if takes_f8(variant, self.target) else None
-        jvp, back = self._forward_mode(head_dim), self._forward_mode_backward(head_dim)
-        return EmulatedKernel(
-            layout, head_dim, find, varlen=varlen, cached=cached, parts=parts, slices=slices, by_blocks=by_blocks,
-            f8=f8, jvp=jvp, jvp_backward=back,
-        )  # fmt: skip
-
-    def _forward_mode(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
-        if self.rows is not RowsOf.DENSE or not has_jvp(kernel_variant(self.spec, head_dim)):
-            return None
-        moving = self._other(RowsOf.MOVING)
-        return functools.cache(lambda: jvp_kernel(moving(head_dim, 0), moving.compiled(head_dim).plan))
-
-    def _forward_mode_backward(self, head_dim: HeadDim) -> Callable[[], JvpKernel] | None:
-        if self.rows is not RowsOf.DENSE or not has_jvp_backward(kernel_variant(self.spec, head_dim)):
-            return None
-        back = self._other(RowsOf.MOVING_BACK)
-        return functools.cache(lambda: jvp_kernel(back(head_dim, 0), back.compiled(head_dim).plan, "backward"))
+        kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, find, other=other)
+        if variant.tangent is None:
+            return kernel
+        return replace(kernel, elements=codes_of(self.compiled(head_dim).plan))
 
 
 def dense_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
@@ -230,22 +217,22 @@ def dense_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> Compile
 
 def ragged_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What ragged batches run on the emulator of a target."""
-    return compiled(kernel_variant(spec, head_dim, RowsOf.RAGGED), GPUS[target])
+    return compiled(kernel_variant(spec, head_dim, RAGGED), GPUS[target])
 
 
 def cached_kernel(
     spec: AttentionSpec, head_dim: HeadDim, target: str, values: Mapping[str, float]
 ) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What a call over a cache runs on the emulator of a target, by the values of its arguments."""
-    variant, element = kernel_variant(spec, head_dim, rows_of_call(RowsOf.CACHED, values)), call_of(values)[0]
+    variant, element = kernel_variant(spec, head_dim, kind_of_call(CACHED, values)), call_of(values)[0]
     return compiled(variant, GPUS[target], pins_of_call(compiled(variant, GPUS[target]), element, values))
 
 
 def block_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What calls by blocks of keys run on the emulator of a target."""
-    return compiled(kernel_variant(spec, head_dim, RowsOf.BY_BLOCKS), GPUS[target])
+    return compiled(kernel_variant(spec, head_dim, BY_BLOCKS), GPUS[target])
 
 
 def f8_kernel(spec: AttentionSpec, head_dim: HeadDim, target: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     """What calls of 8 bits run on the emulator of a target that has kernels for them."""
-    return compiled(kernel_variant(spec, head_dim, RowsOf.F8), GPUS[target])
+    return compiled(kernel_variant(spec, head_dim, EIGHT_BITS), GPUS[target])

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 from flashgen.hosts.kernel import ArgumentLayout, Values
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import FACTORS, PLACES
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.field import Field
+from flashgen.kinds.operand import Operand, span
+from flashgen.kinds.ragged import STARTS
 from flashgen.plan.arguments import (
-    FACTORS,
-    PLACES,
-    STARTS,
-    Field,
     dimension_field,
     gradient_field,
     param_place_field,
@@ -24,7 +25,6 @@ from flashgen.plan.arguments import (
     table_field,
     tensor_field,
 )
-from flashgen.plan.operands import OPERANDS, Operand, span
 
 _CAPTURED_BYTES = {"float": 4, "fg::f16": 2, "fg::bf16": 2, "int32_t": 4, "int64_t": 8, "bool": 1}
 

@@ -8,7 +8,7 @@ when a kernel is first needed, for one pass and element type at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -23,38 +23,37 @@ from flashgen.hosts import cuda
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
-    BOTH,
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
-    RowsOf,
     call_of,
     check_element,
-    has_blocks,
+    codes_of,
+    has_kernels,
     is_f8,
-    jvp_kernel,
     kernel_variant,
     kind_of,
+    kind_of_call,
     launches_of,
     over_cache,
-    passes_of,
     pins_of_call,
-    rows_of_call,
     sized_as,
     steps_of,
-    takes_f8,
     with_jvp,
 )
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, PassName
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.device_table import board_of
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts
-from flashgen.targets.gpu.limits import has_jvp, has_jvp_backward
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
@@ -94,19 +93,19 @@ class CudaProvider:
     """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
 
     A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
-    source that was edited runs whatever the call. ``rows``: kernels for ragged batches, caches, parts or slices, which
-    the others lead to, and packages do not have; tiles of the former two are the planner's own. Calls raise
+    source that was edited runs whatever the call. ``kind``: that of the calls; kernels of dense ones lead to
+    all others, which packages do not have. Calls raise
     ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
 
-    def __init__(self, spec: AttentionSpec, package: Package | None = None, *, rows: RowsOf = RowsOf.DENSE) -> None:
-        self.spec, self.package, self.rows = spec, package, rows
+    def __init__(self, spec: AttentionSpec, package: Package | None = None, *, kind: Kind = DENSE) -> None:
+        self.spec, self.package, self.kind = spec, package, kind
         self.board = functools.cache(self._board)
         self.kernel = functools.cache(self._kernel)
         self.choices = functools.cache(self._choices)
         self.brought = functools.cache(self._brought)
         self.ready = functools.cache(self._ready)
-        self.of_8_bits = functools.cache(lambda: self._other(RowsOf.F8_CACHED))
+        self.of_8_bits = functools.cache(lambda: self._other(F8_CACHED))
 
     takes_tangents: ClassVar[str] = GPU_TANGENTS
     takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
@@ -125,7 +124,7 @@ class CudaProvider:
     ) -> tuple[Ready, tuple[str, ...]]:
         """What a pass of a call runs, and why it has these tiles."""
         element, shape = call_of(values)
-        if self.rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
+        if self.kind.cached:
             pins = pins_of_call(compiled(self._variant(head_dim), self.board(index).target), element, values)
         else:
             pins = self.choices(head_dim, index).of_call(element, shape)
@@ -146,13 +145,13 @@ class CudaProvider:
 
     def explain(self, name: str, asked: AskedCall) -> Explanation:
         """One call."""
-        if is_f8(asked.values) and self.rows is not RowsOf.F8:
-            return self._other(RowsOf.F8).explain(name, asked)
+        if is_f8(asked.values) and self.kind is not EIGHT_BITS:
+            return self._other(EIGHT_BITS).explain(name, asked)
         head_dim, index = asked.head_dim, asked.index
         board, kernel = self.board(index), self(head_dim, index)
         variant = self._variant(head_dim)
         passes: dict[str, GpuPass] = {}
-        for each in passes_of(variant):
+        for each in self.kind.passes:
             ready, reasons = self.of_call(head_dim, index, each, asked.values)
             launches = launches_of(variant, ready.plan, ready.source.symbol, asked.element)
             steps = steps_of(launches(each, asked.values), kernel.layout, head_dim, asked, board.driver.size)
@@ -163,7 +162,7 @@ class CudaProvider:
 
     def explain_cached(self, name: str, asked: AskedCall) -> Explanation:
         """One call over a cache."""
-        cached, head_dim = self._other(rows_of_call(RowsOf.CACHED, asked.values)), asked.head_dim
+        cached, head_dim = self._other(kind_of_call(CACHED, asked.values)), asked.head_dim
         index = asked.index
         ready, _ = cached.of_call(head_dim, index, "forward", asked.values)
         board, variant = self.board(index), cached._variant(head_dim)
@@ -172,8 +171,8 @@ class CudaProvider:
         forward, parts = over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
         return explain_cache(name, "cuda", board.name, variant, board.gpu, asked, forward, parts)
 
-    def _other(self, rows: RowsOf) -> CudaProvider:
-        provider = CudaProvider(self.spec, rows=rows)
+    def _other(self, kind: Kind) -> CudaProvider:
+        provider = CudaProvider(self.spec, kind=kind)
         provider.board = self.board
         return provider
 
@@ -208,7 +207,7 @@ class CudaProvider:
         return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
 
     def _variant(self, head_dim: HeadDim) -> Variant:
-        return kernel_variant(self.spec, head_dim, self.rows)
+        return kernel_variant(self.spec, head_dim, self.kind)
 
     def _board(self, index: int) -> Board:
         driver = cuda.CupyDriver(index)
@@ -222,49 +221,25 @@ class CudaProvider:
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
             element, _ = call_of(values)
-            own = self if rows_of_call(self.rows, values) is self.rows else self.of_8_bits()
+            own = self if kind_of_call(self.kind, values) is self.kind else self.of_8_bits()
             ready, _ = own.of_call(head_dim, index, name, values)
             return Compiled(ready.path, launches_of(own._variant(head_dim), ready.plan, ready.source.symbol, element))
 
-        def other(rows: RowsOf) -> Callable[[], cuda.CudaKernel] | None:
-            return functools.partial(self._other(rows), head_dim, index) if self.rows is RowsOf.DENSE else None
-
-        layout = ArgumentLayout(cuda_fields(variant))
         brought = self.brought(head_dim, index)
-        is_edited = brought is not None and brought.is_edited  # what a text says that was edited, no other kernel does
-        varlen, cached = other(RowsOf.RAGGED), other(RowsOf.CACHED)
-        parts, slices = (None if is_edited else other(each) for each in (RowsOf.PARTS, RowsOf.SLICES))
-        by_blocks = None if is_edited or not has_blocks(self.spec, head_dim, board.target) else other(RowsOf.BY_BLOCKS)
-        f8 = other(RowsOf.F8) if takes_f8(variant, board.target) else None
-        dense = self.rows is RowsOf.DENSE
-        jvp = self._moving(RowsOf.MOVING, "forward", head_dim, index) if dense and has_jvp(variant) else None
-        back = (
-            self._moving(RowsOf.MOVING_BACK, "backward", head_dim, index)
-            if dense and has_jvp_backward(variant)
-            else None
-        )
-        return cuda.CudaKernel(
-            layout,
-            head_dim,
-            board.driver,
-            find,
-            varlen=varlen,
-            cached=cached,
-            parts=parts,
-            slices=slices,
-            by_blocks=by_blocks,
-            f8=f8,
-            jvp=jvp,
-            jvp_backward=back,
-        )
+        is_edited = brought is not None and brought.is_edited
 
-    def _moving(self, rows: RowsOf, name: PassName, head_dim: HeadDim, index: int) -> Callable[[], JvpKernel]:
-        moving, target = self._other(rows), self.board(index).target
-        plan = functools.cache(lambda: compiled(moving._variant(head_dim), target).plan)
-        return functools.cache(lambda: jvp_kernel(moving(head_dim, index), plan(), name))
+        @functools.cache
+        def other(kind: Kind) -> cuda.CudaKernel | None:
+            is_there = self.kind is DENSE and has_kernels(kind, self.spec, head_dim, board.target)
+            return self._other(kind)(head_dim, index) if is_there and not (is_edited and kind.stands_in) else None
+
+        kernel = cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, board.driver, find, other=other)
+        if variant.tangent is None:
+            return kernel
+        return replace(kernel, elements=codes_of(compiled(variant, board.target).plan))
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
-        board, variant = self.board(index), sized_as(self.spec, head_dim, self.rows)
+        board, variant = self.board(index), sized_as(self.spec, head_dim, self.kind)
         if variant is None:
             return TileChoices(self._variant(head_dim), board.gpu, by_length=False)
         return tile_choices(variant, board.gpu, board.name)

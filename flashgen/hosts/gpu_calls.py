@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
@@ -17,19 +16,24 @@ from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts import cuda
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import GpuPass, explain_jvp, explain_jvp_backward
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, PassName, Step
+from flashgen.hosts.kernel import ArgumentLayout, Step
 from flashgen.hosts.schedule import DeviceSize, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
+from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.operand import F8_CODE
 from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import Pins
-from flashgen.plan.operands import F8_CODE
 from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
@@ -43,59 +47,42 @@ from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import Resources
 
 if TYPE_CHECKING:
-    from flashgen.hosts.emulated import EmulatedKernel
+    pass
 
 # By the codes of ``struct Arguments``.
 ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
 
-BOTH: tuple[PassName, PassName] = ("forward", "backward")
 # What kernels of forward mode take.
 GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
 GPU_TANGENTS_BACKWARD = f"{GPU_TANGENTS}, scores without sqdist"
 
 
-class RowsOf(Enum):
-    """What kernels take the rows of."""
-
-    DENSE = "dense"
-    RAGGED = "ragged"
-    CACHED = "cached"
-    F8_CACHED = "cached, of 8 bits"
-    PARTS = "parts"
-    SLICES = "slices"
-    F8 = "of 8 bits"
-    BY_BLOCKS = "by blocks of keys"
-    MOVING = "dense, with their tangents"
-    MOVING_BACK = "the same, backward"
-
-
 @functools.lru_cache(maxsize=64)
-def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf = RowsOf.DENSE) -> Variant:
-    """The spec at a head dimension, over caches and of 8 bits without gradients.
-
-    It is remembered, as each pass of a call asks for it.
-    """
-    if rows is RowsOf.BY_BLOCKS:
+def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -> Variant:
+    """What kernels of a kind compute of a spec. It is remembered, as each pass of a call asks for it."""
+    if kind is BY_BLOCKS:
         return with_listed_blocks(spec, head_dim)
     variant = analyse(spec, head_dim)
-    if rows is RowsOf.MOVING:
+    if kind is FORWARD_MODE:
         return with_tangent(variant)
-    if rows is RowsOf.MOVING_BACK:
+    if kind is FORWARD_MODE_BACKWARD:
         return with_slopes(variant, moves=False)
-    if rows in (RowsOf.CACHED, RowsOf.F8_CACHED):
-        return replace(variant, cached=True, f8_cached=rows is RowsOf.F8_CACHED, gradients=())
-    if rows is RowsOf.F8:
-        return replace(variant, f8=True, gradients=())
-    ragged, parts, slices = (rows is each for each in (RowsOf.RAGGED, RowsOf.PARTS, RowsOf.SLICES))
-    return replace(variant, ragged=ragged, parts=parts, slices=slices)
+    return replace(variant, kind=kind, gradients=variant.gradients if kind.learns else ())
 
 
-def takes_f8(variant: Variant, target: GpuTarget) -> bool:
-    """Whether a target has kernels for q, k and v of 8 bits of a spec that takes them."""
-    return variant.spec.takes_f8 and target.takes_f8(variant)
+def has_kernels(kind: Kind, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
+    """Whether a target has kernels of a kind of call of a spec."""
+    if kind is BY_BLOCKS:
+        return _has_blocks(spec, head_dim, target)
+    dense = kernel_variant(spec, head_dim)
+    if kind is FORWARD_MODE:
+        return has_jvp(dense)
+    if kind is FORWARD_MODE_BACKWARD:
+        return has_jvp_backward(dense)
+    return kind is not EIGHT_BITS or (spec.takes_f8 and target.takes_f8(dense))
 
 
-def has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
+def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
     """Whether there are kernels by blocks of keys, of all element types."""
     if not takes_blocks(spec, head_dim):
         return False
@@ -107,13 +94,13 @@ def launches_of(
     variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
-    if variant.tangent is not None and not variant.backward_only:
+    if variant.tangent is not None and not variant.kind.backward_only:
         return lambda name, values: forward_launches(
             symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
         )
     if variant.listed is not None:
         return lambda _name, _values: block_launches(symbol, variant, plan, element)
-    if variant.cached:
+    if variant.kind.cached:
         return lambda _name, _values: cached_launches(symbol, variant, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
     summed = [stored_field(each.name) for each in summed_tensors(variant.spec)]
@@ -150,13 +137,6 @@ def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
     return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
 
 
-def passes_of(variant: Variant) -> Sequence[PassName]:
-    """Those that there are kernels for."""
-    if variant.backward_only:
-        return BOTH[1:]
-    return BOTH[:1] if variant.forward_only else BOTH
-
-
 def steps_of(
     launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, asked: AskedCall, size: DeviceSize
 ) -> Sequence[Step]:
@@ -189,19 +169,12 @@ def with_jvp(
     """What is told of a call, with the kernel of its tangents, if there is one."""
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
-    moving = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING), target)
+    moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target)
     told = replace(told, jvp=explain_jvp(moving.variant, moving.source.symbol, moving.plan, asked))
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
-    back = compiled(kernel_variant(spec, head_dim, RowsOf.MOVING_BACK), target)
+    back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target)
     return replace(told, jvp_backward=explain_jvp_backward(back.variant, back.source.symbol, back.plan, asked))
-
-
-def jvp_kernel(kernel: EmulatedKernel | cuda.CudaKernel, plan: GpuPlan, name: PassName = "forward") -> JvpKernel:
-    """The one pass of kernels with tangents; gradients by these are the backward pass's of others."""
-    elements = tuple(ELEMENTS.index(each) for each in plan.by_element)
-    prepare = functools.partial(kernel.prepare, name)
-    return JvpKernel(kernel.layout, prepare, elements, kernel.row_alignment, kernel.reads, moves=False)
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
@@ -212,12 +185,17 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     return pins_of_rows(kernel.variant, kernel.plan, element, rows)
 
 
-def sized_as(spec: AttentionSpec, head_dim: HeadDim, rows: RowsOf) -> Variant | None:
+def sized_as(spec: AttentionSpec, head_dim: HeadDim, kind: Kind) -> Variant | None:
     """The variant that tiles are chosen for where a call's lengths choose them; None: they are the planner's own.
 
     Parts and slices are dense calls but for what they write; what was measured of tiles is of these.
     """
-    return kernel_variant(spec, head_dim) if rows in (RowsOf.DENSE, RowsOf.PARTS, RowsOf.SLICES) else None
+    return kernel_variant(spec, head_dim) if kind.by_lengths else None
+
+
+def codes_of(plan: GpuPlan) -> tuple[int, ...]:
+    """The codes of the element types that a plan has kernels for."""
+    return tuple(ELEMENTS.index(each) for each in plan.by_element)
 
 
 def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
@@ -229,9 +207,9 @@ def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target:
         )
 
 
-def rows_of_call(rows: RowsOf, values: Mapping[str, float]) -> RowsOf:
-    """What a call takes the rows of, where its kernels take ``rows``: a call over a cache says if that is of 8 bits."""
-    return RowsOf.F8_CACHED if rows is RowsOf.CACHED and values["key_element"] == F8_CODE else rows
+def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:
+    """The kind of a call whose kernels are of a ``kind``: a call over a cache says if the cache is of 8 bits."""
+    return F8_CACHED if kind is CACHED and values["key_element"] == F8_CODE else kind
 
 
 def is_f8(values: Mapping[str, float]) -> bool:

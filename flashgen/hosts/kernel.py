@@ -18,11 +18,12 @@ from typing import Literal as OneOf
 from typing import Protocol
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.arguments import Field, param_field, param_place_field
+from flashgen.kinds.field import Field
+from flashgen.kinds.kind import Kind, PassName
+from flashgen.plan.arguments import param_field, param_place_field
 from flashgen.plan.launches import Box
 from flashgen.toolchains.cpp import load_library
 
-PassName = OneOf["forward", "backward"]
 # What a library has, if not everything.
 LibraryPart = OneOf["forward", "backward", "ragged"]
 Values = Sequence[float]
@@ -145,39 +146,15 @@ class Kernel(Protocol):
         """Where q, k, v and d_o may start: at multiples of this many bytes."""
 
     @property
-    def varlen(self) -> Callable[[], Kernel] | None:
-        """What gives the kernel for ragged batches, which is another one with more fields; None: there is none such."""
+    def elements(self) -> tuple[int, ...]:
+        """The codes of the element types that it takes."""
 
     @property
-    def cached(self) -> Callable[[], Kernel] | None:
-        """The same for the one over caches."""
+    def moves(self) -> bool:
+        """Whether a backward pass of forward mode gives the gradients of tangents, too."""
 
-    @property
-    def parts(self) -> Callable[[], Kernel] | None:
-        """The same for the one of parts of rows: of q, k and v of 16 bits it writes o and gradients in float32."""
-
-    @property
-    def slices(self) -> Callable[[], Kernel] | None:
-        """The same for the one whose o, lse and dq are rows of larger tensors; gradients of keys are float32."""
-
-    @property
-    def by_blocks(self) -> Callable[[], Kernel] | None:
-        """The same for the one that goes through blocks of keys, each for the queries whose lists name it.
-
-        o and lse are rows of larger tensors, captured are the lists themselves, and there is no backward pass.
-        """
-
-    @property
-    def f8(self) -> Callable[[], Kernel] | None:
-        """The same for the one that multiplies q, k and v of 8 bits."""
-
-    @property
-    def jvp(self) -> Callable[[], JvpKernel] | None:
-        """What gives the one of forward mode, whose fields are ``tangent_fields``; None: there is none such."""
-
-    @property
-    def jvp_backward(self) -> Callable[[], JvpKernel] | None:
-        """The same of its backward pass, with ``tangent_gradient_fields``."""
+    def of(self, kind: Kind) -> Kernel | None:
+        """The kernel of another kind of calls of the same spec; None: there is none such."""
 
     @property
     def stores(self) -> bool:
@@ -199,20 +176,9 @@ class Kernel(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class JvpKernel:
-    """Forward mode of one spec at one head dimension, or its backward pass: passes of their own, with other fields.
-
-    ``prepare`` gives the pass for every call that differs in fields that vary alone; ``elements`` are the codes of the
-    types that it takes, ``moves``: a backward pass gives the gradients of tangents, too; the rest as of a ``Kernel``.
-    """
-
-    layout: ArgumentLayout
-    prepare: Callable[[Values], Prepared]
-    elements: tuple[int, ...]
-    row_alignment: int
-    reads: Callable[[Sequence[int], Sequence[int], int], bool]
-    moves: bool = True
+def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's
+    """Of a kernel that leads to no others."""
+    return None
 
 
 # The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
@@ -265,15 +231,14 @@ class LibraryKernel:
     others: Callable[[LibraryPart], LibraryKernel] | None = None
     row_alignment: int = 1
     ragged: RaggedPasses | None = None
-    varlen: Callable[[], Kernel] | None = None
-    cached: Callable[[], Kernel] | None = None
-    parts: Callable[[], Kernel] | None = None
-    slices: Callable[[], Kernel] | None = None
-    by_blocks: Callable[[], Kernel] | None = None
-    f8: Callable[[], Kernel] | None = None
-    jvp: Callable[[], JvpKernel] | None = None
-    jvp_backward: Callable[[], JvpKernel] | None = None
+    other: Callable[[Kind], Kernel | None] = no_other
     stores: bool = False
+    elements: tuple[int, ...] = (0, 1, 2)
+    moves: bool = True
+
+    def of(self, kind: Kind) -> Kernel | None:
+        """Ragged batches and caches are other functions of the same library."""
+        return self if kind.ragged or kind.cached else self.other(kind)
 
     def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
         """None: blocks add what they have."""
@@ -346,16 +311,16 @@ def _elsewhere(*_: object) -> int:
     raise OSError("this library has another part of the kernel")
 
 
-def load_jvp(path: Path, symbol: str, fields: Sequence[Field], name: str = "jvp") -> JvpKernel:
-    """Load the functions ``symbol_name`` and ``symbol_name_workspace``. Raises as ``LibraryKernel.load`` does."""
+_NEITHER = (_elsewhere, _elsewhere)
+
+
+def load_forward_mode(path: Path, symbol: str, fields: Sequence[Field], name: PassName) -> LibraryKernel:
+    """Load ``symbol_jvp``, or ``symbol_jvp_backward``, and its ``_workspace``. Raises as ``LibraryKernel.load`` does."""
     function = functools.partial(_function, load_library(path), path, symbol)
-    layout, run = ArgumentLayout(fields), function(name, None)
-    workspace = function(f"{name}_workspace", ctypes.c_int64)
-
-    def prepare(values: Values) -> Prepared:
-        return _prepared(layout, run, workspace, values)
-
-    return JvpKernel(layout, prepare, elements=(0, 1, 2), row_alignment=1, reads=_reads)
+    called = "jvp" if name == "forward" else "jvp_backward"
+    own = function(called, None), function(f"{called}_workspace", ctypes.c_int64)
+    forward, backward = (own, _NEITHER) if name == "forward" else (_NEITHER, own)
+    return LibraryKernel(ArgumentLayout(fields), forward[0], backward[0], forward[1], backward[1])
 
 
 def _reads(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG001 - as a kernel's

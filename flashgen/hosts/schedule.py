@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 from flashgen.hosts.kernel import ArgumentLayout, PassName, Step, Values
 from flashgen.hosts.lists import SharedLists, makes_lists
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.operand import Operand, Rows, span
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
-from flashgen.plan.operands import Operand, Rows, span
 
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads

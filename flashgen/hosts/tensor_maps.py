@@ -26,8 +26,9 @@ from operator import itemgetter
 
 from flashgen.hosts.kernel import Values
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import Operand
 from flashgen.plan.launches import TURNED_KEYS, Box
-from flashgen.plan.operands import OPERANDS, Operand
 
 SWIZZLES = (128, 64, 32)  # bytes of a row of a box whose chunks of 16 bytes can be permuted
 _SWIZZLE_CODES = dict(zip(SWIZZLES, (3, 2, 1), strict=True))

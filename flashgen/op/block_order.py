@@ -7,43 +7,32 @@ calls over some of the queries, one after another, which write where their rows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from flashgen.hosts.kernel import Kernel, KernelProvider
+from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.op.call import Call, CallChecker, Rest
+from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.kind import Kind
+from flashgen.op.call import Call, Rest
 from flashgen.op.engine import Attended, Engine, Tensors
 from flashgen.op.selected import check_numbers
 from flashgen.plan.by_blocks import BlockOrder, block_order
 
 
-class BlockChecker(CallChecker):
-    """Turns calls by blocks of keys into ``Call``s."""
-
-    def check_what_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[HeadDim, Kernel | None]:
-        """The head dimension, and the kernel by blocks, if there is one."""
-        head_dim, kernel = super().check_what_runs(q, k, v, tensors)
-        return head_dim, kernel.by_blocks() if kernel is not None and kernel.by_blocks is not None else None
-
-
 class BlockEngine(Engine):
     """The forward pass of one spec with its lists among its captured tensors."""
+
+    kind: ClassVar[Kind] = BY_BLOCKS
 
     def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
         super().__init__(spec, kernels)
         assert spec.select is not None, "keys are selected"
         self._select = spec.select
         self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
-
-    def _make_checker(self) -> CallChecker:
-        return BlockChecker(self.spec, self.kernels, is_reference=self._pairs is None)
 
     def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:
         """The order of a call; None where it is not by blocks."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashgen.hosts.kernel import JvpKernel, Kernel
+from flashgen.hosts.kernel import Kernel
 from flashgen.op.forward_mode import Arriving, ForwardMode, Moved
 from flashgen.op.plain import lies_in_memory, with_memory
 from flashgen.reference.programs import Of, Program, TangentGradient
@@ -26,8 +26,8 @@ class KernelsOfTangents:
 
     mode: ForwardMode
     first: Kernel
-    forward: JvpKernel
-    backward: Callable[[], JvpKernel | None]
+    forward: Kernel
+    backward: Callable[[], Kernel | None]
     deterministic: bool
 
     def compute(self, problem: Problem, program: Program, values: Sequence[Any]) -> list[Tensor] | None:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from flashgen.hosts.kernel import LibraryKernel
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.kind import Kind
 from flashgen.op.call import ELEMENTS, Call, CallChecker, Rest, check_captured, check_shard, match
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
@@ -30,7 +32,6 @@ from flashgen.op.per_sequence import PerSequence, struct_of
 from flashgen.op.plain import is_plain
 from flashgen.op.ragged import check_memory, no_ragged_kernels, readable
 from flashgen.op.ragged_checks import RaggedChecker
-from flashgen.op.signature import CACHED, Form
 from flashgen.op.values import address
 from flashgen.reference import tiled
 from flashgen.reference.programs import Program
@@ -234,13 +235,56 @@ def _form(shape: tuple[int | None, ...]) -> str:
     return f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
 
 
+class CachedChecker(RaggedChecker):
+    """Turns calls with a cache into ``Call``s: the shard is the last rows of a cache that is full."""
+
+    keys_and_values: ClassVar[tuple[str, str]] = ("k_cache", "v_cache")
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
+        numbers: Any = rest[0]
+        shard, sizes = self.check_cached(q, k, v, tensors, numbers)
+        _, kernel = self.check_what_runs(q, k, v, tensors)
+        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+
+    def check_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
+    ) -> tuple[Shard, dict[str, int]]:
+        """The shard and the sizes of sequences that fill the cache. Raises ``ValueError``."""
+        b_start, h_start, b_total, h_total, capacity = numbers
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+            raise ValueError(f"q has {heads} heads and the cache has {kv_heads}; H must be a multiple of Hkv")
+        shard = Shard(
+            batch=q.shape[0], heads=heads, kv_heads=kv_heads, q_len=q.shape[2], kv_len=capacity,
+            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+            q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
+        )  # fmt: skip
+        check_shard(self.spec, shard)
+        sizes = shard.sizes(q.shape[3], v.shape[3])
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            check_captured(declared, tensor, sizes, q.device)
+        return shard, sizes
+
+    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if k.dtype is not F8 and v.dtype is not F8:
+            super()._check_types(q, k, v)
+            return
+        if k.dtype is not v.dtype:
+            raise TypeError(f"'k_cache' is {k.dtype}, but 'v_cache' is {v.dtype}; both are of 8 bits, or neither")
+        if not self.spec.takes_f8:
+            known = ", ".join(map(str, self.dtypes))
+            raise TypeError(
+                f"'k_cache' and 'v_cache' are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype "
+                "statement, too"
+            )
+        super()._check_types(q, q, q)
+
+
 class CachedEngine(Engine):
     """Forward of one spec over caches: on CPUs, or on the reference, sequence by sequence."""
 
-    form: ClassVar[Form] = CACHED
-
-    def _make_checker(self) -> CallChecker:
-        return CachedChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+    kind: ClassVar[Kind] = CACHED
+    checks: ClassVar[type[CallChecker]] = CachedChecker
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts, as of a dense call."""
@@ -397,52 +441,3 @@ def cached_sequences(
 def element_of_cache(k: Tensor) -> int:
     """The code of what a cache holds, which is of the type of q or of 8 bits."""
     return ELEMENTS[k.dtype]
-
-
-class CachedChecker(RaggedChecker):
-    """Turns calls with a cache into ``Call``s: the shard is the last rows of a cache that is full."""
-
-    keys_and_values: ClassVar[tuple[str, str]] = ("k_cache", "v_cache")
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
-        numbers: Any = rest[0]
-        shard, sizes = self.check_cached(q, k, v, tensors, numbers)
-        _, kernel = self.check_what_runs(q, k, v, tensors)
-        if kernel is not None and not isinstance(kernel, LibraryKernel):
-            if kernel.cached is None:
-                raise no_ragged_kernels(self.spec.name, "decode")
-            kernel = kernel.cached()
-        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
-
-    def check_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
-    ) -> tuple[Shard, dict[str, int]]:
-        """The shard and the sizes of sequences that fill the cache. Raises ``ValueError``."""
-        b_start, h_start, b_total, h_total, capacity = numbers
-        heads, kv_heads = q.shape[1], k.shape[1]
-        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
-            raise ValueError(f"q has {heads} heads and the cache has {kv_heads}; H must be a multiple of Hkv")
-        shard = Shard(
-            batch=q.shape[0], heads=heads, kv_heads=kv_heads, q_len=q.shape[2], kv_len=capacity,
-            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
-            q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
-        )  # fmt: skip
-        check_shard(self.spec, shard)
-        sizes = shard.sizes(q.shape[3], v.shape[3])
-        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
-            check_captured(declared, tensor, sizes, q.device)
-        return shard, sizes
-
-    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if k.dtype is not F8 and v.dtype is not F8:
-            super()._check_types(q, k, v)
-            return
-        if k.dtype is not v.dtype:
-            raise TypeError(f"'k_cache' is {k.dtype}, but 'v_cache' is {v.dtype}; both are of 8 bits, or neither")
-        if not self.spec.takes_f8:
-            known = ", ".join(map(str, self.dtypes))
-            raise TypeError(
-                f"'k_cache' and 'v_cache' are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype "
-                "statement, too"
-            )
-        super()._check_types(q, q, q)

@@ -16,11 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, get_num_threads
 
-from flashgen.hosts.kernel import JvpKernel, Kernel, KernelProvider, Node, Prepared, Stored
+from flashgen.hosts.kernel import Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.operand import F8_CODE
 from flashgen.op.conversion import Offsets, check_scalar
 from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
@@ -28,7 +31,6 @@ from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.plain import NoMemoryError
 from flashgen.op.signature import TORCH_DTYPES, dtype_of, kind
 from flashgen.plan.arguments import dimension_field, stride_field
-from flashgen.plan.operands import F8_CODE
 from flashgen.reference.dense import constant_number, drop_probability, param_values
 from flashgen.reference.shard import Shard
 
@@ -104,9 +106,14 @@ class CallChecker:
     keys_and_values: ClassVar[tuple[str, str]] = ("k", "v")
 
     def __init__(
-        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool
+        self,
+        spec: AttentionSpec,
+        kernels: Mapping[str, KernelProvider | None],
+        kind: Kind = DENSE,
+        *,
+        is_reference: bool,
     ) -> None:
-        self.spec = spec
+        self.spec, self.kind = spec, kind
         self._kernels = kernels
         self._is_reference = is_reference
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
@@ -226,7 +233,12 @@ class CallChecker:
             raise ValueError(f"the head dimension is {head_dim}; {stated}")
         self.check_types(q, k, v, tensors)
         provider = self._kernels.get(q.device.type)
-        return head_dim, None if provider is None else provider(head_dim, q.device.index or 0)
+        dense = None if provider is None else provider(head_dim, q.device.index or 0)
+        return head_dim, dense if dense is None or self.kind is DENSE else self._of_kind(dense, q)
+
+    def _of_kind(self, dense: Kernel, q: Tensor) -> Kernel | None:  # noqa: ARG002 - some go by the type of q
+        """The kernel of these calls, by that of dense ones."""
+        return dense.of(self.kind)
 
     def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
@@ -316,7 +328,7 @@ def check_probability(name: str, probability: float) -> None:
         raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
 
 
-def is_readable(kernel: Kernel | JvpKernel, x: Tensor) -> bool:
+def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     if x.data_ptr() % kernel.row_alignment:
         return False

@@ -23,7 +23,9 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import CapturedTensor, HeadDim, Param
 from flashgen.ir.types import ScalarType
-from flashgen.op.signature import DENSE, TORCH_DTYPES, Form, describe_tensor, dtype_of, kind
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.op.signature import TORCH_DTYPES, describe_tensor, dtype_of, kind
 
 # q_start, kv_start, b_start, h_start, and the totals of the same.
 Offsets = tuple[int, int, int, int, int | None, int | None, int | None, int | None]
@@ -121,10 +123,10 @@ def probability_argument(dropout_p: object, device: torch.device) -> Tensor | No
     return dropout_p
 
 
-def offset_arguments(offsets: tuple[object, ...], form: Form = DENSE) -> Any:
-    """The numbers of a form of calls as ints. Raises ``TypeError`` where one is something else."""
-    optional = form.may_be_none
-    return tuple(_offset(name, value, name in optional) for name, value in zip(form.numbers, offsets, strict=True))
+def offset_arguments(offsets: tuple[object, ...], kind: Kind = DENSE) -> Any:
+    """The numbers of a kind of calls as ints. Raises ``TypeError`` where one is something else."""
+    optional = kind.may_be_none
+    return tuple(_offset(name, value, name in optional) for name, value in zip(kind.numbers, offsets, strict=True))
 
 
 def _offset(name: str, value: object, may_be_none: bool) -> Any:

@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.op.call import check_captured
 from flashgen.op.dtensor_spread import local, made, spread_of
 from flashgen.op.lengths import lengths, unseen_lengths
@@ -28,7 +31,7 @@ from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import refuse_distributed
 from flashgen.op.ragged_checks import RaggedChecker
 from flashgen.op.registered import NAMESPACE, Registered, first_of
-from flashgen.op.signature import CACHED, DENSE, F8_CALLS, Signature
+from flashgen.op.signature import Signature
 
 
 @functools.cache
@@ -60,8 +63,8 @@ def prepared(signature: Signature, tensors: Sequence[Any]) -> tuple[Any, ...]:
     Raises ``TypeError`` where one of q, k and v is none or a tensor that is none wants a gradient, and ``ValueError``
     where meshes differ.
     """
-    if signature.form in (CACHED, F8_CALLS):
-        refuse_distributed("calls of 'decode'" if signature.form is CACHED else "calls of 8 bits", tensors)
+    if signature.kind in (CACHED, EIGHT_BITS):
+        refuse_distributed("calls of 'decode'" if signature.kind is CACHED else "calls of 8 bits", tensors)
     mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
     names = signature.inputs_by_name
     for name, x in zip(names, tensors, strict=False):
@@ -133,13 +136,13 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     ``own`` are the tensors as this rank has them.
     """
     signature, checker, spec = op.signature, op.engine.checker, op.engine.spec
-    form, (q, k, v) = signature.form, tensors[:3]
+    kind, (q, k, v) = signature.kind, tensors[:3]
     head_dim = HeadDim(q.shape[-1], v.shape[-1])
-    given = dict(zip(form.numbers, numbers, strict=True))
+    given = dict(zip(kind.numbers, numbers, strict=True))
     extents = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[-2], "kv": k.shape[-2]}
     heads, kv_heads = q.shape[1], k.shape[1]
     pairs: list[tuple[int, int]] = []
-    if form is not DENSE:
+    if kind is not DENSE:
         assert isinstance(checker, RaggedChecker)
         starts, most = own[-2:], (given["max_seqlen_q"], given["max_seqlen_k"])
         is_seen = not (q.is_cuda and all(x.is_cuda for x in starts)) or checker.asks_lengths(head_dim, own, most)
@@ -158,7 +161,7 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     else:
         checker.indices.check(head_dim, sizes)
         pairs = [(sizes["Nq"], sizes["Nk"])]
-    values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(form.tensors)]
+    values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(kind.tensors)]
     for q_len, kv_len in {each for each in pairs if all(each)}:
         check_numbers(spec, values, {**sizes, "Nq": q_len, "Nk": kv_len})
 
@@ -169,6 +172,6 @@ def _nothing(op: Registered, own: Sequence[Any]) -> Any:
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     if not op.signature.has_lse:
         return o
-    rows = op.signature.form.rows(q)
+    rows = op.signature.kind.rows(q)
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     return o, lse, q.new_empty((*rows, 2), dtype=torch.float32)

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from flashgen.kinds.dense import DENSE
 from flashgen.op.dtensor_axes import DENSE_AXES, RAGGED_AXES, STARTS, axis_of, heads_of, part_of
 from flashgen.op.dtensor_captured import Indexed, is_told_by_tensors_alone, sharded_dims
 from flashgen.op.layouts import layout_like
 from flashgen.op.registered import Registered
-from flashgen.op.signature import DENSE
 
 Placements = tuple[Placement, ...]
 
@@ -76,15 +76,15 @@ class Spread:
 
 def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) -> Spread:
     """How this rank takes part. Raises ``ValueError`` for what cannot be computed from shards."""
-    spec, form = op.engine.spec, op.signature.form
-    lies = DENSE_AXES if form is DENSE else RAGGED_AXES
+    spec, kind = op.engine.spec, op.signature.kind
+    lies = DENSE_AXES if kind is DENSE else RAGGED_AXES
     q, k, v = tensors[:3]
     mesh: DeviceMesh = q.device_mesh
     along = tuple(axis_of(lies, mesh, dim, tensors[:3]) for dim in range(mesh.ndim))
     extents = {axis: q.shape[dim] for axis, dim in lies.q.items()} | {"hkv": k.shape[lies.kv["h"]]}
     heads = heads_of(spec, extents, mesh, along)
     own = {axis: part_of(extents[axis], mesh, along, axis) for axis in lies.q} | {"hkv": heads.own}
-    given = dict(zip(form.numbers, numbers, strict=True))
+    given = dict(zip(kind.numbers, numbers, strict=True))
     begins = {axis: given[f"{STARTS[axis]}_start"] for axis in lies.q}
     ends = {axis: given[f"{STARTS[axis]}_total"] for axis in lies.q}
 
@@ -139,12 +139,12 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
         operands.append(Operand(x.shape, nowhere, added(nowhere)) if isinstance(x, Tensor) else None)
     at_lse = by(lies.lse)
     o_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
-    lse_shape = torch.Size(form.rows(q))
+    lse_shape = torch.Size(kind.rows(q))
     idle = any(axis in along and not own[axis] for axis in lies.q)
     return Spread(
         mesh,
         tuple(operands),
-        tuple(given[name] for name in form.numbers),
+        tuple(given[name] for name in kind.numbers),
         Operand(o_shape, at_q, at_q),
         Operand(lse_shape, at_lse, at_lse),
         idle,

@@ -2,6 +2,12 @@
 
 In: the positional arguments of the operators that ``registration.py`` defines. Out: fresh tensors. Knows nothing of
 autograd or dispatch. Every call passes here, so the way to a kernel is kept short: what shapes determine comes ready
+from flashgen.kinds.forward_mode import FORWARD_MODE
+from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
+from flashgen.kinds.forward_mode import FORWARD_MODE
+from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
+from flashgen.kinds.forward_mode import FORWARD_MODE
+from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
 from ``call.py``.
 """
 
@@ -18,7 +24,6 @@ from torch import Tensor, contiguous_format, empty_like, empty_strided
 
 from flashgen.hosts.kernel import (
     ADDED,
-    JvpKernel,
     Kernel,
     KernelProvider,
     LibraryKernel,
@@ -28,6 +33,8 @@ from flashgen.hosts.kernel import (
     takes_tangents_backward,
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
 from flashgen.op.by_kernels import KernelsOfTangents
 from flashgen.op.call import ELEMENTS, Call, CallChecker, Rest, backward_key, is_readable
 from flashgen.op.captured import Captured, CapturedValues
@@ -35,7 +42,7 @@ from flashgen.op.forward_mode import ForwardMode, Moved
 from flashgen.op.layouts import laid
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.signature import DENSE, Form, Signature
+from flashgen.op.signature import Signature
 from flashgen.op.values import address, packed, places_of, put, type_of_sums, with_strides, within
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
@@ -59,7 +66,8 @@ class Engine:
     in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device.
     """
 
-    form: ClassVar[Form] = DENSE
+    kind: ClassVar[Kind] = DENSE
+    checks: ClassVar[type[CallChecker]] = CallChecker
     has_nodes = False  # whether C++ may start its calls (runtime/node.py)
     last_node: tuple[Rest, Node] | None = None
 
@@ -67,16 +75,13 @@ class Engine:
         self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], pairs: int | None = tiled.SLICE_PAIRS
     ) -> None:
         self.spec, self.kernels = spec, kernels
-        self.signature = Signature.of(spec, self.form)
+        self.signature = Signature.of(spec, self.kind)
         self._pairs = pairs
         self._workspaces = Workspaces()
-        self.checker = self._make_checker()
+        self.checker = self.checks(spec, kernels, self.kind, is_reference=pairs is None)
         self._values = CapturedValues(spec, self.signature, self.checker)
         varies = bool(spec.tensors) or spec.dropout is not None or any(each.grad for each in spec.params)
         self.has_nodes = type(self) is Engine and not varies and pairs is not None
-
-    def _make_checker(self) -> CallChecker:
-        return CallChecker(self.spec, self.kernels, is_reference=self._pairs is None)
 
     def forward(self, *args: Any) -> Any:
         """The operator: ``o``, or ``(o, lse, lse_parts)`` where the spec has one."""
@@ -90,7 +95,7 @@ class Engine:
         end = first + self.signature.tensor_arguments
         rows: Any = args[:first] or (None,) * 4
         q, wanted = args[first], (*args[first].shape[:-1], args[first + 2].shape[-1])
-        dtype = self.signature.form.o or q.dtype
+        dtype = self.signature.o or q.dtype
         for name, x in (("d_o", d_o), ("o", rows[1])):  # kernels read what lies there
             if x is not None and (x.dtype is not dtype or x.shape != wanted):
                 raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {dtype} {list(wanted)}")
@@ -324,7 +329,7 @@ class Engine:
         """The shapes and types of a program's outputs."""
         q, v = values[0], values[2]
         o = ((*q.shape[:-1], v.shape[-1]), q.dtype)
-        lse = (tuple(self.form.rows(q)), torch.float64 if q.dtype is torch.float64 else torch.float32)
+        lse = (tuple(self.kind.rows(q)), torch.float64 if q.dtype is torch.float64 else torch.float32)
         count = self.signature.tensor_arguments
         inputs = [None if x is None else (tuple(x.shape), x.dtype) for x in values[:count]]
         return list(program.taken(inputs, (o, lse)[: len(program.outputs)])[1])
@@ -345,7 +350,7 @@ class Engine:
                 own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
                 kernels = self._kernels_of_tangents(problem, rest)
                 found = None if kernels is None else kernels.compute(problem, program, own)
-                if found is not None and self.form is DENSE:  # there is one problem
+                if found is not None and self.kind is DENSE:  # there is one problem
                     totals = found
                     break
                 totals = totals or _zeros(likes, compute, values)
@@ -360,10 +365,10 @@ class Engine:
 
     def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
         """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
-        if self.form is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
+        if self.kind is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
             return None
         call = self.checker.find(tensors, rest)
-        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel.jvp, tensors[0])
+        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel, FORWARD_MODE, tensors[0])
         if kernel is None:
             return None
         problem = self._problem(call, tensors, self._captured(call, tensors))
@@ -377,10 +382,10 @@ class Engine:
         if provider is None or q.dtype not in ELEMENTS:
             return None
         kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
-        forward = None if kernel is None else _taking(kernel.jvp, q)
+        forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
         if kernel is None or forward is None:
             return None
-        backward = functools.partial(_taking, kernel.jvp_backward, q)
+        backward = functools.partial(_taking, kernel, FORWARD_MODE_BACKWARD, q)
         return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
@@ -419,9 +424,9 @@ class Engine:
         )
 
 
-def _taking(find: Callable[[], JvpKernel] | None, q: Tensor) -> JvpKernel | None:
+def _taking(kernel: Kernel, kind: Kind, q: Tensor) -> Kernel | None:
     """The kernel of forward mode, or of its backward pass, if there is one that takes the type of q."""
-    found = None if find is None else find()
+    found = kernel.of(kind)
     return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from flashgen.hosts.kernel import Kernel
-from flashgen.ir.spec import HeadDim
+from flashgen.kinds.eight_bits import DESCALES, EIGHT_BITS
+from flashgen.kinds.kind import Kind
 from flashgen.op.call import Call, CallChecker, Rest
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
 from flashgen.op.engine import Attended, Engine, Rows, Tensors
 from flashgen.op.layouts import laid
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.signature import DESCALES, F8_CALLS, Form
 from flashgen.op.values import address
 from flashgen.reference.programs import Program
 
@@ -49,17 +49,35 @@ def wide_type(dtypes: Sequence[torch.dtype], device: torch.device) -> torch.dtyp
     return next(dtype for dtype in order if dtype in dtypes)
 
 
+class F8Checker(CallChecker):
+    """Turns calls of 8 bits into ``Call``s; their kernel is the one for 8 bits, None where there is none."""
+
+    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        given = {name: x.dtype for name, x in (("q", q), ("k", k), ("v", v))}
+        odd = next((name for name, dtype in given.items() if dtype is not F8), None)
+        if odd is not None:
+            narrow = next(name for name, dtype in given.items() if dtype is F8)
+            raise TypeError(
+                f"'{odd}' is {given[odd]}, but '{narrow}' is {F8}; q, k and v are of 8 bits all three, or none of them "
+                "(op.decode takes k and v alone, as caches)"
+            )
+        if not self.spec.takes_f8:
+            known = ", ".join(map(str, self.dtypes))
+            raise TypeError(
+                f"q, k and v are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype statement, too"
+            )
+        self._check_device(q)
+
+
 class F8Engine(Engine):
     """Forward of one spec on q, k and v of 8 bits."""
 
-    form: ClassVar[Form] = F8_CALLS
+    kind: ClassVar[Kind] = EIGHT_BITS
+    checks: ClassVar[type[CallChecker]] = F8Checker
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._wide = Engine(*args, **options)
-
-    def _make_checker(self) -> CallChecker:
-        return F8Checker(self.spec, self.kernels, is_reference=self._pairs is None)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o`` in bfloat16, ``lse`` and its parts."""
@@ -70,7 +88,7 @@ class F8Engine(Engine):
             dtype = wide_type(self.checker.dtypes, call.device)
             wide = (from_8_bits(x, factor, dtype) for x, factor in zip(own[:3], factors, strict=True))
             o, lse, parts = self._wide.attend((*wide, *own[3:]), rest, keeps_lse)
-            return laid(o, call.o).to(self.form.o), lse, parts
+            return laid(o, call.o).to(self.signature.o), lse, parts
         asked = call
         if call.may_copy:
             call, own = self._readable(kernel, call, own, rest)
@@ -81,7 +99,7 @@ class F8Engine(Engine):
         self, kernel: Kernel, call: Call, tensors: Tensors, factors: Sequence[Tensor], *, keeps_lse: bool
     ) -> Attended:
         q, k, v = tensors[0], tensors[1], tensors[2]
-        o = torch.empty_strided(*call.o, dtype=self.form.o, device=call.device)
+        o = torch.empty_strided(*call.o, dtype=self.signature.o, device=call.device)
         lse = parts = None
         if self.signature.has_lse and keeps_lse:
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
@@ -112,29 +130,3 @@ class F8Engine(Engine):
             f"'{self.spec.name}': q, k and v of 8 bits have no derivatives, of neither mode: widen them, or call "
             "op.reference"
         )
-
-
-class F8Checker(CallChecker):
-    """Turns calls of 8 bits into ``Call``s; their kernel is the one for 8 bits, None where there is none."""
-
-    def check_what_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[HeadDim, Kernel | None]:
-        head_dim, kernel = super().check_what_runs(q, k, v, tensors)
-        return head_dim, None if kernel is None or kernel.f8 is None else kernel.f8()
-
-    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        given = {name: x.dtype for name, x in (("q", q), ("k", k), ("v", v))}
-        odd = next((name for name, dtype in given.items() if dtype is not F8), None)
-        if odd is not None:
-            narrow = next(name for name, dtype in given.items() if dtype is F8)
-            raise TypeError(
-                f"'{odd}' is {given[odd]}, but '{narrow}' is {F8}; q, k and v are of 8 bits all three, or none of them "
-                "(op.decode takes k and v alone, as caches)"
-            )
-        if not self.spec.takes_f8:
-            known = ", ".join(map(str, self.dtypes))
-            raise TypeError(
-                f"q, k and v are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype statement, too"
-            )
-        self._check_device(q)

@@ -26,25 +26,25 @@ def fake_forward(
     """o, or o, lse and its parts, without numbers; ``exported`` is called where a program is exported."""
     if exported is not None and _is_exporting():
         exported()
-    form = signature.form
-    if not q.dim() == k.dim() == v.dim() == form.dims:
-        raise ValueError(f"q, k and v have {form.dims} dimensions")
+    kind = signature.kind
+    if not q.dim() == k.dim() == v.dim() == kind.dims:
+        raise ValueError(f"q, k and v have {kind.dims} dimensions")
     # One tensor on meta among real ones comes here, too.
     captured = [(f"tensor '{declared.name}'", x) for declared, x in zip(signature.tensors, others, strict=False)]
     for name, tensor in (("'k'", k), ("'v'", v), *captured):
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
     end = signature.tensor_arguments - 3
-    scalars, own = others[len(signature.tensors) : end - len(form.tensors)], others[end - len(form.tensors) : end]
+    scalars, own = others[len(signature.tensors) : end - len(kind.tensors)], others[end - len(kind.tensors) : end]
     numbers = [("a param, 'seed' or 'dropout_p'", x) for x in scalars]
-    numbers += [(f"'{name}'", x) for name, x in zip(form.tensors, own, strict=True)]
+    numbers += [(f"'{name}'", x) for name, x in zip(kind.tensors, own, strict=True)]
     for name, x in numbers:
         if x is not None and x.is_meta and not q.is_meta:
             raise ValueError(f"{name} is on meta, but 'q' is on {q.device}")
-    o = q.new_empty_strided(*layout_like(q, (*q.shape[:-1], v.shape[-1])), dtype=form.o or q.dtype)
+    o = q.new_empty_strided(*layout_like(q, (*q.shape[:-1], v.shape[-1])), dtype=signature.o or q.dtype)
     if not signature.has_lse:
         return o
-    rows = form.rows(q)
+    rows = kind.rows(q)
     lse = q.new_empty(rows, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
     return o, lse, q.new_empty((*rows, 2), dtype=torch.float32)
 

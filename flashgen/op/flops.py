@@ -10,7 +10,9 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from flashgen.op.signature import CACHED, RAGGED, Signature
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.ragged import RAGGED
+from flashgen.op.signature import Signature
 
 Sizes = Sequence[int]
 
@@ -20,7 +22,7 @@ def count_flops(signature: Signature, forward: Any, backward: Any) -> None:
     first = (
         5 if signature.has_lse else 1
     )  # the backward operator's q, k and v stand behind d_o, d_lse, o, lse and its parts
-    if signature.form is CACHED:
+    if signature.kind is CACHED:
         lengths = signature.tensor_arguments - 4
 
         def of_cache(q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
@@ -31,7 +33,7 @@ def count_flops(signature: Signature, forward: Any, backward: Any) -> None:
         register_raw: Any = register_flop_formula
         register_raw(forward, get_raw=True)(of_cache)
         return
-    if signature.form is RAGGED:
+    if signature.kind is RAGGED:
         _count_ragged(signature, first, forward, backward)
         return
 

@@ -1,6 +1,6 @@
 """Runs kernels of forward mode and of its backward pass: o, lse and what both change by, of one dense problem.
 
-In: a ``JvpKernel``, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. What an op's derivatives are made
+In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. What an op's derivatives are made
 of comes here where such a kernel takes it (``by_kernels.py``), and else goes by the tiled path.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, contiguous_format
 
 from flashgen.analysis.selection import lowered
 from flashgen.analysis.tangent import tangent_names, with_tangents
-from flashgen.hosts.kernel import ArgumentLayout, JvpKernel, Kernel, Prepared, Values
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Values
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 from flashgen.op.call import is_readable, row_strides, settled_values, strides_of
@@ -69,7 +69,7 @@ class ForwardMode:
 
     def run(
         self,
-        kernel: JvpKernel,
+        kernel: Kernel,
         problem: Problem,
         tangents: Sequence[Tensor | None],
         *,
@@ -94,13 +94,13 @@ class ForwardMode:
             t_lse=rows(has_lse),
         )
         results = {"o": found.o, "lse": found.lse, "lse_parts": found.lse_parts, "t_o": found.t_o, "t_lse": found.t_lse}
-        own = _Pass("forward", kernel.layout, kernel.prepare)
+        own = _Pass("forward", kernel.layout, functools.partial(kernel.prepare, "forward"))
         self._run(own, problem, self._read(kernel, problem, tangents), results, tangents, deterministic)
         return found
 
     def backward(
         self,
-        kernel: JvpKernel,
+        kernel: Kernel,
         problem: Problem,
         tangents: Sequence[Tensor | None],
         moved: Moved,
@@ -121,7 +121,7 @@ class ForwardMode:
         written |= _captured(problem, of_inputs, wanted[0], self._learned)
         written |= _captured(problem, of_tangents, wanted[1], of_moves)
         written |= {"t_o": moved.t_o, "t_lse": moved.t_lse}
-        own = _Pass("backward", kernel.layout, kernel.prepare)
+        own = _Pass("backward", kernel.layout, functools.partial(kernel.prepare, "backward"))
         self._differentiate(own, kernel, problem, tangents, moved, arriving, written, deterministic)
         return of_inputs, of_tangents
 
@@ -150,7 +150,7 @@ class ForwardMode:
     def _differentiate(
         self,
         own: _Pass,
-        kernel: JvpKernel | Kernel,
+        kernel: Kernel,
         problem: Problem,
         tangents: Sequence[Tensor | None],
         moved: Moved,
@@ -165,9 +165,7 @@ class ForwardMode:
         results = {"o": moved.o, "lse": moved.lse, "lse_parts": moved.lse_parts, "d_lse": d_lse, **written}
         self._run(own, problem, read, results, tangents, deterministic)
 
-    def _read(
-        self, kernel: JvpKernel | Kernel, problem: Problem, tangents: Sequence[Tensor | None]
-    ) -> dict[str, Tensor | None]:
+    def _read(self, kernel: Kernel, problem: Problem, tangents: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
         found: dict[str, Tensor | None] = {}
         for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
@@ -319,7 +317,7 @@ def _number(param: Param, value: Tensor | float) -> float:
     return int(number) if param.type is ScalarType.INT else float(number)
 
 
-def _rows(kernel: JvpKernel | Kernel, x: Tensor) -> Tensor:
+def _rows(kernel: Kernel, x: Tensor) -> Tensor:
     """Rows that the kernel can read."""
     return x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format)
 

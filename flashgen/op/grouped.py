@@ -24,6 +24,8 @@ from flashgen.analysis.selection import has_list_for_each_query, lowered
 from flashgen.hosts.kernel import KernelProvider, LibraryKernel, of_spec
 from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.parts import PARTS
 from flashgen.op.cached import CachedEngine
 from flashgen.op.call import Call, CallChecker, Rest
 from flashgen.op.engine import Attended, Engine, Rows, Tensors
@@ -89,7 +91,7 @@ class GroupedCalls:
         kernel, shard = call.kernel, call.shard
         if kernel is None or isinstance(kernel, LibraryKernel) or call.is_empty:
             return None
-        if kernel.cached is None or kernel.parts is None:  # of a source that was edited there are no others
+        if kernel.of(CACHED) is None or kernel.of(PARTS) is None:  # of a source that was edited there are no others
             return None
         _, _, q_total, kv_total = shard.totals()
         is_whole = shard.kv_start == 0 and shard.kv_len == kv_total == q_total == shard.q_start + shard.q_len

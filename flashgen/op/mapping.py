@@ -18,8 +18,9 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from flashgen.analysis.batch import batch_axes
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.dense import DENSE
 from flashgen.op.call import Rest
-from flashgen.op.signature import DENSE, Signature
+from flashgen.op.signature import Signature
 
 # The axis of the batch; None: there is none.
 Axes = Sequence[int | None]
@@ -36,7 +37,7 @@ class Batch:
     def of(cls, spec: AttentionSpec, signature: Signature) -> Batch:
         """That of an op; sequences and caches say themselves whose their rows are."""
         outputs = (0, 0, 0) if signature.has_lse else (0,)
-        axes = batch_axes(spec) if signature.form is DENSE else None
+        axes = batch_axes(spec) if signature.kind is DENSE else None
         if axes is None:
             return cls(None, outputs)
         others = signature.tensor_arguments - 3 - len(spec.tensors)

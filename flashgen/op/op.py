@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
 from flashgen.op.asked import ask_of_cache, placed
 from flashgen.op.cached import cache_of
@@ -20,7 +21,6 @@ from flashgen.op.conversion import splits_argument
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
 from flashgen.op.op_shown import ShownOp, ShowsCaches
 from flashgen.op.registration import call
-from flashgen.op.signature import CACHED
 from flashgen.plan.explanation import Explanation
 
 __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]

@@ -16,6 +16,10 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.cached import CachedEngine
 from flashgen.op.conversion import check_switch, param_argument, probability_argument, seed_argument, tensor_argument
 from flashgen.op.eight_bits import F8
@@ -30,7 +34,7 @@ from flashgen.op.reference import Reference, check_return_lse, refuse_dropout
 from flashgen.op.registered import Registered
 from flashgen.op.registration import call, register
 from flashgen.op.selecting import engine_of
-from flashgen.op.signature import CACHED, F8_CALLS, RAGGED, Form, Signature
+from flashgen.op.signature import Signature
 from flashgen.op.slices import SlicesEngine
 
 _Op = TypeVar("_Op")
@@ -97,7 +101,7 @@ class OpCalls:
         self.narrowing = Narrowing(parts.spec)
         self._ragged = registered(RaggedEngine, RAGGED.suffix)
         self._cached = registered(CachedEngine, CACHED.suffix)
-        self._f8 = registered(F8Engine, F8_CALLS.suffix)
+        self._f8 = registered(F8Engine, EIGHT_BITS.suffix)
         self._clashes = {each.suffix: _clash(self._signature, each) for each in (RAGGED, CACHED)}
 
     def _engine_of(self, kind: type[Engine]) -> Engine:
@@ -228,8 +232,8 @@ class OpCalls:
         check_return_lse(self.spec, signature, return_lse)
         return tensors
 
-    def _check_names(self, method: str, form: Form) -> None:
-        clash = self._clashes[form.suffix]
+    def _check_names(self, method: str, kind: Kind) -> None:
+        clash = self._clashes[kind.suffix]
         if clash is not None:
             raise ValueError(
                 f"'{self.spec.name}' captures '{clash}', an argument of {method}: the spec has to call it otherwise"
@@ -286,9 +290,9 @@ class OpCalls:
         return (*tensors, *given)
 
 
-def _clash(signature: Signature, form: Form) -> str | None:
-    """The captured name that is an argument of calls of a form, if there is one."""
-    names = (*form.tensors, *form.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale")
+def _clash(signature: Signature, kind: Kind) -> str | None:
+    """The captured name that is an argument of calls of a kind, if there is one."""
+    names = (*kind.tensors, *kind.numbers, "k_cache", "v_cache", "num_splits", "k_descale", "v_descale")
     return next((name for name in names if name in signature.names), None)
 
 

@@ -8,12 +8,15 @@ package) they are widened first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from flashgen.hosts.kernel import Kernel, KernelProvider
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.parts import PARTS
 from flashgen.op.call import CallChecker, Rest
 from flashgen.op.engine import Attended, Engine, Rows, Tensors
 from flashgen.op.layouts import Layout, packed_layout
@@ -24,9 +27,9 @@ class PartsChecker(CallChecker):
     """Turns calls of parts into ``Call``s. float32 is always taken: 16 bits may have been widened to it."""
 
     def __init__(
-        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], *, is_reference: bool
+        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], kind: Kind, *, is_reference: bool
     ) -> None:
-        super().__init__(spec, kernels, is_reference=is_reference)
+        super().__init__(spec, kernels, kind, is_reference=is_reference)
         self._accepted = tuple(dict.fromkeys((*self._accepted, torch.float32)))
 
     def written(self, dtype: torch.dtype) -> torch.dtype:
@@ -37,14 +40,9 @@ class PartsChecker(CallChecker):
         """Contiguous: so kernels take parts that they add up."""
         return packed_layout(*shape)
 
-    def check_what_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[HeadDim, Kernel | None]:
-        """The head dimension, and the kernel that writes the type of sums."""
-        head_dim, kernel = super().check_what_runs(q, k, v, tensors)
-        if kernel is not None and kernel.parts is not None and self.written(q.dtype) is not q.dtype:
-            kernel = kernel.parts()
-        return head_dim, kernel
+    def _of_kind(self, dense: Kernel, q: Tensor) -> Kernel | None:
+        """The kernel that writes the type of sums; dense ones write it where it is that of q."""
+        return dense if self.written(q.dtype) is q.dtype else dense.of(PARTS) or dense
 
 
 class PartsEngine(Engine):
@@ -53,8 +51,8 @@ class PartsEngine(Engine):
     d_o has the type of q; the o that a backward pass reads, of all keys, that of sums.
     """
 
-    def _make_checker(self) -> CallChecker:
-        return PartsChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+    kind: ClassVar[Kind] = PARTS
+    checks: ClassVar[type[CallChecker]] = PartsChecker
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts, all of these keys alone."""
@@ -87,4 +85,4 @@ class PartsEngine(Engine):
         if provider is None or head_dim not in self.spec.head_dims:
             return False
         kernel = provider(head_dim, q.device.index or 0)
-        return kernel is not None and kernel.parts is not None
+        return kernel is not None and kernel.of(PARTS) is not None

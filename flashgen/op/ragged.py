@@ -21,6 +21,8 @@ from torch import Tensor, contiguous_format, empty_like
 
 from flashgen.hosts.kernel import Kernel, LibraryKernel, PassName, Prepared
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.behind import clear_behind
 from flashgen.op.call import Call, CallChecker, Rest, backward_key, is_readable
 from flashgen.op.captured import Captured
@@ -31,7 +33,6 @@ from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence, struct_of
 from flashgen.op.plain import NoMemoryError
 from flashgen.op.ragged_checks import RaggedChecker, checks_lengths
-from flashgen.op.signature import RAGGED, Form
 from flashgen.op.values import address, packed, with_strides
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
@@ -42,16 +43,14 @@ from flashgen.reference.shard import Shard
 class RaggedEngine(Engine):
     """Forward and backward of one spec over ragged batches: on kernels, or on the reference, sequence by sequence."""
 
-    form: ClassVar[Form] = RAGGED
+    kind: ClassVar[Kind] = RAGGED
+    checks: ClassVar[type[CallChecker]] = RaggedChecker
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Whether there is more than q, k and v, which kernels are told of.
         self._varies = self.signature.takes_more
         self._last: tuple[object, Any, Any] = (None, None, None)  # a call whose lengths nobody has looked at
-
-    def _make_checker(self) -> CallChecker:
-        return RaggedChecker(self.spec, self.kernels, is_reference=self._pairs is None)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o``, ``lse`` and its parts, as of a dense call."""

@@ -120,8 +120,6 @@ class RaggedChecker(CallChecker):
         numbers: Any = rest[0]
         shard, sizes = self.check_ragged(q, k, v, tensors, numbers)
         _, kernel = self.check_what_runs(q, k, v, tensors)
-        if kernel is not None and kernel.varlen is not None:
-            kernel = kernel.varlen()
         call = self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
         # Sequences may be said to be as long as ever, and have no rows.
         call = replace(call, is_empty=call.is_empty or q.shape[0] == 0 or k.shape[0] == 0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.appending import append
 from flashgen.op.cached import CachedChecker, cache_of, cached_sequences
 from flashgen.op.call import CallChecker, check_probability, check_shapes
@@ -34,7 +36,7 @@ from flashgen.op.ragged import of_sequence
 from flashgen.op.ragged_checks import RaggedChecker
 from flashgen.op.selected import check_selection
 from flashgen.op.sharing import check_caches
-from flashgen.op.signature import CACHED, RAGGED, Signature
+from flashgen.op.signature import Signature
 from flashgen.reference import dense
 from flashgen.reference.shard import Shard
 from flashgen.reference.tiled import gives_nothing

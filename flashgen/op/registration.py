@@ -254,8 +254,8 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     plain = is_plain(tensors)
     # Most calls are the whole, and tuples of the same objects are compared in no time. What equals 0 is taken for it,
     # but for a compiler's symbols, which a comparison would settle.
-    form = op.signature.form
-    numbers: Any = form.whole if plain and offsets == form.whole else offset_arguments(offsets, form)
+    kind = op.signature.kind
+    numbers: Any = kind.whole if plain and offsets == kind.whole else offset_arguments(offsets, kind)
     rest: Rest = (numbers, deterministic)
     if plain:
         try:

@@ -52,10 +52,10 @@ class SelectingEngine(Engine):
         self.spec, self.kernels, self.inner = spec, inner.kernels, inner
         # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
         self._formula = type(inner)(spec, dict.fromkeys(inner.kernels))
-        self.signature = Signature.of(spec, inner.form)
+        self.signature = Signature.of(spec, inner.kind)
         self.checker = type(inner.checker)(spec, {}, is_reference=True)
         self._end = 3 + len(spec.tensors)
-        self._end_of_inputs = self.signature.tensor_arguments - len(inner.form.tensors)
+        self._end_of_inputs = self.signature.tensor_arguments - len(inner.kind.tensors)
         self._names = tuple(each.name for each in inner.spec.tensors)
         assert spec.select is not None, "keys are selected"
         self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)

@@ -1,7 +1,7 @@
 """How the op of a spec is called: its operator schema, and keyword arguments to positions.
 
-In: an ``AttentionSpec`` and the form of a call. Out: a ``Signature``. Positions are q, k, v, the captured tensors, the
-params, then seed and dropout_p where the spec has dropout, the tensors and the numbers of the form (offsets), and
+In: an ``AttentionSpec`` and a kind of call. Out: a ``Signature``. Positions are q, k, v, the captured tensors, the
+params, then seed and dropout_p where the spec has dropout, the tensors and the numbers of the kind (offsets), and
 deterministic.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +17,10 @@ from flashgen.ir.arguments import MAX_CAPTURED, OP_ARGUMENTS, OPTIONS
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 
 # What other libraries' calls are told, and the statement of a spec that says it here.
 STATEMENTS = {
@@ -37,52 +40,6 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Form:
-    """A kind of call: what its operator takes beside what a spec declares, and how its rows lie.
-
-    ``suffix`` is what its operator's name ends in. ``tensors`` and ``numbers`` are names; numbers that ``may_be_none``
-    may be left out, others are ints. ``dims``: of q, k and v, the last of which is the head dimension. ``o``: the type
-    of o, None where it is that of q.
-    """
-
-    suffix: str
-    tensors: tuple[str, ...]
-    numbers: tuple[str, ...]
-    may_be_none: tuple[str, ...]
-    dims: int
-    o: torch.dtype | None = None
-    whole: tuple[int | None, ...] = field(init=False)  # the numbers of a call that is no part of another
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "whole", tuple(None if name in self.may_be_none else 0 for name in self.numbers))
-
-    @property
-    def schema(self) -> str:
-        """The schema of its own arguments, but for the tensors."""
-        return ", ".join(f"SymInt{'?' if name in self.may_be_none else ''} {name}" for name in self.numbers)
-
-    def rows(self, q: Any) -> Sequence[Any]:
-        """The shape of lse."""
-        return q.shape[:-1] if self.dims == 4 else (q.shape[1], q.shape[0])
-
-
-_TOTALS = ("q_total", "kv_total", "b_total", "h_total")
-DENSE = Form("", (), ("q_start", "kv_start", "b_start", "h_start", *_TOTALS), _TOTALS, 4)
-DESCALES = ("q_descale", "k_descale", "v_descale")
-F8_CALLS = Form("_f8", DESCALES, DENSE.numbers, _TOTALS, 4, torch.bfloat16)
-_MOST = ("b_total", "h_total", "max_seqlen_q", "max_seqlen_k")
-RAGGED = Form("_varlen", ("cu_seqlens_q", "cu_seqlens_k"), ("b_start", "h_start", *_MOST), _MOST, 3)
-_WHOLE = ("b_total", "h_total")
-CACHED = Form(
-    "_decode",
-    ("cache_seqlens", "leftpad", "cache_batch_idx", "block_table", "k_descale", "v_descale"),
-    ("b_start", "h_start", *_WHOLE, "num_splits"),
-    _WHOLE,
-    4,
-)
-
-
-@dataclass(frozen=True)
 class Signature:
     """What a call may pass, and where it goes.
 
@@ -90,7 +47,7 @@ class Signature:
     ``takes_more``: than q, k and v. ``inputs``: the number of arguments that may receive a gradient (q, k, v, tensors,
     params), ``inputs_by_name`` what these are called. ``fixed``: positions and declarations of the
     captured values that receive none. ``tensor_arguments``: the number of leading arguments that are tensors or None
-    (the inputs, then seed and dropout_p, then those of the form). ``without_gradient``: the gradients of all behind the
+    (the inputs, then seed and dropout_p, then those of the kind). ``without_gradient``: the gradients of all behind the
     inputs.
 
     All is computed here and at once: torch.compile traces what a call reads, and cannot trace a property that fills
@@ -109,10 +66,11 @@ class Signature:
     fixed: tuple[tuple[int, str], ...]
     tensor_arguments: int
     without_gradient: tuple[None, ...]
-    form: Form
+    kind: Kind
+    o: torch.dtype | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec, form: Form = DENSE) -> Signature:
+    def of(cls, spec: AttentionSpec, kind: Kind = DENSE) -> Signature:
         """The signature of a spec. Raises ``ValueError`` where a captured name is one of the op's own arguments."""
         captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
         for each in captured:
@@ -133,9 +91,10 @@ class Signature:
             inputs=3 + len(captured),
             inputs_by_name=("q", "k", "v", *names),
             fixed=tuple((n, _declaration(each)) for n, each in enumerate(captured, start=3) if not each.grad),
-            tensor_arguments=3 + len(captured) + drawn + len(form.tensors),
-            without_gradient=(None,) * (drawn + len(form.tensors)),
-            form=form,
+            tensor_arguments=3 + len(captured) + drawn + len(kind.tensors),
+            without_gradient=(None,) * (drawn + len(kind.tensors)),
+            kind=kind,
+            o=None if kind.o is None else TORCH_DTYPES[kind.o],
         )
 
     @property
@@ -156,8 +115,8 @@ class Signature:
         parts += [f"Tensor? param_{param.name}" for param in self.params]
         if self.has_dropout:
             parts.append("Tensor? seed, Tensor? dropout_p")
-        parts += [f"Tensor {name}" for name in self.form.tensors]
-        return ", ".join([*parts, self.form.schema, "bool deterministic"])
+        parts += [f"Tensor {name}" for name in self.kind.tensors]
+        return ", ".join([*parts, self.kind.schema, "bool deterministic"])
 
     def bind(self, given: dict[str, object]) -> list[object]:
         """Captured values by name, in order; None where a param takes its default. Empties ``given``.
@@ -185,8 +144,8 @@ class Signature:
         unknown = f"unknown argument '{name}'"
         if name in OPTIONS:
             return TypeError(f"{unknown}: dense calls take it, this one does not")
-        for method, form in (("varlen", RAGGED), ("decode", CACHED)):
-            if name in (*form.tensors, *form.numbers):
+        for method, kind in (("varlen", RAGGED), ("decode", CACHED)):
+            if name in (*kind.tensors, *kind.numbers):
                 return TypeError(f"{unknown}: op.{method} takes it, this call does not")
         near = difflib.get_close_matches(name, [*self.names, *OPTIONS], n=2)
         if name in STATEMENTS:

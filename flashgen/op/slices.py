@@ -7,25 +7,14 @@ says where there are such kernels: the reference and the libraries of packages w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
-from flashgen.hosts.kernel import Kernel
 from flashgen.ir.spec import HeadDim
-from flashgen.op.call import CallChecker
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.slices import SLICES
 from flashgen.op.engine import Engine
-
-
-class SlicesChecker(CallChecker):
-    """Turns calls of slices into ``Call``s."""
-
-    def check_what_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[HeadDim, Kernel | None]:
-        """The head dimension, and the kernel of slices."""
-        head_dim, kernel = super().check_what_runs(q, k, v, tensors)
-        return head_dim, kernel.slices() if kernel is not None and kernel.slices is not None else None
 
 
 class SlicesEngine(Engine):
@@ -34,8 +23,7 @@ class SlicesEngine(Engine):
     Gradients of k and v are contiguous, in float32.
     """
 
-    def _make_checker(self) -> CallChecker:
-        return SlicesChecker(self.spec, self.kernels, is_reference=self._pairs is None)
+    kind: ClassVar[Kind] = SLICES
 
 
 def has_kernel(engine: Engine, q: Tensor, v: Tensor) -> bool:
@@ -44,4 +32,4 @@ def has_kernel(engine: Engine, q: Tensor, v: Tensor) -> bool:
     if provider is None or head_dim not in engine.spec.head_dims:
         return False
     kernel = provider(head_dim, q.device.index or 0)
-    return kernel is not None and kernel.slices is not None
+    return kernel is not None and kernel.of(SLICES) is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashgen.hosts.kernel import Kernel, Values
-from flashgen.plan.operands import AXES, HEAD_ROWS, stride_of
+from flashgen.kinds.operand import AXES, HEAD_ROWS, stride_of
 
 
 def type_of_sums(dtype: torch.dtype) -> torch.dtype:

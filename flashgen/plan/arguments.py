@@ -1,7 +1,7 @@
 """The argument struct of a kernel: one ordered list of fields that the emitter prints and the runtime fills.
 
-In: an ``AttentionSpec``. Out: the fields of ``struct Arguments``, the same for every pass, head dimension and
-element type of that spec. Pointers that a pass does not use are null. Names that come from the spec stand last,
+In: an ``AttentionSpec`` and a kind of call. Out: the fields of ``struct Arguments``, the same for every pass, head
+dimension and element type of that spec. Pointers that a pass does not use are null. Names that come from the spec stand last,
 behind a prefix that says what of them is meant (``tensor_slope``, ``stride0_slope``, ``param_bias``, ``grad_slope``),
 so that none meets a field, a macro, a C++ keyword, or what is made of another name; build them with the functions
 below. Fields in which calls of the same shapes differ come first: a repeated call packs these alone.
@@ -9,36 +9,20 @@ below. Fields in which calls of the same shapes differ come first: a repeated ca
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal as OneOf
 
 from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.plan.operands import F8, HEAD_ROWS, OPERANDS, SLICES, TANGENT_GRADIENTS, TANGENTS, Operand, Rows
-
-FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
-
+from flashgen.kinds.dense import DENSE, OPERANDS
+from flashgen.kinds.field import Field, operand_field
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.operand import Operand
 
 # The dimensions of a tensor of which each pair has an element of its own, and how it is read.
 _AXES_OF_PAIRS: Mapping[Expr, Expr] = {
     size(extent): index(name) for extent, name in (("B", "b"), ("H", "h"), ("Nq", "i"), ("Nk", "j"))
 }
-
-
-@dataclass(frozen=True)
-class Field:
-    """One member of ``struct Arguments``; ``element`` is the C type behind a pointer.
-
-    ``varies``: calls of the same shapes, strides and types may differ in it.
-    """
-
-    name: str
-    kind: FieldKind
-    comment: str = ""
-    element: str = "void"
-    varies: bool = False
 
 
 def tensor_field(name: str) -> str:
@@ -106,12 +90,13 @@ def _of_pairs(spec: AttentionSpec, axes: str) -> tuple[CapturedTensor, ...]:
     return tuple(each for each in spec.tensors if each.grad and each.element.bytes == 2 and is_one(each))
 
 
-def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
+def argument_fields(spec: AttentionSpec, kind: Kind = DENSE) -> tuple[Field, ...]:
     """Every field of the struct, in order: those that vary first. Strides and dimensions count elements."""
     spec = lowered(spec)
     has_dropout = spec.dropout is not None
     varying = [
-        *_tensors_of_a_call(),
+        Field("workspace", "pointer", "as many bytes as the _workspace function says"),
+        *(operand_field(_declared(each, kind)) for each in OPERANDS.values()),
         *(_dropout() if has_dropout else ()),
         *(_pointer_to(tensor) for tensor in spec.tensors),
         *(_value_of(param) for param in spec.params),
@@ -120,7 +105,8 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         *(_gradient_of(each.name, "[1]") for each in spec.params if each.grad),
         *(_stored_gradient_of(each) for each in (*stored_tensors(spec), *summed_tensors(spec))),
     ]
-    fields = [dataclasses.replace(each, varies=True) for each in varying]
+    fields = [*varying, *kind.pointers, *(_tables(spec) if kind.by_sequence else ())]
+    fields = [dataclasses.replace(each, varies=True) for each in fields]
     fields += () if has_dropout else _dropout()
     fields += [Field(name, "i64") for each in OPERANDS.values() for name in each.stride_fields]
     fields += [
@@ -135,106 +121,25 @@ def argument_fields(spec: AttentionSpec) -> tuple[Field, ...]:
         axes = range(len(tensor.shape))
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
-    return tuple(fields)
+    return (*fields, *kind.sizes)
 
 
-def sliced_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels of some rows of o and dq, whose heads are further apart than they have rows."""
-    rows = {each.name: _operand(each) for each in SLICES.values()}
-    fields = (dataclasses.replace(rows.get(each.name, each), varies=each.varies) for each in argument_fields(spec))
-    return (*fields, Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of lse"))
+def _declared(dense: Operand, kind: Kind) -> Operand:
+    """An operand of dense calls as the fields of a kind say it."""
+    return kind.operands[dense.name] if kind.rows_as_declared else dense
 
 
-def tangent_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels of forward mode; the spec is one ``with_tangents``."""
-    return _with_rows(spec, TANGENTS)
-
-
-def tangent_gradient_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels of its backward pass."""
-    return _with_rows(spec, TANGENT_GRADIENTS)
-
-
-def _with_rows(spec: AttentionSpec, operands: Mapping[str, Operand]) -> tuple[Field, ...]:
-    fields = argument_fields(spec)
-    varying = sum(each.varies for each in fields)
-    rows = [dataclasses.replace(_operand(each), varies=True) for each in operands.values()]
-    strides = [Field(name, "i64") for each in operands.values() for name in each.stride_fields]
-    return (*fields[:varying], *rows, *fields[varying:], *strides)
-
-
-# Of ragged batches: where sequences begin among which rows, and as long as one may be.
-STARTS = {"q_starts": "q", "k_starts": "k and v"}
-_MOST = {"q_most": "queries", "kv_most": "keys"}
-# Of caches: where the rows of sequences lie, and the sizes of what they lie in.
-PLACES = {
-    "cache_lengths": "[batch]: the rows of each sequence in the cache",
-    "cache_padding": "[batch]: those in front that are not its own; null: none",
-    "cache_places": "[batch]: the entry of each sequence, where there are no pages; null: its number",
-    "block_table": "[batch, table_columns]: the pages of each sequence; null where it has an entry",
-}
-FACTORS = {
-    f"{name}_factors": f"[batch, kv_heads]: what {name} of 8 bits is multiplied by; null where by nothing"
-    for name in ("k", "v")
-}
-_CACHE_SIZES = {
-    "cache_entries": "entries of the cache, or its pages",
-    "cache_rows": "of an entry, or of a page",
-    "table_columns": "of block_table",
-    "group_rows": "queries of all heads that share a key/value head, the rows of its tiles",
-}
-# Of caches, where the last block of a tile to come to its end merges parts: zero before and after each launch.
-ARRIVALS = {"arrivals": "[blocks of one part]: how many parts of each are done; null: another kernel merges them"}
-SPLITS = {
-    "splits": "parts of a sequence's keys, by a block each",
-    "merges": "1 where there are several, else 0",
-    "merges_apart": "1 where a kernel of its own merges them",
-}
-_ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
-
-
-def ragged_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels for ragged batches, whose lengths are those of all rows, and batch that of sequences."""
-    starts = [
-        Field(name, "const pointer", f"where sequences begin among the rows of {rows}, [batch + 1]", "int32_t", True)
-        for name, rows in STARTS.items()
-    ]
-    most = [Field(name, "i64", f"{rows} that a sequence may have") for name, rows in _MOST.items()]
-    return _with_sequences(spec, starts, most)
-
-
-def cached_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels for caches, whose keys are as many as a sequence has room for.
-
-    The last ones are decided when a call is scheduled, from the number of splits that was asked for.
-    """
-    places = [Field(name, "const pointer", comment, "int32_t", True) for name, comment in PLACES.items()]
-    places += [Field(name, "const pointer", comment, "float", True) for name, comment in FACTORS.items()]
-    places += [Field(name, "pointer", comment, "uint32_t", True) for name, comment in ARRIVALS.items()]
-    sizes = [Field(name, "i64", comment) for name, comment in _CACHE_SIZES.items()]
-    sizes.append(Field("key_element", "i32", "of k and v: as element, or 3, float8_e4m3fn"))
-    return _with_sequences(spec, places, [*sizes, *(Field(each, "i32", says) for each, says in SPLITS.items())])
-
-
-def f8_fields(spec: AttentionSpec) -> tuple[Field, ...]:
-    """The same of kernels that multiply q, k and v of 8 bits, and what each of these is multiplied by."""
-    fields = argument_fields(spec)
-    varying = sum(each.varies for each in fields)
-    factors = (_operand(each) for each in F8.values() if each.rows is Rows.PER_HEAD)
-    return (*fields[:varying], *(dataclasses.replace(each, varies=True) for each in factors), *fields[varying:])
-
-
-def _with_sequences(spec: AttentionSpec, places: list[Field], sizes: list[Field]) -> tuple[Field, ...]:
-    """The fields of a call, where its sequences are, and tables of what changes with them."""
-    fields = argument_fields(spec)
+def _tables(spec: AttentionSpec) -> list[Field]:
+    """The tables of what may change from sequence to sequence."""
+    kinds = {each.name: each.kind for each in argument_fields(spec)}
     comment = "[batch], where it follows from a sequence's lengths; else null"
-    kinds = {each.name: each.kind for each in fields}
-    tables = [
-        Field(table, "const pointer", comment, _ELEMENTS[kinds[name]], True)
+    return [
+        Field(table, "const pointer", comment, _ELEMENTS[kinds[name]])
         for name, table in fields_of_sequences(spec).items()
     ]
-    varying = sum(each.varies for each in fields)
-    return (*fields[:varying], *places, *tables, *fields[varying:], *sizes)
+
+
+_ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
 
 
 def fields_of_sequences(spec: AttentionSpec) -> Mapping[str, str]:
@@ -270,16 +175,6 @@ def mask_params(keep: Expr) -> tuple[str, ...]:
     """The params that a mask reads, by their names in the spec."""
     found = (each.name for each in walk(keep) if isinstance(each, Symbol) and each.kind is SymbolKind.PARAM)
     return tuple(dict.fromkeys(found))
-
-
-def _tensors_of_a_call() -> tuple[Field, ...]:
-    workspace = Field("workspace", "pointer", "as many bytes as the _workspace function says")
-    return (workspace, *(_operand(each) for each in OPERANDS.values()))
-
-
-def _operand(each: Operand) -> Field:
-    comment = f"{each.shape}, {each.says}" if each.says else each.shape
-    return Field(each.name, "pointer" if each.is_written else "const pointer", comment, each.c_type)
 
 
 def _dropout() -> tuple[Field, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from flashgen.plan.operands import OPERANDS, Operand
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import Operand
 
 ALIGNMENT = 256  # of every buffer in the workspace
 TURNED_KEYS = 128  # of a block of V of 8 bits, whose columns become rows

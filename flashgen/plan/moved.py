@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import OPERANDS, Operand
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import Operand
 from flashgen.plan.tile_counts import TileCounts
 
 

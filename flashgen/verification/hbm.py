@@ -17,7 +17,6 @@ from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
 from flashgen.hosts.backends import (
     ELEMENTS,
-    RowsOf,
     block_kernel,
     cached_kernel,
     dense_kernel,
@@ -31,11 +30,12 @@ from flashgen.hosts.backends import (
 )
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.parts import PARTS
+from flashgen.kinds.slices import SLICES
 from flashgen.op.op import AttentionOp
 from flashgen.op.plain import as_arrays
 from flashgen.op.selected import lowered_tensors, numbers_of_queries
 from flashgen.plan.arguments import param_field
-from flashgen.plan.operands import PARTS, SLICES
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
@@ -86,7 +86,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
-            rows = {id(PARTS): RowsOf.PARTS, id(SLICES): RowsOf.SLICES}.get(id(each.launches.operands))
+            rows = {id(PARTS): PARTS, id(SLICES): SLICES}.get(id(each.launches.operands))
             if rows is not None:
                 variant = kernel_variant(op.spec, head_dim, rows)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)

@@ -17,7 +17,7 @@ from typing import Any
 from flashgen.hosts.extents import extents
 from flashgen.hosts.kernel import ArgumentLayout, LibraryKernel
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.arguments import Field
+from flashgen.kinds.field import Field
 
 MAIN = Path(__file__).with_name("remote_main.cpp")
 INTEGER, DOUBLE, BUFFER = range(3)

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.by_blocks import takes_blocks
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.backends import EmulatorProvider, RowsOf, kernel_variant, launches_of
+from flashgen.hosts.backends import EmulatorProvider, kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
 from flashgen.hosts.kernel import ArgumentLayout
@@ -21,6 +21,7 @@ from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.by_blocks import BY_BLOCKS
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan import by_blocks
 from flashgen.plan.by_blocks import block_order, part_bytes
@@ -255,7 +256,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     old, new = MISTAKES[name]
     spec = emulated("mask causal").spec
     target, head_dim = GPUS["sm_90a"], spec.head_dims[0]
-    variant = kernel_variant(spec, head_dim, RowsOf.BY_BLOCKS)
+    variant = kernel_variant(spec, head_dim, BY_BLOCKS)
     kernel = compiled(variant, target)
     assert kernel.source.text.count(old) == 1
     program = compile_program(kernel.source.text.replace(old, new), name=kernel.source.name)
@@ -276,7 +277,7 @@ def test_it_stays_in_registers_and_no_product_waits(target: str) -> None:
     lists = "tensor idx: i32[B, Hkv, Nq, 16]  select 64: idx[b, hkv, i, :]"
     text = f"attention native {{ head_dim 128  dtype bf16, f32  {lists}  mask causal }}"
     spec = flashgen.loads(text, backend="reference").spec
-    kernel = compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.BY_BLOCKS), GPUS[target])
+    kernel = compiled(kernel_variant(spec, spec.head_dims[0], BY_BLOCKS), GPUS[target])
     binary = compile_cuda(kernel.source, target)
     assert [each.spill_bytes for each in binary.kernels] == [0] * 8
     assert not has_products_that_wait(binary)

@@ -13,13 +13,17 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError, compile_program
 from flashgen.hosts.kernel import ArgumentLayout, PassName
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.cached import CachedEngine
 from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
@@ -156,14 +160,14 @@ MISTAKES_OF_FIRST = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class Planted:
     """What is planted in: kernels of an element type over a kind of cache, at a head dimension; rows of its pages.
 
     ``tolerance``: what is more is an error. ``few_rows``: tiles are those of calls that have few, not the planner's.
     """
 
     element: ElementType
-    rows: RowsOf
+    kind: Kind
     width: int
     page: int
     tolerance: float
@@ -176,24 +180,24 @@ class Kind:
         return TORCH_DTYPES[self.element]
 
 
-IN_ENTRIES = Kind(
+IN_ENTRIES = Planted(
     ElementType.F32,
-    RowsOf.CACHED,
+    CACHED,
     16,
     0,
     1e-5,
     "attention planted_entries { head_dim WIDTH  dtype ELEMENT  mask causal }",
 )
 # Rows of pages of 8 are looked up one by one, of those of 32 as many together as are copied at a time.
-ONE_BY_ONE = Kind(ElementType.F32, RowsOf.CACHED, 16, 8, 1e-5)
-TOGETHER = Kind(ElementType.BF16, RowsOf.CACHED, 64, 32, 6e-3)
-IN_ONE = Kind(ElementType.BF16, RowsOf.CACHED, 64, 64, 6e-3)  # a page has a whole tile
-NARROW = Kind(ElementType.BF16, RowsOf.F8_CACHED, 64, 32, 6e-3)
-NARROW_SINGLE = Kind(ElementType.F32, RowsOf.F8_CACHED, 16, 8, 1e-5)
+ONE_BY_ONE = Planted(ElementType.F32, CACHED, 16, 8, 1e-5)
+TOGETHER = Planted(ElementType.BF16, CACHED, 64, 32, 6e-3)
+IN_ONE = Planted(ElementType.BF16, CACHED, 64, 64, 6e-3)  # a page has a whole tile
+NARROW = Planted(ElementType.BF16, F8_CACHED, 64, 32, 6e-3)
+NARROW_SINGLE = Planted(ElementType.F32, F8_CACHED, 16, 8, 1e-5)
 
 
 @functools.cache
-def emitted(kind: Kind) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
+def emitted(kind: Planted) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     text = kind.text.replace("WIDTH", str(kind.width)).replace("ELEMENT", str(kind.element))
     spec = flashgen.loads(text, backend="reference").spec
     variant, target = kernel_variant(spec, spec.head_dims[0], kind.rows), GPUS[kind.target]
@@ -201,7 +205,7 @@ def emitted(kind: Kind) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     return spec, compiled(variant, target, pins_of_rows(variant, own.plan, kind.element, 1)) if kind.few_rows else own
 
 
-def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE, apart: bool = False) -> AttentionOp:
+def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, apart: bool = False) -> AttentionOp:
     """The op with changes in the text of its kernels, each in one place.
 
     ``apart``: a kernel of its own merges parts.
@@ -230,7 +234,7 @@ def changed(name: str, *changes: tuple[str, str], kind: Kind = ONE_BY_ONE, apart
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
 
-def arguments(kind: Kind = ONE_BY_ONE) -> dict[str, Any]:
+def arguments(kind: Planted = ONE_BY_ONE) -> dict[str, Any]:
     pages = -(-160 // kind.page)
     places = torch.randperm(B * pages, generator=torch.Generator().manual_seed(1)).view(B, pages).int()
     k, v = (random(B * pages, HKV, kind.page, kind.width, seed=n).to(kind.dtype) for n in (1, 2))
@@ -242,7 +246,7 @@ def arguments(kind: Kind = ONE_BY_ONE) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def without_padding(kind: Kind) -> dict[str, Any]:
+def without_padding(kind: Planted) -> dict[str, Any]:
     """Sequences begin where pages do, and nobody reads behind the last row; factors where numbers are of 8 bits."""
     given = arguments(kind)
     del given["leftpad"]
@@ -250,7 +254,7 @@ def without_padding(kind: Kind) -> dict[str, Any]:
         for row in range(length, given["block_table"].shape[1] * kind.page):
             for name in ("k_cache", "v_cache"):
                 given[name][given["block_table"][b, row // kind.page], :, row % kind.page] = torch.nan
-    if kind.rows is RowsOf.CACHED:
+    if kind.rows is CACHED:
         return given
     factors = {f"{x}_descale": random(B, HKV, seed=n).abs() + 0.1 for n, x in enumerate("kv", 8)}
     return given | factors | {f"{x}_cache": given[f"{x}_cache"].to(F8) for x in "kv"}
@@ -364,7 +368,7 @@ NARROW_MISTAKES = {
 @pytest.mark.parametrize(
     "kind", [TOGETHER, IN_ONE, NARROW, NARROW_SINGLE], ids=["together", "in one", "narrow", "single"]
 )
-def test_without_a_mistake_rows_that_are_copied_together_are_right(kind: Kind) -> None:
+def test_without_a_mistake_rows_that_are_copied_together_are_right(kind: Planted) -> None:
     op = changed(f"planted_in_no_{kind.rows.name.lower()}_{kind.page}", kind=kind)
     assert max(errors(op, without_padding(kind))) < kind.tolerance
     padded = without_padding(kind) | {"leftpad": PADDING}
@@ -384,7 +388,7 @@ def test_without_a_mistake_rows_that_are_copied_together_are_right(kind: Kind) -
     ],
 )
 def test_mistakes_with_rows_that_are_copied_together_show(
-    kind: Kind, mistakes: Mapping[str, tuple[str, str]], mistake: str
+    kind: Planted, mistakes: Mapping[str, tuple[str, str]], mistake: str
 ) -> None:
     name = f"planted_{kind.rows.name.lower()}_{kind.page}_{list(mistakes).index(mistake)}"
     assert shows(changed(name, mistakes[mistake], kind=kind), without_padding(kind), kind.tolerance)
@@ -422,7 +426,7 @@ def test_what_keeps_kernels_inside_is_needed(bad: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_other_kernels_know_of_no_caches(target: str) -> None:
     spec, _ = emitted(ONE_BY_ONE)
-    for rows in (RowsOf.DENSE, RowsOf.RAGGED):
+    for rows in (DENSE, RAGGED):
         text = compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]).source.text
         assert not any(word in text for word in ("CachedRows", "block_table", "merge", "splits"))
 

@@ -11,12 +11,15 @@ import torch
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
-from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.plan import CallKind, Part
@@ -37,7 +40,7 @@ TARGET = GPUS["sm_90a"]
 def emitted(head_dim: int = 64, text: str = TEXT) -> CompiledKernel[GpuPlan, GpuBinary]:
     spec = flashgen.loads(text, backend="reference").spec
     return compiled(
-        kernel_variant(spec, next(each for each in spec.head_dims if each.qk == head_dim), RowsOf.F8), TARGET
+        kernel_variant(spec, next(each for each in spec.head_dims if each.qk == head_dim), EIGHT_BITS), TARGET
     )
 
 
@@ -168,7 +171,7 @@ def test_sums_of_products_are_added_up_in_float32(head_dim: int) -> None:
 
 def test_other_kernels_know_of_no_8_bits() -> None:
     spec = emitted().variant.spec
-    for rows in (RowsOf.DENSE, RowsOf.RAGGED):
+    for rows in (DENSE, RAGGED):
         text = compiled(kernel_variant(spec, spec.head_dims[0], rows), TARGET).source.text
         assert not any(word in text for word in ("e4m3", "Turned", "q_factors", "HEADROOM"))
 

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.gpu_calls import RowsOf, kernel_variant
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
+from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.kind import Kind
 from flashgen.language import parse_text
 from flashgen.plan.launches import ALIGNMENT
 from flashgen.targets.gpu.emit import emit_cuda
@@ -62,8 +64,8 @@ def test_the_same_bytes_every_time(name: str) -> None:
 def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str, target: str) -> None:
     """Whatever the rows lie in: a package says of each kernel that it holds what its launch says."""
     spec = parse_text(SPECS[name]).specs[0]
-    for rows in RowsOf:
-        if rows is RowsOf.BY_BLOCKS:
+    for rows in Kind:
+        if rows is BY_BLOCKS:
             continue
         variant = kernel_variant(spec, spec.head_dims[0], rows)
         plan = GPUS[target].plan(variant)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.backends import RowsOf, kernel_variant, launches_of
+from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import EmulatorError, compile_program
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op import lengths, ragged
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.lists import cuda_fields
@@ -76,7 +77,7 @@ OF_SINKS = {
 @functools.cache
 def emitted(text: str = TEXT, target: str = "sm_80") -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     spec = flashgen.loads(text, backend="reference").spec
-    return spec, compiled(kernel_variant(spec, spec.head_dims[0], RowsOf.RAGGED), GPUS[target])
+    return spec, compiled(kernel_variant(spec, spec.head_dims[0], RAGGED), GPUS[target])
 
 
 def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = "sm_80") -> AttentionOp:

@@ -12,8 +12,8 @@ from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.hosts.tensor_maps import TensorMap, tensor_map
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.plan.launches import Box
-from flashgen.plan.operands import RAGGED
 from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 

@@ -12,9 +12,9 @@ from flashgen.analysis.variant import analyse
 from flashgen.hosts.kernel import LibraryKernel
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
+from flashgen.kinds.field import Field
 from flashgen.language import parse_text
 from flashgen.op.op import AttentionOp
-from flashgen.plan.arguments import Field
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu

@@ -11,9 +11,10 @@ from torch import Tensor
 import flashgen
 from flashgen.compiler.compiled import compiled
 from flashgen.flash import flash_attn_with_kvcache
-from flashgen.hosts.backends import RowsOf, kernel_variant
+from flashgen.hosts.backends import kernel_variant
 from flashgen.hosts.emulated import recording
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.op.eight_bits import F8
 from flashgen.targets.registry import GPUS
 from flashgen.verification.hbm import hbm_bytes
@@ -234,7 +235,7 @@ def test_kernels_of_wider_caches_have_nothing_of_8_bits() -> None:
     spec = flashgen.loads("attention a { head_dim 64 dtype bf16, f8e4m3 }", backend="reference").spec
     narrow, wide = (
         compiled(kernel_variant(spec, HeadDim(64, 64), rows), GPUS["sm_80"]).source.text.split("namespace fg", 1)[1]
-        for rows in (RowsOf.F8_CACHED, RowsOf.CACHED)
+        for rows in (F8_CACHED, CACHED)
     )
     for word in ("f8e4m3", "NarrowTile", "order_columns", "k_factor ="):
         assert word in narrow

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.hosts.kernel import ArgumentLayout, LibraryKernel
-from flashgen.plan.arguments import Field
+from flashgen.kinds.field import Field
 from flashgen.store.cache import Cache
 from flashgen.toolchains.cpp import (
     CompileFailed,

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.backends import RowsOf, kernel_variant
+from flashgen.hosts.backends import kernel_variant
 from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.parts import PARTS
 from flashgen.op.engine import Engine
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.op.parts import PartsEngine
@@ -139,8 +141,7 @@ def test_other_kernels_have_none_of_it() -> None:
     spec = flashgen.loads(PLAIN, backend="reference").spec
     for target in ("sm_80", "sm_90a"):
         dense, parts = (
-            compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target])
-            for rows in (RowsOf.DENSE, RowsOf.PARTS)
+            compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]) for rows in (DENSE, PARTS)
         )
         assert "store_sums" not in dense.source.text
         assert "store_sums" in parts.source.text

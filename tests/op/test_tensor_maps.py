@@ -26,10 +26,10 @@ from flashgen.hosts.tensor_maps import (
     tensor_map,
 )
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Box, Count, Factor, Launch, PassLaunches
-from flashgen.plan.operands import RAGGED
 from flashgen.toolchains.cpp import compile_sources
 from tests.op.test_schedule import RecordingDriver
 

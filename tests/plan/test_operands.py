@@ -14,8 +14,9 @@ from flashgen.compiler.pipeline import read_file, target_named
 from flashgen.hosts.extents import extents
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import AXES, Elements, Operand, Rows
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.operands import AXES, OPERANDS, Elements, Operand, Rows
 from flashgen.targets.gpu.addressing import addressing_code
 
 HEAD_DIM = HeadDim(24, 40)

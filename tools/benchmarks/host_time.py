@@ -28,11 +28,15 @@ import flashgen
 from flashgen.compiler.compiled import compiled
 from flashgen.hosts.counters import Counters
 from flashgen.hosts.cuda import CudaKernel
-from flashgen.hosts.gpu_calls import RowsOf, call_of, kernel_variant, launches_of
+from flashgen.hosts.gpu_calls import call_of, kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout, PassName
 from flashgen.hosts.schedule import Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import BYTES
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.op import AttentionOp, make_op
 from flashgen.plan.measured import PLANNERS_OWN
 from flashgen.targets.gpu.lists import cuda_fields
@@ -93,24 +97,24 @@ def imitated(text: str) -> AttentionOp:
     """The op over the driver that starts nothing."""
     spec, target = flashgen.loads(text, backend="reference").spec, GPUS["sm_90a"]
 
-    def provider(rows: RowsOf) -> Callable[[HeadDim, int], CudaKernel]:
+    def provider(kind: Kind) -> Callable[[HeadDim, int], CudaKernel]:
         @functools.cache
         def kernel(head_dim: HeadDim, _index: int) -> CudaKernel:
-            variant = kernel_variant(spec, head_dim, rows)
+            variant = kernel_variant(spec, head_dim, kind)
             own = compiled(variant, target, PLANNERS_OWN)
 
             def find(_name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
                 return Compiled(Path(), launches_of(variant, own.plan, own.source.symbol, call_of(values)[0]))
 
-            def other(rows: RowsOf) -> Callable[[], CudaKernel]:
-                return lambda: provider(rows)(head_dim, 0)
+            def other(other_kind: Kind) -> CudaKernel | None:
+                return provider(other_kind)(head_dim, 0) if other_kind in (RAGGED, CACHED) else None
 
             layout, driver = ArgumentLayout(cuda_fields(variant)), NoDriver()
-            return CudaKernel(layout, head_dim, driver, find, varlen=other(RowsOf.RAGGED), cached=other(RowsOf.CACHED))
+            return CudaKernel(layout, head_dim, driver, find, other=other)
 
         return kernel
 
-    return make_op(spec, {"cpu": provider(RowsOf.DENSE)})
+    return make_op(spec, {"cpu": provider(DENSE)})
 
 
 class Alone(torch.autograd.Function):

@@ -22,7 +22,7 @@ from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_jvp
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.op.op import AttentionOp, OpParts, make_op
-from flashgen.plan.arguments import argument_fields, tangent_fields, tangent_gradient_fields
+from flashgen.plan.arguments import argument_fields
 from flashgen.store.cache import Cache
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.target import CpuTarget
@@ -82,7 +82,7 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
         load_jvp(
             binary.path,
             source.symbol,
-            (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec),
+            argument_fields(variant.spec, variant.kind),
             "jvp_backward" if variant.backward_only else "jvp",
         )
         for variant, source, binary in zip(of_tangents, sources[len(wanted) :], binaries[len(wanted) :], strict=True)

@@ -11,8 +11,8 @@ from flashgen.hosts.backends import cached_kernel, is_by_blocks, is_cached, is_f
 from flashgen.hosts.emulated import Counted
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.kinds.parts import PARTS
 from flashgen.op.op import AttentionOp
-from flashgen.plan.operands import PARTS
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import head_dim_of
 from tools.fuzz.parts import has_parts

@@ -19,9 +19,10 @@ from torch import Tensor
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.eight_bits import DESCALES
 from flashgen.op.eight_bits import from_8_bits, to_8_bits
 from flashgen.op.ragged import of_sequence
-from flashgen.op.signature import DESCALES, TORCH_DTYPES
+from flashgen.op.signature import TORCH_DTYPES
 from flashgen.reference.shard import Shard
 from flashgen.verification.inputs import Inputs, random_inputs, tensor_shape
 from tools.fuzz.draws import CallDraw

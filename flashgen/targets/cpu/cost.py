@@ -13,8 +13,9 @@ from dataclasses import replace
 from flashgen.analysis.diagonals import over_diagonals
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import Elements
 from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
-from flashgen.plan.operands import OPERANDS, Elements
 from flashgen.plan.paper import Lengths, kernel_flops
 from flashgen.plan.plan import Tiles
 from flashgen.plan.prediction import KernelTime, PassTime

@@ -40,19 +40,16 @@ from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.field import Field
+from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import (
-    Field,
     argument_fields,
     dimension_field,
     gradient_field,
     mask_params,
     mask_sizes,
     param_field,
-    sliced_fields,
-    tangent_fields,
-    tangent_gradient_fields,
 )
-from flashgen.plan.operands import HEAD_ROWS, OPERANDS, TANGENT_GRADIENTS, TANGENTS
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
@@ -172,7 +169,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     """
     variant = over_diagonals(variant)
     spec, head_dim = variant.spec, variant.head_dim
-    form = "_parts" if variant.parts else "_slices" if variant.slices else ""
+    form = "" if variant.tangent is not None else variant.kind.mark
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
     suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
@@ -236,15 +233,15 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         head_dim=variant.head_dim,
         plan=plan,
         primitives=_primitives(dropout=spec.dropout is not None),
-        parts=variant.parts or variant.slices,
-        written="F32" if variant.parts else "a.element",
-        written_of_keys="F32" if variant.parts or variant.slices else "a.element",
-        head_rows=f"a.{HEAD_ROWS}" if variant.slices else "a.q_len",
+        parts=variant.kind.parts or variant.kind.slices,
+        written="F32" if variant.kind.parts else "a.element",
+        written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
+        head_rows=f"a.{HEAD_ROWS}" if variant.kind.slices else "a.q_len",
         results=_results(variant),
         first_pass="forward" if variant.tangent is None else "jvp",
         last_pass="backward" if variant.tangent is None else "jvp_backward",
-        has_forward=not variant.backward_only,
-        has_backward=not variant.forward_only,
+        has_forward=not variant.kind.backward_only,
+        has_backward=not variant.kind.forward_only,
         arguments=tuple(declaration(field) for field in _fields(variant)),
         hooks=template_hooks(placement.hooks()),
         hooks_by_key=template_hooks(by_key.hooks()),
@@ -307,15 +304,12 @@ def _lists(keep: Expr) -> tuple[str, ...]:
 
 def _fields(variant: Variant) -> tuple[Field, ...]:
     """Of the struct of arguments."""
-    if variant.tangent is None:
-        return (sliced_fields if variant.slices else argument_fields)(variant.spec)
-    return tangent_gradient_fields(variant.spec) if variant.backward_only else tangent_fields(variant.spec)
+    return argument_fields(variant.spec, variant.kind)
 
 
 def _results(variant: Variant) -> tuple[str, ...]:
     """The rows that passes write, by name."""
-    moves = {} if variant.tangent is None else TANGENT_GRADIENTS if variant.backward_only else TANGENTS
-    return tuple(name for name, each in {**OPERANDS, **moves}.items() if each.by_row)
+    return tuple(name for name, each in variant.kind.operands.items() if each.by_row)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPla
 
 def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
     """The plan of forward mode, or of a variant with slopes of its backward pass: a library of its own."""
-    name = "jvp_backward" if variant.backward_only else "jvp"
+    name = "jvp_backward" if variant.kind.backward_only else "jvp"
     tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, name) for each in OF_TANGENTS])
     return CpuJvpPlan(
         spec_name=variant.spec.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from flashgen.ir.spec import HeadDim
-from flashgen.plan.operands import HEAD_ROWS, Elements, Operand, Rows
+from flashgen.kinds.operand import HEAD_ROWS, Elements, Operand, Rows
 
 
 def addressing_code(operands: Mapping[str, Operand]) -> str:

@@ -17,7 +17,7 @@ MOST_BYTES = 2  # of an element: two of them are a register
 
 def read_ahead(variant: Variant) -> Load | None:
     """The first of the score's loads, or else of the mask's, that may be read so; registers hold no more than one."""
-    if variant.has_rows_of_heads or variant.f8 or variant.tangent is not None:
+    if variant.kind.rows_of_heads or variant.kind.f8 or variant.tangent is not None:
         return None
     loads = (each for root in (variant.score, variant.keep_of_pairs) for each in walk(root) if isinstance(each, Load))
     return next((each for each in loads if _lies_side_by_side(variant, each)), None)
@@ -36,7 +36,7 @@ def _lies_side_by_side(variant: Variant, load: Load) -> bool:
 
 def is_shared(variant: Variant) -> bool:
     """Whether batch entries read, or add to, one element for each query and key."""
-    if variant.has_rows_of_heads or variant.ragged or variant.f8 or variant.tangent is not None:
+    if variant.kind.rows_of_heads or variant.kind.ragged or variant.kind.f8 or variant.tangent is not None:
         return False
     loads = (each for root in (variant.score, variant.keep_of_pairs) for each in walk(root) if isinstance(each, Load))
     return any(

@@ -19,10 +19,10 @@ from flashgen.analysis.observed import by_position
 from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
-from flashgen.plan.arguments import ARRIVALS
+from flashgen.kinds.cached import ARRIVALS
+from flashgen.kinds.dense import OPERANDS
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.moved import sizes_of
-from flashgen.plan.operands import OPERANDS
 from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
 from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
 from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
@@ -101,7 +101,7 @@ def bytes_of_call(
             found.update(account.of(kernel, clears_dq=launch.kernel.endswith(CLEARS)))
         if kernel == "backward" and multiprocessors and shares_last(variant, tiles.backward):
             found.update(account.read_again(tiles.backward.blocks * multiprocessors))
-    if variant.f8 and not values["lse"]:  # which no backward pass will want
+    if variant.kind.f8 and not values["lse"]:  # which no backward pass will want
         del found["lse"]
     if not values["lse_parts"]:
         found.pop(LSE_PARTS.name, None)

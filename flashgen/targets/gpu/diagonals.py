@@ -41,7 +41,7 @@ def diagonal_numbers(variant: Variant) -> tuple[Expr, ...]:
 
 
 def _has_tables(variant: Variant) -> bool:
-    return not (variant.ragged or variant.has_rows_of_heads or variant.tangent)
+    return not (variant.kind.ragged or variant.kind.rows_of_heads or variant.tangent)
 
 
 def diagonal_indices(variant: Variant) -> frozenset[str]:

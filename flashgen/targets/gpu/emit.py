@@ -50,14 +50,7 @@ class _Context:
 
 def cuda_symbol(variant: Variant) -> str:
     """What every kernel's name begins with."""
-    return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{_form(variant)}"
-
-
-def _form(variant: Variant) -> str:
-    kinds = {"_f8_cached": variant.f8_cached, "_cached": variant.cached, "_by_blocks": variant.listed is not None}
-    kinds |= {"_parts": variant.parts, "_ragged": variant.ragged, "_f8": variant.f8}
-    kinds |= {"_slices": variant.slices, "_jvp": variant.tangent is not None}
-    return next((kind for kind, holds in kinds.items() if holds), "")
+    return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{variant.kind.mark}"
 
 
 def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
@@ -66,7 +59,7 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
     context = _context(variant, plan, symbol)
     rendered = environment().get_template("cuda/kernel.cu.jinja").render(template_values(context))
     return KernelSource(
-        file_name=f"{symbol}{'_backward' if variant.backward_only else ''}_{plan.target}.cu",
+        file_name=f"{symbol}{'_backward' if variant.kind.backward_only else ''}_{plan.target}.cu",
         target=plan.target,
         symbol=symbol,
         head_dim=variant.head_dim,

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashgen.analysis.variant import Variant
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import QUERIES, Elements, Operand, Width
 from flashgen.plan.launches import TURNED_KEYS, VisitLists
 from flashgen.plan.moved import Access, by_tile, moved, once
-from flashgen.plan.operands import OPERANDS, QUERIES, Elements, Operand, Width
 from flashgen.plan.tile_counts import GROUP, TileCounts
 from flashgen.targets.gpu.last_keys import parts_of_last
-from flashgen.targets.gpu.launches import TURNED_V, dq_sums, operands_of, rows_of_a_block, turned_v
+from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
 from flashgen.targets.gpu.recipe import Recipe, recipe_of
@@ -81,7 +82,7 @@ class KernelBytes:
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        operands = operands_of(self.variant)
+        operands = self.variant.kind.operands
         divided = self.variant.weights.form.divided
         accesses = _accesses(
             kernel, recipe_of(self.variant), operands, self.tiles, divided=divided, asks_lse=self.asks_lse
@@ -99,7 +100,7 @@ class KernelBytes:
                 found[name] += counts.rows * self._beyond(width) * element
         if kernel == "turn":
             found[TURNED] += turned_v(self.variant).value(self.sizes)
-        if kernel == "forward" and self.variant.f8:
+        if kernel == "forward" and self.variant.kind.f8:
             assert counts is not None
             found[TURNED] += self._turned(counts)
         if kernel == "backward":
@@ -144,7 +145,7 @@ class KernelBytes:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""
         each, Dv = rows_of_a_block(self.variant, self.tiles.element), self.variant.head_dim.v
         blocks = -(-self.sizes["batch"] * self.sizes["heads"] * self.sizes["q_len"] // each)
-        operands, by_thread = operands_of(self.variant), blocks * _THREADS * FLOAT
+        operands, by_thread = self.variant.kind.operands, blocks * _THREADS * FLOAT
         element = self.tiles.element.bytes
         found = {name: blocks * each * Dv * operands[name].element_bytes(element) for name in ("o", "d_o")}
         if self.asks_lse:

@@ -19,7 +19,7 @@ PART_OVERHEAD = 4  # tiles of queries that take as long as what a part begins an
 
 def shares_last(variant: Variant, tiles: BackwardTiles) -> bool:
     """Whether several blocks work on each of the last key tiles, which persistent blocks that have others copy do."""
-    return tiles.persistent and tiles.producers > 0 and not variant.ragged
+    return tiles.persistent and tiles.producers > 0 and not variant.kind.ragged
 
 
 def parts_of_last(tiles: BackwardTiles, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:

@@ -7,7 +7,6 @@ the buffers from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from flashgen.analysis.by_blocks import UNIT
@@ -15,6 +14,7 @@ from flashgen.analysis.selection import ListedBlocks
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
+from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field
 from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, QUERIES, STATE_BYTES, part_bytes
 from flashgen.plan.launches import (
@@ -28,18 +28,6 @@ from flashgen.plan.launches import (
     Splits,
     Sum,
     TileCounter,
-)
-from flashgen.plan.operands import (
-    CACHED,
-    F8,
-    HEAD_ROWS,
-    OPERANDS,
-    PARTS,
-    RAGGED,
-    SLICES,
-    TANGENT_GRADIENTS,
-    TANGENTS,
-    Operand,
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
 from flashgen.targets.gpu.last_keys import MOST_UNITS, bytes_of_part, shares_last
@@ -84,29 +72,12 @@ GRANULE = 16  # rows or columns of one range of what the mask reads
 
 def _heads(variant: Variant, heads: str = "heads") -> tuple[Factor, ...]:
     """Those of the batch: of the sequences of a ragged one, rows are counted together."""
-    return (Factor(heads),) if variant.ragged else (Factor("batch"), Factor(heads))
+    return (Factor(heads),) if variant.kind.ragged else (Factor("batch"), Factor(heads))
 
 
 def _tiles(variant: Variant, length: str, tile: int) -> Factor:
     """Tiles of a head's rows; in a ragged batch as many as its sequences have at most."""
-    return Factor(length, tile, "batch" if variant.ragged and tile > 1 else "")
-
-
-def operands_of(variant: Variant) -> Mapping[str, Operand]:
-    """Where the rows lie that its kernels read and write."""
-    if variant.cached:
-        return CACHED
-    if variant.parts:
-        return PARTS
-    if variant.slices or variant.listed is not None:
-        return SLICES
-    if variant.f8:
-        return F8
-    if variant.backward_only:  # t_o and t_lse are read there, as o and lse are
-        return {**OPERANDS, **TANGENT_GRADIENTS}
-    if variant.tangent is not None:
-        return {**OPERANDS, **TANGENTS}
-    return RAGGED if variant.ragged else OPERANDS
+    return Factor(length, tile, "batch" if variant.kind.ragged and tile > 1 else "")
 
 
 def captured_elements(variant: Variant) -> dict[str, Count]:
@@ -143,7 +114,7 @@ def _observe(symbol: str, variant: Variant) -> list[Launch]:
 
 def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
     """The workspace of the forward pass whose blocks are persistent."""
-    first = (Buffer(TURNED_V, turned_v(variant)),) if variant.f8 else ()
+    first = (Buffer(TURNED_V, turned_v(variant)),) if variant.kind.f8 else ()
     return (*first, *observed_buffers(variant), Buffer(TILE_COUNTER, Count((), 4), clear=True))
 
 
@@ -204,8 +175,8 @@ def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
 
 def _delta(variant: Variant) -> tuple[Buffer, ...]:
     """What rows carry beside lse; in the backward pass of forward mode two numbers."""
-    names = ("delta", "epsilon") if variant.backward_only else ("delta",)
-    rows = Count((*_heads(variant), Factor(HEAD_ROWS if variant.slices else "q_len")), 4)
+    names = ("delta", "epsilon") if variant.kind.backward_only else ("delta",)
+    rows = Count((*_heads(variant), Factor(HEAD_ROWS if variant.kind.slices else "q_len")), 4)
     return tuple(Buffer(name, rows) for name in names) if recipe_of(variant).row_state else ()
 
 
@@ -219,7 +190,7 @@ def forward_launches(
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
         boxes = (*_boxes(("q",), tiles.rows, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
-        if variant.f8:
+        if variant.kind.f8:
             boxes = (*boxes[:-1], Box("v", variant.head_dim.v, panel_width(tiles.Bc, element), 1, turned=True))
         if variant.tangent is not None:
             boxes += (
@@ -231,10 +202,10 @@ def forward_launches(
     launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
     lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
     turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
-    turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.f8 else ()
+    turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.kind.f8 else ()
     launches = (*_observe(symbol, variant), *made_in_workspace(lists), *turn, launch)
     buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)
-    return PassLaunches(buffers, launches, lists, operands_of(variant))
+    return PassLaunches(buffers, launches, lists, variant.kind.operands)
 
 
 def work_tiles(tiles: ForwardTiles) -> Count:
@@ -275,7 +246,7 @@ def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Eleme
         at_a_time,
         max(1, LEAST_KEYS // tiles.Bc),
     )
-    return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=operands_of(variant))
+    return PassLaunches(part_buffers(variant, tiles), launches, splits=splits, operands=variant.kind.operands)
 
 
 def _lists_turned() -> tuple[Factor, ...]:
@@ -329,14 +300,14 @@ def block_launches(symbol: str, variant: Variant, plan: GpuPlan, element: Elemen
         Launch(f"{symbol}_forward_{element}", _items(listed), 32 * tiles.warps, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merged, 32 * MERGING_WARPS, 0),
     )
-    return PassLaunches(block_buffers(variant, element), launches, operands=operands_of(variant))
+    return PassLaunches(block_buffers(variant, element), launches, operands=variant.kind.operands)
 
 
 def _boxes(
     tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType, parts: int = 1
 ) -> tuple[Box, ...]:
     """One panel each of a tile of these tensors, or of so many parts of their columns."""
-    operands = operands_of(variant)
+    operands = variant.kind.operands
     widths = {name: padded(operands[name].columns(variant.head_dim)) // parts for name in tensors}
     return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
 
@@ -402,12 +373,12 @@ def backward_launches(
             stored_field(each): MOST_IN_TURN if each == in_turn else None
             for each in stored_whole(variant, tiles.backward)
         }
-        return PassLaunches(buffers, tuple(launches), lists, operands_of(variant), whole=whole)
+        return PassLaunches(buffers, tuple(launches), lists, variant.kind.operands, whole=whole)
     lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
     launches = [*observe, *made_in_workspace(lists)]
     if not deterministic or not recipe.captured:
         buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant, persistent=False)
-        return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists, operands_of(variant))
+        return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists, variant.kind.operands)
     if captured:
         launches += rows("_measure")
         launches += [keys("keys", "_measure")] if recipe.key_gradients else []
@@ -417,13 +388,13 @@ def backward_launches(
         for name, elements in captured_elements(variant).items():
             grid = Count(elements.factors, divide=256)
             launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
-    return PassLaunches(exact_buffers(variant), tuple(launches), lists, operands_of(variant))
+    return PassLaunches(exact_buffers(variant), tuple(launches), lists, variant.kind.operands)
 
 
 def rows_of_a_block(variant: Variant, element: ElementType) -> int:
     """Rows of O that a block of the first kernel of the backward pass takes."""
     head_dim = variant.head_dim.v
-    chunk = 16 // operands_of(variant)["o"].element_bytes(element.bytes)
+    chunk = 16 // variant.kind.operands["o"].element_bytes(element.bytes)
     chunks = head_dim // chunk if head_dim % chunk == 0 else head_dim
     lanes = 1
     while lanes < 32 and 2 * lanes <= chunks:

@@ -71,7 +71,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next and not has_producers, variant.uses_sqdist
-    moves = variant.ragged and copies and not has_producers
+    moves = variant.kind.ragged and copies and not has_producers
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
     turns = tiles.takes_turns
     signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
@@ -82,7 +82,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
         Part(
             *("V", "V"),
-            stages * (tile_bytes(Dv, Bc, of_keys) if variant.f8 else tile_bytes(Bc, Dv, of_keys)),
+            stages * (tile_bytes(Dv, Bc, of_keys) if variant.kind.f8 else tile_bytes(Bc, Dv, of_keys)),
             "stages * VTile::bytes",
         ),
         Part(
@@ -91,8 +91,8 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             Br * staged_row(variant, Bc) if tiles.pairs_staged else 0,
             "P::pairs_staged * P::warps * StagedPairs::bytes",
         ),
-        Part("UNITS", "units of Q", variant.f8_cached * FLOAT * Br, "4 * BR"),
-        Part("SUMS", "sums of tiles", variant.f8 * 2 * Br * Dv, "2 * BR * DVP"),
+        Part("UNITS", "units of Q", variant.kind.f8_cached * FLOAT * Br, "4 * BR"),
+        Part("SUMS", "sums of tiles", variant.kind.f8 * 2 * Br * Dv, "2 * BR * DVP"),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
@@ -112,7 +112,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         ),
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
-        Part("PAGES", "pages of a tile", variant.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
+        Part("PAGES", "pages of a tile", variant.kind.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
         Part("KK", "norms", norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
@@ -144,7 +144,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             SIGNAL,
         ),
     )
-    if variant.cached:
+    if variant.kind.cached:
         return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merging::bytes"))
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
@@ -154,7 +154,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
 def opens(variant: Variant, tiles: _Forward) -> bool:
     """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
     alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
-    return alone and not variant.ragged and not recipe_of(variant).has_lists
+    return alone and not variant.kind.ragged and not recipe_of(variant).has_lists
 
 
 def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
@@ -205,7 +205,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
             "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
         )
     signals = copies * (3 if has_producers else 2) * more * SIGNAL
-    tangents, turns = variant.backward_only, with_dq and takes_turns(variant, tiles)
+    tangents, turns = variant.kind.backward_only, with_dq and takes_turns(variant, tiles)
     staged = with_dq and tiles.pairs_staged
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
@@ -233,9 +233,9 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
         Part(
-            *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.ragged else next_tiles)),
+            *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.kind.ragged else next_tiles)),
             "persistent * 2 * (4 + int(sizeof(Sequence)))"
-            if variant.ragged
+            if variant.kind.ragged
             else f"(persistent && P::producers > 0) * {next_tiles}",
         ),
         Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
@@ -265,7 +265,7 @@ def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Lay
     """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
     Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    tangents = variant.backward_only
+    tangents = variant.kind.backward_only
     parts = (
         Part("Q", "Q", tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),

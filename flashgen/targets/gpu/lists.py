@@ -10,20 +10,8 @@ from __future__ import annotations
 from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
-from flashgen.plan.arguments import (
-    Field,
-    argument_fields,
-    cached_fields,
-    f8_fields,
-    mask_params,
-    mask_sizes,
-    param_field,
-    param_place_field,
-    ragged_fields,
-    sliced_fields,
-    tangent_fields,
-    tangent_gradient_fields,
-)
+from flashgen.kinds.field import Field
+from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
 from flashgen.targets.gpu.recipe import recipe_of
@@ -41,14 +29,7 @@ _ORDERED = 4  # lists of a block, a warp each
 
 def cuda_fields(variant: Variant) -> tuple[Field, ...]:
     """The fields of ``struct Arguments`` as GPU kernels of a variant have them."""
-    if variant.ragged:
-        return ragged_fields(variant.spec)
-    if variant.cached:
-        return cached_fields(variant.spec)
-    if variant.tangent is not None:
-        return (tangent_gradient_fields if variant.backward_only else tangent_fields)(variant.spec)
-    has_head_rows = variant.slices or variant.listed is not None
-    fields = (f8_fields if variant.f8 else sliced_fields if has_head_rows else argument_fields)(variant.spec)
+    fields = argument_fields(variant.spec, variant.kind)
     if not recipe_of(variant).has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"

@@ -126,7 +126,7 @@ def tile_bytes(rows: int, columns: int, element: ElementType) -> int:
 
 def element_of_keys(variant: Variant, element: ElementType) -> ElementType:
     """In which K and V lie in shared memory, where q is of ``element``."""
-    return ElementType.F8E4M3 if variant.f8_cached else element
+    return ElementType.F8E4M3 if variant.kind.f8_cached else element
 
 
 def spans_of_half(columns: int, element: ElementType) -> tuple[int, ...]:
@@ -150,12 +150,12 @@ def dq_column_groups(head_dim: int, Br: int, warps: int, element: ElementType) -
 
 def notes(variant: Variant) -> int:
     """Words of what a block keeps beside a list of visits."""
-    return NOTES + SEQUENCE * variant.ragged
+    return NOTES + SEQUENCE * variant.kind.ragged
 
 
 def visit_list(variant: Variant) -> int:
     """Bytes of a list of visits."""
-    return VISIT_LIST + WORD * SEQUENCE * variant.ragged
+    return VISIT_LIST + WORD * SEQUENCE * variant.kind.ragged
 
 
 def merging_bytes(Br: int, Dv: int) -> int:
@@ -210,7 +210,7 @@ def row_words(variant: Variant) -> Words:
     names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
     names += [("top", "what scores are counted from")] if _carries_tops(variant) else []
     names += [("qq", "|q|²")] if variant.uses_sqdist else []
-    if variant.backward_only:
+    if variant.kind.backward_only:
         names += [("moved", "t(lse)"), ("epsilon", "rowsum(d(tO) ∘ tO)")]
     names += [(f"seen{number or ''}", "what the mask reads") for number in range(len(seen))]
     return Words(tuple(names))

@@ -40,8 +40,8 @@ def near_tanh(variant: Variant) -> Near | None:
     Nor for squared distances, which no warpgroup multiplies.
     """
     if (
-        variant.has_rows_of_heads
-        or variant.f8
+        variant.kind.rows_of_heads
+        or variant.kind.f8
         or variant.tangent is not None
         or variant.gradients
         or variant.uses_sqdist

@@ -55,7 +55,7 @@ def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: C
     if refused:
         raise SpecError(refused, variant.spec.sources)
     wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
-    wanted = (ElementType.F8E4M3,) if variant.f8 else wanted
+    wanted = (ElementType.F8E4M3,) if variant.kind.f8 else wanted
     if variant.tangent is not None:
         wanted = tuple(each for each in wanted if each in ELEMENTS_OF_JVP)
     plans: list[ElementPlan] = []
@@ -106,7 +106,7 @@ def _plan_element(
 
     def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
         is_forward = bool(found) and isinstance(found[-1].row, ForwardChoice)
-        if found and (variant.backward_only if is_forward else variant.forward_only):
+        if found and (variant.kind.backward_only if is_forward else variant.kind.forward_only):
             return found[-1].row  # there are no such kernels: any will do
         for candidate in found:
             choice = candidate.row

@@ -148,7 +148,7 @@ def recipe_of(variant: Variant) -> Recipe:
     """The recipe of a variant."""
     computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
     # A tile of a cache is visited once: to look at what its mask reads would take as long as to look at the pairs.
-    rows, columns = ((), ()) if variant.has_rows_of_heads else observed_loads(variant.keep)
+    rows, columns = ((), ()) if variant.kind.rows_of_heads else observed_loads(variant.keep)
     of_pairs = [each for each in computed.gradients if each.of_pairs]
     keys = tuple(each for each in of_pairs if each.level is not Level.ROW)
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
@@ -222,13 +222,22 @@ def _in_turn(variant: Variant, keys: Sequence[CapturedGradient], dq: SumsOfDq) -
 
 
 def _stores(variant: Variant, dq: SumsOfDq) -> bool:
-    if variant.ragged or variant.cached or variant.parts or variant.slices or variant.f8 or variant.tangent is not None:
+    if (
+        variant.kind.ragged
+        or variant.kind.cached
+        or variant.kind.parts
+        or variant.kind.slices
+        or variant.kind.f8
+        or variant.tangent is not None
+    ):
         return False
     return dq is SumsOfDq.ADDED_UP and variant.spec.select is None
 
 
 def _lists(variant: Variant, *, observed: bool) -> Lists:
-    if variant.ragged or variant.has_rows_of_heads:  # lists are of shapes, and those of sequences lie on the device
+    if (
+        variant.kind.ragged or variant.kind.rows_of_heads
+    ):  # lists are of shapes, and those of sequences lie on the device
         return Lists.NONE
     if variant.tangent is not None:  # to find visits takes little beside six products
         return Lists.NONE
@@ -240,9 +249,9 @@ def _lists(variant: Variant, *, observed: bool) -> Lists:
 
 def _in_groups(variant: Variant) -> bool:
     """Not where sequences have tiles of their own."""
-    if variant.ragged or variant.cached or variant.has_rows_of_heads:
+    if variant.kind.ragged or variant.kind.cached or variant.kind.rows_of_heads:
         return False
-    if variant.tangent is not None and not variant.backward_only:
+    if variant.tangent is not None and not variant.kind.backward_only:
         return True
     return has_growing_rows(variant)
 
@@ -250,11 +259,13 @@ def _in_groups(variant: Variant) -> bool:
 def _headroom(variant: Variant) -> int:
     if not variant.weights.form.exponential:
         return 0
-    return rules.HEADROOM_OF_8_BITS if variant.f8 else rules.HEADROOM_BESIDE_8_BITS if variant.f8_cached else 0
+    return (
+        rules.HEADROOM_OF_8_BITS if variant.kind.f8 else rules.HEADROOM_BESIDE_8_BITS if variant.kind.f8_cached else 0
+    )
 
 
 def _lag(variant: Variant) -> Rule:
-    return rules.LAG_OF_8_BITS if variant.f8 else rules.LAG
+    return rules.LAG_OF_8_BITS if variant.kind.f8 else rules.LAG
 
 
 def _is_linear(computed: Variant) -> bool:
@@ -351,7 +362,7 @@ def _decisions(
         yield Decision.by("tiles to visit", lists.value, of_lists[lists])
         classes = ("cut in pieces", rules.PIECES) if cuts else ("by ranges alone", rules.RANGES_ALONE)
         yield Decision.by("open tiles", *classes)
-    if variant.cached:
+    if variant.kind.cached:
         yield Decision.by("rows of a tile", "the query heads of a key/value head", rules.FEW_ROWS)
         yield Decision.by("keys of a tile", "as many as leave room for others", rules.WARPS_OF_A_MULTIPROCESSOR)
     elif variant.listed is not None:
@@ -369,7 +380,7 @@ def _decisions(
         yield Decision.by("maxima of rows", "once weights are large", rules.BOUNDED_SCORES)
     if norms is not None:
         yield Decision.by("squared distances", "without what a row's keys share", rules.NORMS_OF_ROWS)
-    if variant.forward_only:
+    if variant.kind.forward_only:
         return
     if dq is SumsOfDq.ADDED_UP:
         yield Decision.by("dQ", dq.value, rules.DQ_ADDED_UP)

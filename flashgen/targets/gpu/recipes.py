@@ -76,7 +76,7 @@ def has_light_mask(variant: Variant) -> bool:
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
-    if variant.cached:
+    if variant.kind.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
         width = padded(variant.head_dim.v)
         rows = [row for row in rows_for(variant, table) if width % (16 * row.split) == 0]  # parts of one length
@@ -176,7 +176,7 @@ def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_byte
     if is_narrow and not any(count % (16 * sharers) for count in parts):
         tiles = _weighing(replace(own, Br=Br, split=sharers, q_in_registers=False), element)
         deeper = replace(tiles, stages=own.stages + 1)
-        more = _weighing(replace(tiles, Bc=2 * own.Bc), element) if variant.f8_cached else deeper
+        more = _weighing(replace(tiles, Bc=2 * own.Bc), element) if variant.kind.f8_cached else deeper
         return more if blocks(more) >= 2 else tiles
     tiles = replace(own, Br=Br, warps=Br // 16 * own.split)
     alone = _weighing(replace(tiles, Bc=2 * own.Bc, stages=1), element)
@@ -193,7 +193,11 @@ def _weighing(tiles: ForwardTiles, element: ElementType) -> ForwardTiles:
 
 
 def _why_one_warp(variant: Variant) -> str:
-    return "a cache has few rows of queries, a warpgroup 64" if variant.cached else "no row of warpgroups goes with it"
+    return (
+        "a cache has few rows of queries, a warpgroup 64"
+        if variant.kind.cached
+        else "no row of warpgroups goes with it"
+    )
 
 
 def _weighed(positions: int, split: int, element: ElementType) -> int:

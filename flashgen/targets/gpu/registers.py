@@ -44,7 +44,7 @@ def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyCh
             numbers = rows * Dv + max(pairs, rows * tiles.weighed * tiles.split)
             numbers *= 1 if variant.tangent is None else 2
             numbers += rows * D * element.bytes // 4 if tiles.q_in_registers else 0
-            numbers += pairs // 4 if variant.f8 else 0  # P
+            numbers += pairs // 4 if variant.kind.f8 else 0  # P
         case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
             at_a_time, pairs = tiles.weighed * tiles.split * tiles.keys, tiles.Br * tiles.keys
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too

@@ -30,14 +30,14 @@ def _passes(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) 
     if variant.listed is not None:
         yield block_launches(symbol, variant, plan, element)
         return
-    if variant.cached:
+    if variant.kind.cached:
         yield cached_launches(symbol, variant, plan, element)
         return
     both = (False, True)
     for dropped in both if variant.spec.dropout is not None else both[:1]:
-        if not variant.backward_only:
+        if not variant.kind.backward_only:
             yield forward_launches(symbol, variant, plan, element, dropped=dropped)
-        for deterministic, captured in product(both, both) if not variant.forward_only else ():
+        for deterministic, captured in product(both, both) if not variant.kind.forward_only else ():
             yield backward_launches(
                 symbol, variant, plan, element, dropped=dropped, deterministic=deterministic, captured=captured
             )

@@ -43,7 +43,7 @@ class GpuTarget(Architecture):
 
     def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> GpuPlan:
         # What a schedule says is of tiles of many queries, of more than 8 bits.
-        spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.forward_only else variant.spec)
+        spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.kind.forward_only else variant.spec)
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
         return plan_gpu(replace(variant, spec=spec), self, self.recipes, spills)

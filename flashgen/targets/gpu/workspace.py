@@ -60,24 +60,24 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
 
 def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
-    if variant.cached:
+    if variant.kind.cached:
         return _of_caches(variant, plan)
     if variant.listed is not None:
         return _by_blocks(variant, plan)
     lines = []
-    code = _of_ragged_batches if variant.ragged else count_code
+    code = _of_ragged_batches if variant.kind.ragged else count_code
     forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
     persistent = any(each.backward.persistent for each in plan.elements)
     turns = any(takes_turns(variant, each.backward) for each in plan.elements)
     parts = next((found for each in plan.elements if (found := shared_buffers(variant, each.backward))), ())
     atomic = atomic_buffers(variant, persistent=persistent, turns=turns, parts=parts)
-    backward = () if variant.f8 else (atomic, exact_buffers(variant))
+    backward = () if variant.kind.f8 else (atomic, exact_buffers(variant))
     for buffers in (*forward, *backward):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes, code) for each in before) or "0"
             if buffer.name in _BUFFER_FUNCTIONS:
-                more = _of_sequence(buffer.name, variant) if variant.ragged else ""
+                more = _of_sequence(buffer.name, variant) if variant.kind.ragged else ""
                 pointer = _pointer_code(*_BUFFER_FUNCTIONS[buffer.name], at, more)
                 if pointer not in lines:
                     lines.append(pointer)

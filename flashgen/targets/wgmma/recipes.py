@@ -29,10 +29,12 @@ _LONG_TILES = Decision.by("heads", "the longest tiles of several first", LONG_TI
 
 def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """Warps that copy do so by tensor copies alone."""
-    if variant.f8:
+    if variant.kind.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(variant, element, on)
-    if element is ElementType.F32 or variant.cached or variant.backward_only:  # few rows: a warpgroup has 64 at least
+    if (
+        element is ElementType.F32 or variant.kind.cached or variant.kind.backward_only
+    ):  # few rows: a warpgroup has 64 at least
         return others
     if variant.listed is not None:
         rows = [replace(row, warpgroups=True, blocks=2) for row in others.rows]
@@ -64,7 +66,7 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
 
 def _starts_in_turn(variant: Variant) -> bool:
     """Whether three warpgroups that start products in turn are faster than three blocks."""
-    plain = linear_factor(variant) is not None and variant.spec.dropout is None and not variant.ragged
+    plain = linear_factor(variant) is not None and variant.spec.dropout is None and not variant.kind.ragged
     return plain and _padded_widths(variant) == (64, 64)
 
 
@@ -77,7 +79,7 @@ def _with_staged_pairs(rows: list[ForwardChoice]) -> list[ForwardChoice]:
 def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
     """The same for dK and dV."""
     others = WARPS.backward(variant, element, on)
-    is_of_warps = variant.forward_only or variant.backward_only
+    is_of_warps = variant.kind.forward_only or variant.kind.backward_only
     if element is ElementType.F32 or variant.uses_sqdist or is_of_warps:
         return others
     table, why = tables.HOPPER_SHORT_BACKWARD, (rules.SHORT_ROWS,)
@@ -106,7 +108,7 @@ def _has_copiers_of_pairs(variant: Variant, element: ElementType, row: BackwardC
 def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
     """The same for dQ."""
     others = WARPS.queries(variant, element, on)
-    if element is ElementType.F32 or variant.forward_only or variant.backward_only:
+    if element is ElementType.F32 or variant.kind.forward_only or variant.kind.backward_only:
         return others
     table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
     if has_small_blocks(variant):
@@ -143,7 +145,7 @@ def complete(
     common = (products, staging, Decision.by("roles", *roles))
     heads = _heads(recipe) if has_producers else ()
     if isinstance(row, ForwardChoice):
-        if variant.f8:
+        if variant.kind.f8:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
@@ -260,7 +262,7 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
     """
     widths, recipe = _padded_widths(variant), recipe_of(variant)
     whole = not any(width % (32 * row.column_parts) for width in widths)
-    if variant.ragged or not _copies_tensors(variant, element) or not whole:
+    if variant.kind.ragged or not _copies_tensors(variant, element) or not whole:
         return False
     if row.divides_keys:
         return _shares_dq(variant)
@@ -319,8 +321,8 @@ def _goes_over(variant: Variant, row: ForwardChoice) -> bool:
     Not where blocks go from sequence to sequence or share copies, where others look at K, or where pairs read captured
     values: of registers none are left. Warpgroups that weigh in turns, tangents and 8 bits have loops of their own.
     """
-    own_loop = row.takes_turns or variant.tangent is not None or variant.f8
-    return not (own_loop or variant.ragged or row.cluster > 1 or variant.uses_sqdist or _read_by_pairs(variant))
+    own_loop = row.takes_turns or variant.tangent is not None or variant.kind.f8
+    return not (own_loop or variant.kind.ragged or row.cluster > 1 or variant.uses_sqdist or _read_by_pairs(variant))
 
 
 def _read_by_pairs(variant: Variant) -> bool:
@@ -356,7 +358,7 @@ def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
 def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:
     if not copies:
         return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED)
-    if variant.ragged:
+    if variant.kind.ragged:
         ragged = (PERSISTENT, rules.KEYS_OF_SEQUENCES) if has_producers else ("one tile a block", rules.SHORT_SEQUENCES)
         return Decision.by("tile order", *ragged)
     if has_producers:
@@ -401,4 +403,4 @@ def _shares_copies(variant: Variant) -> bool:
 
     In ragged batches a block asks for the next tile of some sequence by itself.
     """
-    return not variant.ragged and keeps_as_far_as(variant, rules.CLUSTERS.limit)
+    return not variant.kind.ragged and keeps_as_far_as(variant, rules.CLUSTERS.limit)

@@ -16,9 +16,9 @@ from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.ir.expr import Expr
+from flashgen.kinds.operand import stride_of
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, MOST_BLOCKS, MOST_NUMBERS, QUERIES
-from flashgen.plan.operands import stride_of
 from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
@@ -172,7 +172,7 @@ def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
 
 
 def _selected(variant: Variant, placement: Placement) -> Selected | None:
-    asked = selected(variant.keep, variant.spec.tensors) if variant.cached else None
+    asked = selected(variant.keep, variant.spec.tensors) if variant.kind.cached else None
     if asked is None:
         return None
     return Selected(range_code(asked, placement), block_of(variant.spec.tensors), FEW_QUERIES)
@@ -208,7 +208,7 @@ def _pieces(keep: Expr) -> Pieces:
 
 def _notes(variant: Variant) -> str:
     """What blocks keep beside a list of visits; in ragged batches also which sequence it is of."""
-    base = "Sequence" if variant.ragged else ""
+    base = "Sequence" if variant.kind.ragged else ""
     return joined(
         (
             "// What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.",

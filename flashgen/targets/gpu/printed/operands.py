@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.operand import Elements
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
 from flashgen.plan.launches import TURNED_KEYS
-from flashgen.plan.operands import Elements
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
-from flashgen.targets.gpu.launches import captured_elements, operands_of
+from flashgen.targets.gpu.launches import captured_elements
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.gpu.workspace import count_code, workspace_code
@@ -60,19 +60,19 @@ class OperandCode:
 
 def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
     """The operands of a variant."""
-    spec, has_sequences = variant.spec, variant.ragged or variant.cached
+    spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
     return OperandCode(
-        ragged=variant.ragged,
-        cached=variant.cached,
-        f8_cached=variant.f8_cached,
-        f8=variant.f8,
+        ragged=variant.kind.ragged,
+        cached=variant.kind.cached,
+        f8_cached=variant.kind.f8_cached,
+        f8=variant.kind.f8,
         turned_keys=TURNED_KEYS,
-        slices=variant.slices,
-        heads_by_row=variant.has_rows_of_heads,
+        slices=variant.kind.slices,
+        heads_by_row=variant.kind.rows_of_heads,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),
-        addressing=addressing_code(operands_of(variant)),
-        sequence_code=sequence_code(operands_of(variant), variant.head_dim) if variant.ragged else (),
+        addressing=addressing_code(variant.kind.operands),
+        sequence_code=sequence_code(variant.kind.operands, variant.head_dim) if variant.kind.ragged else (),
         of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
         arguments=tuple(declaration(field) for field in cuda_fields(variant)),
         params=tuple(
@@ -90,7 +90,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
 
 def _written(variant: Variant, *names: str) -> str:
     """The same for all of these that a variant's kernels write."""
-    operands = operands_of(variant)
-    elements = {operands[name].elements for name in names if name == "o" or not variant.forward_only}
+    operands = variant.kind.operands
+    elements = {operands[name].elements for name in names if name == "o" or not variant.kind.forward_only}
     assert len(elements) < 2, f"{' and '.join(names)} are of one type"
     return "float" if elements == {Elements.FLOAT32} else "T"

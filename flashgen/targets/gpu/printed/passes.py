@@ -217,11 +217,11 @@ def forward_code(
         more |= {"goes_over": int(tiles.goes_over), "q_places": tiles.q_places} if goes_over else {}
         more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
         more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
-        if variant.cached:
+        if variant.kind.cached:
             more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
             more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
             more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
-        if variant.f8:
+        if variant.kind.f8:
             more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
         more |= {"measurers": MEASURERS if tiles.producers else 0} if has_measurers else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)

@@ -164,7 +164,7 @@ def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSi
         assert variant.weight_by_score is not None
         places.hook("weight_by_score", variant.weight_by_score, ", float s", "∂weight/∂s")
     places.hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    asked = selected(variant.keep, variant.spec.tensors) if variant.cached else None
+    asked = selected(variant.keep, variant.spec.tensors) if variant.kind.cached else None
     if asked is not None:
         places.hook("is_selected", asked, "", "Whether a query selects a key's block")
     if recipe.near is not None:
@@ -214,7 +214,7 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
     dot_factor = _dot_factor(variant, placement) if launch is None else f"*= fg::factor_of_scores({launch})"
     hooks = placement.hooks()
     assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
-    factor, by_units = LOG2_E * (constant or 1.0), variant.f8 and constant is not None
+    factor, by_units = LOG2_E * (constant or 1.0), variant.kind.f8 and constant is not None
     score_factor = "exponent_unit" if by_units else c_literal(factor)
     natural_factor = "exponent_unit * fg::LN_2" if by_units else c_literal(constant or 1.0)
     return SpecCode(
@@ -223,7 +223,7 @@ def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSin
         function_inputs=places.inputs,
         row_functions=tuple(places.row_functions),
         weights=WeightCode(form),
-        scaled_weights=form.divided or ((variant.f8 or variant.f8_cached) and not form.exponential),
+        scaled_weights=form.divided or ((variant.kind.f8 or variant.kind.f8_cached) and not form.exponential),
         sink=sinks.sink,
         split_score=any(each.name == "row_score" for each in places.row_functions),
         sqdist=variant.uses_sqdist,
@@ -280,7 +280,7 @@ def _ahead(variant: Variant, load: Load, placement: Placement) -> Ahead:
 
 def has_dropout(variant: Variant) -> bool:
     """Whether pairs are dropped: over a cache none are."""
-    return variant.spec.dropout is not None and not variant.cached
+    return variant.spec.dropout is not None and not variant.kind.cached
 
 
 def _exponent_of_launch(variant: Variant, placement: Placement) -> str | None:

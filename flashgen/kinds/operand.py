@@ -1,11 +1,8 @@
-"""Operands: the tensors of rows that kernels read and write, each declared once.
+"""Operands: the tensors of rows that kernels read and write. Each kind of call declares its own.
 
-Stage 3, plan. In: nothing. Out: ``OPERANDS``, and the same of ragged batches (``RAGGED``), of caches (``CACHED``), of
-calls over some of the keys (``PARTS``) or some of the rows (``SLICES``) and of q, k and v of 8 bits (``F8``);
-``TANGENTS``, what forward mode has beside them, and ``TANGENT_GRADIENTS``, what its backward pass has. An operand says
-where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of ``struct
-Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a shard begins
-all follow. Captured tensors have shapes of the spec's, and are declared by it.
+An operand says where its row [b, h, n] lies, of what type its elements are, and how many make a row. The fields of
+``struct Arguments``, the addressing in kernels for GPUs, tensor maps, the bytes that a kernel may touch and where a
+shard begins all follow. Captured tensors have shapes of the spec's, and are declared by it.
 """
 
 from __future__ import annotations
@@ -13,9 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from flashgen.ir.spec import HeadDim
 
@@ -189,82 +185,4 @@ def span(counts: tuple[int, ...], strides: tuple[int, ...], width: int) -> int:
 
 
 QUERIES, KEYS = True, False
-_F32 = Elements.FLOAT32
-_PARTS = "what lse cannot hold of extreme rows, or 1 / Z where weights are divided; null or as lse"
-# In the order of the fields.
-_OPERANDS = (
-    Operand("q", QUERIES, Width.QK, Rows.STRIDED),
-    Operand("k", KEYS, Width.QK, Rows.STRIDED),
-    Operand("v", KEYS, Width.V, Rows.STRIDED),
-    Operand("o", QUERIES, Width.V, Rows.STRIDED, is_written=True, by_row=True),
-    Operand("lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null for pointwise weights"),
-    Operand("lse_parts", QUERIES, Width.TWO, elements=_F32, is_written=True, says=f"contiguous: {_PARTS}"),
-    Operand("d_o", QUERIES, Width.V, Rows.STRIDED),
-    Operand("d_lse", QUERIES, Width.ONE, elements=_F32, says="contiguous; null where lse was not used"),
-    Operand("dq", QUERIES, Width.QK, Rows.STRIDED, is_written=True, by_row=True),
-    Operand("dk", KEYS, Width.QK, Rows.STRIDED, is_written=True, by_row=True),
-    Operand("dv", KEYS, Width.V, Rows.STRIDED, is_written=True, by_row=True),
-)
-OPERANDS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _OPERANDS})
-# What kernels of forward mode read and write beside them; those that are read are null where nothing changes.
-_TANGENTS = (
-    Operand("t_q", QUERIES, Width.QK, Rows.STRIDED, says="the tangent of q; null: 0"),
-    Operand("t_k", KEYS, Width.QK, Rows.STRIDED, says="of k; null: 0"),
-    Operand("t_v", KEYS, Width.V, Rows.STRIDED, says="of v; null: 0"),
-    Operand("t_o", QUERIES, Width.V, Rows.STRIDED, is_written=True, by_row=True),
-    Operand(
-        "t_lse", QUERIES, Width.ONE, elements=_F32, is_written=True, says="contiguous; null where it is not wanted"
-    ),
-)
-TANGENTS: Mapping[str, Operand] = MappingProxyType({each.name: each for each in _TANGENTS})
-# The same of the backward pass of forward mode, to which d_o and d_lse are what arrives at t_o and t_lse.
-_WANTED = "null where no tangent's is wanted"
-TANGENT_GRADIENTS: Mapping[str, Operand] = MappingProxyType(
-    {each.name: replace(each, is_written=False, says=each.says.split(";")[0]) for each in _TANGENTS if each.is_written}
-    | {each.name: each for each in _TANGENTS if not each.is_written}
-    | {
-        each.name: each
-        for each in (
-            Operand("d_t_q", QUERIES, Width.QK, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
-            Operand("d_t_k", KEYS, Width.QK, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
-            Operand("d_t_v", KEYS, Width.V, Rows.STRIDED, is_written=True, by_row=True, says=_WANTED),
-        )
-    }
-)
-_PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED_HEADS}
-# In ragged batches k and v of a sequence lie behind those of the one before, and so does all else; what is one number a
-# row is by heads, as lse is given out.
-RAGGED: Mapping[str, Operand] = MappingProxyType(
-    {each.name: replace(each, rows=_PACKED[each.rows]) for each in _OPERANDS}
-)
-# Over caches k and v lie in entries or pages of many sequences; queries, and what is written of them, as ever.
-CACHED: Mapping[str, Operand] = MappingProxyType(
-    {
-        each.name: replace(each, rows=Rows.CACHED, elements=Elements.OF_THE_CACHE) if each.name in ("k", "v") else each
-        for each in _OPERANDS
-    }
-)
-# Parts of rows are added up outside of kernels, and rounded once: all that is written is float32, whatever q, k and v
-# are. Backward o is that of all keys.
-PARTS: Mapping[str, Operand] = MappingProxyType(
-    {each.name: replace(each, elements=_F32) if each.is_written else each for each in _OPERANDS}
-)
-
-
-def _of_slice(each: Operand) -> Operand:
-    if each.rows is Rows.CONTIGUOUS:
-        return replace(each, rows=Rows.SLICED, says=each.says.replace("contiguous", "rows of a head together"))
-    return replace(each, elements=_F32) if each.is_written and not each.of_queries else each
-
-
-# Some rows of a tensor with all of their keys, which other rows see, too. A number of each row (lse, delta) lies in the
-# tensor of all rows; the gradients of k and v are float32, as those of the other rows are added to them.
-SLICES: Mapping[str, Operand] = MappingProxyType({each.name: _of_slice(each) for each in _OPERANDS})
-# Where q, k and v are of 8 bits, o is not, and what each is multiplied by is a number for each key/value head.
-F8: Mapping[str, Operand] = MappingProxyType(
-    {each.name: replace(each, elements=Elements.BFLOAT16) if each.name == "o" else each for each in _OPERANDS}
-    | {
-        name: Operand(name, KEYS, Width.ONE, Rows.PER_HEAD, _F32, says="null: 1")
-        for name in ("q_factors", "k_factors", "v_factors")
-    }
-)
+F32 = Elements.FLOAT32

@@ -1,0 +1,19 @@
+"""Calls that go through blocks of keys, each for the queries whose lists name it; lse lies as that of slices does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.kinds.kind import BOTH
+from flashgen.kinds.slices import SLICES
+
+BY_BLOCKS = replace(
+    SLICES,
+    name="by blocks of keys",
+    mark="_by_blocks",
+    passes=BOTH[:1],
+    learns=False,
+    by_lengths=False,
+    slices=False,
+    rows_of_heads=True,
+)

@@ -1,0 +1,32 @@
+"""Calls over some of the rows of tensors, where other calls see the same keys.
+
+A number of each row (lse, delta) lies in the tensor of all rows. The gradients of k and v are float32, as those of the
+other rows are added to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.kinds.dense import DENSE, OPERANDS
+from flashgen.kinds.field import Field
+from flashgen.kinds.kind import named
+from flashgen.kinds.operand import F32, HEAD_ROWS, Operand, Rows
+
+
+def _sliced(each: Operand) -> Operand:
+    if each.rows is Rows.CONTIGUOUS:
+        return replace(each, rows=Rows.SLICED, says=each.says.replace("contiguous", "rows of a head together"))
+    return replace(each, elements=F32) if each.is_written and not each.of_queries else each
+
+
+SLICES = replace(
+    DENSE,
+    name="slices",
+    mark="_slices",
+    operands=named(*map(_sliced, OPERANDS.values())),
+    rows_as_declared=True,
+    sizes=(Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of lse"),),
+    stands_in=True,
+    slices=True,
+)
