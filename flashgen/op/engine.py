@@ -60,7 +60,7 @@ class Engine:
     """
 
     form: ClassVar[Form] = DENSE
-    has_nodes = False  # whether C++ may start its calls (runtime/node.py)
+    has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
     def __init__(
