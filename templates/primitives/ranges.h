@@ -107,7 +107,10 @@ FG_FUNCTION Float div(Float x, Float y) {
   return corners(x.lo / y.lo, x.lo / y.hi, x.hi / y.lo, x.hi / y.hi, x.nan || y.nan);
 }
 
-FG_FUNCTION int64_t floor_quotient(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+FG_FUNCTION int64_t floor_quotient(int64_t a, int64_t b) {
+  const int64_t q = a / b;
+  return q - (q * b != a && (a < 0) != (b < 0));
+}
 FG_FUNCTION int64_t floor_remainder(int64_t a, int64_t b) { return a - floor_quotient(a, b) * b; }
 FG_FUNCTION Float floor(Float x) { return {::floor(x.lo), ::floor(x.hi), x.nan}; }
 
@@ -332,10 +335,18 @@ FG_FUNCTION Int shifted(Int x, int64_t c) { return {x.lo + c, x.hi + c}; }
 FG_FUNCTION Int at_least(Int x, int64_t lo) { return {standard::max(x.lo, lo), x.hi}; }
 FG_FUNCTION Int at_most(Int x, int64_t hi) { return {x.lo, standard::min(x.hi, hi)}; }
 FG_FUNCTION Int meet(Int x, Int y) { return {standard::max(x.lo, y.lo), standard::min(x.hi, y.hi)}; }
-FG_FUNCTION Int of_blocks(Int x, int64_t size) { return {x.lo * size, x.hi * size + size - 1}; }  // of x = i // size, i
 FG_FUNCTION bool some(Int x) { return x.lo <= x.hi; }
 FG_FUNCTION bool fits(Int x) { return x.lo >= int_min && x.hi <= int_max; }
 FG_FUNCTION bool is_point(Int x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// Of x = p // size, p, whatever the size: a call may give any.
+FG_FUNCTION Int of_blocks(Int x, int64_t size) {
+  const int64_t lo = standard::min(standard::max(x.lo, int_min), int_max),
+      hi = standard::min(standard::max(x.hi, int_min), int_max);
+  if (size > 0) return {lo * size, hi * size + size - 1};
+  if (size < 0) return {hi * size + size + 1, lo * size};
+  return lo <= 0 && hi >= 0 ? Int{-far, far} : Int{far, -far};  // p // 0 = 0
+}
 
 // ---- elements that a pair reads -----------------------------------------------------------------------------------
 
