@@ -193,11 +193,10 @@ def _of_blocks(x: Ends, size: Ends) -> Ends:
     """Of x = p // size, p: ends of all p of 32 bits; every p where the size is not known."""
     lo, hi = (np.clip(end, INT_MIN, INT_MAX) for end in x)
     least, most = size
-    below = [lo * least, hi * least + least + 1, np.where((lo <= 0) & (hi >= 0), -_FAR, _FAR)]
-    above = [hi * least + least - 1, lo * least, np.where((lo <= 0) & (hi >= 0), _FAR, -_FAR)]
-    known = least == most
-    signs = [known & (least > 0), known & (least < 0), known & (least == 0)]
-    return np.select(signs, below, -_FAR), np.select(signs, above, _FAR)
+    any_ = np.where((least == 0) & (lo <= 0) & (hi >= 0), _FAR, 0)  # p // 0 = 0
+    first = np.where(least < 0, hi * least + least + 1, lo * least) - any_
+    last = np.where(least < 0, lo * least, hi * least + least - 1) + any_
+    return np.where(least == most, first, -_FAR), np.where(least == most, last, _FAR)
 
 
 def _chosen(flag: Flags | bool, x: Ints, y: Ints) -> Ints:

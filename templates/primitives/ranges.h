@@ -347,13 +347,12 @@ FG_FUNCTION bool some(Int x) { return x.lo <= x.hi; }
 FG_FUNCTION bool fits(Int x) { return x.lo >= int_min && x.hi <= int_max; }
 FG_FUNCTION bool is_point(Int x, int64_t value) { return x.lo == value && x.hi == value; }
 
-// Of x = p // size, p, whatever the size: a call may give any.
+// Of x = p // size, p, whatever the size: a call may give any. Without a branch: backward kernels of 128 numbers spilled.
 FG_FUNCTION Int of_blocks(Int x, int64_t size) {
   const int64_t lo = standard::min(standard::max(x.lo, int_min), int_max),
       hi = standard::min(standard::max(x.hi, int_min), int_max);
-  if (size > 0) return {lo * size, hi * size + size - 1};
-  if (size < 0) return {hi * size + size + 1, lo * size};
-  return lo <= 0 && hi >= 0 ? Int{-far, far} : Int{far, -far};  // p // 0 = 0
+  const int64_t any = size == 0 && lo <= 0 && hi >= 0 ? far : 0;  // p // 0 = 0
+  return {(size < 0 ? hi * size + size + 1 : lo * size) - any, (size < 0 ? lo * size : hi * size + size - 1) + any};
 }
 
 // ---- elements that a pair reads -----------------------------------------------------------------------------------
