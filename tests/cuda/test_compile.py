@@ -71,6 +71,17 @@ def test_rows_that_warps_share_stay_in_registers(target: str) -> None:
     assert all(each.spill_bytes == 0 for each in binary.kernels)
 
 
+@pytest.mark.parametrize("head_dim", one_of(2, [128, 64]))
+def test_chunks_of_a_param_stay_in_registers_as_those_of_a_constant(head_dim: int) -> None:
+    """Where ranges divided by it in 64 bits, on either side of 0, forward kernels spilled 400 bytes."""
+    text = "attention chunks {{ head_dim {}  dtype bf16  {}  mask causal and chunked(c) }}"
+    spilled = [
+        {each.name: each.spill_bytes for each in compiled(text.format(head_dim, declared), "sm_90a", "F16").kernels}
+        for declared in ("param c: i32", "const c = 1000")
+    ]
+    assert spilled[0] == spilled[1]
+
+
 def branches(binary: CudaBinary) -> dict[str, int]:
     """By kernel, the places where lanes may part ways (BSSY). Of an instruction's 16 bytes 12 bits say what it does."""
     image = binary.path.read_bytes()

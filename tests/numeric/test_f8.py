@@ -24,7 +24,7 @@ from flashgen.verification.verify import relative_error
 from tools.fuzz.draws import CallDraw, Case, Machine
 from tools.fuzz.judge import judge
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 
 B, H, HKV, D = 2, 4, 2, 64
 CAUSAL = "attention causal_f8 { head_dim 64, 40, 128/96  mask causal }"
