@@ -101,7 +101,10 @@ def _on_position(bound: Bound) -> Bound:
     inner = block_of(atom)
     if len(bound.form.terms) > 1 or coefficient != 1 or inner is None:
         return bound
-    position, c = inner
+    position, block = inner
+    if not isinstance(block, Literal) or not 0 < block.value <= MOST_COEFFICIENT:
+        return bound
+    c = int(block.value)
     if any(abs(k) * c > MOST_COEFFICIENT for limit in (*bound.least, *bound.most) for _, k in limit.points):
         return bound
 
@@ -170,6 +173,9 @@ def _natural_range(atom: Expr) -> tuple[int, int]:
             return 0, SIZE_LIMIT - 1
         case Apply(op="floordiv", args=(inner, Literal(value=c))) if c > 0 and _natural_range(inner)[0] >= 0:
             return 0, _natural_range(inner)[1] // int(c)
+        case Apply(op="floordiv", args=(inner, _)) if _natural_range(inner)[0] >= 0:
+            most = _natural_range(inner)[1]
+            return -most, most
         case Apply(op="mod", args=(_, Literal(value=c))) if c > 0:
             return 0, int(c) - 1
         case Apply(op="clamp", args=(_, Literal(value=lo), Literal(value=hi))) if lo <= hi:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index
+from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, index, literal
 
 ROW, COLUMN = index("i"), index("j")
+ONE = literal(1)
 ROW_LESS_COLUMN, COLUMN_LESS_ROW = apply("sub", ROW, COLUMN), apply("sub", COLUMN, ROW)
 MOST_COEFFICIENT = 2**20  # of sums over 64 bits
 
@@ -115,13 +116,16 @@ def is_point(expr: Expr) -> bool:
     return level_of(expr) in (Level.LAUNCH, Level.HEAD)
 
 
-def block_of(atom: Expr) -> tuple[Symbol, int] | None:
-    """(i, c) of i // c, likewise of j; (i, 1) of i: atoms that a bound on them turns into a bound on the position."""
+def block_of(atom: Expr) -> tuple[Symbol, Expr] | None:
+    """(i, c) of i // c, likewise of j; (i, 1) of i: atoms that a bound on them turns into a bound on the position.
+
+    c is a point: where it is a param, a call may give any int.
+    """
     match atom:
         case Symbol(kind=SymbolKind.INDEX, name="i" | "j") as position:
-            return position, 1
-        case Apply(op="floordiv", args=(Symbol(kind=SymbolKind.INDEX, name="i" | "j") as position, Literal(value=c))):
-            return (position, int(c)) if 0 < c <= MOST_COEFFICIENT else None
+            return position, ONE
+        case Apply(op="floordiv", args=(Symbol(kind=SymbolKind.INDEX, name="i" | "j") as position, c)) if is_point(c):
+            return position, c
     return None
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flashgen.analysis.constraints import (
     COLUMN,
     COLUMN_LESS_ROW,
+    ONE,
     ROW,
     ROW_LESS_COLUMN,
     Bound,
@@ -105,13 +106,16 @@ class Clipped:
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of ``position`` where sign · (position // block) + Σ coefficient · other lies in ``form``."""
+    """What is left of ``position`` where sign · (position // block) + Σ coefficient · other lies in ``form``.
+
+    ``block`` is a point, which may be 0 or less; None: 1.
+    """
 
     position: Register
     form: Register
     others: tuple[tuple[Register, int], ...]
     sign: int
-    block: int
+    block: Register | None
 
 
 Step = Position | Point | Elements | Rule | Sum | Offset | Fits | Clipped | Left
@@ -164,8 +168,8 @@ def reads(step: Step) -> tuple[Register, ...]:
             return tuple(register for side in sides for register in side if register is not None)
         case Clipped(of=of, least=least, most=most):
             return (of, *(register for end in (*least, *most) for register in _of_end(end)))
-        case Left(position=position, form=form, others=others):
-            return (position, form, *(register for register, _ in others))
+        case Left(position=position, form=form, others=others, block=block):
+            return (position, form, *(register for register, _ in others), *(() if block is None else (block,)))
     return ()
 
 
@@ -253,7 +257,8 @@ class _Lowering:
             inner = block_of(atom)
             if inner is None or abs(coefficient) != 1:
                 continue
-            position, block = inner
+            position, size = inner
+            block = None if size == ONE else self._step(Point(size))
             others = tuple((self._range(each, box), k) for n, (each, k) in enumerate(form.terms) if n != number)
             rest = self._step(Left(box.of(position), left, others, coefficient, block))
             if not form.is_distance:  # there is a pair at any distance that is left

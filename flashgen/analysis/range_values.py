@@ -45,6 +45,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Ends = tuple[Any, Any]  # of a range: numbers, or arrays of them
 _Row = tuple[float, ...]
+_FAR = 1 << 62  # no limit, as in ranges.h
 _MOST_REMEMBERED = 1 << 16  # combinations of ranges, of one operator
 
 
@@ -148,9 +149,10 @@ class RangeValues:
     def _left(self, step: Left) -> Range | Ranges:
         low, high = self._total(((step.form, 1), *((other, -k) for other, k in step.others)))
         low, high = (low, high) if step.sign > 0 else (-high, -low)
+        if step.block is not None:
+            low, high = _of_blocks((low, high), self._ends(step.block))
         first, last = self._ends(step.position)
-        block = step.block
-        return _of_ends(np.maximum(first, low * block), np.minimum(last, high * block + block - 1))
+        return _of_ends(np.maximum(first, low), np.minimum(last, high))
 
     def _total(self, terms: tuple[tuple[Register, int], ...]) -> Ends:
         """Σ coefficient · range."""
@@ -185,6 +187,16 @@ class RangeValues:
 def _of_ends(lo: Ints, hi: Ints) -> Range | Ranges:
     lo, hi = np.broadcast_arrays(lo, hi)
     return Ranges(ScalarType.INT, (lo, hi)) if lo.ndim else IntRange(int(lo), int(hi))
+
+
+def _of_blocks(x: Ends, size: Ends) -> Ends:
+    """Of x = p // size, p: ends of all p of 32 bits; every p where the size is not known."""
+    lo, hi = (np.clip(end, INT_MIN, INT_MAX) for end in x)
+    least, most = size
+    any_ = np.where((least == 0) & (lo <= 0) & (hi >= 0), _FAR, 0)  # p // 0 = 0
+    first = np.where(least < 0, hi * least + least + 1, lo * least) - any_
+    last = np.where(least < 0, lo * least, hi * least + least - 1) + any_
+    return np.where(least == most, first, -_FAR), np.where(least == most, last, _FAR)
 
 
 def _chosen(flag: Flags | bool, x: Ints, y: Ints) -> Ints:

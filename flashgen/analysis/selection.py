@@ -10,7 +10,7 @@ A number outside of the blocks sets no bit and one that occurs twice sets one, w
 follows from the first and says nothing new of a pair; of a tile it is what ranges decide by, so that kernels visit the
 union of what the rows of a tile select, and the backward pass those queries that select a key of its tile. It is left
 out where which list a query has depends on lengths or params, which sequences of a batch have of their own: then each
-tile is visited. ``runtime/selected.py`` makes both.
+tile is visited. ``op/selected.py`` makes both.
 """
 
 from __future__ import annotations

@@ -182,8 +182,9 @@ class Variant:
     not used. ``weight_by_score`` is None where weights are exponential. ``proofs`` say how each load is kept inside its
     tensor.
 
-    ``kind`` is that of the calls whose kernels compute it. ``tangent``: kernels compute tangents beside o and lse; None:
-    they do not. ``listed``: they go through blocks of keys, each for the queries whose lists name it (``by_blocks.py``).
+    ``kind`` is that of the calls whose kernels compute it. ``tangent``: kernels compute tangents beside o and lse;
+    None: they do not. ``listed``: they go through blocks of keys, each for the queries whose lists name it
+    (``by_blocks.py``).
     """
 
     spec: AttentionSpec

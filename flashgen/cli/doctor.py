@@ -348,7 +348,7 @@ print(json.dumps(dict(version=cupy.__version__, runtime=cupy.cuda.runtime.runtim
 """,
     "nvrtc": """
 import json
-from flashgen.op import nvrtc
+from flashgen.toolchains import nvrtc
 try:
     found, version = nvrtc.find_nvrtc()
 except nvrtc.NvrtcMissing as error:

@@ -4,7 +4,7 @@ In: an op, and calls of it over parts of the keys. Out: o and lse of all keys; g
 are float32 whatever the tensors hold; so are parts where ``wide``, by kernels that write it of 16 bits. A sink belongs
 to a row, not to its parts: their spec has none, and it joins when the row is closed.
 
-    softmax and what is divided: ``runtime/sums.py``
+    softmax and what is divided: ``op/sums.py``
     pointwise weights: o = Σ o'
 """
 
@@ -58,7 +58,7 @@ class Where:
 @dataclass
 class Rows:
     """A span of rows so far: ``o`` [B, H, n, Dv], float32 at least; ``log`` and ``top`` [B, H, n] in float64, lse in
-    two numbers as ``runtime/sums.py`` has it. Both None for pointwise weights.
+    two numbers as ``op/sums.py`` has it. Both None for pointwise weights.
     """
 
     o: Tensor

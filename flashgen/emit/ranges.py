@@ -186,7 +186,7 @@ class _Printer:
     def _left(self, step: Left) -> str:
         code = self._sum(((step.form, 1), *((other, -k) for other, k in step.others)))
         code = code if step.sign > 0 else f"fg::ranges::scaled({code}, -1)"
-        code = code if step.block == 1 else f"fg::ranges::of_blocks({code}, {step.block})"
+        code = code if step.block is None else f"fg::ranges::of_blocks({code}, {self._code[step.block]})"
         return f"fg::ranges::meet({self._code[step.position]}, {code})"
 
     def _fits(self, step: Fits) -> str:

@@ -1,7 +1,7 @@
 """What runs an op: for each type of device, what gives the kernels of a head dimension.
 
 In: an ``AttentionSpec``, a backend, a package. Out: providers of kernels, which also say what they run (``Shows`` in
-``runtime/op_shown.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first
+``op/op_shown.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first
 needed, but for the CPU's where there is no GPU: there the first call is not the one to wait.
 """
 

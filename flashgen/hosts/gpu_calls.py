@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
 from flashgen.analysis.selection import has_list_for_each_query
@@ -45,9 +44,6 @@ from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import Resources
-
-if TYPE_CHECKING:
-    pass
 
 # By the codes of ``struct Arguments``.
 ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)

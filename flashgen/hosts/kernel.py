@@ -315,7 +315,7 @@ _NEITHER = (_elsewhere, _elsewhere)
 
 
 def load_forward_mode(path: Path, symbol: str, fields: Sequence[Field], name: PassName) -> LibraryKernel:
-    """Load ``symbol_jvp``, or ``symbol_jvp_backward``, and its ``_workspace``. Raises as ``LibraryKernel.load`` does."""
+    """Load ``symbol_jvp`` or ``symbol_jvp_backward``, and its ``_workspace``. Raises as ``LibraryKernel.load`` does."""
     function = functools.partial(_function, load_library(path), path, symbol)
     called = "jvp" if name == "forward" else "jvp_backward"
     own = function(called, None), function(f"{called}_workspace", ctypes.c_int64)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from flashgen.hosts.kernel import ArgumentLayout, PassName, Step, Values
+from flashgen.hosts.kernel import ArgumentLayout, Step, Values
 from flashgen.hosts.lists import SharedLists, makes_lists
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Operand, Rows, span
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned

@@ -9,7 +9,7 @@ from flashgen.kinds.slices import SLICES
 
 BY_BLOCKS = replace(
     SLICES,
-    name="by blocks of keys",
+    name="by blocks",
     mark="_by_blocks",
     passes=BOTH[:1],
     learns=False,

@@ -12,13 +12,13 @@ from flashgen.kinds.field import Field
 from flashgen.kinds.kind import BOTH, Kind, named
 from flashgen.kinds.operand import Elements, Rows
 
-_PLACES = {
+PLACES = {
     "cache_lengths": "[batch]: the rows of each sequence in the cache",
     "cache_padding": "[batch]: those in front that are not its own; null: none",
     "cache_places": "[batch]: the entry of each sequence, where there are no pages; null: its number",
     "block_table": "[batch, table_columns]: the pages of each sequence; null where it has an entry",
 }
-_FACTORS = {
+FACTORS = {
     f"{name}_factors": f"[batch, kv_heads]: what {name} of 8 bits is multiplied by; null where by nothing"
     for name in ("k", "v")
 }
@@ -51,8 +51,8 @@ CACHED = Kind(
     numbers=("b_start", "h_start", *_WHOLE, "num_splits"),
     may_be_none=_WHOLE,
     pointers=(
-        *(Field(name, "const pointer", comment, "int32_t", True) for name, comment in _PLACES.items()),
-        *(Field(name, "const pointer", comment, "float", True) for name, comment in _FACTORS.items()),
+        *(Field(name, "const pointer", comment, "int32_t", True) for name, comment in PLACES.items()),
+        *(Field(name, "const pointer", comment, "float", True) for name, comment in FACTORS.items()),
         *(Field(name, "pointer", comment, "uint32_t", True) for name, comment in ARRIVALS.items()),
     ),
     sizes=(
@@ -66,4 +66,4 @@ CACHED = Kind(
     cached=True,
     rows_of_heads=True,
 )
-F8_CACHED = replace(CACHED, name="cached, of 8 bits", mark="_f8_cached", f8_cached=True)
+F8_CACHED = replace(CACHED, name="cached, 8 bits", mark="_f8_cached", f8_cached=True)

@@ -14,7 +14,7 @@ from flashgen.kinds.operand import Rows
 
 _PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED_HEADS}
 _MOST = ("b_total", "h_total", "max_seqlen_q", "max_seqlen_k")
-_STARTS = {"q_starts": "q", "k_starts": "k and v"}
+STARTS = {"q_starts": "q", "k_starts": "k and v"}
 RAGGED = Kind(
     "ragged",
     mark="_ragged",
@@ -26,7 +26,7 @@ RAGGED = Kind(
     dims=3,
     pointers=tuple(
         Field(name, "const pointer", f"where sequences begin among the rows of {rows}, [batch + 1]", "int32_t", True)
-        for name, rows in _STARTS.items()
+        for name, rows in STARTS.items()
     ),
     sizes=tuple(
         Field(name, "i64", f"{rows} that a sequence may have")

@@ -1,7 +1,7 @@
 """Tensor parallelism for ``Attention``: heads are spread over the ranks of a mesh dimension.
 
 In: an ``Attention`` between projections that ``parallelize_module`` spreads. Out: the same module, whose learned
-tensors of heads are sharded like q, k and v. The work is done by the sharding rule of the op (``runtime/dtensor.py``).
+tensors of heads are sharded like q, k and v. The work is done by the sharding rule of the op (``op/dtensor.py``).
 """
 
 from __future__ import annotations

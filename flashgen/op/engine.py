@@ -2,12 +2,6 @@
 
 In: the positional arguments of the operators that ``registration.py`` defines. Out: fresh tensors. Knows nothing of
 autograd or dispatch. Every call passes here, so the way to a kernel is kept short: what shapes determine comes ready
-from flashgen.kinds.forward_mode import FORWARD_MODE
-from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
-from flashgen.kinds.forward_mode import FORWARD_MODE
-from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
-from flashgen.kinds.forward_mode import FORWARD_MODE
-from flashgen.kinds.forward_mode import FORWARD_MODE_BACKWARD
 from ``call.py``.
 """
 
@@ -34,6 +28,7 @@ from flashgen.hosts.kernel import (
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
 from flashgen.op.by_kernels import KernelsOfTangents
 from flashgen.op.call import ELEMENTS, Call, CallChecker, Rest, backward_key, is_readable
@@ -68,7 +63,7 @@ class Engine:
 
     kind: ClassVar[Kind] = DENSE
     checks: ClassVar[type[CallChecker]] = CallChecker
-    has_nodes = False  # whether C++ may start its calls (runtime/node.py)
+    has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
     def __init__(

@@ -1,7 +1,7 @@
 """Runs kernels of forward mode and of its backward pass: o, lse and what both change by, of one dense problem.
 
-In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. What an op's derivatives are made
-of comes here where such a kernel takes it (``by_kernels.py``), and else goes by the tiled path.
+In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. What an op's
+derivatives are made of comes here where such a kernel takes it (``by_kernels.py``), and else goes by the tiled path.
 """
 
 from __future__ import annotations

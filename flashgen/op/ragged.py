@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, contiguous_format, empty_like
 
-from flashgen.hosts.kernel import Kernel, LibraryKernel, PassName, Prepared
+from flashgen.hosts.kernel import Kernel, LibraryKernel, Prepared
 from flashgen.ir.spec import HeadDim
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.behind import clear_behind
 from flashgen.op.call import Call, CallChecker, Rest, backward_key, is_readable

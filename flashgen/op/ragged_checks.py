@@ -15,6 +15,8 @@ from torch import Tensor
 
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, size, substitute
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.kinds.kind import Kind
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.call import Call, CallChecker, Rest, check_captured, check_shard, match
 from flashgen.op.per_sequence import drops_by_length, params_by_length, reads
 from flashgen.reference.dense import constant_number
@@ -37,8 +39,10 @@ def checks_lengths() -> bool:
 class RaggedChecker(CallChecker):
     """Turns ragged calls into ``Call``s: the shard is a batch of sequences that are as long as the longest."""
 
-    def __init__(self, spec: AttentionSpec, kernels: Mapping[str, Any], *, is_reference: bool) -> None:
-        super().__init__(spec, kernels, is_reference=is_reference)
+    def __init__(
+        self, spec: AttentionSpec, kernels: Mapping[str, Any], kind: Kind = RAGGED, *, is_reference: bool
+    ) -> None:
+        super().__init__(spec, kernels, kind, is_reference=is_reference)
         self._may_shrink = tuple(each for each in spec.tensors if not all(map(_grows, each.shape)))
         self._checked: set[object] = set()
 

@@ -272,8 +272,8 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     if forward_ad._current_level >= 0 and not is_compiling():
-        kind = Attention if op.signature.has_lse else OutputAlone
-        found = duals.attend(op, tensors, rest, kind.apply)
+        function = Attention if op.signature.has_lse else OutputAlone
+        found = duals.attend(op, tensors, rest, function.apply)
         if found is not None:
             return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)

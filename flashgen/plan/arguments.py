@@ -1,10 +1,10 @@
 """The argument struct of a kernel: one ordered list of fields that the emitter prints and the runtime fills.
 
 In: an ``AttentionSpec`` and a kind of call. Out: the fields of ``struct Arguments``, the same for every pass, head
-dimension and element type of that spec. Pointers that a pass does not use are null. Names that come from the spec stand last,
-behind a prefix that says what of them is meant (``tensor_slope``, ``stride0_slope``, ``param_bias``, ``grad_slope``),
-so that none meets a field, a macro, a C++ keyword, or what is made of another name; build them with the functions
-below. Fields in which calls of the same shapes differ come first: a repeated call packs these alone.
+dimension and element type of that spec. Pointers that a pass does not use are null. Names that come from the spec
+stand last, behind a prefix that says what of them is meant (``tensor_slope``, ``stride0_slope``, ``param_bias``,
+``grad_slope``), so that none meets a field, a macro, a C++ keyword, or what is made of another name; build them with
+the functions below. Fields in which calls of the same shapes differ come first: a repeated call packs these alone.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ def assert_alike(keep: Expr, boxes: Boxes, loads: LoadRange | None = None) -> No
 @pytest.mark.parametrize("mask", MASKS, ids=[mask.name for mask in MASKS])
 def test_masks_of_the_catalogue(mask: Mask, rng: np.random.Generator) -> None:
     variant = analyse((spec := parse_text(mask.spec).specs[0]), spec.head_dims[0])
-    assert_alike(variant.keep, random_boxes(60, rng, SIZES, {}))
+    assert_alike(variant.keep, random_boxes(60, rng, SIZES, dict(mask.params)))
 
 
 @pytest.mark.parametrize("name", GALLERY)

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen.analysis.kept_runs import Run, fits_position, kept_runs
+from flashgen.analysis.kept_runs import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.linear import Linear
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size
-from flashgen.ir.interval import INT_MAX
+from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.types import ScalarType
 from tests.ir.expressions import expr
 from tests.ir.values import evaluate
 
 NQ, NK = 37, 41
+SIZE = Symbol(ScalarType.INT, name="c", kind=SymbolKind.PARAM)
 TENSORS = {"doc": ("i32", ("B", "Nk")), "first": ("i32", ("B", "Nq")), "end": ("i32", ("B", "Nk"))}
 GENERATOR = np.random.default_rng(5)
 VALUES = {
@@ -41,7 +42,12 @@ MASKS: dict[str, tuple[int | None, int | None]] = {
     "i % 3 == 0 and j <= i": (1, None),
     "j % 3 == 0 or j <= i": (None, 2),
     "doc[b, i] == doc[b, j]": (None, None),
-    "i // 8 == j // 8": (None, None),
+    "i // 8 == j // 8": (1, 1),
+    "j <= i and i // 8 - j // 8 <= 2": (1, 1),
+    "(i + Nk - Nq) // 8 == j // 8": (1, 1),
+    "first[b, i] // 8 < j // 8 or j // 8 == 1": (2, None),
+    "(i + first[b, i]) // 8 == j // 8": (1, None),
+    "(j + end[b, 0]) // 8 == 2": (None, None),
     "abs(i - j) <= 9 and (i - j) % 2 == 0": (None, None),
     "i < 7": (None, 1),
     "abs(i - j) == 3 or abs(i - j) == 6": (None, None),
@@ -59,6 +65,30 @@ def test_runs_keep_what_the_mask_keeps(text: str) -> None:
             kept = np.broadcast_to(evaluate(keep, values, tensors=VALUES), (NQ, NK))
             found = kept if runs is None else np.logical_or.reduce([_of_run(run, axis, values) for run in runs])
             assert np.array_equal(np.broadcast_to(found, kept.shape), kept)
+
+
+@pytest.mark.parametrize("c", [1, 7, 64, 1000, INT_MAX, 0, -1, -7, -1000, INT_MIN])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "i // c == j // c",
+        "j <= i and i // c == j // c",
+        "(i + Nk - Nq) // c == j // c",
+        "j <= i and i // c - j // c <= 1",
+        "i // c - j // c >= 1 or j // c == 0",
+        "first[b, i] // c == j // c and i // c > -2",
+    ],
+)
+def test_blocks_of_any_size(text: str, c: int) -> None:
+    """A param may be any int; of a size of 0 all positions are in block 0, of a negative one blocks fall."""
+    keep = simplify(expr(text, TENSORS, c=SIZE))
+    runs = kept_runs(keep, index("j"))
+    assert runs is not None
+    for b in range(2):
+        values = {SIZE: np.array(c), **_values(b)}
+        kept = np.broadcast_to(evaluate(keep, values, tensors=VALUES), (NQ, NK))
+        found = np.logical_or.reduce([_of_run(run, index("j"), values) for run in runs])
+        assert np.array_equal(np.broadcast_to(found, kept.shape), kept)
 
 
 def test_ends_that_may_leave_32_bits() -> None:
@@ -86,11 +116,20 @@ def _of_run(run: Run, axis: Symbol, values: dict[Expr, Any]) -> np.ndarray:
         kept &= position >= _sum(end, values)
     for end in run.most:
         kept &= position <= _sum(end, values)
+    for blocks in run.blocks:
+        kept &= _of_blocks(blocks, position, values)
     for total in run.not_negative:
         kept &= _sum(total, values) >= 0
     for truth in run.truths:
         kept &= evaluate(truth.condition, values, tensors=VALUES) == truth.value
     return kept
+
+
+def _of_blocks(blocks: Blocks, position: Any, values: dict[Expr, Any]) -> Any:
+    shifted, size = position + _sum(blocks.shift, values), int(evaluate(blocks.size, values, tensors=VALUES))
+    number = np.floor_divide(shifted, size) if size else np.zeros_like(shifted)
+    found = [_sum(end, values) <= number for end in blocks.least] + [number <= _sum(end, values) for end in blocks.most]
+    return np.logical_and.reduce(np.broadcast_arrays(*found))
 
 
 def _sum(total: Linear, values: dict[Expr, Any]) -> Any:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from flashgen.analysis.boxes import classify
 from flashgen.analysis.tiles import Tile, TileClass, loads_of
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size
-from flashgen.ir.interval import IntRange
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute
+from flashgen.ir.interval import INT_MAX, INT_MIN, IntRange
 from flashgen.ir.spec import Layout
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
@@ -145,6 +145,58 @@ def test_logic_over_bounds_on_positions_is_decided_exactly(keep: Expr) -> None:
     """Unions whose parts abut, overlap or leave a gap; intersections that no pair satisfies."""
     for tile, _, _ in SOME:
         assert classify(keep, tile) is truth(on_tile(keep, tile)), (text(keep), tile)
+
+
+SIZE = Symbol(ScalarType.INT, name="c", kind=SymbolKind.PARAM)
+BLOCKS = (
+    "i // c == j // c", "j <= i and i // c == j // c", "(i + Nk - Nq) // c == j // c", "i // c - j // c <= 1",
+    "max(i // c - j // c, j // c - i // c) <= 1", "i // c != j // c", "j // c < 3", "j // c + i // 16 < 5",
+    "i // c + j // c == 3", "j // c == 1",
+)  # fmt: skip
+BESIDE = ("j <= i", "i - j < 20", "(i - j) % 9 == 0", "j // 3 % 2 == 1", "i + j < 90", "2 * i - j < 30", "i // c >= 2")
+
+
+@st.composite
+def masks_of_blocks(draw: st.DrawFn) -> Expr:
+    """Any logic over blocks of c positions and what else masks bound."""
+    keep: Expr | None = None
+    for texts in draw(st.permutations([BLOCKS, BESIDE, BLOCKS + BESIDE]))[: draw(st.integers(1, 3))]:
+        part = expr(draw(st.sampled_from(texts)), c=SIZE)
+        part = apply("not", part) if draw(st.booleans()) else part
+        keep = part if keep is None else apply(draw(st.sampled_from(("and", "or"))), keep, part)
+    assert keep is not None
+    return keep
+
+
+def with_size(tile: Tile, c: int) -> Tile:
+    return Tile(tile.b, tile.h, tile.i, tile.j, SIZES, {"c": c})
+
+
+@settings(max_examples=200)
+@given(masks_of_blocks(), st.sampled_from((2, 7, 16, 24, 64, 1000)))
+def test_blocks_whose_size_a_call_gives_have_the_tiles_of_a_constant(keep: Expr, c: int) -> None:
+    constant = substitute(keep, {SIZE: literal(c)})
+    for tile, _, _ in SOME:
+        assert classify(keep, with_size(tile, c)) is classify(constant, tile), (text(keep), tile)
+
+
+@settings(max_examples=200)
+@given(masks_of_blocks(), st.sampled_from((1, 5, INT_MAX, 0, -1, -5, -24, -1000, INT_MIN)))
+def test_blocks_of_any_size(keep: Expr, c: int) -> None:
+    """A param may be any int; where it is not known, nothing is known of blocks."""
+    constant = substitute(keep, {SIZE: literal(c)})
+    for tile, _, _ in SOME:
+        right = truth(on_tile(constant, tile))
+        for found in (classify(keep, with_size(tile, c)), classify(constant, tile), classify(keep, tile)):
+            assert found in (right, TileClass.PARTIAL), (text(keep), tile)
+
+
+def test_a_negative_size_is_as_good() -> None:
+    keep = expr("j <= i and i // c == j // c and j // 3 % 2 == 1", c=SIZE)
+    for c in (-16, -24):
+        for tile, _, _ in SOME:
+            constant = substitute(keep, {SIZE: literal(c)})
+            assert classify(keep, with_size(tile, c)) is truth(on_tile(constant, tile))
 
 
 @settings(max_examples=100)

@@ -17,9 +17,10 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.backends import EmulatorProvider, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import FaultKind, Program, compile_program
-from flashgen.hosts.kernel import ArgumentLayout, PassName
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan

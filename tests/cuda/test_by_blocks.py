@@ -264,7 +264,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     planted = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, lambda *_: own)
     provider = EmulatorProvider(spec, target)
     named = replace(spec, name=f"by_blocks_planted_{list(MISTAKES).index(name)}")
-    found = replace(provider(head_dim, 0), by_blocks=lambda: planted)
+    found = replace(provider(head_dim, 0), other={BY_BLOCKS: planted}.get)
     op = AttentionOp(OpParts(named, {"cpu": lambda *_: found}, backend="emulator"))
     with pytest.raises(EmulatorError) as caught, torch.no_grad():
         op(**inputs(torch.bfloat16))

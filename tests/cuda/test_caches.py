@@ -16,13 +16,13 @@ from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError, compile_program
-from flashgen.hosts.kernel import ArgumentLayout, PassName
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.cached import CachedEngine
 from flashgen.op.eight_bits import F8
@@ -200,7 +200,7 @@ NARROW_SINGLE = Planted(ElementType.F32, F8_CACHED, 16, 8, 1e-5)
 def emitted(kind: Planted) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     text = kind.text.replace("WIDTH", str(kind.width)).replace("ELEMENT", str(kind.element))
     spec = flashgen.loads(text, backend="reference").spec
-    variant, target = kernel_variant(spec, spec.head_dims[0], kind.rows), GPUS[kind.target]
+    variant, target = kernel_variant(spec, spec.head_dims[0], kind.kind), GPUS[kind.target]
     own = compiled(variant, target)
     return spec, compiled(variant, target, pins_of_rows(variant, own.plan, kind.element, 1)) if kind.few_rows else own
 
@@ -230,7 +230,7 @@ def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, ap
         return Compiled(program(frozenset(find(pass_name, values).kernels)), launches)
 
     own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_call)
-    dense = replace(own, cached=lambda: own)
+    dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
 
@@ -254,7 +254,7 @@ def without_padding(kind: Planted) -> dict[str, Any]:
         for row in range(length, given["block_table"].shape[1] * kind.page):
             for name in ("k_cache", "v_cache"):
                 given[name][given["block_table"][b, row // kind.page], :, row % kind.page] = torch.nan
-    if kind.rows is CACHED:
+    if kind.kind is CACHED:
         return given
     factors = {f"{x}_descale": random(B, HKV, seed=n).abs() + 0.1 for n, x in enumerate("kv", 8)}
     return given | factors | {f"{x}_cache": given[f"{x}_cache"].to(F8) for x in "kv"}
@@ -369,7 +369,7 @@ NARROW_MISTAKES = {
     "kind", [TOGETHER, IN_ONE, NARROW, NARROW_SINGLE], ids=["together", "in one", "narrow", "single"]
 )
 def test_without_a_mistake_rows_that_are_copied_together_are_right(kind: Planted) -> None:
-    op = changed(f"planted_in_no_{kind.rows.name.lower()}_{kind.page}", kind=kind)
+    op = changed(f"planted_in_no_{kind.kind.mark.strip('_')}_{kind.page}", kind=kind)
     assert max(errors(op, without_padding(kind))) < kind.tolerance
     padded = without_padding(kind) | {"leftpad": PADDING}
     assert max(errors(op, padded)) < kind.tolerance
@@ -390,7 +390,7 @@ def test_without_a_mistake_rows_that_are_copied_together_are_right(kind: Planted
 def test_mistakes_with_rows_that_are_copied_together_show(
     kind: Planted, mistakes: Mapping[str, tuple[str, str]], mistake: str
 ) -> None:
-    name = f"planted_{kind.rows.name.lower()}_{kind.page}_{list(mistakes).index(mistake)}"
+    name = f"planted_{kind.kind.mark.strip('_')}_{kind.page}_{list(mistakes).index(mistake)}"
     assert shows(changed(name, mistakes[mistake], kind=kind), without_padding(kind), kind.tolerance)
 
 

@@ -10,6 +10,7 @@ import pytest
 import flashgen
 from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
@@ -56,7 +57,7 @@ def test_who_divides_columns(text: str, cluster: int) -> None:
 
 
 def test_sequences_have_other_kernels() -> None:
-    plan = TARGET.plan(replace(variant_of(f"attention a {{ {CAUSAL} }}"), ragged=True))
+    plan = TARGET.plan(replace(variant_of(f"attention a {{ {CAUSAL} }}"), kind=RAGGED))
     assert all(each.backward.cluster == 1 for each in plan.elements)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from flashgen.analysis.variant import analyse
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_file
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
@@ -69,6 +70,17 @@ def test_rows_that_warps_share_stay_in_registers(target: str) -> None:
     left_out = ("BACKWARD",) if target == "sm_90a" else ()
     binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
     assert all(each.spill_bytes == 0 for each in binary.kernels)
+
+
+@pytest.mark.parametrize("head_dim", one_of(2, [128, 64]))
+def test_chunks_of_a_param_stay_in_registers_as_those_of_a_constant(head_dim: int) -> None:
+    """Where ranges divided by it in 64 bits, on either side of 0, forward kernels spilled 400 bytes."""
+    text = "attention chunks {{ head_dim {}  dtype bf16  {}  mask causal and chunked(c) }}"
+    spilled = [
+        {each.name: each.spill_bytes for each in compiled(text.format(head_dim, declared), "sm_90a", "F16").kernels}
+        for declared in ("param c: i32", "const c = 1000")
+    ]
+    assert spilled[0] == spilled[1]
 
 
 def branches(binary: CudaBinary) -> dict[str, int]:
@@ -164,7 +176,7 @@ def test_everything_at_once() -> None:
 @pytest.mark.parametrize(("target", "left_out"), [("sm_80", "FORWARD"), ("sm_90a", "BACKWARD")])
 def test_ragged_batches(target: str, left_out: str) -> None:
     """The arguments of a sequence are taken apart: nothing of them lies in memory but what spills."""
-    variant = dataclasses.replace(variant_of(PLAIN.format(head_dim=64, dtype="bf16")), ragged=True)
+    variant = dataclasses.replace(variant_of(PLAIN.format(head_dim=64, dtype="bf16")), kind=RAGGED)
     plan = GPUS[target].plan(variant)
     source = dataclasses.replace(emit_cuda(variant, plan), defines=((f"FLASHGEN_{left_out}", "0"),))
     binary = compile_cuda(source, target)
@@ -176,7 +188,7 @@ def test_ragged_batches(target: str, left_out: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 def test_ragged_batches_of_everything_at_once(target: str) -> None:
-    variant = dataclasses.replace(variant_of(RICH.replace("bf16", "f16")), ragged=True)
+    variant = dataclasses.replace(variant_of(RICH.replace("bf16", "f16")), kind=RAGGED)
     binary = compile_cuda(emit_cuda(variant, GPUS[target].plan(variant)), target)
     assert any("keys" in each.name for each in binary.kernels)
 

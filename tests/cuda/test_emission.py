@@ -10,7 +10,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.by_blocks import BY_BLOCKS
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.table import KINDS
 from flashgen.language import parse_text
 from flashgen.plan.launches import ALIGNMENT
 from flashgen.targets.gpu.emit import emit_cuda
@@ -64,12 +64,12 @@ def test_the_same_bytes_every_time(name: str) -> None:
 def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str, target: str) -> None:
     """Whatever the rows lie in: a package says of each kernel that it holds what its launch says."""
     spec = parse_text(SPECS[name]).specs[0]
-    for rows in Kind:
-        if rows is BY_BLOCKS:
+    for kind in KINDS.values():
+        if kind is BY_BLOCKS:
             continue
-        variant = kernel_variant(spec, spec.head_dims[0], rows)
+        variant = kernel_variant(spec, spec.head_dims[0], kind)
         plan = GPUS[target].plan(variant)
-        assert set(launched(variant, plan)) == kernels_in(emit_cuda(variant, plan)), rows
+        assert set(launched(variant, plan)) == kernels_in(emit_cuda(variant, plan)), kind
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -10,6 +10,8 @@ import torch
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text
 from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.recipe import recipe_of
@@ -43,8 +45,8 @@ def test_where(text: str, expected: bool) -> None:
     """Long rows of several lengths."""
     of = variant(text)
     assert recipe_of(of).in_groups is expected
-    assert not recipe_of(replace(of, ragged=True)).in_groups
-    assert not recipe_of(replace(of, cached=True)).in_groups
+    assert not recipe_of(replace(of, kind=RAGGED)).in_groups
+    assert not recipe_of(replace(of, kind=CACHED)).in_groups
 
 
 @pytest.mark.parametrize("heads", [*SLOW, (7, 7), (10, 5)])

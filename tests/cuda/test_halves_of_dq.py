@@ -9,6 +9,7 @@ import pytest
 
 from flashgen.hosts.emulator import FaultKind
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
 from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
@@ -62,7 +63,7 @@ def test_smaller_head_dimensions_have_nothing_of_it(head_dim: int) -> None:
 
 def test_sequences_have_other_kernels() -> None:
     """Tensor copies alone bring Q and dO, and their maps end where tensors do."""
-    plan = TARGET.plan(replace(variant_of(f"attention a {{ {CAUSAL} }}"), ragged=True))
+    plan = TARGET.plan(replace(variant_of(f"attention a {{ {CAUSAL} }}"), kind=RAGGED))
     assert not any(each.backward.dq_in_halves for each in plan.elements)
 
 

@@ -22,6 +22,9 @@ MASKS: dict[str, tuple[str, str, dict[str, int]]] = {
     "what rows begin with": ("tensor first: i32[B, Nq]", "j >= first[b, i] and j <= i + 100", {}),
     "what columns end at": ("tensor last: i32[B, Nk]", "i <= last[b, j]", {}),
     "rows of three kinds": ("", "(i % 3 == 0 or j >= 40) and j <= i", {}),
+    "chunks": ("", "j <= i and i // 48 == j // 48", {}),
+    "chunks of any size, from the end": ("param w: i32", "(i + Nk - Nq) // w == j // w or j < 2", {"w": 37}),
+    "chunks of a row's number": ("tensor first: i32[B, Nq]  param w: i32", "first[b, i] // w == j // w", {"w": -9}),
 }
 QUICK = ("a sink and a window", "a window that may be any int")
 LINES = ("keys_of_row", "queries_of_column")
@@ -53,11 +56,14 @@ def test_masked_tiles(name: str, target: str) -> None:
 
 
 def test_which_masks_ask_lines() -> None:
-    """A mask of documents is asked for each pair, one of a row's first key only by columns."""
+    """A mask of documents is asked for each pair, one of a row's first key only by columns, chunks by neither."""
     text = "attention t {{ head_dim 64  {} }}"
     documents = emitted(text.format("tensor doc: i32[B, Nk]  mask same_document(doc)"), "sm_90a").text
     assert not any(f"{each}<s_tiles>" in documents for each in LINES)
     firsts = emitted(text.format("tensor first: i32[B, Nq]  mask j >= first[b, i]"), "sm_90a").text
     assert [f"{each}<s_tiles>" in firsts for each in LINES] == [True, False]
+    for position in ("i", "(i + Nk - Nq)"):
+        chunks = emitted(text.format(f"param w: i32  mask causal and {position} // w == j // w"), "sm_90a").text
+        assert all(f"{each}<s_tiles>" in chunks for each in LINES)
     assert "hide_the_end" in documents
     assert "hide_the_end" not in firsts

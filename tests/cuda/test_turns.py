@@ -12,6 +12,7 @@ import flashgen
 from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.emit import emit_cuda
@@ -152,7 +153,7 @@ def test_windows_of_a_few_tiles(text: str) -> None:
 def test_sequences() -> None:
     """Of lengths from none to several tiles; NaN behind the end of one changes no bit of others."""
     variant = variant_of(f"attention a {{ dtype bf16  {CAUSAL} }}")
-    assert all(each.forward.takes_turns for each in TARGET.plan(replace(variant, ragged=True)).elements)
+    assert all(each.forward.takes_turns for each in TARGET.plan(replace(variant, kind=RAGGED)).elements)
     op = hopper(CAUSAL)
     lengths = ((5, 5), (0, 3), (130, 130), (0, 0), (70, 150), (9, 0), (1, 1), (200, 66))
     q_starts, k_starts = (torch.tensor([0, *each]).cumsum(0).int() for each in zip(*lengths, strict=True))

@@ -194,7 +194,7 @@ def test_rows_of_a_sequence(name: str, begin: int, count: int, first: int) -> No
         SEQUENCE_SOURCE,
         {"y": np.zeros((32, 96), np.uint16), "begin": begin, "count": count, "first": first, "head": 2},
         allocated={"x": x},
-        maps=[replace(tensor_map(Box("k", 32, 64), HEAD_DIM, known, RAGGED), tensor="x")],
+        maps=[replace(tensor_map(Box("k", 32, 64), HEAD_DIM, known, RAGGED.operands), tensor="x")],
         name="bring_sequence",
         threads=64,
         shared_bytes=SHARED_BYTES,

@@ -6,7 +6,7 @@ Each is the statements of a spec that say which pairs are kept. ``loose`` says w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ BATCH, HEADS = 2, 2  # of every call; tiles are counted for the last of both
 
 @dataclass(frozen=True)
 class Mask:
-    """A name, the statements of a spec, the captured tensors that they read."""
+    """A name, the statements of a spec, the captured tensors that they read, the params with their values in calls."""
 
     name: str
     statements: str
     tensors: tuple[str, ...] = ()
     loose: str | None = None
+    params: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_self_attention(self) -> bool:
@@ -31,7 +32,8 @@ class Mask:
     @property
     def spec(self) -> str:
         """A whole spec."""
-        declared = "\n".join(f"    tensor {name}: {DECLARATIONS[name]}" for name in self.tensors)
+        lines = [f"    tensor {name}: {DECLARATIONS[name]}" for name in self.tensors]
+        declared = "\n".join((*lines, *(f"    param {name}: i32" for name in self.params)))
         return f"attention mask_under_test {{\n    head_dim 16\n{declared}\n    {self.statements}\n}}\n"
 
 
@@ -134,6 +136,14 @@ MASKS = (
     Mask("causal blocks of keys", "mask j // 40 < (i + 1) // 40 or i // 40 == j // 40", loose=_FORMS),
     Mask("window in whole blocks", "mask causal and j >= (i // 32) * 32 - 32"),
     Mask("chunks that look back", "mask causal and i // 50 - j // 50 <= 1"),
+    Mask("chunks of a param", "mask causal and chunked(c)", params={"c": 50}),
+    Mask("chunks of a param, lower right", "mask causal_lower_right and (i + Nk - Nq) // c == j // c",
+         params={"c": 70}),
+    Mask("chunks of a param that look back", "mask causal and i // c - j // c <= 1", params={"c": 50}),
+    Mask("chunks of a param beside the second", "mask abs(i // c - j // c) <= 1 and j // c == 1", params={"c": 40}),
+    Mask("chunks of a param, every third key", "mask causal and i // c == j // c and j % 3 == 1", params={"c": 60}),
+    Mask("chunks that fall", "mask causal and chunked(c)", params={"c": -50}),
+    Mask("one chunk", "mask causal and chunked(c)", params={"c": 0}),
     Mask("local blocks", "layout block 32: abs(I - J) <= 1"),
     Mask("local and global blocks", "layout block 32: local_global(1, 1)"),
     Mask("causal blocks", "layout block 48: J <= I"),

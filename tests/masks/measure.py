@@ -22,11 +22,12 @@ import numpy as np
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.ir.expr import Expr, index, size
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ScalarType
 from flashgen.language import parse_text
-from flashgen.plan.arguments import argument_fields, dimension_field, stride_field, tensor_field
+from flashgen.plan.arguments import argument_fields, dimension_field, param_field, stride_field, tensor_field
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
@@ -199,6 +200,7 @@ class Masks:
             for axis, (length, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
                 known[stride_field(name, axis)] = stride // array.itemsize
                 known[dimension_field(name, axis)] = length
+        known |= {param_field(name): value for name, value in self.masks[number].params.items()}
         layout = self.layouts[number]
         return layout.pack(*layout.values(known))
 
@@ -206,17 +208,19 @@ class Masks:
         """The pairs that are kept, as a dense array."""
         values: dict[Expr, Any] = {size(name): np.array(value) for name, value in problem.sizes().items()}
         values |= {index("b"): np.array(BATCH - 1), index("h"): np.array(HEADS - 1), index("hkv"): np.array(HEADS - 1)}
+        for name, value in self.masks[number].params.items():
+            values[Symbol(ScalarType.INT, name=name, kind=SymbolKind.PARAM)] = np.array(value)
         i, j = (np.arange(start, start + length) for start, length in _spans(problem))
         values |= {index("i"): i[:, None], index("j"): j[None, :]}
         kept = evaluate(self.variants[number].keep, values, tensors=tensors)
         return np.broadcast_to(kept, (len(i), len(j)))
 
-    def tiles(self, problem: Problem, rows: int, columns: int) -> Iterator[tuple[tuple[int, int], Tile]]:
-        """Every tile, as the analysis takes it."""
+    def tiles(self, number: int, problem: Problem, rows: int, columns: int) -> Iterator[tuple[tuple[int, int], Tile]]:
+        """Every tile of one mask, as the analysis takes it."""
         b, h = IntRange(BATCH - 1, BATCH - 1), IntRange(HEADS - 1, HEADS - 1)
         for row, i in enumerate(_cut(problem.q_start, problem.q_len, rows)):
             for column, j in enumerate(_cut(problem.kv_start, problem.kv_len, columns)):
-                yield (row, column), Tile(b, h, i, j, problem.sizes())
+                yield (row, column), Tile(b, h, i, j, problem.sizes(), self.masks[number].params)
 
 
 def tensors_of(problem: Problem, rng: np.random.Generator) -> Mapping[str, Any]:

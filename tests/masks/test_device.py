@@ -65,7 +65,7 @@ def test_the_analysis_finds_the_same_classes(
     tensors = tensors_of(problem, rng)
     for rows, columns in ((64, 64), (32, 128)):
         found = device.classes(number, problem, rows, columns, tensors)
-        for place, tile in masks.tiles(problem, rows, columns):
+        for place, tile in masks.tiles(number, problem, rows, columns):
             assert class_in_pieces(keep, tile) is CLASSES[found[place]], (NAMES[number], tile)
 
 

@@ -53,7 +53,7 @@ def test_the_analysis_finds_the_classes_of_kernels(number: int, masks: Masks, rn
     held = given | {"coarse": np.lib.stride_tricks.as_strided(np.zeros(1, np.int64), (0, HEADS), (0, 0))}
     for rows, columns in ((48, 64), (16, 16), (128, 128)):
         found = masks.count(number, PROBLEM, rows, columns, held).ranges
-        for place, tile in masks.tiles(PROBLEM, rows, columns):
+        for place, tile in masks.tiles(number, PROBLEM, rows, columns):
             assert classify(keep, tile, loads=loads_of_kernels(given)) is CLASSES[found[place]], tile
             # What is there says no less than what kernels know.
             known = classify(keep, tile, loads=loads_of(given))

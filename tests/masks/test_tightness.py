@@ -50,7 +50,7 @@ def test_the_analysis_finds_the_same_classes(number: int, masks: Masks, rng: np.
     keep, loads = masks.variants[number].keep, loads_of_kernels(tensors)
     for rows, columns in ((48, 64), (33, 20)):
         found = masks.count(number, problem, rows, columns, tensors).ranges
-        for place, tile in masks.tiles(problem, rows, columns):
+        for place, tile in masks.tiles(number, problem, rows, columns):
             assert classify(keep, tile, loads=loads) is CLASSES[found[place]], (mask.name, tile)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 
 CAUSAL = "attention causal { head_dim 64  mask causal }"
 # Everything that positions, lengths and heads decide; what only training has.

@@ -13,6 +13,7 @@ import flashgen
 from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import CACHED
 from flashgen.op.cached import CachedEngine
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
@@ -307,16 +308,17 @@ def test_an_entry_too_large_for_32_bits_is_refused() -> None:
     assert kernel is not None
     dense = kernel(HeadDim(64, 64), 0)
     assert dense is not None
-    assert dense.cached is not None
-    layout = dense.cached().layout
+    cached = dense.of(CACHED)
+    assert cached is not None
+    layout = cached.layout
     known = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 1, "kv_len": 400, "group_rows": 2, "element": 1}
     known |= {"q_stride_b": 128, "q_stride_h": 64, "q_stride_n": 64, "cache_entries": 100, "cache_rows": 4}
     for name in ("k", "v"):
         known |= {f"{name}_stride_b": 2**31, f"{name}_stride_h": 64, f"{name}_stride_n": 64}
-    dense.cached().prepare("forward", layout.values(known))
+    cached.prepare("forward", layout.values(known))
     known["k_stride_n"] = 2**30
     with pytest.raises(ValueError, match="an entry or page of the cache, reach over more than"):
-        dense.cached().prepare("forward", layout.values(known))
+        cached.prepare("forward", layout.values(known))
 
 
 def test_what_runs_is_explained() -> None:

@@ -21,7 +21,7 @@ from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import relative_error
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 from . import test_decode_on_gpus as on_gpus
 from .test_decode import CAPACITY, CAUSAL, HKV, LENGTHS, PADDING, POSITIONAL, TOLERANCE, B, captured, paged, random
 

@@ -13,8 +13,9 @@ from torch import Tensor
 import flashgen
 from flashgen.flash import flash_attn_func
 from flashgen.hosts.emulated import EmulatedKernel, recording
-from flashgen.hosts.kernel import PassName, Prepared, Values
+from flashgen.hosts.kernel import Prepared, Values
 from flashgen.ir.shape import Shape
+from flashgen.kinds.kind import PassName
 from flashgen.op.eight_bits import fitting_factors, rounded_weights, to_8_bits
 from flashgen.op.op import AttentionOp
 from flashgen.verification.f8 import rows_of
@@ -24,7 +25,7 @@ from flashgen.verification.verify import relative_error
 from tools.fuzz.draws import CallDraw, Case, Machine
 from tools.fuzz.judge import judge
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 
 B, H, HKV, D = 2, 4, 2, 64
 CAUSAL = "attention causal_f8 { head_dim 64, 40, 128/96  mask causal }"

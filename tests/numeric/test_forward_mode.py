@@ -16,7 +16,7 @@ from flashgen.op.forward_mode import ForwardMode
 from flashgen.op.op import AttentionOp
 from flashgen.reference import tiled
 
-from ..runtime.helpers import CAUSAL, RICH, error, op, random
+from ..op.helpers import CAUSAL, RICH, error, op, random
 
 BIAS = "tensor bias: f32[B, H, Nq, Nk]  param cap: f32"
 SPECS = {

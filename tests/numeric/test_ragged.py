@@ -17,7 +17,7 @@ from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import random_inputs
 from flashgen.verification.verify import FLOAT32_TOLERANCE, relative_error
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 from .helpers import dtypes, operator
 
 # Empty ones, single rows, a giant beside small ones, more queries than keys and fewer.

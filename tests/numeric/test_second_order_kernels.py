@@ -16,7 +16,7 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Forward, Of, Place, Program, Reverse
 from flashgen.verification.second_order import second_order, through_tangents
 
-from ..runtime.helpers import error, op, random
+from ..op.helpers import error, op, random
 from .test_forward_mode import SPECS as MOVED
 from .test_forward_mode import close, problem
 

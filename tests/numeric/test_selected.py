@@ -12,7 +12,7 @@ from flashgen.op import selected
 from flashgen.op.op import AttentionOp
 from flashgen.verification.verify import relative_error
 
-from ..runtime.helpers import op as loaded
+from ..op.helpers import op as loaded
 
 PER_QUERY = """
 attention per_query {

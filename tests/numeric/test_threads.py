@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.hosts.kernel import LibraryKernel, PassName
+from flashgen.hosts.kernel import LibraryKernel
+from flashgen.kinds.kind import PassName
 from flashgen.op.call import Rest
 from flashgen.store.cache import Cache
 from flashgen.toolchains.cpp import compile_sources

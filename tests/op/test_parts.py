@@ -125,7 +125,7 @@ def test_where_there_are_none_what_is_read_is_widened() -> None:
 
     def without(head_dim: Any, index: int) -> Any:
         kernel: Any = kernels(head_dim, index)
-        return dataclasses.replace(kernel, parts=None)
+        return dataclasses.replace(kernel, other=lambda _: None)
 
     for given in (OpParts(op.spec, {"cpu": without}), OpParts(op.spec, {"cpu": None})):
         (wide, _, _), sums = both(AttentionOp(given).engine_of_parts, inputs, tensors)

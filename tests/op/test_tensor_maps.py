@@ -105,7 +105,7 @@ def sequences_of(k: torch.Tensor, name: str = "k") -> TensorMap:
     by_row, by_head, _ = k.stride()
     known: dict[str, float] = {"batch": 3, "kv_heads": heads, "kv_len": rows}
     known |= {f"{name}_stride_b": 7, f"{name}_stride_h": by_head, f"{name}_stride_n": by_row}
-    return tensor_map(Box(name, 48, 64), HEAD_DIM, known, RAGGED)
+    return tensor_map(Box(name, 48, 64), HEAD_DIM, known, RAGGED.operands)
 
 
 RAGGED_TENSORS = [

@@ -14,7 +14,7 @@ from flashgen.compiler.package.gpu import packaged
 from flashgen.compiler.package.manifest import Manifest
 from flashgen.compiler.pipeline import read_file
 from flashgen.diagnostics import SpecError
-from flashgen.hosts.gpu_calls import BOTH
+from flashgen.kinds.kind import BOTH
 from flashgen.store import gallery
 from flashgen.targets.gpu.started import started
 from flashgen.targets.registry import GPUS

@@ -24,11 +24,11 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda, gpu_calls
 from flashgen.hosts.backends import ELEMENTS, CudaProvider, launches_of
 from flashgen.hosts.cuda import CudaMissing
-from flashgen.hosts.kernel import PassName
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import BOTH, PassName
 from flashgen.language import parse_text
 from flashgen.plan.measured import Tile
 from flashgen.plan.plan import ANY_CALLS, CallKind, Part
@@ -265,7 +265,7 @@ def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource])
     (head_dim,) = spec.head_dims
     provider = CudaProvider(spec)
     assert len(compiled(analyse(spec, head_dim), SM_80).plan.elements) == 3
-    for name, length in itertools.product(gpu_calls.BOTH, (512, 16_384)):  # tiles of the model, of the planner
+    for name, length in itertools.product(BOTH, (512, 16_384)):  # tiles of the model, of the planner
         del assembler[:]
         provider.of_call(head_dim, 0, name, values(length))
         assert assembler
@@ -274,7 +274,7 @@ def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource])
             types = ("F16", "BF16", "F32")
             in_text = {each for each in types if f"#if FLASHGEN_FORWARD && FLASHGEN_{each}\n" in source.text}
             assert in_text - left_out == {"BF16"}
-            assert {each.upper() for each in gpu_calls.BOTH} - left_out == {name.upper()}
+            assert {each.upper() for each in BOTH} - left_out == {name.upper()}
         assert length == 512 or in_text == set(types), "the planner's source holds all types"
 
 
@@ -282,7 +282,7 @@ def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource])
 def test_a_part_holds_the_kernels_of_its_type() -> None:
     spec = parse_text("attention typed { head_dim 16  mask causal }").specs[0]
     variant = analyse(spec, spec.head_dims[0])
-    for name in gpu_calls.BOTH:
+    for name in BOTH:
         made = assembled(variant, SM_80, part=Part(ElementType.BF16, name, CallKind()))
         assert made.binary.kernels
         assert all(each.name.partition("_bf16")[1] for each in made.binary.kernels)
@@ -377,7 +377,7 @@ def test_a_deterministic_call_of_a_package_without_nvrtc(tmp_path: Path, monkeyp
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "dropout", "deterministic", "of_any"),
-    one_of(8, itertools.product(reversed(gpu_calls.BOTH), (1, 0), (1, 0), (False, True))),
+    one_of(8, itertools.product(reversed(BOTH), (1, 0), (1, 0), (False, True))),
 )
 def test_parts_hold_the_kernels_of_their_pass(name: PassName, dropout: int, deterministic: int, of_any: bool) -> None:
     """Every launch of a pass is found in what is compiled of it alone."""

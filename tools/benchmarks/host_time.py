@@ -29,13 +29,13 @@ from flashgen.compiler.compiled import compiled
 from flashgen.hosts.counters import Counters
 from flashgen.hosts.cuda import CudaKernel
 from flashgen.hosts.gpu_calls import call_of, kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout, PassName
+from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import BYTES
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.op import AttentionOp, make_op
 from flashgen.plan.measured import PLANNERS_OWN

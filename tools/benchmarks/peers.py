@@ -101,7 +101,7 @@ def standard_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None
 
 
 def rabe_staats_peer(spec: AttentionSpec, inputs: Inputs, drop: float | None = None) -> Peer:
-    """``reference/algorithms/rabe_staats.py`` as one writes it in PyTorch; for what SDPA can, too."""
+    """``tools/paper/rabe_staats.py`` as one writes it in PyTorch; for what SDPA can, too."""
     terms = _terms(spec, inputs, drop)
     blocks = rabe_staats_blocks(inputs.q.shape[2], inputs.k.shape[2])
     shard = Shard.whole(inputs.q.shape, inputs.k.shape)

@@ -20,7 +20,7 @@ from flashgen.distributed.partial import Partial
 from flashgen.hosts.gpu_backend import CudaProvider
 from flashgen.hosts.gpu_calls import ELEMENTS
 from flashgen.ir.shape import Shape
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.table import KINDS
 from flashgen.op.signature import TORCH_DTYPES
 from tools.benchmarks.rank_calls import SPECS, text_of
 from tools.benchmarks.rank_checks import CHECK_SHAPE, CHECKED, TOLERANCE, checked_text
@@ -84,7 +84,7 @@ def compile_one(
     codes = {TORCH_DTYPES[element]: code for code, element in enumerate(ELEMENTS)}
     # A sink is of rows, not of parts of their keys.
     of_parts = rows == "parts" or (rows == "slices" and which == "backward")
-    provider = CudaProvider(Partial(op).inner.spec if of_parts else op.spec, rows=Kind(rows))
+    provider = CudaProvider(Partial(op).inner.spec if of_parts else op.spec, kind=KINDS[rows])
     for dtype in dtypes:
         for shape in shapes:
             values = {

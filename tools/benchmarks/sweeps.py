@@ -1,7 +1,7 @@
 """The paper's experiments for any spec: over the length, the size of the blocks, and the share of blocks kept.
 
 In: an ``AttentionSpec`` and what the user asked for. Out: ``Point``s and ``Absent``s as they are measured
-(``benchmark/sweep.py``). Figures are those of Dao et al., "FlashAttention", 2022, arXiv:2205.14135.
+(``tools/benchmarks/sweep.py``). Figures are those of Dao et al., "FlashAttention", 2022, arXiv:2205.14135.
 
     length    run time and memory against N, with dropout and a padding mask (Figure 3); ``block_sparse`` among the
               peers is flashgen itself with the butterfly of blocks of 64, so that log N / N of the pairs are left

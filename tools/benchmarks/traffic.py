@@ -15,11 +15,11 @@ from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import SpecError
 from flashgen.hosts.backends import launches_of
-from flashgen.hosts.kernel import PassName
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, index_set, substitute, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.op.plain import as_arrays
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field
 from flashgen.plan.measured import PASSES

@@ -18,9 +18,12 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled as compiled_kernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.backends import EmulatorProvider
-from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_jvp
+from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_forward_mode
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
+from flashgen.kinds.parts import PARTS
 from flashgen.op.op import AttentionOp, OpParts, make_op
 from flashgen.plan.arguments import argument_fields
 from flashgen.store.cache import Cache
@@ -62,7 +65,7 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
 def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     wanted = {(head_dim_of(spec, call), False): None for call in case.calls}
     wanted |= {(head_dim_of(spec, call), True): None for call in case.calls if call.wide and (call.parts or call.ranks)}
-    variants = [replace(analyse(spec, head_dim), parts=parts) for head_dim, parts in wanted]
+    variants = [replace(analyse(spec, head_dim), kind=PARTS if parts else DENSE) for head_dim, parts in wanted]
     target = CpuTarget(local_cpu())
     sources = [compiled_kernel(variant, target).source for variant in variants]
     moved = list(dict.fromkeys(head_dim_of(spec, call) for call in case.calls if call.order > 1))
@@ -79,23 +82,17 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
         for key, source, binary in zip(wanted, sources, binaries, strict=False)
     }
     moving = [
-        load_jvp(
-            binary.path,
-            source.symbol,
-            argument_fields(variant.spec, variant.kind),
-            "jvp_backward" if variant.backward_only else "jvp",
+        load_forward_mode(
+            binary.path, source.symbol, argument_fields(variant.spec, variant.kind), variant.kind.passes[0]
         )
         for variant, source, binary in zip(of_tangents, sources[len(wanted) :], binaries[len(wanted) :], strict=True)
     ]
     pairs = dict(zip(moved, zip(moving[::2], moving[1::2], strict=True), strict=True))
 
     def find(head_dim: HeadDim, _: int) -> LibraryKernel:
-        of_parts = kernels.get((head_dim, True))
-        found = replace(kernels[head_dim, False], parts=None if of_parts is None else lambda: of_parts)
-        if head_dim not in pairs:
-            return found
-        forward, backward = pairs[head_dim]
-        return replace(found, jvp=lambda: forward, jvp_backward=lambda: backward)
+        forward, backward = pairs.get(head_dim, (None, None))
+        others = {PARTS: kernels.get((head_dim, True)), FORWARD_MODE: forward, FORWARD_MODE_BACKWARD: backward}
+        return replace(kernels[head_dim, False], other=others.get)
 
     return _op(case, spec, functools.cache(find), tuple(sources))
 

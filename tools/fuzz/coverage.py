@@ -49,7 +49,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     if plan and any(each.sequences for each in counted):
         kernel = ragged_kernel(spec, head_dim, plan.target)
         tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol
-    symbol += "_parts" if any(each.launches.operands is PARTS for each in counted) else ""
+    symbol += "_parts" if any(each.launches.operands is PARTS.operands for each in counted) else ""
     found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
     for each in counted:
         names = [launch.kernel.removeprefix(symbol) for launch in each.launches.launches]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from flashgen.diagnostics import SpecError
-from flashgen.hosts.backends import kernel_variant, takes_f8
 from flashgen.hosts.emulated import Counted, recording
 from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.gpu_calls import has_kernels
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.registry import GPUS
@@ -155,7 +156,7 @@ def _rounds_weights(case: Case, spec: AttentionSpec, call: CallDraw) -> bool:
     target = "sm_90a" if case.machine.backend == "cuda" else case.machine.target
     if not call.eight_bits or not target:
         return False
-    return takes_f8(kernel_variant(spec, head_dim_of(spec, call)), GPUS[target])
+    return has_kernels(EIGHT_BITS, spec, head_dim_of(spec, call), GPUS[target])
 
 
 def _repeats(

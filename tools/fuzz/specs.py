@@ -241,7 +241,9 @@ class Builder:
         parts = []
         for _ in range(self.chance.choice((1, 1, 1, 2, 2, 3))):
             if self.chance.random() < 0.6:
-                parts.append(leaf(BOOL, f"({self.chance.choice(forms)})"))
+                form = self.chance.choice(forms)
+                known = (self.param(INT, "mask"),) if "{p}" in form else ()
+                parts.append(Node(BOOL, f"({form.replace('{p}', '{0}')})", known))
             else:
                 parts.append(self.expression(place, BOOL, depth))
         joined = parts[0]

@@ -123,6 +123,7 @@ MASKS = (
         "i % 5 != 0",
         "j % 7 != 3 or i < j",
     ),
+    *("causal and chunked({p})", "(i + Nk - Nq) // {p} == j // {p}", "abs(i // {p} - j // {p}) <= 1"),
 )
 # What keys are near to, where biases by place have nine entries.
 NEIGHBOURHOODS = ("clamp(i, 2, Nk - 3)", "clamp(i, 2, 6)", "i", "max(i, 2)", "min(i, Nk - 3)")

@@ -20,7 +20,7 @@ from flashgen.analysis.tiles import loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.cached import ARRIVALS
-from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.dense import DENSE, OPERANDS
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.moved import sizes_of
 from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
@@ -50,7 +50,7 @@ def counted(variant: Variant) -> tuple[str, ...]:
 def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
     """The kernels of a pass that touch operands, where gradients are summed by atomic additions."""
     if name == "forward":
-        return ("turn", "forward") if recipe.computed.f8 else ("forward",)
+        return ("turn", "forward") if recipe.computed.kind.f8 else ("forward",)
     rows = ("rows",) if recipe.row_state else ()
     return (*rows, *(("backward", "convert") if recipe.one_pass else ("keys", "queries")))
 
@@ -121,7 +121,7 @@ def bytes_of_sequences(
 
     The kernel of delta goes over the rows of all. What says where sequences begin comes from caches, and is left out.
     """
-    dense, found = replace(variant, ragged=False), Counter[str]()
+    dense, found = replace(variant, kind=DENSE), Counter[str]()
     of_all = [each for each in launches.launches if each.kernel.startswith(f"{symbol}_rows_")]
     of_each = replace(launches, launches=tuple(each for each in launches.launches if each not in of_all))
     for own in sequences:

@@ -44,7 +44,7 @@ def _accesses(
     match kernel:
         case "forward":
             written = (*(["lse"] if state else []), *([LSE_PARTS.name] if divided else []))
-            read = ("k",) if recipe.computed.f8 else ("k", "v")
+            read = ("k",) if recipe.computed.kind.f8 else ("k", "v")
             return (*once("q", "o", *written, of=operands), *by_tile(*read))
         case "turn":
             return once("v", of=operands)

@@ -200,7 +200,7 @@ def _sums_tell(computed: Variant) -> bool:
     Nor in ragged batches of narrow heads, whose kernels have no registers for it: they spilled 256 bytes.
     """
     width = computed.head_dim.qk
-    others = computed.f8 or computed.tangent is not None or (computed.ragged and width <= 64)
+    others = computed.kind.f8 or computed.tangent is not None or (computed.kind.ragged and width <= 64)
     measured = width <= rules.SUMS_TELL.limit or (width <= 256 and not has_whole_rows(computed))
     return linear_factor(computed) is not None and not others and measured
 
@@ -278,7 +278,7 @@ def _is_linear(computed: Variant) -> bool:
 def _moves_apart(computed: Variant) -> bool:
     """Forward mode's tangents of scores are of products with tangents, and of what is captured, alone."""
     tangent = computed.tangent
-    if tangent is None or computed.backward_only or not computed.weights.form.exponential or computed.uses_sqdist:
+    if tangent is None or computed.kind.backward_only or not computed.weights.form.exponential or computed.uses_sqdist:
         return False
     return DOT not in walk(tangent.score)
 
@@ -298,8 +298,8 @@ def _exponent(computed: Variant) -> tuple[Expr | None, Expr | None]:
     if (
         not computed.weights.form.exponential
         or computed.tangent is not None
-        or computed.has_rows_of_heads
-        or computed.f8
+        or computed.kind.rows_of_heads
+        or computed.kind.f8
     ):
         return None, None
     if kept_level(computed.score) is not Level.PAIR:
@@ -313,14 +313,14 @@ def _exponent(computed: Variant) -> tuple[Expr | None, Expr | None]:
 
 def _norms(computed: Variant) -> SplitNorms | None:
     """Of a softmax alone: other weights see the score itself. A tile of a cache waits for memory."""
-    if not computed.uses_sqdist or not computed.weights.form.exponential or computed.cached:
+    if not computed.uses_sqdist or not computed.weights.form.exponential or computed.kind.cached:
         return None
     return split_norms(computed.score)
 
 
 def _folds(computed: Variant, keys: tuple[CapturedGradient, ...]) -> bool:
     """dS is all that follows the weights, and reaches dot products by a factor of the pair, a number everywhere."""
-    if not _is_linear(computed) or keys or computed.forward_only or is_of_launch(computed.score_by_dot):
+    if not _is_linear(computed) or keys or computed.kind.forward_only or is_of_launch(computed.score_by_dot):
         return False
     found = bounds(computed.score_by_dot, _usual_numbers(computed))
     assert isinstance(found, FloatRange)

@@ -6,10 +6,12 @@ that returns a lane's elements as bits.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW, Truth
-from flashgen.analysis.kept_runs import Run, fits_position, kept_runs
+from flashgen.analysis.kept_runs import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.levels import level_of
 from flashgen.analysis.linear import Linear
 from flashgen.emit.placement import Placement
@@ -19,8 +21,12 @@ from flashgen.ir.expr import Expr, Symbol
 
 @dataclass(frozen=True)
 class RunCode:
-    """A run: where it begins, its last position, and what the line has to satisfy, each where there is such a thing."""
+    """A run: where it begins, its last position, and what the line has to satisfy, each where there is such a thing.
 
+    ``lines`` name what these read.
+    """
+
+    lines: tuple[str, ...]
     least: str | None
     most: str | None
     condition: str | None
@@ -45,32 +51,48 @@ def queries_of_column(keep: Expr, placement: Placement) -> LineCode | None:
 
 def _line(keep: Expr, axis: Symbol, placement: Placement) -> LineCode | None:
     runs = kept_runs(keep, axis)
-    return None if runs is None else LineCode(tuple(_run(run, placement) for run in runs))
+    return None if runs is None else LineCode(tuple(_run(n, run, placement) for n, run in enumerate(runs)))
 
 
-def _run(run: Run, placement: Placement) -> RunCode:
+def _run(number: int, run: Run, placement: Placement) -> RunCode:
+    names = [f"blocks{number}_{n}" for n in range(len(run.blocks))]
+    lines = (f"const auto {x} = {_blocks(each, placement)};" for x, each in zip(names, run.blocks, strict=True))
     conditions = [f"{_sum(each, placement, wide=True)} >= 0" for each in run.not_negative]
     conditions += [_truth(each, placement) for each in run.truths]
     return RunCode(
-        least=_tightest("max", run.least, placement),
-        most=_tightest("min", run.most, placement),
+        lines=tuple(lines),
+        least=_tightest("max", [*_ends(run.least, placement), *(f"fg::position({name}.lo)" for name in names)]),
+        most=_tightest("min", [*_ends(run.most, placement), *(f"fg::position({name}.hi)" for name in names)]),
         condition=" && ".join(conditions) or None,
     )
 
 
-def _tightest(choose: str, ends: tuple[Linear, ...], placement: Placement) -> str | None:
-    code = ""
+def _blocks(blocks: Blocks, placement: Placement) -> str:
+    """The range of their positions."""
+    least, most = ([_sum(end, placement, wide=True) for end in ends] for ends in (blocks.least, blocks.most))
+    first, last = (*least, "-fg::ranges::far")[0], (*most, "fg::ranges::far")[0]
+    numbers = f"{{{first}, {last}}}"
+    for end in least[1:]:
+        numbers = f"fg::ranges::at_least({numbers}, {end})"
+    for end in most[1:]:
+        numbers = f"fg::ranges::at_most({numbers}, {end})"
+    size = placement.value("size_of_blocks", blocks.size, level_of(blocks.size))
+    code = f"fg::ranges::of_blocks({numbers}, {size})"
+    if blocks.shift == Linear():
+        return code
+    return f"fg::ranges::shifted({code}, {_sum(Linear().plus(blocks.shift, -1), placement, wide=True)})"
+
+
+def _tightest(choose: str, ends: Sequence[str]) -> str | None:
+    return functools.reduce(lambda code, own: f"fg::{choose}({code}, {own})", ends) if ends else None
+
+
+def _ends(ends: Iterable[Linear], placement: Placement) -> Iterator[str]:
+    """Ends in 32 bits, so that a position may be taken from them."""
     for end in ends:
-        own = _end(end, placement)
-        code = f"fg::{choose}({code}, {own})" if code else own
-    return code or None
-
-
-def _end(end: Linear, placement: Placement) -> str:
-    """An end in 32 bits, so that a position may be taken from it."""
-    if fits_position(end):
-        return _sum(end, placement, wide=False)
-    return f"fg::position({_sum(end, placement, wide=True)})"
+        fits = fits_position(end)
+        code = _sum(end, placement, wide=not fits)
+        yield code if fits else f"fg::position({code})"
 
 
 def _sum(total: Linear, placement: Placement, *, wide: bool) -> str:
