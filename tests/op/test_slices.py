@@ -88,7 +88,7 @@ def test_where_there_are_none_they_say_so() -> None:
     kernels = op._parts.kernels["cpu"]
 
     def without(head_dim: Any, index: int) -> Any:
-        return dataclasses.replace(kernels(head_dim, index), slices=None)
+        return dataclasses.replace(kernels(head_dim, index), other=lambda _: None)
 
     engine = type(op.engine_of_slices)(op.spec, {"cpu": without})
     assert not has_kernel(engine, inputs.q, inputs.v)
