@@ -41,7 +41,7 @@ from examples.small_gpt import (
     spec_of,
 )
 from flashgen import SpecError
-from flashgen.compiler.pipeline import Constant
+from flashgen.compiler.reading import Constant
 from flashgen.nn import Attention
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashgen
 from flashgen.analysis.simplify import simplify
 from flashgen.cli.options import read_constant
-from flashgen.compiler.pipeline import Constant
+from flashgen.compiler.reading import Constant
 from flashgen.ir.expr import literal
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn import Attention

@@ -38,7 +38,7 @@ from examples.small_gpt import (
     spec_of,
 )
 from flashgen import SpecError
-from flashgen.compiler.pipeline import Constant
+from flashgen.compiler.reading import Constant
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.nn import Attention

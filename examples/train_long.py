@@ -40,7 +40,7 @@ from examples.small_gpt import (
 )
 from examples.train_gpt import VOCABULARY, read_text, split
 from flashgen import SpecError
-from flashgen.compiler.pipeline import Constant
+from flashgen.compiler.reading import Constant
 from flashgen.distributed import ContextParallel, Partition, context_parallel, partition
 from flashgen.distributed.parallel import METHODS
 from flashgen.distributed.partition import METHODS as PARTITIONS

@@ -15,7 +15,8 @@ from typing import Any
 from flashgen.compiler.compiled import CompiledKernel, assembled
 from flashgen.compiler.package import folder as package_folder
 from flashgen.compiler.package.folder import FolderRefused
-from flashgen.compiler.pipeline import Constant, compile_spec, read_file, target_named
+from flashgen.compiler.pipeline import compile_spec, target_named
+from flashgen.compiler.reading import Constant, read_file
 from flashgen.diagnostics import SpecError
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.packed import Packed

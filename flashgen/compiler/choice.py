@@ -19,8 +19,8 @@ from flashgen.diagnostics import SpecError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PLANNERS_OWN, Pins, ShapeClass, Tuning
+from flashgen.targets.families import family_of
 from flashgen.targets.protocol import BinaryT, Device, PlanT, Target
-from flashgen.targets.registry import family_of
 from flashgen.version import __version__
 
 

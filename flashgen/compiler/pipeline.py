@@ -1,27 +1,25 @@
-"""The whole compiler: from a spec file to diagnostics, a plan, a generated package, or an operator.
+"""The whole compiler: from a spec file to diagnostics, a plan, or binaries for every target.
 
     text ─parse─▶ AttentionSpec ─analyse─▶ Variant ─plan─▶ Plan ─emit─▶ KernelSource ─compile─▶ Binary
                                                   └────────────── a Target ───────────────┘
 
-``compile_file`` is that line, for every target alike; everything else here decides where text comes from and where
-results go. Nothing here imports torch until an operator is asked for.
+``compile_file`` is that line, for every target alike; everything else here decides where results go. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flashgen.analysis.bounds import prove_indices
-from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.analysis.weight_checks import weight_diagnostics
 from flashgen.compiler.answers import Answer, answers_of, errors_of, warnings_of
 from flashgen.compiler.choice import planned, planned_at, tile_choices
 from flashgen.compiler.compiled import Assembled, CompiledKernel, assembled, compiled
-from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.compiler.reading import Checked, Constant, did_you_mean, read_file
+from flashgen.diagnostics import Diagnostic, SpecError, in_reading_order
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.plan import Plan
@@ -32,21 +30,7 @@ from flashgen.targets.registry import ARCHITECTURES
 from flashgen.targets.registry import targets as known_targets
 
 if TYPE_CHECKING:
-    from flashgen.language import SpecFile
     from flashgen.plan.report import PlanReport
-
-Constant = bool | int | float
-CONSTANTS = ("constants", "{'window': 128}")
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A file without errors: its specs, every warning about them, and what targets answered that were asked."""
-
-    specs: tuple[AttentionSpec, ...]
-    warnings: tuple[Diagnostic, ...]
-    sources: tuple[Source, ...]
-    answers: tuple[Answer, ...] = ()
 
 
 def compile_file(
@@ -70,16 +54,6 @@ def compile_spec(spec: AttentionSpec, target: Target[PlanT, BinaryT]) -> tuple[C
 
 
 # -- check and plan ----------------------------------------------------------------------------------------------------
-
-
-def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
-    """The specs of a file, with what is wrong or deserves a warning whatever they are compiled for.
-
-    Raises ``SpecError`` where there is an error.
-    """
-    from flashgen.language import parse_file
-
-    return _checked(parse_file(path, by_name(constants, *CONSTANTS)))
 
 
 def check_file(
@@ -181,37 +155,3 @@ def target_named(name: str) -> AnyTarget:
     if name not in known:
         raise SpecError([Diagnostic("E405", f"there is no target '{name}'", None, hints=did_you_mean(name, known))])
     return known[name]
-
-
-def _checked(parsed: SpecFile) -> Checked:
-    """What only the analysis of every head dimension can see, added to what parsing saw."""
-    found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
-    for spec in parsed.specs:
-        found.update(dict.fromkeys(weight_diagnostics(spec)))
-        for head_dim in spec.head_dims:
-            found.update(dict.fromkeys(index_diagnostics(spec, prove_indices(spec, head_dim))))
-    diagnostics = in_reading_order(found, parsed.sources)
-    if any(diagnostic.severity == "error" for diagnostic in diagnostics):
-        raise SpecError(diagnostics, parsed.sources)
-    return Checked(parsed.specs, diagnostics, parsed.sources)
-
-
-def read_text(text: str, constants: Mapping[str, Constant]) -> Checked:
-    """``read_file`` for a text."""
-    from flashgen.language import parse_text
-
-    return _checked(parse_text(text, constants=constants))
-
-
-def by_name(given: object, what: str, example: str) -> dict[str, Any]:
-    """What a caller gives by name, nothing for None. Raises ``TypeError`` for what has no names."""
-    found = {} if given is None else given
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise TypeError(f"{what} are given by their names, as in {example}, not as {given!r}")
-    return dict(found)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """What names that are there an unknown one may stand for, in words."""
-    close = nearest(name, known, limit=3)
-    return (f"did you mean {quoted_list(close)}?",) if close else (f"known: {quoted_list(known, 'and')}",)

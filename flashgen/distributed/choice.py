@@ -25,7 +25,7 @@ from flashgen.distributed.ulysses import Share, no_heads, shares_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.report import PassReport
-from flashgen.targets.registry import family_of
+from flashgen.targets.families import family_of
 
 # Bytes a second that a rank sends to another: what NCCL was measured to move between two H100 of one host (of the 450
 # GB/s that NVLink has in one direction), and a local network.

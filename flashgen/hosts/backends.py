@@ -2,96 +2,28 @@
 
 In: an ``AttentionSpec``, a backend, a package. Out: providers of kernels, which also say what they run (``Shows`` in
 ``op/op_shown.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first
-needed, but for the CPU's where there is no GPU: there the first call is not the one to wait.
+needed, but for the CPU's where there is no GPU: there the first call is not the one to wait. Hosts that a backend has
+no use for are not imported.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flashgen.analysis.tangent import with_slopes, with_tangent
-from flashgen.analysis.variant import analyse
-from flashgen.compiler.choice import TileChoices, tile_choices
-from flashgen.compiler.compiled import compiled, with_reasons
-from flashgen.compiler.package.cpu import Library, NoLibrary, libraries
 from flashgen.diagnostics import quoted_list
-from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts import cuda
-from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.emulator_backend import (
-    EmulatorProvider,
-    block_kernel,
-    cached_kernel,
-    dense_kernel,
-    f8_kernel,
-    ragged_kernel,
-)
-from flashgen.hosts.explain_cpu import explain_cpu, explain_jvp
-from flashgen.hosts.gpu_backend import CudaProvider, Package
-from flashgen.hosts.gpu_calls import (
-    ELEMENTS,
-    GPU_TANGENTS,
-    GPU_TANGENTS_BACKWARD,
-    call_of,
-    is_by_blocks,
-    is_cached,
-    is_f8,
-    kernel_variant,
-    launches_of,
-)
-from flashgen.hosts.kernel import Kernel, KernelProvider, LibraryKernel, LibraryPart, load_forward_mode
+from flashgen.hosts.cpu_backend import CPU_TANGENTS, Package, Texts, cpu_provider
+from flashgen.hosts.kernel import Kernel, KernelProvider, of_spec
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
-from flashgen.kinds.kind import Kind
-from flashgen.kinds.parts import PARTS
-from flashgen.kinds.slices import SLICES
-from flashgen.plan.arguments import argument_fields
-from flashgen.plan.explanation import Explanation
-from flashgen.plan.measured import Pins
-from flashgen.targets.cpu.device import local_cpu
-from flashgen.targets.cpu.plan import plan_jvp
-from flashgen.targets.cpu.target import CpuTarget
-from flashgen.targets.cpu.tiles import CpuPlan
-from flashgen.targets.gpu.target import GpuTarget
-from flashgen.targets.registry import GPUS
-from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
 
-__all__ = [
-    "ELEMENTS",
-    "EMULATED",
-    "CpuProvider",
-    "CudaProvider",
-    "EmulatorProvider",
-    "Package",
-    "Providers",
-    "deferred",
-    "emulated_target",
-    "gpu_at_hand",
-    "kernel_variant",
-    "launches_of",
-    "providers",
-    "block_kernel",
-    "cached_kernel",
-    "dense_kernel",
-    "f8_kernel",
-    "is_by_blocks",
-    "is_cached",
-    "is_f8",
-    "ragged_kernel",
-]
+if TYPE_CHECKING:
+    from flashgen.targets.gpu.target import GpuTarget
 
-EMULATED = GPUS["sm_80"]
-CPU_TANGENTS = "all that the others take"
-GPU_TAKES = (GPU_TANGENTS, GPU_TANGENTS_BACKWARD)
-CPU_TAKES = (CPU_TANGENTS, CPU_TANGENTS)  # forward mode, and its backward pass
+EMULATED = "sm_80"  # where nothing else is said
 
 Providers = Mapping[str, KernelProvider | None]
-# The sources of a package for CPUs, by head dimension, without macros.
-Texts = Mapping[HeadDim, KernelSource]
 
 
 def providers(
@@ -99,25 +31,29 @@ def providers(
     backend: str | None,
     package: Package | None = None,
     texts: Texts | None = None,
-    target: GpuTarget = EMULATED,
+    target: str = EMULATED,
 ) -> Providers:
     """The providers of a backend, by type of device; ``target`` is what the emulator's kernels are made for."""
     match backend:
         case "reference":
             return {}
         case "emulator":
-            return {"cpu": EmulatorProvider(spec, target)}
+            from flashgen.hosts.emulator_backend import EmulatorProvider
+            from flashgen.targets.registry import GPUS
+
+            return {"cpu": EmulatorProvider(spec, GPUS[target])}
         case "cpu":
             return {"cpu": cpu_provider(spec, texts, package)}
-        case "cuda":
-            return {"cuda": CudaProvider(spec, package)}
-    return {
-        "cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()),
-        "cuda": CudaProvider(spec, package),
-    }
+    from flashgen.hosts import cuda
+    from flashgen.hosts.gpu_backend import CudaProvider
+
+    own: Providers = {"cuda": CudaProvider(spec, package)}
+    if backend == "cuda":
+        return own
+    return {"cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()), **own}
 
 
-def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULATED) -> Providers:
+def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -> Providers:
     """The same providers, made when a kernel is first needed."""
     made = functools.cache(functools.partial(providers, spec, backend, None, None, target))
     match backend:
@@ -129,10 +65,16 @@ def deferred(spec: AttentionSpec, backend: str | None, target: GpuTarget = EMULA
             devices = ("cpu",)
         case _:
             devices = ("cpu", "cuda")
-    return {
-        each: Deferred(made, each, *(GPU_TAKES if each != "cpu" or backend == "emulator" else CPU_TAKES))
-        for each in devices
-    }
+    return {each: Deferred(made, each, *_tangents(each, backend)) for each in devices}
+
+
+def _tangents(device: str, backend: str | None) -> tuple[str, str]:
+    """What kernels of forward mode take, and those of its backward pass."""
+    if device == "cpu" and backend != "emulator":
+        return CPU_TANGENTS, CPU_TANGENTS
+    from flashgen.hosts.gpu_calls import GPU_TANGENTS, GPU_TANGENTS_BACKWARD
+
+    return GPU_TANGENTS, GPU_TANGENTS_BACKWARD
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,24 +92,26 @@ class Deferred:
 
     def of_spec(self, spec: AttentionSpec) -> KernelProvider | None:
         """The same of another spec, where it has kernels for GPUs."""
-        provider = self.made()[self.device]
-        return provider.of_spec(spec) if isinstance(provider, (CudaProvider, EmulatorProvider)) else None
+        return of_spec(self.made()[self.device], spec)
 
 
-def emulated_target(backend: str | None, name: str | None) -> GpuTarget:
+def emulated_target(backend: str | None, name: str | None) -> str:
     """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""
     if name is None:
         return EMULATED
     if backend != "emulator":
         asked = "the default backend" if backend is None else f"backend '{backend}'"
         raise ValueError(f"target '{name}' is for backend='emulator'; {asked} runs on the machine at hand")
+    from flashgen.targets.registry import GPUS
+
     if name not in GPUS:
         raise ValueError(f"there is no target '{name}' to emulate; known are {quoted_list(GPUS, 'and')}")
-    return GPUS[name]
+    return name
 
 
 def gpu_at_hand() -> GpuTarget:
     """What to generate for PyTorch's current GPU. Raises ``ValueError`` where the backend 'cuda' cannot work."""
+    from flashgen.hosts import cuda
     from flashgen.targets.gpu.architecture import UnsupportedGpu
     from flashgen.targets.registry import target_of
 
@@ -176,185 +120,3 @@ def gpu_at_hand() -> GpuTarget:
         return target_of(*cuda.describe_device(cuda.current_device()))
     except (cuda.CudaMissing, UnsupportedGpu) as error:
         raise ValueError(f"backend 'cuda': {error}") from None
-
-
-def cpu_provider(
-    spec: AttentionSpec, texts: Texts | None = None, package: Package | None = None, *, at_once: bool = True
-) -> CpuProvider | None:
-    """Shared libraries; without a compiler those of a package, else None, with a warning."""
-    try:
-        find_compiler()
-    except CompilerMissing as error:
-        why = str(error)
-        if package is not None and texts is not None:
-            try:
-                return _packaged(spec, texts, package)
-            except (NoLibrary, CompileFailed, OSError) as other:
-                why = f"{error} Nor does a library of the package run here: {other}"
-        if at_once:
-            warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {why}", stacklevel=6)
-        return None
-    provider = CpuProvider(spec, texts)
-    if at_once:
-        provider.libraries()
-    return provider
-
-
-def _packaged(spec: AttentionSpec, texts: Texts, package: Package) -> PackagedProvider:
-    provider = PackagedProvider(spec, texts, libraries(*package, spec))
-    provider.libraries()
-    return provider
-
-
-class CpuProvider:
-    """Shared libraries for the CPU at hand, one a head dimension, and one more where a tuned class has other tiles.
-
-    ``texts`` are the sources of a package, which are compiled as they stand.
-    """
-
-    def __init__(self, spec: AttentionSpec, texts: Texts | None = None) -> None:
-        self.spec, self._texts = spec, texts
-        self.device = local_cpu()
-        self.target = CpuTarget(self.device)
-        self.choices: Mapping[HeadDim, TileChoices[CpuPlan, Binary]] = {
-            each: tile_choices(analyse(spec, each), self.device) for each in spec.head_dims
-        }
-        self.libraries = functools.cache(self._libraries)
-        self._kernel_of = functools.cache(self._kernel_of_kind)
-        self._other = functools.cache(self._load)
-
-    takes_tangents: ClassVar[str] = CPU_TANGENTS
-    takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
-
-    def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
-        return self.libraries()[head_dim]
-
-    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:
-        """The tiles that are compiled in."""
-        return compiled(self.choices[head_dim].variant, self.target, pins).plan
-
-    def source(self, head_dim: HeadDim, pins: Pins) -> KernelSource:
-        """What is compiled: the text of the package, else what the spec says, and the tiles as macros."""
-        if self._texts is None:
-            return compiled(self.choices[head_dim].variant, self.target, pins).source
-        return replace(self._texts[head_dim], defines=self.plan(head_dim, pins).defines)
-
-    def plans(self) -> Mapping[HeadDim, CpuPlan]:
-        """By head dimension, with the tiles that were tuned last."""
-        found = {}
-        for head_dim, choices in self.choices.items():
-            pins = choices.usual()
-            found[head_dim] = with_reasons(self.plan(head_dim, pins), pins)
-        return found
-
-    def sources(self) -> tuple[KernelSource, ...]:
-        """One a head dimension; others differ from it in macros alone."""
-        return tuple(self.source(each, choices.usual()) for each, choices in self.choices.items())
-
-    def explain(self, name: str, asked: AskedCall) -> Explanation:
-        """One call."""
-        head_dim = asked.head_dim
-        choices = self.choices[head_dim]
-        pins = choices.of_call(asked.element, asked.shape)
-        plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
-        found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
-        if not self.takes_tangents:
-            return found
-        of_tangents = (plan_jvp(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
-        forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
-        return replace(found, jvp=forward, jvp_backward=backward)
-
-    def _forward_mode(self, kind: Kind, head_dim: HeadDim) -> LibraryKernel:
-        """A library of its own, compiled when tangents are first asked for; its tiles are the planner's own."""
-        own = self.choices[head_dim].variant
-        variant = with_tangent(own) if kind is FORWARD_MODE else with_slopes(own)
-        source = self.target.emit_jvp(variant)
-        (binary,) = compile_sources([source])
-        fields = argument_fields(variant.spec, variant.kind)
-        return load_forward_mode(binary.path, source.symbol, fields, kind.passes[0])
-
-    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
-        """Those of the usual tiles, compiled side by side."""
-        found: dict[HeadDim, LibraryKernel] = {}
-        sources = self.sources()
-        for source, own in zip(sources, self._compiled(sources), strict=True):
-            found[source.head_dim] = self._choosing(source.head_dim, own)
-        return found
-
-    def _compiled(self, sources: Sequence[KernelSource]) -> list[LibraryKernel]:
-        """The forward passes, side by side; the backward pass and ragged batches are compiled when they are first
-        needed, each as a library. Texts of a package may be older or edited, and are compiled whole.
-        """
-        fields = argument_fields(self.spec)
-        if self._texts is not None:
-            return [
-                LibraryKernel.load(binary.path, source.symbol, fields)
-                for source, binary in zip(sources, compile_sources(sources), strict=True)
-            ]
-
-        def load(source: KernelSource, part: LibraryPart) -> LibraryKernel:
-            (binary,) = compile_sources([source.of_part(part)])
-            return LibraryKernel.load(binary.path, source.symbol, fields, part)
-
-        binaries = compile_sources([source.of_part("forward") for source in sources])
-        return [
-            replace(
-                LibraryKernel.load(binary.path, source.symbol, fields, "forward"),
-                others=functools.cache(functools.partial(load, source)),
-            )
-            for source, binary in zip(sources, binaries, strict=True)
-        ]
-
-    def _kernel_of_kind(self, head_dim: HeadDim, kind: Kind) -> LibraryKernel | None:
-        """Another library, with the usual tiles; what a text says that may have been edited, no other library does."""
-        if kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
-            return self._forward_mode(kind, head_dim)
-        if kind not in (PARTS, SLICES) or self._texts is not None:
-            return None
-        choices = self.choices[head_dim]
-        variant = replace(choices.variant, kind=kind)
-        source = compiled(variant, self.target, choices.usual()).source
-        (binary,) = compile_sources([source])
-        return LibraryKernel.load(binary.path, source.symbol, argument_fields(self.spec, kind))
-
-    def _choosing(self, head_dim: HeadDim, usual: LibraryKernel) -> LibraryKernel:
-        """The kernel, which takes another library for calls that were tuned to other tiles."""
-        choices = self.choices[head_dim]
-        usual = replace(usual, other=functools.partial(self._kernel_of, head_dim))
-        if not choices.tunings:
-            return usual
-
-        def choose(values: Mapping[str, float]) -> LibraryKernel:
-            pins = choices.of_call(*call_of(values))
-            is_usual = self.plan(head_dim, pins).defines == self.plan(head_dim, choices.usual()).defines
-            return usual if is_usual else self._other(head_dim, pins)
-
-        return replace(usual, choose=choose)
-
-    def _load(self, head_dim: HeadDim, pins: Pins) -> LibraryKernel:
-        (kernel,) = self._compiled([self.source(head_dim, pins)])
-        return kernel
-
-
-class PackagedProvider(CpuProvider):
-    """The libraries of a package as they are, where nothing can be compiled: whatever was tuned, these tiles run.
-
-    It has none of forward mode.
-    """
-
-    takes_tangents = takes_tangents_backward = ""
-
-    def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
-        super().__init__(spec, texts)
-        self._brought = brought
-        self.choices = {each: replace(choices, tunings=()) for each, choices in self.choices.items()}
-
-    def plan(self, head_dim: HeadDim, pins: Pins) -> CpuPlan:  # noqa: ARG002 - nothing is chosen here
-        return self._brought[head_dim].plan
-
-    def _libraries(self) -> Mapping[HeadDim, LibraryKernel]:
-        fields = argument_fields(self.spec)
-        return {
-            source.head_dim: LibraryKernel.load(self._brought[source.head_dim].path, source.symbol, fields)
-            for source in self.sources()
-        }

@@ -19,7 +19,6 @@ from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
-    call_of,
     check_element,
     codes_of,
     has_kernels,
@@ -33,7 +32,7 @@ from flashgen.hosts.gpu_calls import (
     steps_of,
     with_jvp,
 )
-from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

@@ -17,15 +17,14 @@ from flashgen.analysis.variant import Variant
 from flashgen.compiler.choice import TileChoices, tile_choices
 from flashgen.compiler.compiled import assembled, compiled
 from flashgen.compiler.package.gpu import Packaged, packaged
-from flashgen.compiler.package.manifest import Manifest
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda
 from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
     GPU_TANGENTS_BACKWARD,
-    call_of,
     check_element,
     codes_of,
     has_kernels,
@@ -40,7 +39,7 @@ from flashgen.hosts.gpu_calls import (
     steps_of,
     with_jvp,
 )
-from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -60,9 +59,6 @@ from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import target_of
 from flashgen.toolchains.nvrtc import NvrtcMissing, Resources
-
-# A generated package: its folder, and what it says of itself.
-Package = tuple[Path, Manifest]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import GpuPass, explain_jvp, explain_jvp_backward
-from flashgen.hosts.kernel import ArgumentLayout, Step
+from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Step
 from flashgen.hosts.schedule import DeviceSize, schedule
-from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.by_blocks import BY_BLOCKS
@@ -44,9 +43,6 @@ from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import Resources
-
-# By the codes of ``struct Arguments``.
-ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
 
 # What kernels of forward mode take.
 GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
@@ -125,12 +121,6 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
     is_forward_mode = name == "forward" and "t_q" in values
     return CallKind(values["dropout_threshold"] > 0, repeats, moving if is_forward_mode else None)
-
-
-def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
-    """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
-    names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
-    return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
 
 
 def steps_of(

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Literal as OneOf
 from typing import Protocol
 
+from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
 from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import param_field, param_place_field
@@ -31,6 +33,16 @@ Values = Sequence[float]
 # The fields that ``struct Arguments`` begins with: all that vary where a spec captures nothing.
 POINTERS = ("workspace", "q", "k", "v", "o", "lse", "lse_parts", "d_o", "d_lse", "dq", "dk", "dv")
 _FORMATS = {"const pointer": "P", "pointer": "P", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
+
+
+# By the codes of ``struct Arguments``.
+ELEMENTS = (ElementType.F32, ElementType.BF16, ElementType.F16, ElementType.F8E4M3)
+
+
+def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
+    """The element type and the sizes of a call, from values of ``struct Arguments`` by name."""
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+    return ELEMENTS[int(values["element"])], Shape(*(int(values[name]) for name in names))
 
 
 class ArgumentLayout:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from flashgen.hosts import cuda
 from flashgen.store.shipped import shipped
-from flashgen.toolchains.nvrtc import compile_cuda
 
 ROWS = 8  # of a block, a warp each
 
@@ -58,7 +57,10 @@ def grid(rows: int) -> int:
 
 
 @functools.cache
-def _loaded(kernel: Standalone, index: int) -> tuple[cuda.CupyDriver, int]:
+def _loaded(kernel: Standalone, index: int) -> tuple[Any, int]:
+    from flashgen.hosts import cuda
+    from flashgen.toolchains.nvrtc import compile_cuda
+
     major, minor = torch.cuda.get_device_capability(index)
     binary = compile_cuda(kernel.source, f"sm_{major}{minor}")
     driver = cuda.CupyDriver(index)

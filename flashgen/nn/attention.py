@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashgen.compiler.pipeline import Constant, by_name
+from flashgen.compiler.reading import Constant, by_name
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn.learned import Initial, learned_values
 from flashgen.op.conversion import head_dim_argument, int_argument

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flashgen.compiler.pipeline import Constant
+from flashgen.compiler.reading import Constant
 from flashgen.ir.spec import HeadDim
 from flashgen.nn.attention import Attention, as_op
 from flashgen.nn.changed import changed_op, origin_name

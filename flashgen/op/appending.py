@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from flashgen.hosts import cuda
 from flashgen.hosts.standalone import Standalone
 from flashgen.op.cached import Cache
 from flashgen.op.call import ELEMENTS
@@ -34,7 +33,14 @@ from flashgen.op.sharing import check_caches
 KERNEL = Standalone("append", ("instructions.cuh", "types.cuh"))
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _OPERATOR = "append_rows"
-_is_usable = functools.cache(cuda.is_usable)
+
+
+@functools.cache
+def _is_usable() -> bool:
+    from flashgen.hosts import cuda  # noqa: PLC0415 - who has no GPU needs no driver
+
+    return cuda.is_usable()
+
 
 Strides = tuple[int, ...]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashgen.compiler.package.manifest import SPEC_FILE_NAME, Manifest, digest, rebuild_hint
-from flashgen.compiler.pipeline import CONSTANTS, Constant, by_name, did_you_mean, read_file, read_text
+from flashgen.compiler.reading import CONSTANTS, Constant, by_name, did_you_mean, read_file, read_text
 from flashgen.compiler.tuned import TunedStore
 from flashgen.diagnostics import quoted_list
 from flashgen.emit.recall import specs_of_file, specs_of_text
@@ -23,9 +22,9 @@ from flashgen.store.gallery import spec_file
 from flashgen.targets.cpu.target import CpuTarget
 
 if TYPE_CHECKING:
+    from flashgen.compiler.package.manifest import Manifest
     from flashgen.emit.kernel_source import KernelSource
     from flashgen.op.op import AttentionOp, BaseOp, OpParts
-    from flashgen.targets.gpu.target import GpuTarget
 
 _Reopen = tuple[Callable[..., Any], tuple[Any, ...]]
 Operator = TypeVar("Operator", bound="BaseOp")
@@ -78,6 +77,7 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     no binary runs on the one that a call meets. Raises ``ImportError`` where the folder is damaged or was written by
     another version.
     """
+    from flashgen.compiler.package.manifest import SPEC_FILE_NAME, Manifest, digest, rebuild_hint
     from flashgen.emit.kernel_source import KernelSource
 
     manifest = Manifest.read(folder)
@@ -120,25 +120,23 @@ def _parts(
     *,
     package: tuple[Path, Manifest] | None = None,
     texts: Mapping[HeadDim, KernelSource] | None = None,
-    emulated: GpuTarget | None = None,
+    emulated: str | None = None,
 ) -> OpParts:
-    from flashgen.compiler.package.gpu import edited_sources
-    from flashgen.hosts.backends import EMULATED, CpuProvider, EmulatorProvider, providers
+    from flashgen.hosts.backends import EMULATED, providers
     from flashgen.op.op import OpParts
 
     kernels = providers(spec, backend, package, texts, emulated or EMULATED)
-    sources = [
-        source
-        for provider in kernels.values()
-        if isinstance(provider, CpuProvider | EmulatorProvider)
-        for source in provider.sources()
-    ]
-    edited = () if package is None else edited_sources(*package)
-    label = "" if backend != "emulator" else (emulated or EMULATED).name
+    on_host: Any = kernels.get("cpu")
+    edited: Sequence[KernelSource] = ()
+    if package is not None:
+        from flashgen.compiler.package.gpu import edited_sources
+
+        edited = edited_sources(*package)
+    label = "" if backend != "emulator" else emulated or EMULATED
     return OpParts(
         spec=spec,
         kernels=kernels,
-        sources=(*sources, *edited),
+        sources=(*(() if on_host is None else on_host.sources()), *edited),
         identity=TunedStore.default().digest(spec.name),
         backend=backend,
         reopen=again,

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 
-from flashgen.hosts import cuda
 from flashgen.hosts.asked import AskedCall
 from flashgen.ir.fingerprint import KernelText
 from flashgen.ir.spec import HeadDim
@@ -134,7 +133,11 @@ class ShownOp(OpCalls):
     def _device(self) -> torch.device:
         """Where a call runs unless its tensors say otherwise."""
         kernels = self._registered.engine.kernels
-        if "cuda" not in kernels or ("cpu" in kernels and not cuda.is_usable()):
+        if "cuda" not in kernels:
+            return torch.device("cpu")
+        from flashgen.hosts import cuda  # noqa: PLC0415 - an op of the CPU needs no driver of GPUs
+
+        if "cpu" in kernels and not cuda.is_usable():
             return torch.device("cpu")
         return torch.device("cuda", cuda.current_device())
 

@@ -94,6 +94,10 @@ class Device(Protocol):
         """What ``--device`` takes."""
 
     @property
+    def kind(self) -> str:
+        """``cpu`` or ``gpu``."""
+
+    @property
     def product(self) -> str:
         """Its name for people: whose clocks are taken."""
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from flashgen.targets.cpu import target as cpu
-from flashgen.targets.cpu.device import Cpu
-from flashgen.targets.cpu.family import CpuFamily
 from flashgen.targets.gpu.architecture import UnsupportedGpu
-from flashgen.targets.gpu.family import GpuFamily
-from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.mma import target as mma
-from flashgen.targets.protocol import AnyTarget, Device, Family
+from flashgen.targets.protocol import AnyTarget
 from flashgen.targets.wgmma import target as wgmma
 
 GPU_FAMILIES: tuple[Callable[[], Mapping[str, GpuTarget]], ...] = (
@@ -43,14 +38,6 @@ ARCHITECTURES: Mapping[str, GpuTarget] = MappingProxyType(
 GPUS: Mapping[str, GpuTarget] = MappingProxyType(
     {name: each for name, each in ARCHITECTURES.items() if each.is_generated}
 )
-
-
-_OF_DEVICES: Mapping[type[Device], Family[Any, Any, Any]] = MappingProxyType({Cpu: CpuFamily(), Gpu: GpuFamily()})
-
-
-def family_of(device: Device) -> Family[Any, Any, Any]:
-    """What plans for a device, and predicts its times."""
-    return _OF_DEVICES[type(device)]
 
 
 def targets() -> Mapping[str, AnyTarget]:

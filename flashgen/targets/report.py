@@ -6,8 +6,8 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.plan.plan import Plan
 from flashgen.plan.report import PlanReport, remarks_on
+from flashgen.targets.families import family_of
 from flashgen.targets.protocol import Device
-from flashgen.targets.registry import family_of
 
 
 def report(variant: Variant, device: Device, shape: Shape, plan: Plan | None = None) -> PlanReport:

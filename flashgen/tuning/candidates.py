@@ -13,8 +13,8 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PASSES, Tile
+from flashgen.targets.families import family_of
 from flashgen.targets.protocol import Device
-from flashgen.targets.registry import family_of
 
 
 @dataclass(frozen=True)

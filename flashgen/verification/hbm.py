@@ -15,20 +15,10 @@ from typing import Any
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.backends import (
-    ELEMENTS,
-    block_kernel,
-    cached_kernel,
-    dense_kernel,
-    f8_kernel,
-    is_by_blocks,
-    is_cached,
-    is_f8,
-    kernel_variant,
-    launches_of,
-    ragged_kernel,
-)
 from flashgen.hosts.emulated import SIZE, Counted
+from flashgen.hosts.emulator_backend import block_kernel, cached_kernel, dense_kernel, f8_kernel, ragged_kernel
+from flashgen.hosts.gpu_calls import is_by_blocks, is_cached, is_f8, kernel_variant, launches_of
+from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.parts import PARTS
 from flashgen.kinds.slices import SLICES

@@ -14,9 +14,10 @@ import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.backends import EmulatorProvider, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import FaultKind, Program, compile_program
+from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType

@@ -13,9 +13,10 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.by_blocks import takes_blocks
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.backends import EmulatorProvider, kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape

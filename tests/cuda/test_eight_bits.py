@@ -11,9 +11,9 @@ import torch
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
-from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType

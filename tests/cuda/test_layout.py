@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.pipeline import read_file, target_named
+from flashgen.compiler.pipeline import target_named
+from flashgen.compiler.reading import read_file
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.layout import Layout, Part, Words, printed

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from flashgen.analysis.variant import DOT
-from flashgen.hosts.backends import EmulatorProvider
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator_backend import EmulatorProvider
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

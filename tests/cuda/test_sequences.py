@@ -12,9 +12,9 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.backends import kernel_variant, launches_of
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import EmulatorError, compile_program
+from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.spec import AttentionSpec

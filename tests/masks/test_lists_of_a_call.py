@@ -14,8 +14,9 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.hosts.backends import EMULATED, EmulatorProvider
+from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
+from flashgen.hosts.emulator_backend import EmulatorProvider
 from flashgen.hosts.lists import ListCache
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
@@ -58,7 +59,7 @@ def listed(masks: str) -> AttentionOp:
 
 @functools.cache
 def kernel_of(spec: AttentionSpec) -> EmulatedKernel:
-    kernel = EmulatorProvider(spec, EMULATED)(spec.head_dims[0], 0)
+    kernel = EmulatorProvider(spec, GPUS[EMULATED])(spec.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     return kernel
 
@@ -66,7 +67,7 @@ def kernel_of(spec: AttentionSpec) -> EmulatedKernel:
 def op_of(op: AttentionOp, kernel: EmulatedKernel, name: str) -> AttentionOp:
     """The op of a kernel that was changed, under a name of its own."""
     spec = replace(op.spec, name=f"{op.spec.name}_{name}")
-    return AttentionOp(OpParts(spec, {"cpu": Changed(op.spec, EMULATED, kernel)}, op.sources, backend="emulator"))
+    return AttentionOp(OpParts(spec, {"cpu": Changed(op.spec, GPUS[EMULATED], kernel)}, op.sources, backend="emulator"))
 
 
 class Changed(EmulatorProvider):

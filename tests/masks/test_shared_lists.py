@@ -22,9 +22,11 @@ from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.hosts.backends import EMULATED, EmulatorProvider, launches_of
+from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
 from flashgen.hosts.emulator import DeviceMemory, compile_program
+from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout, Step
 from flashgen.hosts.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
 from flashgen.ir.expr import Expr, Symbol, index, size, walk
@@ -278,7 +280,7 @@ def test_a_call_that_is_divided() -> None:
     """Each launch over some heads has the lists of its own, where the mask tells heads apart."""
     text = spec(BY_HEAD).replace("listed", "divided").replace("head_dim 16", "head_dim 64")
     own = flashgen.loads(text, backend="reference").spec
-    kernel = EmulatorProvider(own, EMULATED)(own.head_dims[0], 0)
+    kernel = EmulatorProvider(own, GPUS[EMULATED])(own.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     q, k, v = (normal(2, 2, 70, 64, seed=n).bfloat16() for n in range(3))
     found = []

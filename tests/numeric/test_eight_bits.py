@@ -11,8 +11,8 @@ from torch import Tensor
 import flashgen
 from flashgen.compiler.compiled import compiled
 from flashgen.flash import flash_attn_with_kvcache
-from flashgen.hosts.backends import kernel_variant
 from flashgen.hosts.emulated import recording
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.op.eight_bits import F8

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.hosts.backends import EMULATED, EmulatorProvider
+from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulator_backend import EmulatorProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.op.call import CallChecker
 from flashgen.op.op import AttentionOp, OpParts
+from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.numeric.helpers import failures
 from tests.op.helpers import CAUSAL, RICH, SIGMOID, captured, error, op, qkv, random
@@ -106,7 +108,7 @@ def test_rows_that_are_no_whole_chunks() -> None:
 def test_tensors_that_are_divided_among_launches() -> None:
     """As for more than 2^31 elements, with a limit that small tensors reach: by batches, then by heads."""
     spec = op(RICH, "emulator").spec
-    provider = EmulatorProvider(spec, EMULATED)
+    provider = EmulatorProvider(spec, GPUS[EMULATED])
     found = provider(HeadDim(16, 16), 0)
     assert isinstance(found, EmulatedKernel)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.backends import kernel_variant
 from flashgen.hosts.emulated import recording
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.parts import PARTS

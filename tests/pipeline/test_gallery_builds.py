@@ -12,7 +12,7 @@ from flashgen.compiler.answers import answers_of
 from flashgen.compiler.building import build_file
 from flashgen.compiler.package.gpu import packaged
 from flashgen.compiler.package.manifest import Manifest
-from flashgen.compiler.pipeline import read_file
+from flashgen.compiler.reading import read_file
 from flashgen.diagnostics import SpecError
 from flashgen.kinds.kind import BOTH
 from flashgen.store import gallery

@@ -19,7 +19,7 @@ from flashgen.compiler.pipeline import target_names
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import gpu_calls
-from flashgen.hosts.backends import launches_of
+from flashgen.hosts.gpu_calls import launches_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text

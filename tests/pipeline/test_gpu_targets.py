@@ -22,8 +22,10 @@ from flashgen.compiler.pipeline import plan_file
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda, gpu_calls
-from flashgen.hosts.backends import ELEMENTS, CudaProvider, launches_of
 from flashgen.hosts.cuda import CudaMissing
+from flashgen.hosts.gpu_backend import CudaProvider
+from flashgen.hosts.gpu_calls import launches_of
+from flashgen.hosts.kernel import ELEMENTS
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.pipeline import read_file, target_named
+from flashgen.compiler.pipeline import target_named
+from flashgen.compiler.reading import read_file
 from flashgen.hosts.extents import extents
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.ir.spec import HeadDim

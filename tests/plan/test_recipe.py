@@ -11,7 +11,8 @@ import pytest
 
 import flashgen as package
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.pipeline import read_file, target_named
+from flashgen.compiler.pipeline import target_named
+from flashgen.compiler.reading import read_file
 from flashgen.emit.environment import templates_folder
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text

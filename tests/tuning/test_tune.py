@@ -19,7 +19,7 @@ from flashgen.compiler.choice import planned, tile_choices
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.pipeline import plan_file
 from flashgen.compiler.tuned import TunedStore
-from flashgen.hosts.backends import CpuProvider
+from flashgen.hosts.cpu_backend import CpuProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType

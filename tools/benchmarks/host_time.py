@@ -28,8 +28,8 @@ import flashgen
 from flashgen.compiler.compiled import compiled
 from flashgen.hosts.counters import Counters
 from flashgen.hosts.cuda import CudaKernel
-from flashgen.hosts.gpu_calls import call_of, kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.gpu_calls import kernel_variant, launches_of
+from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.schedule import Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import BYTES
 from flashgen.ir.spec import HeadDim

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import flashgen
 from flashgen.distributed.partial import Partial
 from flashgen.hosts.gpu_backend import CudaProvider
-from flashgen.hosts.gpu_calls import ELEMENTS
+from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.shape import Shape
 from flashgen.kinds.table import KINDS
 from flashgen.op.signature import TORCH_DTYPES

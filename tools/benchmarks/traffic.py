@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.diagnostics import SpecError
-from flashgen.hosts.backends import launches_of
+from flashgen.hosts.gpu_calls import launches_of
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, index_set, substitute, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

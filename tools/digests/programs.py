@@ -24,7 +24,8 @@ from typing import Any
 import flashgen
 from flashgen.analysis.tangent import with_slopes
 from flashgen.cli import main as command
-from flashgen.hosts.backends import CudaProvider, kernel_variant, launches_of
+from flashgen.hosts.gpu_backend import CudaProvider
+from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE
 from flashgen.kinds.kind import Kind

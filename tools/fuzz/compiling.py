@@ -17,7 +17,7 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled as compiled_kernel
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.backends import EmulatorProvider
+from flashgen.hosts.emulator_backend import EmulatorProvider
 from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_forward_mode
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

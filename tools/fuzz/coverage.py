@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashgen.hosts.backends import cached_kernel, is_by_blocks, is_cached, is_f8, ragged_kernel
 from flashgen.hosts.emulated import Counted
+from flashgen.hosts.emulator_backend import cached_kernel, ragged_kernel
+from flashgen.hosts.gpu_calls import is_by_blocks, is_cached, is_f8
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.kinds.parts import PARTS

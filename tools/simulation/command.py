@@ -86,7 +86,8 @@ def show_ranks(
     as_json: bool,
 ) -> None:
     """Simulate, and print."""
-    from flashgen.compiler.pipeline import device_named, read_file, variants_of
+    from flashgen.compiler.pipeline import device_named, variants_of
+    from flashgen.compiler.reading import read_file
     from tools.simulation.simulate import in_words, simulate
 
     asked = Asked.of(ranks, link, tokens, shape, tensors)

@@ -35,8 +35,8 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.report import PassReport
 from flashgen.plan.tile_counts import known_params, tile_counts
 from flashgen.reference.dense import constant_number
+from flashgen.targets.families import family_of
 from flashgen.targets.protocol import Device
-from flashgen.targets.registry import family_of
 
 METHODS = ("ring", "all_gather", "ulysses")
 MOST_RANKS = 1024

@@ -35,6 +35,11 @@ class Gpu:
     is_own: bool = False
 
     @property
+    def kind(self) -> str:
+        """Of all products here."""
+        return "gpu"
+
+    @property
     def tiles_by_element(self) -> bool:
         """Each element type has tiles of its own."""
         return True
@@ -63,7 +68,7 @@ class Gpu:
     def to_json(self) -> dict[str, object]:
         """The figures as plain data."""
         return {
-            "kind": "gpu",
+            "kind": self.kind,
             "name": self.name,
             "product": self.product,
             "target": self.target.name,
