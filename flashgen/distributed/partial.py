@@ -20,6 +20,8 @@ from torch import Tensor
 
 from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.parts import PARTS
+from flashgen.kinds.slices import SLICES
 from flashgen.op.engine import Attended, Engine, Tensors
 from flashgen.op.layouts import layout_like
 from flashgen.op.loading import load_spec
@@ -80,7 +82,7 @@ class Partial:
             of_parts = replace(of_parts, weights=of_parts.weights.over(None))
             self.inner = op.of_spec(of_parts, load_spec)
         self.form = of_parts.weights.form
-        self.engine: Engine = self.inner.engine_of_parts if wide else self.inner.engine
+        self.engine: Engine = self.inner.engine_of(PARTS) if wide else self.inner.engine
         self._sliced: dict[object, bool] = {}
         # What makes what kernels count from an exponent in base 2.
         found = ((each, constant_factor(analyse(of_parts, each))) for each in of_parts.head_dims)
@@ -135,7 +137,7 @@ class Partial:
     def whole(self, into: Closed, tensors: Tensors, where: Where) -> None:
         """What ``close`` gives of rows whose keys are all here, in their place among others: one call of the op."""
         if self._writes_slices(self.op, tensors):
-            self.op.engine_of_slices.attend_into(into, tensors, (where.offsets, False))
+            self.op.engine_of(SLICES).attend_into(into, tensors, (where.offsets, False))
             return
         for x, place in zip(self.op.engine.attend(tensors, (where.offsets, False)), into, strict=True):
             if x is not None and place is not None:
@@ -149,7 +151,7 @@ class Partial:
         key = (op is self.op, q.dtype, q.device, q.shape[3], v.shape[3])
         found = self._sliced.get(key)
         if found is None:
-            found = q.dtype is not type_of_sums(q.dtype) and has_kernel(op.engine_of_slices, q, v)
+            found = q.dtype is not type_of_sums(q.dtype) and has_kernel(op.engine_of(SLICES), q, v)
             self._sliced[key] = found
         return found
 
@@ -200,7 +202,7 @@ class Partial:
         """
         if self.wide and self._writes_slices(self.inner, tensors):
             rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
-            engine = self.inner.engine_of_slices
+            engine = self.inner.engine_of(SLICES)
             return engine.gradients_into(into, d_o, rows, tensors, (where.offsets, deterministic), needs)[3:]
         o, lse, parts = closed
         rows_read = (o.to(self.type_of(o.dtype)), lse, parts)

@@ -24,6 +24,7 @@ from flashgen.distributed.ulysses import Swap
 from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.call import check_captured
 from flashgen.op.lengths import check_starts
 from flashgen.op.op import AttentionOp
@@ -154,7 +155,7 @@ def attend_heads(
     for (low, high), (first, last) in own.calls:
         part = (q[:, low:high], k[:, first:last], v[:, first:last], *tensors[3:], starts, starts)
         offsets: Any = (0, own.heads[0] + low, None, heads, None, None)
-        found.append(attend_whole(op.engine_of_sequences, part, (offsets, repeatable)))
+        found.append(attend_whole(op.engine_of(RAGGED), part, (offsets, repeatable)))
     o = swap.home(torch.cat([rows for rows, _ in found], 1).transpose(0, 1)[None])
     sums = [lse for _, lse in found if lse is not None and has_lse]
     return o, swap.home(torch.cat(sums)[None, :, :, None])[..., 0] if sums else None

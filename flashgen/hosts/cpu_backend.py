@@ -24,8 +24,6 @@ from flashgen.hosts.kernel import LibraryKernel, LibraryPart, call_of, load_forw
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
-from flashgen.kinds.parts import PARTS
-from flashgen.kinds.slices import SLICES
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
@@ -182,7 +180,7 @@ class CpuProvider:
         """Another library, with the usual tiles; what a text says that may have been edited, no other library does."""
         if kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
             return self._forward_mode(kind, head_dim)
-        if kind not in (PARTS, SLICES) or self._texts is not None:
+        if not kind.on_cpus or self._texts is not None:
             return None
         choices = self.choices[head_dim]
         variant = replace(choices.variant, kind=kind)

@@ -14,6 +14,7 @@ BY_BLOCKS = replace(
     passes=BOTH[:1],
     learns=False,
     by_lengths=False,
+    on_cpus=False,
     slices=False,
     rows_of_heads=True,
 )

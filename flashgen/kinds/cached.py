@@ -66,4 +66,4 @@ CACHED = Kind(
     cached=True,
     rows_of_heads=True,
 )
-F8_CACHED = replace(CACHED, name="cached, 8 bits", mark="_f8_cached", f8_cached=True)
+F8_CACHED = replace(CACHED, name="cached, 8 bits", mark="_f8_cached", suffix=None, f8_cached=True)

@@ -27,6 +27,7 @@ DENSE = Kind(
         Operand("dk", KEYS, Width.QK, Rows.STRIDED, is_written=True, by_row=True),
         Operand("dv", KEYS, Width.V, Rows.STRIDED, is_written=True, by_row=True),
     ),
+    suffix="",
     numbers=(*_STARTS, *_TOTALS),
     may_be_none=_TOTALS,
     by_lengths=True,

@@ -30,5 +30,6 @@ EIGHT_BITS = replace(
     passes=BOTH[:1],
     learns=False,
     by_lengths=False,
+    on_cpus=False,
     f8=True,
 )

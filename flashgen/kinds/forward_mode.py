@@ -36,6 +36,7 @@ FORWARD_MODE = replace(
     DENSE,
     name="tangents",
     mark="_jvp",
+    suffix=None,
     operands=named(*OPERANDS.values(), *TANGENTS.values()),
     pointers=tuple(map(operand_field, TANGENTS.values())),
     sizes=tuple(Field(name, "i64") for each in TANGENTS.values() for name in each.stride_fields),

@@ -15,6 +15,7 @@ PARTS = replace(
     DENSE,
     name="parts",
     mark="_parts",
+    suffix=None,
     operands=named(*(replace(each, elements=F32) if each.is_written else each for each in OPERANDS.values())),
     stands_in=True,
     parts=True,

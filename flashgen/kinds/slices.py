@@ -24,6 +24,7 @@ SLICES = replace(
     DENSE,
     name="slices",
     mark="_slices",
+    suffix=None,
     operands=named(*map(_sliced, OPERANDS.values())),
     rows_as_declared=True,
     sizes=(Field(HEAD_ROWS, "i64", "rows from one head's first to the next one's, of lse"),),

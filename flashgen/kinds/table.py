@@ -1,21 +1,23 @@
-"""Every kind of call, by its name."""
+"""Every kind of call, by its name: what the modules of this folder declare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-from flashgen.kinds.by_blocks import BY_BLOCKS
-from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.eight_bits import EIGHT_BITS
-from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
-from flashgen.kinds.parts import PARTS
-from flashgen.kinds.ragged import RAGGED
-from flashgen.kinds.slices import SLICES
 
-_KINDS = (
-    DENSE, RAGGED, CACHED, F8_CACHED, PARTS, SLICES, BY_BLOCKS, EIGHT_BITS, FORWARD_MODE, FORWARD_MODE_BACKWARD
-)  # fmt: skip
-KINDS: Mapping[str, Kind] = MappingProxyType({each.name: each for each in _KINDS})
+
+def _declared() -> Iterator[Kind]:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name != Path(__file__).stem:
+            found = vars(importlib.import_module(f"{__package__}.{module.name}"))
+            yield from (each for each in found.values() if isinstance(each, Kind))
+
+
+# The dense one first: the names of other operators begin with that of its own.
+KINDS: Mapping[str, Kind] = MappingProxyType({each.name: each for each in (DENSE, *_declared())})

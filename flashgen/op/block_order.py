@@ -8,7 +8,7 @@ calls over some of the queries, one after another, which write where their rows 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from flashgen.plan.by_blocks import BlockOrder, block_order
 class BlockEngine(Engine):
     """The forward pass of one spec with its lists among its captured tensors."""
 
-    kind: ClassVar[Kind] = BY_BLOCKS
+    kind: Kind = BY_BLOCKS
 
     def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
         super().__init__(spec, kernels)

@@ -283,7 +283,7 @@ class CachedChecker(RaggedChecker):
 class CachedEngine(Engine):
     """Forward of one spec over caches: on CPUs, or on the reference, sequence by sequence."""
 
-    kind: ClassVar[Kind] = CACHED
+    kind: Kind = CACHED
     checks: ClassVar[type[CallChecker]] = CachedChecker
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:

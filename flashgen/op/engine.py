@@ -61,15 +61,19 @@ class Engine:
     in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device.
     """
 
-    kind: ClassVar[Kind] = DENSE
+    kind: Kind = DENSE
     checks: ClassVar[type[CallChecker]] = CallChecker
     has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
     def __init__(
-        self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], pairs: int | None = tiled.SLICE_PAIRS
+        self,
+        spec: AttentionSpec,
+        kernels: Mapping[str, KernelProvider | None],
+        pairs: int | None = tiled.SLICE_PAIRS,
+        kind: Kind | None = None,
     ) -> None:
-        self.spec, self.kernels = spec, kernels
+        self.spec, self.kernels, self.kind = spec, kernels, kind or type(self).kind
         self.signature = Signature.of(spec, self.kind)
         self._pairs = pairs
         self._workspaces = Workspaces()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flashgen.hosts.kernel import Kernel
+from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import DESCALES, EIGHT_BITS
 from flashgen.kinds.kind import Kind
 from flashgen.op.call import Call, CallChecker, Rest
@@ -72,12 +73,12 @@ class F8Checker(CallChecker):
 class F8Engine(Engine):
     """Forward of one spec on q, k and v of 8 bits."""
 
-    kind: ClassVar[Kind] = EIGHT_BITS
+    kind: Kind = EIGHT_BITS
     checks: ClassVar[type[CallChecker]] = F8Checker
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._wide = Engine(*args, **options)
+        self._wide = Engine(*args, **{**options, "kind": DENSE})
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
         """``o`` in bfloat16, ``lse`` and its parts."""

@@ -128,7 +128,9 @@ class BaseOp(ShownOp):
             cache, k_cache = written(cache, k_cache, v_cache, k, v)
             tensors = (tensors[0], k_cache, *tensors[2:])
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
-        return call(self._cached, (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse)
+        return call(
+            self._kinds[CACHED], (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse
+        )
 
     def explain_decode(
         self,
@@ -154,7 +156,9 @@ class BaseOp(ShownOp):
             (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
         )
         numbers = (b_start, h_start, b_total, h_total)
-        asked = ask_of_cache(self._cached.engine, tensors, block_table, numbers, splits_argument(num_splits), device)
+        asked = ask_of_cache(
+            self._kinds[CACHED].engine, tensors, block_table, numbers, splits_argument(num_splits), device
+        )
         shows = self._shows(asked.call.device.type)
         if not isinstance(shows, ShowsCaches) or asked.call.is_empty:
             raise ValueError(

@@ -17,9 +17,11 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.fingerprint import KernelText, fingerprint, operator_name
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
+from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind
 from flashgen.kinds.ragged import RAGGED
+from flashgen.kinds.table import KINDS
 from flashgen.op.cached import CachedEngine
 from flashgen.op.conversion import check_switch, param_argument, probability_argument, seed_argument, tensor_argument
 from flashgen.op.eight_bits import F8
@@ -83,6 +85,12 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"unknown backend '{backend}'; known are {', '.join(repr(each) for each in BACKENDS)}")
 
 
+# Of the kinds whose calls are more than the dense call's rows elsewhere.
+_ENGINES: Mapping[Kind, type[Engine]] = {
+    each.kind: each for each in (RaggedEngine, CachedEngine, F8Engine, PartsEngine, SlicesEngine)
+}
+
+
 class OpCalls:
     """The operators of one spec, and calls of them by position."""
 
@@ -92,22 +100,22 @@ class OpCalls:
         name = parts.operator
         remember = None if parts.remember is None else functools.partial(parts.remember, name)
 
-        def registered(kind: type[Engine], suffix: str = "") -> Registered:
-            find = functools.partial(self._engine_of, kind)
-            return register(f"{name}{suffix}", parts.identity_of_engine, find, remember)
+        def registered(kind: Kind) -> Registered:
+            find = functools.partial(self._made, kind)
+            return register(f"{name}{kind.suffix}", parts.identity_of_engine, find, remember)
 
-        self._registered = registered(Engine)
+        self._kinds = {kind: registered(kind) for kind in KINDS.values() if kind.suffix is not None}
+        self._registered = self._kinds[DENSE]
         self._signature = self._registered.signature
         self.narrowing = Narrowing(parts.spec)
-        self._ragged = registered(RaggedEngine, RAGGED.suffix)
-        self._cached = registered(CachedEngine, CACHED.suffix)
-        self._f8 = registered(F8Engine, EIGHT_BITS.suffix)
-        self._clashes = {each.suffix: _clash(self._signature, each) for each in (RAGGED, CACHED)}
+        self._engines: dict[Kind, Engine] = {}
+        self._clashes = {each: _clash(self._signature, each) for each in (RAGGED, CACHED)}
 
-    def _engine_of(self, kind: type[Engine]) -> Engine:
+    def _made(self, kind: Kind) -> Engine:
+        make = _ENGINES.get(kind) or functools.partial(Engine, kind=kind)
         if self._parts.backend == "reference":
-            return kind(self._parts.spec, {}, pairs=None)
-        return engine_of(kind, self._parts.spec, self._parts.kernels)
+            return make(self._parts.spec, {}, pairs=None)
+        return engine_of(make, self._parts.spec, self._parts.kernels)
 
     # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
 
@@ -121,20 +129,13 @@ class OpCalls:
         """What runs dense calls."""
         return self._registered.engine
 
-    @property
-    def engine_of_sequences(self) -> Engine:
-        """What runs ragged batches."""
-        return self._ragged.engine
-
-    @functools.cached_property
-    def engine_of_parts(self) -> Engine:
-        """What runs some of the keys of rows, for those who add them up: it writes float32 at least."""
-        return self._engine_of(PartsEngine)
-
-    @functools.cached_property
-    def engine_of_slices(self) -> Engine:
-        """What runs some of the rows of a tensor with all of their keys, whose gradients others are added to."""
-        return self._engine_of(SlicesEngine)
+    def engine_of(self, kind: Kind) -> Engine:
+        """What runs calls of a kind."""
+        if kind in self._kinds:
+            return self._kinds[kind].engine
+        if kind not in self._engines:
+            self._engines[kind] = self._made(kind)
+        return self._engines[kind]
 
     def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
         """What ``load`` makes of another spec for the same backend, and on the emulator the same target.
@@ -199,7 +200,7 @@ class OpCalls:
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
             factors = factors_of_call(self._positional((q, k, v), ()), descales)
-            return call(self._f8, (*tensors, *factors), offsets, False, return_lse)
+            return call(self._kinds[EIGHT_BITS], (*tensors, *factors), offsets, False, return_lse)
         return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
 
     def _tensors(
@@ -233,7 +234,7 @@ class OpCalls:
         return tensors
 
     def _check_names(self, method: str, kind: Kind) -> None:
-        clash = self._clashes[kind.suffix]
+        clash = self._clashes[kind]
         if clash is not None:
             raise ValueError(
                 f"'{self.spec.name}' captures '{clash}', an argument of {method}: the spec has to call it otherwise"
@@ -256,7 +257,7 @@ class OpCalls:
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
-        return call(self._ragged, (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
+        return call(self._kinds[RAGGED], (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
 
     @property
     def reference(self) -> Reference:

@@ -16,6 +16,7 @@ from flashgen.hosts.asked import AskedCall
 from flashgen.ir.fingerprint import KernelText
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.spec_text import declared
+from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.op.asked import Asked, ask, placed
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.eight_bits import F8
@@ -105,7 +106,13 @@ class ShownOp(OpCalls):
         offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))
         repeatable = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         rest, widens = (offsets, repeatable), ""
-        asked = ask((self._f8 if tensors[0].dtype is F8 else self._registered).engine, tensors, rest, dropout_p, device)
+        asked = ask(
+            (self._kinds[EIGHT_BITS] if tensors[0].dtype is F8 else self._registered).engine,
+            tensors,
+            rest,
+            dropout_p,
+            device,
+        )
         if asked.call.kernel is None and tensors[0].dtype is F8:
             dtype = wide_type(self._registered.engine.checker.dtypes, asked.call.device)
             wide = (placed(torch.empty_like(x, dtype=dtype, device="meta"), asked.call.device) for x in tensors[:3])

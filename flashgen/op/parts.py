@@ -51,7 +51,7 @@ class PartsEngine(Engine):
     d_o has the type of q; the o that a backward pass reads, of all keys, that of sums.
     """
 
-    kind: ClassVar[Kind] = PARTS
+    kind: Kind = PARTS
     checks: ClassVar[type[CallChecker]] = PartsChecker
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:

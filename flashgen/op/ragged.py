@@ -43,7 +43,7 @@ from flashgen.reference.shard import Shard
 class RaggedEngine(Engine):
     """Forward and backward of one spec over ragged batches: on kernels, or on the reference, sequence by sequence."""
 
-    kind: ClassVar[Kind] = RAGGED
+    kind: Kind = RAGGED
     checks: ClassVar[type[CallChecker]] = RaggedChecker
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

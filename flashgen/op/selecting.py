@@ -31,7 +31,7 @@ from flashgen.op.selected import captured_in_order
 from flashgen.op.signature import Signature
 from flashgen.reference.programs import Forward, Program, Reverse
 
-# What makes an engine of a form: ``Engine`` and its subclasses.
+# What makes an engine of a kind: ``Engine`` and its subclasses.
 MakesEngine = Callable[..., Engine]
 
 
@@ -40,7 +40,7 @@ def engine_of(
     spec: AttentionSpec,
     kernels: Mapping[str, KernelProvider | None],
 ) -> Engine:
-    """The engine of a form of call; of a spec with a selection the one that makes bits of it first."""
+    """The engine of a kind of call; of a spec with a selection the one that makes bits of it first."""
     inner = make(lowered(spec), kernels)
     return inner if spec.select is None else SelectingEngine(spec, inner)
 
@@ -51,7 +51,7 @@ class SelectingEngine(Engine):
     def __init__(self, spec: AttentionSpec, inner: Engine) -> None:
         self.spec, self.kernels, self.inner = spec, inner.kernels, inner
         # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
-        self._formula = type(inner)(spec, dict.fromkeys(inner.kernels))
+        self._formula = type(inner)(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
         self.signature = Signature.of(spec, inner.kind)
         self.checker = type(inner.checker)(spec, {}, is_reference=True)
         self._end = 3 + len(spec.tensors)

@@ -7,8 +7,6 @@ says where there are such kernels: the reference and the libraries of packages w
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from flashgen.ir.spec import HeadDim
@@ -23,7 +21,7 @@ class SlicesEngine(Engine):
     Gradients of k and v are contiguous, in float32.
     """
 
-    kind: ClassVar[Kind] = SLICES
+    kind: Kind = SLICES
 
 
 def has_kernel(engine: Engine, q: Tensor, v: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.kinds.parts import PARTS
 from flashgen.op.sums import Exponents, Seen, add_part, first_part
 from flashgen.verification.verify import relative_error
 from tools.fuzz.parts import in_parts
@@ -38,14 +39,14 @@ def test_what_is_written_in_float32_is_what_others_round(name: str, dtype: torch
     needs = [True] * len(tensors)
     for repeats in (False, True):
         o, lse, extremes = op.engine.attend(tensors, (offsets, repeats))
-        wide, of_parts, _ = op.engine_of_parts.attend(tensors, (offsets, repeats))
+        wide, of_parts, _ = op.engine_of(PARTS).attend(tensors, (offsets, repeats))
         assert wide.dtype is torch.float32
         assert torch.equal(wide.to(dtype), o)
         assert lse is None or torch.equal(lse, of_parts)
         rows = (None, o, lse, extremes) if lse is not None else (None,) * 4
         wide_rows = (None, o.float(), lse, extremes) if lse is not None else (None,) * 4
         gradients = op.engine.gradients(d_o, rows, tensors, (offsets, repeats), needs)
-        sums = op.engine_of_parts.gradients_of_part(d_o, wide_rows, tensors, (offsets, repeats), needs)
+        sums = op.engine_of(PARTS).gradients_of_part(d_o, wide_rows, tensors, (offsets, repeats), needs)
         for x, y in zip(gradients, sums, strict=True):
             assert y.dtype is torch.float32
             assert relative_error(x, y.double()) <= 2 * torch.finfo(dtype).eps

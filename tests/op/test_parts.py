@@ -57,7 +57,7 @@ def test_they_are_what_other_kernels_write_before_it_is_rounded(backend: str, ta
     inputs, tensors = call_of(op, torch.bfloat16)
     (o, lse, extreme), gradients = both(op._registered.engine, inputs, tensors)
     with recording() as counted:
-        (wide, of_parts, _), sums = both(op.engine_of_parts, inputs, tensors, (o.float(), lse, extreme))
+        (wide, of_parts, _), sums = both(op.engine_of(PARTS), inputs, tensors, (o.float(), lse, extreme))
     assert {x.dtype for x in (wide, *sums)} == {torch.float32}
     assert torch.equal(wide.to(o.dtype), o)
     assert torch.equal(of_parts, lse)
@@ -81,7 +81,7 @@ def test_where_warpgroups_divide_columns(head_dim: str, deterministic: bool) -> 
     needs, rest = [True] * 3, (OFFSETS, deterministic)
     o, lse, extreme = op._registered.engine.attend(tensors, rest)
     rounded = op._registered.engine.gradients(inputs.d_o, (None, o, lse, extreme), tensors, rest, needs)
-    engine = op.engine_of_parts
+    engine = op.engine_of(PARTS)
     sums = engine.gradients_of_part(inputs.d_o, (None, o.float(), lse, extreme), tensors, rest, needs)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     exact = op.reference(*leaves, dtype=torch.float64, q_start=20, q_total=90, kv_total=90)
@@ -98,7 +98,7 @@ def test_where_those_who_share_rows_divide_columns_of_o(head_dim: str, target: s
     op = flashgen.loads(text, backend="emulator", target=target)
     _, tensors = call_of(op, torch.bfloat16)
     o, lse, _ = op._registered.engine.attend(tensors, (OFFSETS, False))
-    wide, of_parts, _ = op.engine_of_parts.attend(tensors, (OFFSETS, False))
+    wide, of_parts, _ = op.engine_of(PARTS).attend(tensors, (OFFSETS, False))
     assert wide.dtype is torch.float32
     assert torch.equal(wide.to(o.dtype), o)
     assert lse is not None
@@ -110,7 +110,7 @@ def test_calls_in_float32_take_the_kernels_that_others_take() -> None:
     op = flashgen.loads(TEXT, backend="cpu")
     inputs, tensors = call_of(op, torch.float32)
     (o, lse, extreme), gradients = both(op._registered.engine, inputs, tensors)
-    (wide, _, _), sums = both(op.engine_of_parts, inputs, tensors, (o, lse, extreme))
+    (wide, _, _), sums = both(op.engine_of(PARTS), inputs, tensors, (o, lse, extreme))
     assert torch.equal(wide, o)
     assert all(torch.equal(x, y) for x, y in zip(gradients, sums, strict=True))
 
@@ -119,7 +119,7 @@ def test_where_there_are_none_what_is_read_is_widened() -> None:
     """The spec need not allow float32 for it."""
     op = flashgen.loads(PLAIN, backend="cpu")
     inputs, tensors = call_of(op, torch.bfloat16)
-    (truth, _, _), wanted = both(op.engine_of_parts, inputs, tensors)
+    (truth, _, _), wanted = both(op.engine_of(PARTS), inputs, tensors)
     kernels = op._parts.kernels["cpu"]
     assert kernels is not None
 
@@ -128,11 +128,11 @@ def test_where_there_are_none_what_is_read_is_widened() -> None:
         return dataclasses.replace(kernel, other=lambda _: None)
 
     for given in (OpParts(op.spec, {"cpu": without}), OpParts(op.spec, {"cpu": None})):
-        (wide, _, _), sums = both(AttentionOp(given).engine_of_parts, inputs, tensors)
+        (wide, _, _), sums = both(AttentionOp(given).engine_of(PARTS), inputs, tensors)
         assert {x.dtype for x in (wide, *sums)} == {torch.float32}
         for x, y in zip((wide, *sums), (truth, *wanted), strict=True):
             assert (x - y).abs().max() <= 2**-7 * y.abs().max()
-    dense = AttentionOp(OpParts(op.spec, {}, backend="reference")).engine_of_parts
+    dense = AttentionOp(OpParts(op.spec, {}, backend="reference")).engine_of(PARTS)
     assert isinstance(dense, PartsEngine)
     assert dense.attend(tensors, (OFFSETS, False))[0].dtype is torch.float32
 

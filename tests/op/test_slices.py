@@ -12,6 +12,7 @@ from torch import Tensor
 import flashgen
 from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
+from flashgen.kinds.slices import SLICES
 from flashgen.op.slices import has_kernel
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import random_inputs
@@ -52,7 +53,7 @@ def test_they_are_what_other_kernels_write(backend: str, target: str | None, tex
     def larger(like: Tensor) -> Tensor:
         return torch.full((*like.shape[:2], BEFORE + SHAPE.q_len + BEHIND, *like.shape[3:]), 7.0, dtype=like.dtype)
 
-    assert has_kernel(op.engine_of_slices, inputs.q, inputs.v)
+    assert has_kernel(op.engine_of(SLICES), inputs.q, inputs.v)
     for repeats in (False, True):
         rest, needs = (OFFSETS, repeats), [True] * op.signature.inputs
         attended: tuple[Any, ...] = op.engine.attend(tensors, rest)
@@ -62,10 +63,10 @@ def test_they_are_what_other_kernels_write(backend: str, target: str | None, tex
         if own_d_lse is not None:
             own_d_lse.copy_(d_lse)
         with recording() as counted:
-            op.engine_of_slices.attend_into((o, lse, extremes), tensors, rest)
+            op.engine_of(SLICES).attend_into((o, lse, extremes), tensors, rest)
             rows = (own_d_lse, o, lse, extremes)
             into = (dq, *(torch.full(x.shape, 7.0) for x in (inputs.k, inputs.v)))
-            found = op.engine_of_slices.gradients_into(into, inputs.d_o, rows, tensors, rest, needs)
+            found = op.engine_of(SLICES).gradients_into(into, inputs.d_o, rows, tensors, rest, needs)
         assert all(x is y for x, y in zip(found, into, strict=False))
         assert all(y is None or torch.equal(x, y) for x, y in zip(attended, rows[1:], strict=True))
         wanted = op.engine.gradients(inputs.d_o, (d_lse, *attended), tensors, rest, needs)
@@ -90,6 +91,6 @@ def test_where_there_are_none_they_say_so() -> None:
     def without(head_dim: Any, index: int) -> Any:
         return dataclasses.replace(kernels(head_dim, index), other=lambda _: None)
 
-    engine = type(op.engine_of_slices)(op.spec, {"cpu": without})
+    engine = type(op.engine_of(SLICES))(op.spec, {"cpu": without})
     assert not has_kernel(engine, inputs.q, inputs.v)
-    assert not has_kernel(flashgen.loads(POINTWISE, backend="reference").engine_of_slices, inputs.q, inputs.v)
+    assert not has_kernel(flashgen.loads(POINTWISE, backend="reference").engine_of(SLICES), inputs.q, inputs.v)

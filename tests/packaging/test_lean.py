@@ -187,3 +187,21 @@ def test_the_report_tells_the_size(tmp_path: Path) -> None:
     shown = flashgen("build", tmp_path / "lean.attn", "-o", tmp_path / "out").stdout
     assert f"0 changed, {size / 1e3:.0f} kB, " in shown
     assert size == pytest.approx(5e5, rel=0.5)
+
+
+def test_an_op_of_a_cpu_imports_nothing_of_gpus() -> None:
+    """Neither does flashgen itself, nor a backward pass, ``op.plan`` or ``op.explain``."""
+    code = """
+import sys
+import torch
+import flashgen
+op = flashgen.loads("attention a { head_dim 16 mask causal }", backend="cpu")
+q = torch.randn(1, 1, 8, 16, requires_grad=True)
+op(q, q, q).sum().backward()
+op.explain(q, q, q)
+op.plan
+names = ("gpu", "mma", "cuda", "emulat", "nvrtc", "tensor_maps", "counters")
+print([each for each in sys.modules if each.startswith("flashgen.") and any(name in each for name in names)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
