@@ -25,17 +25,17 @@ def named(*operands: Operand) -> Mapping[str, Operand]:
 class Kind:
     """One kind of call.
 
-    **Its operator.** ``suffix`` is what its name ends in; None: it has none of its own. Beside what a spec declares it takes ``tensors`` and
-    ``numbers``, by name; numbers that ``may_be_none`` may be left out, others are ints. ``dims``: of q, k and v, the
-    last of which is the head dimension. ``o``: the type of o, None where it is that of q.
+    **Its operator.** ``suffix`` is what its name ends in; None: it has none of its own. Beside what a spec declares it
+    takes ``tensors`` and ``numbers``, by name; numbers that ``may_be_none`` may be left out, others are ints. ``dims``:
+    of q, k and v, the last of which is the head dimension. ``o``: the type of o, None where it is that of q.
 
     **Its kernels.** ``mark`` stands in their names. ``operands`` are the rows that they read and write. In ``struct
     Arguments`` ``pointers`` stand behind what varies from call to call, ``sizes`` at the end; ``rows_as_declared``:
     pointers to rows have the types and comments of ``operands``, else those of a dense call. ``by_sequence``: params
     and drop probabilities may differ from sequence to sequence. ``passes``: those that have kernels. ``learns``:
     captured values receive gradients. ``by_lengths``: the tiles of a call on a GPU go by its lengths; else they are the
-    planner's own, or go by its rows. ``stands_in``: they run in the place of dense ones, which a user may have edited. ``on_cpus``: CPUs
-    have some.
+    planner's own, or go by its rows. ``stands_in``: they run in the place of dense ones, which a user may have edited.
+    ``on_cpus``: CPUs have some.
 
     **What they do otherwise.** ``ragged``: every sequence of a batch is a call of its own. ``cached``: keys and values
     lie in a cache, of ``f8_cached`` in 8 bits beside queries of more. ``parts``: they see some of the keys of rows, and
