@@ -95,7 +95,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
                 if each.sequences
                 else functools.partial(bytes_of_call, multiprocessors=SIZE.multiprocessors)
             )
-            predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
+            predicted = predict(plan.recipe, plan.by_element[element], symbol, launches, each.values, captured)
             found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
     return found
 

@@ -1,6 +1,6 @@
 """HBM bytes of one kernel: what it does with its operands, and what lists of visits add.
 
-In: a ``Variant``, the tiles of an element type, sizes by the fields of ``struct Arguments``, counts of the tiles that
+In: a ``Recipe``, the tiles of an element type, sizes by the fields of ``struct Arguments``, counts of the tiles that
 are visited. Out: bytes by buffer, as in ``bytes.py``.
 """
 
@@ -20,7 +20,7 @@ from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import ElementPlan
 
 KERNELS = ("turn", "forward", "rows", "backward", "keys", "queries", "convert")
@@ -44,7 +44,7 @@ def _accesses(
     match kernel:
         case "forward":
             written = (*(["lse"] if state else []), *([LSE_PARTS.name] if divided else []))
-            read = ("k",) if recipe.computed.kind.f8 else ("k", "v")
+            read = ("k",) if recipe.variant.kind.f8 else ("k", "v")
             return (*once("q", "o", *written, of=operands), *by_tile(*read))
         case "turn":
             return once("v", of=operands)
@@ -70,12 +70,17 @@ class KernelBytes:
     ``sizes`` are fields of ``struct Arguments``; ``asks_lse``: a gradient of the log-sum-exp comes in.
     """
 
-    variant: Variant
+    recipe: Recipe
     tiles: ElementPlan
     sizes: Mapping[str, int]
     counts: Callable[[int, int], TileCounts]
     lists: Mapping[str, VisitLists] = field(default_factory=dict)
     asks_lse: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        """What is computed."""
+        return self.recipe.variant
 
     def of(self, kernel: str, *, clears_dq: bool) -> Mapping[str, int]:
         """Bytes of one kernel by buffer; ``clears_dq``: that of delta clears the sums of dQ as well."""
@@ -84,9 +89,7 @@ class KernelBytes:
         head_dim, element = self.variant.head_dim, self.tiles.element.bytes
         operands = self.variant.kind.operands
         divided = self.variant.weights.form.divided
-        accesses = _accesses(
-            kernel, recipe_of(self.variant), operands, self.tiles, divided=divided, asks_lse=self.asks_lse
-        )
+        accesses = _accesses(kernel, self.recipe, operands, self.tiles, divided=divided, asks_lse=self.asks_lse)
         own = (
             replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
             for each in accesses
@@ -150,7 +153,7 @@ class KernelBytes:
         found = {name: blocks * each * Dv * operands[name].element_bytes(element) for name in ("o", "d_o")}
         if self.asks_lse:
             found["d_lse"] = by_thread
-        if recipe_of(self.variant).sink_gradients:
+        if self.recipe.sink_gradients:
             found["lse"] = by_thread
         if self.variant.weights.form.divided:
             found[LSE_PARTS.name] = by_thread
