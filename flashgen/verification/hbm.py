@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
+from flashgen.compiler.compiled import compiled
 from flashgen.hosts.backends import (
     ELEMENTS,
     block_kernel,
@@ -40,6 +41,7 @@ from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
+from flashgen.targets.registry import GPUS
 from flashgen.verification.inputs import Inputs
 
 
@@ -89,6 +91,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             rows = {id(PARTS): PARTS, id(SLICES): SLICES}.get(id(each.launches.operands))
             if rows is not None:
                 variant = kernel_variant(op.spec, head_dim, rows)
+                plan = replace(plan, recipe=compiled(variant, GPUS[plan.target]).plan.recipe)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = (
                 functools.partial(bytes_of_sequences, each.sequences)

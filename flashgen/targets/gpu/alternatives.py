@@ -50,7 +50,7 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
     """The plan of this element type under another schedule, None where that cannot work."""
     spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
     try:
-        return plan_gpu(recipe, spec, gpu.target, gpu.target.recipes).by_element.get(element)
+        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).by_element.get(element)
     except SpecError:
         return None
 

@@ -75,10 +75,8 @@ def bytes_of_call(
     ``values`` are those of ``struct Arguments``, ``captured`` the tensors that masks read, as NumPy arrays. Of how many
     ``multiprocessors`` depends what blocks share; without them nothing.
     """
-    variant, shape = (
-        recipe.variant,
-        Shape(*(int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len"))),
-    )
+    variant = recipe.variant
+    shape = Shape(*(int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len")))
     sizes, params = sizes_of_values(values), params_of_values(variant.spec, values)
     keep, seen = by_position(variant.keep, captured, sizes, params)
     call = Call(

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from flashgen.analysis.variant import Variant
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import QUERIES, Elements, Operand, Width
 from flashgen.plan.launches import TURNED_KEYS, VisitLists
@@ -77,18 +76,13 @@ class KernelBytes:
     lists: Mapping[str, VisitLists] = field(default_factory=dict)
     asks_lse: bool = False
 
-    @property
-    def variant(self) -> Variant:
-        """What is computed."""
-        return self.recipe.variant
-
     def of(self, kernel: str, *, clears_dq: bool) -> Mapping[str, int]:
         """Bytes of one kernel by buffer; ``clears_dq``: that of delta clears the sums of dQ as well."""
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
-        head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        operands = self.variant.kind.operands
-        divided = self.variant.weights.form.divided
+        head_dim, element = self.recipe.variant.head_dim, self.tiles.element.bytes
+        operands = self.recipe.variant.kind.operands
+        divided = self.recipe.variant.weights.form.divided
         accesses = _accesses(kernel, self.recipe, operands, self.tiles, divided=divided, asks_lse=self.asks_lse)
         own = (
             replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
@@ -102,8 +96,8 @@ class KernelBytes:
             for name, width in (("q", head_dim.qk), ("d_o", head_dim.v)):
                 found[name] += counts.rows * self._beyond(width) * element
         if kernel == "turn":
-            found[TURNED] += turned_v(self.variant).value(self.sizes)
-        if kernel == "forward" and self.variant.kind.f8:
+            found[TURNED] += turned_v(self.recipe.variant).value(self.sizes)
+        if kernel == "forward" and self.recipe.variant.kind.f8:
             assert counts is not None
             found[TURNED] += self._turned(counts)
         if kernel == "backward":
@@ -112,13 +106,13 @@ class KernelBytes:
             if self.tiles.backward.divides_keys:
                 found["k"] += found["k"] // 2  # half of the columns for the other block
         if kernel == "convert" or (kernel == "rows" and clears_dq):
-            found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
+            found["workspace.dq"] += dq_sums(self.recipe.variant).value(self.sizes)
         found.update(self._reading_lists(kernel))
         return found
 
     def read_again(self, blocks: int) -> Mapping[str, int]:
         """K and V of the last key tiles, which several of so many ``blocks`` work on."""
-        tiles, head_dim, kv_len = self.tiles.backward, self.variant.head_dim, self.sizes["kv_len"]
+        tiles, head_dim, kv_len = self.tiles.backward, self.recipe.variant.head_dim, self.sizes["kv_len"]
         count, of_a_head = self.sizes["batch"] * self.sizes["kv_heads"], -(-kv_len // tiles.Bc)
         rest, parts = parts_of_last(tiles, self.sizes, min(blocks, count * of_a_head))
         last = (number % of_a_head for number in range(count * of_a_head - rest, count * of_a_head))
@@ -142,20 +136,20 @@ class KernelBytes:
         panel = panel_width(Bc, self.tiles.element)
         width = -(-Bc // panel) * panel
         read = sum(float(visits) * min(width, keys - n * Bc) for n, visits in enumerate(counts.column_tiles))
-        return round(heads * read) * self.variant.head_dim.v
+        return round(heads * read) * self.recipe.variant.head_dim.v
 
     def _rows(self) -> Mapping[str, int]:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""
-        each, Dv = rows_of_a_block(self.variant, self.tiles.element), self.variant.head_dim.v
+        each, Dv = rows_of_a_block(self.recipe.variant, self.tiles.element), self.recipe.variant.head_dim.v
         blocks = -(-self.sizes["batch"] * self.sizes["heads"] * self.sizes["q_len"] // each)
-        operands, by_thread = self.variant.kind.operands, blocks * _THREADS * FLOAT
+        operands, by_thread = self.recipe.variant.kind.operands, blocks * _THREADS * FLOAT
         element = self.tiles.element.bytes
         found = {name: blocks * each * Dv * operands[name].element_bytes(element) for name in ("o", "d_o")}
         if self.asks_lse:
             found["d_lse"] = by_thread
         if self.recipe.sink_gradients:
             found["lse"] = by_thread
-        if self.variant.weights.form.divided:
+        if self.recipe.variant.weights.form.divided:
             found[LSE_PARTS.name] = by_thread
         return found
 
@@ -183,7 +177,7 @@ class KernelBytes:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = finders(self.variant, tiles) if tiles.producers else tiles.warps
+                warps = finders(self.recipe.variant, tiles) if tiles.producers else tiles.warps
                 copies = tiles.tensor_copies and not tiles.producers
                 return self._reading(OF_QUERIES, warps, copies=copies)
             case "backward" | "keys":

@@ -1,8 +1,7 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
-In: a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of
-``entries.cuh.jinja`` in ``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of
-the buffers from here.
+In: a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
+``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of the buffers from here.
 """
 
 from __future__ import annotations
@@ -133,11 +132,8 @@ def atomic_buffers(
     if not recipe.one_pass:
         return (*observed_buffers(recipe), *_delta(recipe))
     clear = not recipe.row_state  # else the kernel of delta clears both
-    dq, tile_counter = (
-        Buffer("dq", dq_sums(recipe.variant), clear=clear),
-        Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear),
-    )
-    counters = (tile_counter,) if persistent else ()
+    dq = Buffer("dq", dq_sums(recipe.variant), clear=clear)
+    counters = (Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear),) if persistent else ()
     return (*observed_buffers(recipe), *_delta(recipe), dq, *counters, *(_turn_buffers() if turns else ()), *parts)
 
 
@@ -291,8 +287,7 @@ def block_buffers(variant: Variant, element: ElementType) -> tuple[Buffer, ...]:
 
 def block_launches(symbol: str, plan: GpuPlan, element: ElementType) -> PassLaunches:
     """The forward pass by blocks of keys: lists are turned, parts computed, and merged."""
-    variant, tiles = plan.recipe.variant, plan.by_element[element].forward
-    listed = variant.listed
+    variant, tiles, listed = plan.recipe.variant, plan.by_element[element].forward, plan.recipe.variant.listed
     assert listed is not None, "kernels go through blocks of keys"
     merged = Count((Factor("batch"), Factor("heads"), Factor("q_len")), divide=16 * MERGING_WARPS)
     turned = _lists_turned()

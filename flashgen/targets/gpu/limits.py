@@ -1,14 +1,13 @@
 """What no kernel for GPUs can do, whatever its tiles: said of a spec before it is planned.
 
-In: a ``Variant``, or its ``Recipe`` and a schedule. Out: diagnostics, each with the place in the spec. Shared memory,
-which decides what fits, is the planner's to say.
+In: a ``Variant``, or its ``Recipe``. Out: diagnostics, each with the place in the spec. Shared memory, which decides
+what fits, is the planner's to say.
 """
 
 from __future__ import annotations
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic
-from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
@@ -46,13 +45,13 @@ def limits(variant: Variant) -> tuple[Diagnostic, ...]:
     return (Diagnostic("E406", message, variant.spec.place("head_dim"), notes=(note,)),)
 
 
-def limits_of_schedule(recipe: Recipe, schedule: Schedule) -> tuple[Diagnostic, ...]:
+def limits_of_schedule(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Pins with which no candidate works, whatever the memory."""
     problems = []
     anything = Architecture("", 80, 0, 0)
-    if not candidates("forward", recipe, schedule, ElementType.F16, anything):
+    if not candidates("forward", recipe, ElementType.F16, anything):
         problems.append("'Br', 'Bc' and 'warps' of the forward pass: a warp has 16 or more whole query rows")
-    if not candidates("backward", recipe, schedule, ElementType.F16, anything):
+    if not candidates("backward", recipe, ElementType.F16, anything):
         problems.append("'backward_Br', 'backward_Bc' and 'backward_warps': a warp has 16 or more whole keys")
-    message = "the schedule cannot work on a GPU: "
-    return tuple(Diagnostic("E403", f"{message}{problem}", schedule.span) for problem in problems)
+    span = recipe.variant.spec.schedule.span
+    return tuple(Diagnostic("E403", f"the schedule cannot work on a GPU: {problem}", span) for problem in problems)

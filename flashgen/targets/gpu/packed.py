@@ -57,14 +57,13 @@ def packed(source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Pac
 
 def plan_of(described: ManifestGpuSource, variant: Variant) -> GpuPlan:
     """The decisions of a packed source, without their reasons: those stand in the source."""
-    elements, rejected = tuple(described.elements), described.rejected
     return GpuPlan(
         spec_name=variant.spec.name,
         head_dim=described.head_dim,
         target=described.target,
         sram_bytes=described.sram_bytes,
         recipe=decide(variant),
-        elements=elements,
+        elements=tuple(described.elements),
         reasons=(),
-        rejected=rejected,
+        rejected=described.rejected,
     )

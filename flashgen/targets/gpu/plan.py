@@ -1,9 +1,8 @@
 """Stage 3, plan for GPUs: the tiles of every pass and element type for one architecture, and why.
 
-In: a ``Recipe``, a spec that pins tiles, an architecture, its family's recipes. Out: a ``GpuPlan`` with its reasons and
-what it rejected. Of the candidates of ``recipes.py``, in their order, every buffer that the templates keep is counted,
-and the first that fits the shared memory of a block is taken. Kernels that turned out to spill registers are passed
-over.
+In: a ``Recipe``, an architecture, its family's recipes. Out: a ``GpuPlan`` with its reasons and what it rejected. Of
+the candidates of ``recipes.py``, in their order, every buffer that the templates keep is counted, and the first that
+fits the shared memory of a block is taken. Kernels that turned out to spill registers are passed over.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, Span, SpecError
-from flashgen.ir.spec import AttentionSpec, Schedule
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
@@ -50,12 +49,10 @@ from flashgen.targets.gpu.tiles import (
 )
 
 
-def plan_gpu(
-    recipe: Recipe, spec: AttentionSpec, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()
-) -> GpuPlan:
+def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
     """The plan; ``SpecError`` where the spec pins tiles that cannot work, or nothing fits a type that it asks for."""
-    variant = recipe.variant
-    refused = limits(variant) or limits_of_schedule(recipe, spec.schedule)
+    variant, spec = recipe.variant, recipe.variant.spec
+    refused = limits(variant) or limits_of_schedule(recipe)
     if refused:
         raise SpecError(refused, spec.sources)
     wanted = spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
@@ -68,7 +65,7 @@ def plan_gpu(
     rejected: list[Rejection] = []
     decisions = list(recipe.decisions)
     for element in wanted:
-        found = _plan_element(recipe, spec.schedule, target, recipes, element, spills, reasons, rejected, decisions)
+        found = _plan_element(recipe, target, recipes, element, spills, reasons, rejected, decisions)
         if found is not None:
             plans.append(found)
         elif spec.dtypes is not None or element is not ElementType.F32:
@@ -78,11 +75,8 @@ def plan_gpu(
                     Diagnostic(
                         "E406",
                         f"{message}{variant.head_dim}",
-                        _pinned(spec.schedule) or spec.place("head_dim"),
-                        notes=(
-                            *reasons,
-                            *_shortage(recipe, spec.schedule, element, target.block_bytes, reasons, rejected),
-                        ),
+                        _pinned(variant) or spec.place("head_dim"),
+                        notes=(*reasons, *_shortage(recipe, element, target.block_bytes, reasons, rejected)),
                     )
                 ],
                 spec.sources,
@@ -102,7 +96,6 @@ def plan_gpu(
 
 def _plan_element(
     recipe: Recipe,
-    schedule: Schedule,
     target: Architecture,
     recipes: Recipes,
     element: ElementType,
@@ -151,12 +144,9 @@ def _plan_element(
     def query_size(choice: QueryChoice) -> int:
         return query_layout(recipe, element, choice).bytes
 
-    def considered(name: str) -> list[Candidate[Any]]:
-        return candidates(name, recipe, schedule, element, target, recipes)
-
-    forward = choose("forward", considered("forward"), forward_size)
-    backward = choose("backward", considered("backward"), backward_size)
-    queries = choose("queries", considered("queries"), query_size)
+    forward = choose("forward", candidates("forward", recipe, element, target, recipes), forward_size)
+    backward = choose("backward", candidates("backward", recipe, element, target, recipes), backward_size)
+    queries = choose("queries", candidates("queries", recipe, element, target, recipes), query_size)
     if forward is None or backward is None or queries is None:
         return None
     finding, copying = _finding(recipe, element, forward), _shares(backward, COPYING_REGISTERS)
@@ -197,19 +187,15 @@ def _describe(choice: AnyChoice) -> str:
     return f"{choice.Br} × {choice.Bc} by {multiplying(choice)}, {staged(choice)}"
 
 
-def _pinned(schedule: Schedule) -> Span | None:
+def _pinned(variant: Variant) -> Span | None:
     """Where the schedule stands that leaves no other tiles; None where it pins nothing."""
+    schedule = variant.spec.schedule
     pins = asdict(replace(schedule, span=None))
     return schedule.span if any(value is not None for value in pins.values()) else None
 
 
 def _shortage(
-    recipe: Recipe,
-    schedule: Schedule,
-    element: ElementType,
-    sram: int,
-    reasons: Sequence[str],
-    rejected: Sequence[Rejection],
+    recipe: Recipe, element: ElementType, sram: int, reasons: Sequence[str], rejected: Sequence[Rejection]
 ) -> Iterator[str]:
     """What the smallest tiles need and for what, and what was considered for the passes that were left out."""
     forward, backward = ForwardChoice(16, 16, 1), BackwardChoice(16, 16, 1)
@@ -222,7 +208,7 @@ def _shortage(
             parts = "; ".join(f"{buffer} {size}" for buffer, size in sizes.items())
             needed = f"even a tile of 16 × 16 needs {sum(sizes.values())} bytes ({parts}); {sram} are there"
             yield f"{name}, {element}: {needed}"
-    if _pinned(schedule) is None:
+    if _pinned(recipe.variant) is None:
         elsewhere = "build with --target cpu, or load with backend='cpu'; or take a smaller head dimension"
         yield f"the CPU's kernels have no such limit: {elsewhere}"
     for lost in rejected:

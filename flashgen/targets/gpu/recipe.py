@@ -21,6 +21,7 @@ from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, linear_factor
 from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
+from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
@@ -141,6 +142,10 @@ class Recipe:
     def keeps_lists(self) -> bool:
         """Whether they may be used again by a later call."""
         return self.lists is Lists.KEPT
+
+    def with_spec(self, spec: AttentionSpec) -> Recipe:
+        """The same of a spec that differs in schedule and element types, which nothing here depends on."""
+        return replace(self, variant=replace(self.variant, spec=spec))
 
     def with_keep(self, keep: Expr) -> Recipe:
         """The same kernels, for predictions of a call that keeps these pairs."""

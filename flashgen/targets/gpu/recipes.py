@@ -1,6 +1,6 @@
 """Stage 2, decide for GPUs: which rows of the tables are considered, best first, and how each of them works.
 
-In: a ``Recipe``, an element type, an architecture, a schedule. Out: ``Candidate``s, each with the reasons of its
+In: a ``Recipe``, an element type, an architecture. Out: ``Candidate``s, each with the reasons of its
 choices; where the schedule pins a tile, those that have it. What stands here is for products of one warp (mma.sync),
 which every GPU has; a family of more puts its own before them (``Recipes``).
 """
@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from flashgen.analysis.factors import factor_of_dot
 from flashgen.analysis.variant import Variant
-from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
@@ -209,9 +208,10 @@ WARPS = Recipes(forward, backward, queries, complete)
 
 
 def candidates(
-    name: str, recipe: Recipe, schedule: Schedule, element: ElementType, on: Architecture, recipes: Recipes = WARPS
+    name: str, recipe: Recipe, element: ElementType, on: Architecture, recipes: Recipes = WARPS
 ) -> list[Candidate[Any]]:
     """Those of a pass, or of ``queries``, of which the schedule pins nothing; none where no row has what it pins."""
+    schedule = recipe.variant.spec.schedule
     considered: Considered[Any]
     match name:
         case "forward":

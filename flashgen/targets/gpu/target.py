@@ -47,7 +47,8 @@ class GpuTarget(Architecture):
         spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.kind.forward_only else variant.spec)
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
-        return plan_gpu(decide(variant), spec, self, self.recipes, spills)
+        recipe = decide(variant)
+        return replace(plan_gpu(recipe.with_spec(spec), self, self.recipes, spills), recipe=recipe)
 
     def emit(self, variant: Variant, plan: GpuPlan) -> KernelSource:  # noqa: ARG002 - the plan knows it
         from flashgen.targets.gpu.emit import emit_cuda
