@@ -204,9 +204,8 @@ class EmulatorProvider:
                 return None
             return self._other(kind).kernel(head_dim)
 
-        kernel = EmulatedKernel(
-            ArgumentLayout(cuda_fields(self.compiled(head_dim).plan.recipe)), head_dim, find, other=other
-        )
+        layout = ArgumentLayout(cuda_fields(self.compiled(head_dim).plan.recipe))
+        kernel = EmulatedKernel(layout, head_dim, find, other=other)
         if variant.tangent is None:
             return kernel
         return replace(kernel, elements=codes_of(self.compiled(head_dim).plan))
