@@ -88,7 +88,7 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
-            rows = {id(PARTS): PARTS, id(SLICES): SLICES}.get(id(each.launches.operands))
+            rows = next((kind for kind in (PARTS, SLICES) if kind.operands is each.launches.operands), None)
             if rows is not None:
                 variant = kernel_variant(op.spec, head_dim, rows)
                 plan = replace(plan, recipe=compiled(variant, GPUS[plan.target]).plan.recipe)
