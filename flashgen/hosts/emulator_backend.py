@@ -135,7 +135,7 @@ class EmulatorProvider:
         kernel = cached.compiled(head_dim, pins_of_call(cached.compiled(head_dim), asked.element, asked.values))
         check_element(kernel.variant, kernel.plan, asked.element, self.target)
         emulated = cached(head_dim, 0)
-        own = (kernel.variant, kernel.plan, kernel.source.symbol)
+        own = (kernel.plan, kernel.source.symbol)
         forward, parts = over_cache(*own, emulated.layout, asked, emulated.size, {})
         device = f"emulated {gpu.product}"
         return explain_cache(name, "emulator", device, kernel.variant, gpu, asked, forward, parts)
@@ -203,7 +203,8 @@ class EmulatorProvider:
                 return None
             return self._other(kind).kernel(head_dim)
 
-        kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, find, other=other)
+        layout = ArgumentLayout(cuda_fields(self.compiled(head_dim).plan.recipe))
+        kernel = EmulatedKernel(layout, head_dim, find, other=other)
         if variant.tangent is None:
             return kernel
         return replace(kernel, elements=codes_of(self.compiled(head_dim).plan))

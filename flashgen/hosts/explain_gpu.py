@@ -50,7 +50,7 @@ def explain_gpu(
         tile = tiles.forward if each_name == "forward" else tiles.backward
         predicted = None
         if each_name == "forward" or not asked.values["deterministic"]:
-            predicted = pass_time(own, tiles, gpu, asked.shape, each_name)
+            predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, gpu, asked.shape, each_name)
         made = _gpu_pass(each_name, tile, each)
         found.append(made if predicted is None else with_prediction(made, own, asked, predicted))
         reasons |= dict.fromkeys(_of_element(each.plan, asked.element, each_name))
@@ -73,23 +73,23 @@ def explain_gpu(
     )
 
 
-def explain_jvp(variant: Variant, symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
+def explain_jvp(symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
     """The kernel of forward mode, were its tangents asked for, by the planner's tiles; None: none takes the type."""
     tiles = plan.by_element.get(asked.element)
     if tiles is None:
         return None
     dropped = bool(asked.values["dropout_threshold"])
-    launches = forward_launches(symbol, variant, plan, asked.element, dropped=dropped)
+    launches = forward_launches(symbol, plan, asked.element, dropped=dropped)
     return _of_tangents("jvp", tiles.forward, plan, launches, asked)
 
 
-def explain_jvp_backward(variant: Variant, symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
+def explain_jvp_backward(symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
     """The same of its backward pass, of one that need not repeat."""
     tiles = plan.by_element.get(asked.element)
     if tiles is None:
         return None
     dropped = bool(asked.values["dropout_threshold"])
-    launches = backward_launches(symbol, variant, plan, asked.element, dropped=dropped, deterministic=False)
+    launches = backward_launches(symbol, plan, asked.element, dropped=dropped, deterministic=False)
     return _of_tangents("jvp_backward", tiles.backward, plan, launches, asked)
 
 

@@ -163,7 +163,7 @@ class CudaProvider:
         ready, _ = cached.of_call(head_dim, index, "forward", asked.values)
         board, variant = self.board(index), cached._variant(head_dim)
         resources = {said.name: said for said in ready.resources}
-        own = (variant, ready.plan, ready.source.symbol)
+        own = (ready.plan, ready.source.symbol)
         forward, parts = over_cache(*own, cached(head_dim, index).layout, asked, board.driver.size, resources)
         return explain_cache(name, "cuda", board.name, variant, board.gpu, asked, forward, parts)
 
@@ -222,6 +222,7 @@ class CudaProvider:
             return Compiled(ready.path, launches_of(own._variant(head_dim), ready.plan, ready.source.symbol, element))
 
         brought = self.brought(head_dim, index)
+        plan = compiled(variant, board.target).plan if brought is None else brought.plan
         is_edited = brought is not None and brought.is_edited
 
         @functools.cache
@@ -229,10 +230,10 @@ class CudaProvider:
             is_there = self.kind is DENSE and has_kernels(kind, self.spec, head_dim, board.target)
             return self._other(kind)(head_dim, index) if is_there and not (is_edited and kind.stands_in) else None
 
-        kernel = cuda.CudaKernel(ArgumentLayout(cuda_fields(variant)), head_dim, board.driver, find, other=other)
+        kernel = cuda.CudaKernel(ArgumentLayout(cuda_fields(plan.recipe)), head_dim, board.driver, find, other=other)
         if variant.tangent is None:
             return kernel
-        return replace(kernel, elements=codes_of(compiled(variant, board.target).plan))
+        return replace(kernel, elements=codes_of(plan))
 
     def _choices(self, head_dim: HeadDim, index: int) -> TileChoices[GpuPlan, GpuBinary]:
         board, variant = self.board(index), sized_as(self.spec, head_dim, self.kind)
@@ -243,7 +244,7 @@ class CudaProvider:
     def _brought(self, head_dim: HeadDim, index: int) -> Packaged | None:
         if self.package is None:
             return None
-        return packaged(*self.package, self.spec, head_dim, self.board(index).target)
+        return packaged(*self.package, self._variant(head_dim), self.board(index).target)
 
     def _ready(
         self, head_dim: HeadDim, index: int, element: ElementType, name: PassName, kind: CallKind, pins: Pins

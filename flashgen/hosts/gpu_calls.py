@@ -87,23 +87,20 @@ def launches_of(
 ) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
     """The launches of a pass for values of ``struct Arguments`` by name."""
     if variant.tangent is not None and not variant.kind.backward_only:
-        return lambda name, values: forward_launches(
-            symbol, variant, plan, element, dropped=bool(kind_of(name, values).dropped)
-        )
+        return lambda name, values: forward_launches(symbol, plan, element, dropped=bool(kind_of(name, values).dropped))
     if variant.listed is not None:
-        return lambda _name, _values: block_launches(symbol, variant, plan, element)
+        return lambda _name, _values: block_launches(symbol, plan, element)
     if variant.kind.cached:
-        return lambda _name, _values: cached_launches(symbol, variant, plan, element)
+        return lambda _name, _values: cached_launches(symbol, plan, element)
     gradients = [gradient_field(each.name) for each in variant.gradients]
     summed = [stored_field(each.name) for each in summed_tensors(variant.spec)]
 
     def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
         kind = kind_of(name, values)
         if name == "forward":
-            return forward_launches(symbol, variant, plan, element, dropped=bool(kind.dropped))
+            return forward_launches(symbol, plan, element, dropped=bool(kind.dropped))
         return backward_launches(
             symbol,
-            variant,
             plan,
             element,
             dropped=bool(kind.dropped),
@@ -132,7 +129,6 @@ def steps_of(
 
 
 def over_cache(
-    variant: Variant,
     plan: GpuPlan,
     symbol: str,
     layout: ArgumentLayout,
@@ -141,7 +137,7 @@ def over_cache(
     resources: Mapping[str, Resources],
 ) -> tuple[GpuPass, Mapping[str, int]]:
     """The launches of a call over a cache, and in how many parts keys are, and how they are merged."""
-    launches = cached_launches(symbol, variant, plan, asked.element)
+    launches = cached_launches(symbol, plan, asked.element)
     assert launches.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in asked.values.items()}
     found = launches.splits.values(known, size.multiprocessors)
@@ -156,11 +152,11 @@ def with_jvp(
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
     moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target)
-    told = replace(told, jvp=explain_jvp(moving.variant, moving.source.symbol, moving.plan, asked))
+    told = replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
     back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target)
-    return replace(told, jvp_backward=explain_jvp_backward(back.variant, back.source.symbol, back.plan, asked))
+    return replace(told, jvp_backward=explain_jvp_backward(back.source.symbol, back.plan, asked))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
@@ -168,7 +164,7 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     rows = int(values["group_rows"])
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
-    return pins_of_rows(kernel.variant, kernel.plan, element, rows)
+    return pins_of_rows(kernel.plan, element, rows)
 
 
 def sized_as(spec: AttentionSpec, head_dim: HeadDim, kind: Kind) -> Variant | None:

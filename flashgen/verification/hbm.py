@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.variant import Variant
+from flashgen.compiler.compiled import compiled
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.hosts.emulator_backend import block_kernel, cached_kernel, dense_kernel, f8_kernel, ragged_kernel
 from flashgen.hosts.gpu_calls import is_by_blocks, is_cached, is_f8, kernel_variant, launches_of
@@ -30,6 +31,7 @@ from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
+from flashgen.targets.registry import GPUS
 from flashgen.verification.inputs import Inputs
 
 
@@ -76,16 +78,17 @@ def hbm_bytes(op: AttentionOp, head_dim: HeadDim, inputs: Inputs, counted: Seque
             if each.sequences:
                 kernel = ragged_kernel(op.spec, head_dim, plan.target)
                 variant, plan, symbol = kernel.variant, kernel.plan, kernel.source.symbol
-            rows = {id(PARTS): PARTS, id(SLICES): SLICES}.get(id(each.launches.operands))
+            rows = next((kind for kind in (PARTS, SLICES) if kind.operands is each.launches.operands), None)
             if rows is not None:
                 variant = kernel_variant(op.spec, head_dim, rows)
+                plan = replace(plan, recipe=compiled(variant, GPUS[plan.target]).plan.recipe)
             launches = launches_of(variant, plan, symbol, element)(each.name, each.values)
             predict = (
                 functools.partial(bytes_of_sequences, each.sequences)
                 if each.sequences
                 else functools.partial(bytes_of_call, multiprocessors=SIZE.multiprocessors)
             )
-            predicted = predict(variant, plan.by_element[element], symbol, launches, each.values, captured)
+            predicted = predict(plan.recipe, plan.by_element[element], symbol, launches, each.values, captured)
             found[each.name] = HbmBytes(sum(predicted.values()), _counted(each, variant))
     return found
 

@@ -34,12 +34,12 @@ def planned(text: str, target: str = "sm_80") -> tuple[Variant, GpuPlan]:
 @functools.cache
 def emitted(text: str, target: str = "sm_80") -> KernelSource:
     """The source for a target."""
-    return emit_cuda(*planned(text, target))
+    return emit_cuda(planned(text, target)[1])
 
 
 def launched(variant: Variant, plan: GpuPlan) -> Mapping[str, Launch]:
     """Every launch that a host may be told to start, by its kernel."""
-    return started(cuda_symbol(variant), variant, plan)
+    return started(cuda_symbol(variant), plan)
 
 
 def kernels_in(source: KernelSource) -> set[str]:

@@ -79,6 +79,6 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     def of_pass(which: PassName, values: Mapping[str, float]) -> Compiled[Program]:
         return Compiled(program(which, frozenset(launches(which, values).kernels)), launches)
 
-    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, of_pass)
+    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(plan.recipe)), variant.head_dim, of_pass)
     # An op is known by what it computes, so that each of these has to be called by another name.
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))

@@ -28,7 +28,7 @@ def check_registers(text: str, kernel: str, *left_out: str, most: int = 0) -> No
     """Of Hopper's kernels for a spec's text the one of this name spills at most so many bytes; no product waits."""
     variant = variant_of(f"attention checked {{ dtype bf16  {text} }}")
     defines = tuple((f"FLASHGEN_{part}", "0") for part in left_out)
-    binary = compile_cuda(replace(emit_cuda(variant, GPUS["sm_90a"].plan(variant)), defines=defines), "sm_90a")
+    binary = compile_cuda(replace(emit_cuda(GPUS["sm_90a"].plan(variant)), defines=defines), "sm_90a")
     (found,) = (each for each in binary.kernels if kernel in each.name)
     assert found.spill_bytes <= most
     assert not has_products_that_wait(binary)

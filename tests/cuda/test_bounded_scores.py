@@ -10,7 +10,7 @@ from flashgen.analysis.base_2 import LOG2_E
 from flashgen.ir.expr import Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import decide
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import variant_of
 from tests.cuda.targets import KINDS, each_by_kind, emulated
@@ -39,12 +39,12 @@ from tests.slices import one_of
     ],
 )
 def test_what_is_bounded(body: str, bounded: bool) -> None:
-    assert (recipe_of(variant_of(f"attention b {{ head_dim 64  {body} }}")).exponent is not None) == bounded
+    assert (decide(variant_of(f"attention b {{ head_dim 64  {body} }}")).exponent is not None) == bounded
 
 
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_exponents_near_0_are_right(cap: float) -> None:
-    near = recipe_of(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).near
+    near = decide(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).near
     assert near is not None
     assert isinstance(near.bound, Literal)
     dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)

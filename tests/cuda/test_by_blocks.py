@@ -262,7 +262,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     assert kernel.source.text.count(old) == 1
     program = compile_program(kernel.source.text.replace(old, new), name=kernel.source.name)
     own = Compiled(program, launches_of(variant, kernel.plan, kernel.source.symbol, ElementType.BF16))
-    planted = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), head_dim, lambda *_: own)
+    planted = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), head_dim, lambda *_: own)
     provider = EmulatorProvider(spec, target)
     named = replace(spec, name=f"by_blocks_planted_{list(MISTAKES).index(name)}")
     found = replace(provider(head_dim, 0), other={BY_BLOCKS: planted}.get)

@@ -202,7 +202,7 @@ def emitted(kind: Planted) -> tuple[AttentionSpec, CompiledKernel[Any, Any]]:
     spec = flashgen.loads(text, backend="reference").spec
     variant, target = kernel_variant(spec, spec.head_dims[0], kind.kind), GPUS[kind.target]
     own = compiled(variant, target)
-    return spec, compiled(variant, target, pins_of_rows(variant, own.plan, kind.element, 1)) if kind.few_rows else own
+    return spec, compiled(variant, target, pins_of_rows(own.plan, kind.element, 1)) if kind.few_rows else own
 
 
 def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, apart: bool = False) -> AttentionOp:
@@ -229,7 +229,7 @@ def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, ap
     def of_call(pass_name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
         return Compiled(program(frozenset(find(pass_name, values).kernels)), launches)
 
-    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_call)
+    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), spec.head_dims[0], of_call)
     dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

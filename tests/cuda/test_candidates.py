@@ -41,9 +41,9 @@ def candidates(target: str, head_dim: str) -> Iterator[tuple[str, Tile]]:
     (spec,) = parse_text(SPEC.format(head_dim, "")).specs
     variant: Any = kernel_variant(spec, spec.head_dims[0])
     gpu = product_of(GPUS[target])
-    own = gpu.target.plan(variant).by_element[ElementType.BF16]
+    own = gpu.target.plan(variant)
     for name in PASSES:
-        for plan in gpu_candidates(variant, gpu, own, name):
+        for plan in gpu_candidates(own.recipe, gpu, own.by_element[ElementType.BF16], name):
             yield name, tile_of(plan, name)
 
 

@@ -116,7 +116,7 @@ def test_products_of_warpgroups_do_not_wait_for_one_another(name: str, specs: Pa
     """The assembler says where they do: registers do not suffice, or something else writes what they add to."""
     (spec,) = parse_file(specs / f"{name}.attn").specs
     variant = analyse(spec, spec.head_dims[0])
-    source = emit_cuda(variant, GPUS["sm_90a"].plan(variant))
+    source = emit_cuda(GPUS["sm_90a"].plan(variant))
     others = [each for each in spec.dtypes or ElementType if str(each) != "bf16"]
     defines = tuple((f"FLASHGEN_{each.name}", "0") for each in others)
     kernels = compile_cuda(dataclasses.replace(source, defines=defines), "sm_90a").kernels
@@ -178,7 +178,7 @@ def test_ragged_batches(target: str, left_out: str) -> None:
     """The arguments of a sequence are taken apart: nothing of them lies in memory but what spills."""
     variant = dataclasses.replace(variant_of(PLAIN.format(head_dim=64, dtype="bf16")), kind=RAGGED)
     plan = GPUS[target].plan(variant)
-    source = dataclasses.replace(emit_cuda(variant, plan), defines=((f"FLASHGEN_{left_out}", "0"),))
+    source = dataclasses.replace(emit_cuda(plan), defines=((f"FLASHGEN_{left_out}", "0"),))
     binary = compile_cuda(source, target)
     assert binary.kernels
     assert {each.name for each in binary.kernels} <= set(launched(variant, plan))
@@ -189,7 +189,7 @@ def test_ragged_batches(target: str, left_out: str) -> None:
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 def test_ragged_batches_of_everything_at_once(target: str) -> None:
     variant = dataclasses.replace(variant_of(RICH.replace("bf16", "f16")), kind=RAGGED)
-    binary = compile_cuda(emit_cuda(variant, GPUS[target].plan(variant)), target)
+    binary = compile_cuda(emit_cuda(GPUS[target].plan(variant)), target)
     assert any("keys" in each.name for each in binary.kernels)
 
 

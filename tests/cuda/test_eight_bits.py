@@ -54,7 +54,7 @@ def changed(name: str, *changes: tuple[str, str], head_dim: int = 64, text: str 
     program = compile_program(source, name=kernel.source.name)
     own = Compiled(program, launches_of(kernel.variant, kernel.plan, kernel.source.symbol, ElementType.F8E4M3))
     variant = kernel.variant
-    f8 = EmulatedKernel(ArgumentLayout(cuda_fields(variant)), variant.head_dim, lambda *_: own)
+    f8 = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), variant.head_dim, lambda *_: own)
     dense = replace(f8, other=lambda _: f8)
     return AttentionOp(OpParts(replace(variant.spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

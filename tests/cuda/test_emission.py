@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from flashgen.analysis.variant import Variant
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.by_blocks import BY_BLOCKS
@@ -15,6 +14,7 @@ from flashgen.language import parse_text
 from flashgen.plan.launches import ALIGNMENT
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.launches import atomic_buffers, backward_launches, exact_buffers, forward_launches
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import emitted, kernels_in, launched, planned, variant_of
@@ -56,7 +56,7 @@ def section(source: str, opening: str) -> str:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_same_bytes_every_time(name: str) -> None:
-    assert emitted(SPECS[name]) == emit_cuda(*planned(SPECS[name]))
+    assert emitted(SPECS[name]) == emit_cuda(planned(SPECS[name])[1])
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -69,7 +69,7 @@ def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str, target
             continue
         variant = kernel_variant(spec, spec.head_dims[0], kind)
         plan = GPUS[target].plan(variant)
-        assert set(launched(variant, plan)) == kernels_in(emit_cuda(variant, plan)), kind
+        assert set(launched(variant, plan)) == kernels_in(emit_cuda(plan)), kind
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -128,14 +128,11 @@ def test_the_header_shows_the_spec_and_the_plan() -> None:
 
 
 def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None:
-    causal, everything = planned(CAUSAL), planned(EVERYTHING)
+    (_, causal), (_, everything) = planned(CAUSAL), planned(EVERYTHING)
 
-    def kernels(which: tuple[Variant, GpuPlan], *, deterministic: bool) -> list[str]:
-        variant, plan = which
-        launches = backward_launches(
-            "k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic
-        ).launches
-        return [each.kernel for each in launches]
+    def kernels(plan: GpuPlan, *, deterministic: bool) -> list[str]:
+        found = backward_launches("k", plan, ElementType.F16, dropped=False, deterministic=deterministic)
+        return [each.kernel for each in found.launches]
 
     assert kernels(causal, deterministic=False) == ["k_rows_f16_clear", "k_backward_f16", "k_convert_f16"]
     assert kernels(causal, deterministic=True) == ["k_rows_f16", "k_keys_f16", "k_queries_f16"]
@@ -146,25 +143,25 @@ def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None
 
 
 def test_buffers_follow_one_another_aligned() -> None:
-    variant, plan = planned(EVERYTHING)
+    _, plan = planned(EVERYTHING)
     sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 77, "kv_len": 101}
     sizes |= {f"dim{axis}_{name}": 5 for name in CAPTURED for axis in range(3)}
     for deterministic in (False, True):
-        launches = backward_launches("k", variant, plan, ElementType.F16, dropped=False, deterministic=deterministic)
+        launches = backward_launches("k", plan, ElementType.F16, dropped=False, deterministic=deterministic)
         end = 0
         for at, length in launches.offsets(sizes).values():
             assert at % ALIGNMENT == 0
             assert at >= end
             end = at + length
-    forward = forward_launches("k", variant, plan, ElementType.F16, dropped=True)
+    forward = forward_launches("k", plan, ElementType.F16, dropped=True)
     assert forward.launches[-1].kernel == "k_forward_f16_dropout"
 
 
 def test_memory_grows_with_lengths_not_with_pairs() -> None:
-    variant = variant_of(EVERYTHING)
+    recipe = decide(variant_of(EVERYTHING))
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1024, "kv_len": 1024}
     sizes |= {f"dim{axis}_{name}": 1 for name in CAPTURED for axis in range(3)}
-    for buffers in (atomic_buffers(variant, persistent=True), exact_buffers(variant)):
+    for buffers in (atomic_buffers(recipe, persistent=True), exact_buffers(recipe)):
         small = sum(each.bytes.value(sizes) for each in buffers)
         large = sum(each.bytes.value(sizes | {"q_len": 2048, "kv_len": 2048}) for each in buffers)
         assert large <= 2 * small

@@ -14,7 +14,7 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text
 from flashgen.targets.gpu import rules
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import decide
 from tests.cuda.hopper import changed, hopper, random
 
 # Texts of their own: another rule makes another source of the same spec.
@@ -44,9 +44,9 @@ def variant(text: str) -> Variant:
 def test_where(text: str, expected: bool) -> None:
     """Long rows of several lengths."""
     of = variant(text)
-    assert recipe_of(of).in_groups is expected
-    assert not recipe_of(replace(of, kind=RAGGED)).in_groups
-    assert not recipe_of(replace(of, kind=CACHED)).in_groups
+    assert decide(of).in_groups is expected
+    assert not decide(replace(of, kind=RAGGED)).in_groups
+    assert not decide(replace(of, kind=CACHED)).in_groups
 
 
 @pytest.mark.parametrize("heads", [*SLOW, (7, 7), (10, 5)])

@@ -56,7 +56,7 @@ def test_who_divides_dq(text: str, sharing: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_smaller_head_dimensions_have_nothing_of_it(head_dim: int) -> None:
     variant = variant_of(f"attention a {{ dtype bf16  head_dim {head_dim}  mask causal }}")
-    source = emit_cuda(variant, TARGET.plan(variant))
+    source = emit_cuda(TARGET.plan(variant))
     assert "Half" not in source.text
     assert "dq_sent" not in source.text
 

@@ -16,7 +16,6 @@ from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.layout import Layout, Part, Words, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.primitives import C_TYPES
-from flashgen.targets.gpu.recipe import recipe_of
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import find_nvrtc
 from tests.cuda.nvrtc import needs_nvrtc
@@ -46,16 +45,16 @@ def layouts(variant: Variant, plan: GpuPlan) -> Iterator[tuple[tuple[str, str], 
         c_type = C_TYPES[each.element]
         yield (
             ("ForwardMemory", c_type),
-            forward_layout(variant, each.element, each.forward),
+            forward_layout(plan.recipe, each.element, each.forward),
             each.forward.sram_bytes,
         )
-        for with_dq in (True, False) if recipe_of(variant).one_pass else (False,):
-            layout = backward_layout(variant, each.element, each.backward, with_dq=with_dq)
+        for with_dq in (True, False) if plan.recipe.one_pass else (False,):
+            layout = backward_layout(plan.recipe, each.element, each.backward, with_dq=with_dq)
             size = each.backward.sram_bytes if with_dq else each.backward.keys_sram_bytes
             yield ("BackwardMemory", f"{c_type}, {str(with_dq).lower()}"), layout, size
         yield (
             ("QueryMemory", c_type),
-            query_layout(variant, each.element, each.queries),
+            query_layout(plan.recipe, each.element, each.queries),
             each.queries.sram_bytes,
         )
 
@@ -66,7 +65,7 @@ def test_sources_have_what_python_counts(specs: Path, name: str, target: str) ->
     for variant in variants(specs, name):
         plan = target_named(target).plan(variant)
         assert isinstance(plan, GpuPlan)
-        said = constants(emit_cuda(variant, plan).text)
+        said = constants(emit_cuda(plan).text)
         for place, layout, size in layouts(variant, plan):
             assert layout.bytes == size == said[place]["bytes"]
             assert sum(layout.buffers.values()) == max(layout.offsets[each.name] + each.size for each in layout.parts)
@@ -83,7 +82,7 @@ def test_every_part_is_asserted(specs: Path, target: str) -> None:
         for variant in variants(specs, name):
             plan = target_named(target).plan(variant)
             assert isinstance(plan, GpuPlan)
-            source = "".join(emit_cuda(variant, plan).text.split())
+            source = "".join(emit_cuda(plan).text.split())
             for (struct, _), layout, _ in layouts(variant, plan):
                 for part in layout.parts:
                     if part.size:
@@ -107,7 +106,7 @@ def test_a_wrong_size_does_not_compile(specs: Path) -> None:
     variant = next(variants(specs, "causal"))
     plan = target_named("sm_80").plan(variant)
     assert isinstance(plan, GpuPlan)
-    source = emit_cuda(variant, plan).text
+    source = emit_cuda(plan).text
     wrong = re.sub(r"K_bytes = (\d+)", lambda found: f"K_bytes = {int(found[1]) + 16}", source, count=1)
     program = nvrtc.createProgram(wrong, "wrong.cu", (), ())
     with pytest.raises(nvrtc.NVRTCError):

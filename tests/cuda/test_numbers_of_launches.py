@@ -14,7 +14,7 @@ import flashgen
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import GpuPlan
 from tests.cuda.helpers import planned, variant_of
 
@@ -73,7 +73,7 @@ def test_plans_are_those_of_constants(name: str, width: int, target: str) -> Non
     ],
 )
 def test_which_params_bound_scores(body: str, most: float | None) -> None:
-    recipe = recipe_of(variant_of(f"attention bounds {{ head_dim 64  {body} }}"))
+    recipe = decide(variant_of(f"attention bounds {{ head_dim 64  {body} }}"))
     assert (recipe.exponent is None) == (most is None)
     assert (recipe.is_bounded is None) == (most is None)
     if most is not None:

@@ -24,7 +24,7 @@ from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.launches import MOST_IN_TURN
 from flashgen.targets.gpu.model import takes_turns
 from flashgen.targets.gpu.near import FAR
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
@@ -103,7 +103,7 @@ def test_gradients(name: str, target: str) -> None:
     ],
 )
 def test_what_is_read_ahead(body: str, ahead: str | None) -> None:
-    found = recipe_of(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).ahead
+    found = decide(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).ahead
     assert (None if found is None else text(found)) == ahead
 
 
@@ -208,7 +208,7 @@ def test_mistakes_in_staging_backward_are_seen(name: str) -> None:
     ],
 )
 def test_which_tiles_take_their_batch_entries_together(body: str, *, is_shared: bool) -> None:
-    assert recipe_of(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).batch_inside is is_shared
+    assert decide(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).batch_inside is is_shared
 
 
 IN_TURN = "head_dim 128  tensor bias: bf16[H, Nq, Nk] grad  score s + bias[h, i, j]  mask causal"
@@ -355,10 +355,10 @@ def test_mistakes_in_turns_are_seen(name: str) -> None:
 )
 def test_which_gradients_batch_entries_take_turns_at(body: str, *, takes: bool) -> None:
     variant = variant_of(f"attention turns {{ dtype bf16  {body} }}")
-    assert (recipe_of(variant).in_turn is not None) is takes
     plan = GPUS["sm_90a"].plan(variant)
-    assert takes_turns(variant, plan.by_element[ElementType.BF16].backward) is takes
-    assert not any(takes_turns(variant, each.backward) for each in GPUS["sm_80"].plan(variant).elements)
+    assert (plan.recipe.in_turn is not None) is takes
+    assert takes_turns(plan.recipe, plan.by_element[ElementType.BF16].backward) is takes
+    assert not any(takes_turns(plan.recipe, each.backward) for each in GPUS["sm_80"].plan(variant).elements)
 
 
 def emulated_op(spec: AttentionSpec, kernel: EmulatedKernel) -> AttentionOp:
@@ -391,7 +391,7 @@ def test_a_divided_call_adds_up() -> None:
 def test_what_pairs_store(body: str, stored: list[str]) -> None:
     source = f"attention kept {{ head_dim 64  dtype bf16  {body} }}"
     assert [each.name for each in stored_tensors(variant_of(source).spec)] == stored
-    in_turn, code = recipe_of(variant_of(source)).in_turn is not None, emitted(source, "sm_90a").text
+    in_turn, code = decide(variant_of(source)).in_turn is not None, emitted(source, "sm_90a").text
     assert ("void store_pairs(" in code) == (bool(stored) or in_turn)
     assert ("void add_in_turn(" in code) == in_turn
 
@@ -429,7 +429,7 @@ def _value(expr: Expr, dot: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_scores_near_0_are_right(cap: float) -> None:
     variant = variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")
-    near = recipe_of(variant).near
+    near = decide(variant).near
     assert near is not None
     assert isinstance(near.bound, Literal)
     assert near.bound.value == pytest.approx(FAR * abs(cap) * 8)  # of products, of which scores are an eighth

@@ -10,6 +10,7 @@ from flashgen.diagnostics import SpecError
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Spill
 from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import candidates
 from flashgen.targets.gpu.registers import accumulators, still_spilled
 from flashgen.targets.gpu.tables import ForwardChoice
@@ -81,7 +82,7 @@ def test_what_will_spill_as_well_is_passed_over_without_a_compilation() -> None:
     """64 × 128 keeps 64 numbers a thread less than 128 × 128; tiles without warpgroups may have other registers."""
     variant = variant_of("attention t { head_dim 64 dtype bf16 }")
     target = GPUS["sm_90a"]
-    rows = [each.row for each in candidates("backward", variant, ElementType.BF16, target, target.recipes)]
+    rows = [each.row for each in candidates("backward", decide(variant), ElementType.BF16, target, target.recipes)]
     whole, larger, smaller = rows[:3]
     assert (larger.Br, smaller) == (128, replace(larger, Br=64))
     assert whole == replace(larger, weighed=128)

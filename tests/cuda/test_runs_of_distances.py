@@ -9,7 +9,7 @@ import torch
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import decide
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
 from tests.cuda.hopper import hopper
@@ -77,7 +77,7 @@ def test_gradients(name: str, target: str, *, repeats: bool) -> None:
 )
 def test_which_have_runs(body: str, runs: int) -> None:
     text = f"attention r {{ head_dim 64  {body} }}"
-    assert len(recipe_of(variant_of(text)).runs) == runs
+    assert len(decide(variant_of(text)).runs) == runs
     assert ("elements_by_distance(" in emitted(text).text) == bool(runs)
 
 

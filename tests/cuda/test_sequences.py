@@ -97,8 +97,9 @@ def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = 
             compiled_by_pass[which] = Compiled(program, find)
         return compiled_by_pass[which]
 
-    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.variant)), spec.head_dims[0], of_pass)
-    return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: own}, backend="emulator"))
+    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), spec.head_dims[0], of_pass)
+    dense = replace(own, other=lambda _: own)
+    return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
 
 def squeezed(text: str) -> str:

@@ -47,8 +47,8 @@ def moving(text: str, head_dim: int) -> tuple[Variant, GpuPlan]:
 )
 def test_no_product_waits_for_another(text: str, head_dim: int, which: str) -> None:
     """Kernels for one kind of call know which tangents there are: a branch between products kept all of them apart."""
-    variant, plan = moving(text, head_dim)
-    part = part_of(emit_cuda(variant, plan), plan, Part(ElementType.BF16, "forward", CallKind(moving=which)))
+    _, plan = moving(text, head_dim)
+    part = part_of(emit_cuda(plan), plan, Part(ElementType.BF16, "forward", CallKind(moving=which)))
     binary = compile_cuda(part, "sm_90a")
     (kernel,) = binary.kernels
     assert kernel.spill_bytes <= 16
@@ -80,12 +80,12 @@ def test_rows_that_tensor_copies_do_not_bring() -> None:
 
 def test_kinds_of_calls() -> None:
     variant, plan = moving(CAUSAL, 64)
-    source = emit_cuda(variant, plan)
+    source = emit_cuda(plan)
     kinds = {each: CallKind(moving=each) for each in ("", "q", "kv", "qkv")}
     bits = {each: dict(part_of(source, plan, Part(None, None, kind)).defines) for each, kind in kinds.items()}
     assert [each.get("FLASHGEN_MOVING") for each in bits.values()] == ["0", "1", "6", "7"]
     assert kinds["kv"].words == "tangents of k and v"
     assert kinds[""].words == "tangents of captured values"
     elsewhere = GPUS["sm_80"].plan(variant)
-    left = part_of(emit_cuda(variant, elsewhere), elsewhere, Part(None, None, kinds["q"]))
+    left = part_of(emit_cuda(elsewhere), elsewhere, Part(None, None, kinds["q"]))
     assert "FLASHGEN_MOVING" not in dict(left.defines)

@@ -38,7 +38,7 @@ def test_who_takes_tensor_copies() -> None:
         assert tiles.tensor_copies is expected
         backward = expected and not variant.uses_sqdist  # norms of Q want everyone at once
         assert plan.by_element[ElementType.F16].backward.tensor_copies is backward
-        *_, launch = forward_launches("a", variant, plan, ElementType.F16, dropped=False).launches
+        *_, launch = forward_launches("a", plan, ElementType.F16, dropped=False).launches
         assert [box.tensor for box in launch.boxes] == (["q", "k", "v"] if expected else [])
         launches = launched(variant, plan)
         for name in ("keys_f16",) if variant.uses_sqdist else ("backward_f16", "keys_f16"):

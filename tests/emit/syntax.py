@@ -36,7 +36,7 @@ def assert_compiles_for_gpus(spec: AttentionSpec, target: str = "sm_80") -> None
         pytest.skip(str(missing))
     for head_dim in spec.head_dims:
         variant = analyse(spec, head_dim)
-        source = emit_cuda(variant, GPUS[target].plan(variant)).text
+        source = emit_cuda(GPUS[target].plan(variant)).text
         program = nvrtc.createProgram(source, f"{spec.name}.cu", (), ())
         try:
             arch = f"-arch=compute_{target.removeprefix('sm_')}"

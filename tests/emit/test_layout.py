@@ -63,7 +63,7 @@ def test_random_specs_have_no_long_lines_and_their_tokens(target: str, monkeypat
             plan = compiled(variant, target_named(target)).plan
         except SpecError:
             continue
-        source = emit_cuda(variant, plan) if isinstance(plan, GpuPlan) else emit_cpu(variant, plan)
+        source = emit_cuda(plan) if isinstance(plan, GpuPlan) else emit_cpu(variant, plan)
         emitted += 1
         assert not too_long(source.text), seed
         assert tokens(source.text) == tokens(rendered[-1]), seed

@@ -86,4 +86,4 @@ def test_kernels_move_the_bytes_of_those_tiles(statements: str) -> None:
 def test_kernels_whose_tiles_ranges_decide_cut_none(repository: Path, name: str) -> None:
     """Their registers are what they were."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    assert "by_pieces" not in emit_cuda(variant, GPUS["sm_90a"].plan(variant)).text
+    assert "by_pieces" not in emit_cuda(GPUS["sm_90a"].plan(variant)).text

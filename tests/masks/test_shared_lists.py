@@ -157,7 +157,7 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
     text = text.replace(f"sizeof(VisitList) == {VISIT_LIST}", f"sizeof(VisitList) == {BYTES_OF_LIST}")
     program = compile_program(text, name="lists")
     plan = GPUS["sm_80"].plan(variant)
-    layout = ArgumentLayout(cuda_fields(variant))
+    layout = ArgumentLayout(cuda_fields(plan.recipe))
     is_by_head, listed = "hash(h" in MASKS[name], 0
     for shard in SHARDS:
         known = whole(**shard) | ({param_field("salt"): 11} if variant.spec.params else {})
@@ -343,7 +343,7 @@ def test_who_has_lists(specs: Path) -> None:
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
         variant = analyse(own, own.head_dims[0])
-        source = emit_cuda(variant, GPUS["sm_90a"].plan(variant)).text
+        source = emit_cuda(GPUS["sm_90a"].plan(variant)).text
         if is_irregular(variant.keep):
             kept.add(path.stem)
         elif any(observed_loads(variant.keep)) or reads_tiles(variant.keep, variant.spec.tensors):

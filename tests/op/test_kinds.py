@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ COPY = replace(DENSE, name="copy", mark="_copy", suffix="_copy")
 
 
 @pytest.fixture
-def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> Kind:
     """As if a module of ``kinds/`` declared it."""
     monkeypatch.setattr(op_calls, "KINDS", {**KINDS, COPY.name: COPY})
     return COPY
@@ -30,11 +29,13 @@ def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("emulator", marks=pytest.mark.slow), "reference"])
 def test_a_kind_that_copies_the_dense_one_is_a_declaration(backend: str, with_a_copy: Kind) -> None:
     own = op(CAUSAL.replace("attention causal", f"attention copied_on_{backend}"), backend)
-    q, k, v = qkv(own)
-    rest = (DENSE.whole, False)
+    q, k, v = qkv()
+    rest: Any = (DENSE.whole, False)
     dense, copied = (own.engine_of(kind).attend((q, k, v), rest) for kind in (DENSE, with_a_copy))
     for x, y in zip(dense, copied, strict=True):
-        assert (x is None and y is None) or torch.equal(x, y)
+        assert x is not None
+        assert y is not None
+        assert torch.equal(x, y)
     operator: Any = getattr(torch.ops.flashgen, f"{own.name.partition('::')[2]}_copy")
     assert torch.equal(operator(q, k, v, *DENSE.whole, False)[0], dense[0])
     kernel = own.engine_of(with_a_copy).checker.find((q, k, v), rest).kernel

@@ -25,6 +25,7 @@ from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Buffer, Count, Factor, Launch, PassLaunches, TileCounter, VisitLists, aligned
 from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.recipe import decide
 
 HEAD_DIM = HeadDim(16, 8)
 LAYOUT = ArgumentLayout(argument_fields(parse_text("attention a { head_dim 16/8 }").specs[0]))
@@ -260,7 +261,7 @@ def test_a_package_has_the_kernels_of_lists() -> None:
 
 def test_lists_of_visits_on_a_device() -> None:
     """Made once for all that they depend on, on a stream of their own; joined before a launch reads them."""
-    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    layout = ArgumentLayout(cuda_fields(decide(analyse(SALTED, HEAD_DIM))))
     driver = RecordingDriver()
     driver.layout = layout
     launches = PassLaunches((), LAUNCHES.launches[:1], (LISTS,))
@@ -316,7 +317,7 @@ def own_lists(readers: int) -> PassLaunches:
 
 def test_lists_of_a_call_lie_in_its_workspace() -> None:
     """Behind all else, where many blocks read them and they are not too large; each part has its own."""
-    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    layout = ArgumentLayout(cuda_fields(decide(analyse(SALTED, HEAD_DIM))))
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
 
     def parts(readers: int, most: int = MOST_ELEMENTS, *, eager: bool = False, **known: float) -> Sequence[Part]:
@@ -343,7 +344,7 @@ def test_lists_of_a_call_lie_in_its_workspace() -> None:
 
 def test_lists_of_a_call_on_a_device() -> None:
     """Made in the order of the stream, in graphs, too; nothing is kept."""
-    layout = ArgumentLayout(cuda_fields(analyse(SALTED, HEAD_DIM)))
+    layout = ArgumentLayout(cuda_fields(decide(analyse(SALTED, HEAD_DIM))))
     driver = RecordingDriver()
     driver.layout = layout
     compiled = Compiled(Path("a.cubin"), lambda *_: own_lists(43))

@@ -40,11 +40,11 @@ def test_a_package_has_the_binaries_of_all_usual_calls(name: str, target: str, t
     (built,) = build_file(name, output=tmp_path, targets=(target,))
     manifest = Manifest.read(built.folder)
     for head_dim in spec.head_dims:
-        found = packaged(built.folder, manifest, spec, head_dim, GPUS[target])
+        found = packaged(built.folder, manifest, analyse(spec, head_dim), GPUS[target])
         assert found is not None
         parts = {(each.element, each.pass_name) for each in found.images}
         assert parts == set(product(found.plan.by_element, BOTH))
-        kernels = started(found.source.symbol, analyse(spec, head_dim), found.plan)
+        kernels = started(found.source.symbol, found.plan)
         assert {each.name for each in found.resources if each.name.startswith(f"{found.source.symbol}_")} <= set(
             kernels
         )

@@ -119,7 +119,7 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
 
     def brought(target: str) -> Packaged | None:
-        return packaged(folder, manifest, spec, spec.head_dims[0], GPU_TARGETS[target])
+        return packaged(folder, manifest, analyse(spec, spec.head_dims[0]), GPU_TARGETS[target])
 
     part = Part(ElementType.BF16, "forward")
     usual, deterministic = (Part(ElementType.BF16, "backward", CallKind(repeatable=each)) for each in (False, True))
@@ -129,6 +129,7 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     assert len(found.images) == len(CUBINS)
     assert found.images[part].read_bytes() == cubin.read_bytes()
     assert found.plan.by_element == compiled_plan(spec).by_element
+    assert found.plan.recipe == compiled_plan(spec).recipe
     assert {each.name for each in found.resources} >= {"tiny_d16_forward_bf16"}
     assert found.image(usual) == found.images[Part(ElementType.BF16, "backward", CallKind(None, False, None))]
     assert found.image(deterministic) is None
@@ -163,7 +164,7 @@ def test_a_package_has_what_it_says_of_deterministic_calls(file: Path, tmp_path:
         assert bool(built.left) is not asked
         assert all("`flashgen build --deterministic` makes them now" in each for each in built.left)
         manifest = Manifest.read(built.folder)
-        found = packaged(built.folder, manifest, spec, spec.head_dims[0], SM_80)
+        found = packaged(built.folder, manifest, variant, SM_80)
         assert found is not None
         for repeatable in (False, True):
             values["deterministic"] = repeatable

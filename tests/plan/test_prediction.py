@@ -36,8 +36,9 @@ SHAPE = Shape(4, 16, 16, 2048, 2048)
 
 def predicted(body: str, gpu: Gpu = A100, shape: Shape = SHAPE) -> tuple[PassTime, PassTime, ElementPlan]:
     each = variant(f"{body} dtype f16")
-    tiles = gpu.target.plan(each).elements[0]
-    forward, backward = (gpu_cost.pass_time(each, tiles, gpu, shape, name) for name in ("forward", "backward"))
+    plan = gpu.target.plan(each)
+    tiles = plan.elements[0]
+    forward, backward = (gpu_cost.pass_time(plan.recipe, tiles, gpu, shape, name) for name in ("forward", "backward"))
     return forward, backward, tiles
 
 

@@ -18,7 +18,7 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.targets.gpu import rules as gpu_rules
-from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, recipe_of
+from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, decide
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
 from tests.cli.helpers import flashgen
@@ -76,7 +76,7 @@ def test_plans_are_of_their_recipes(specs: Path, name: str, target: str) -> None
 
 
 def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
-    found = {name: recipe_of(next(variants(specs, name))) for name in GALLERY}
+    found = {name: decide(next(variants(specs, name))) for name in GALLERY}
     assert [found[name].lists for name in ("causal", "packed_documents", "random_blocks")] == list(Lists)
     assert found["random_blocks"].longest_first
     assert found["random_blocks"].cuts
@@ -106,7 +106,7 @@ def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
 )
 def test_what_weights_take_in(text: str, folded: bool, bounded: bool) -> None:
     (spec,) = parse_text(f"attention a {{ head_dim 64  {text} }}").specs
-    recipe = recipe_of(analyse(spec, spec.head_dims[0]))
+    recipe = decide(analyse(spec, spec.head_dims[0]))
     assert (recipe.folded, recipe.bounded) == (folded, bounded)
 
 

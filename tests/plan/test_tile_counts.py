@@ -144,13 +144,13 @@ def test_bytes_of_a_shape_are_those_of_a_call(name: str, target: str) -> None:
     values |= {"batch": 2, "heads": 2, "kv_heads": 1, "q_len": 150, "kv_len": 205}
     values |= {"lse_parts": 1, "b_total": 2, "h_total": 2, "q_total": 150, "kv_total": 205}
     values |= {f"param_{key}": value for key, value in module.known_params(each.spec.params, shape).items()}
-    forward = forward_launches("s", each, plan, tiles.element, dropped=False)
-    backward = backward_launches("s", each, plan, tiles.element, dropped=False, deterministic=False)
+    forward = forward_launches("s", plan, tiles.element, dropped=False)
+    backward = backward_launches("s", plan, tiles.element, dropped=False, deterministic=False)
     for pass_name, launches in (("forward", forward), ("backward", backward)):
         total: Counter[str] = Counter()
-        for by_buffer in bytes_of_shape(each, tiles, shape, pass_name).values():
+        for by_buffer in bytes_of_shape(plan.recipe, tiles, shape, pass_name).values():
             total.update(by_buffer)
-        assert total == bytes_of_call(each, tiles, "s", launches, values, {})
+        assert total == bytes_of_call(plan.recipe, tiles, "s", launches, values, {})
         assert set(total) <= set(counted(each))
 
 

@@ -109,7 +109,7 @@ def imitated(text: str) -> AttentionOp:
             def other(other_kind: Kind) -> CudaKernel | None:
                 return provider(other_kind)(head_dim, 0) if other_kind in (RAGGED, CACHED) else None
 
-            layout, driver = ArgumentLayout(cuda_fields(variant)), NoDriver()
+            layout, driver = ArgumentLayout(cuda_fields(own.plan.recipe)), NoDriver()
             return CudaKernel(layout, head_dim, driver, find, other=other)
 
         return kernel

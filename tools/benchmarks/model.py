@@ -42,6 +42,7 @@ from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
 from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources
@@ -182,11 +183,11 @@ def ready_for_gpu(candidates: Sequence[Candidate], gpu: Gpu, shape: Shape) -> It
         if isinstance(tiles, str):
             print(f"left out: {candidate.text}: {tiles}")
             continue
-        variant = candidate.variant
+        recipe = decide(candidate.variant)
         yield Ready(
             candidate,
             {"forward": tiles.forward, "backward": tiles.backward},
-            {name: gpu_cost.pass_time(variant, tiles, gpu, shape, name) for name in ("forward", "backward")},
+            {name: gpu_cost.pass_time(recipe, tiles, gpu, shape, name) for name in ("forward", "backward")},
         )
 
 

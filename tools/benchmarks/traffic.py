@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import Variant, analyse
@@ -38,6 +38,7 @@ from flashgen.plan.paper import (
 from flashgen.reference.dense import param_values
 from flashgen.reference.shard import Shard
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_shape
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS
@@ -122,7 +123,7 @@ def kernel_bytes(
     }
     keep = simplify(substitute(variant.keep, known))
     if not any(isinstance(node, Load) for node in walk(keep)):
-        return _by_shape(replace(variant, keep=keep), tiles, shape_of(inputs))
+        return _by_shape(plan.recipe.with_keep(keep), tiles, shape_of(inputs))
     shape = shape_of(inputs)
     masks = math.prod(count for axis, count in (("b", shape.batch), ("h", shape.heads)) if axis in index_set(keep))
     smallest = min(each.Br * each.Bc for each in (tiles.forward, tiles.backward, tiles.queries))
@@ -134,7 +135,7 @@ def kernel_bytes(
     def moved(name: PassName) -> int:
         launches = launches_of(variant, plan, "symbol", element)(name, values)
         own = {**values, "lse_parts": name == "backward"}  # which reads them, if anybody does
-        return sum(bytes_of_call(variant, tiles, "symbol", launches, own, captured).values())
+        return sum(bytes_of_call(plan.recipe, tiles, "symbol", launches, own, captured).values())
 
     forward = moved("forward")
     return PassBytes(forward, forward + moved("backward"))
@@ -146,10 +147,10 @@ def shape_of(inputs: Inputs) -> Shape:
     return Shape(batch, heads, kv_heads, q_len, kv_len)
 
 
-def _by_shape(variant: Variant, tiles: ElementPlan, shape: Shape) -> PassBytes:
+def _by_shape(recipe: Recipe, tiles: ElementPlan, shape: Shape) -> PassBytes:
     """For a mask of positions alone, at any length."""
     forward, backward = (
-        sum(sum(kernel.values()) for kernel in bytes_of_shape(variant, tiles, shape, name).values()) for name in PASSES
+        sum(sum(kernel.values()) for kernel in bytes_of_shape(recipe, tiles, shape, name).values()) for name in PASSES
     )
     return PassBytes(forward, forward + backward)
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flashgen.analysis.variant import Variant
 from flashgen.compiler.package.manifest import Manifest, digest
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
 from flashgen.plan.plan import ANY_CALLS, Part
@@ -42,10 +43,9 @@ class Packaged:
         return next((path for each, path in self.images.items() if each.covers(part)), None)
 
 
-def packaged(
-    folder: Path, manifest: Manifest, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget
-) -> Packaged | None:
+def packaged(folder: Path, manifest: Manifest, variant: Variant, target: GpuTarget) -> Packaged | None:
     """What a package brings for a GPU; None where nothing of it runs there. Raises ``OSError``."""
+    head_dim = variant.head_dim
     fitting = [each for each in manifest.gpu_sources if each.head_dim == str(head_dim) and _runs_on(each, target)]
     if not fitting:
         return None
@@ -66,7 +66,7 @@ def packaged(
         for each in manifest.gpu_kernels
         if each.target == found.target
     )
-    return Packaged(source, plan_of(found, spec.name), is_edited, images, resources if images else ())
+    return Packaged(source, plan_of(found, variant), is_edited, images, resources if images else ())
 
 
 def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:

@@ -1,6 +1,6 @@
 """Runners-up on a GPU: tiles that the planner could have taken, and what the model says of them.
 
-In: a ``Variant``, the chosen tiles, a device, a shape. Out: ``RunnerUp``. Candidates are pinned through the schedule,
+In: a ``Recipe``, the chosen tiles, a device, a shape. Out: ``RunnerUp``. Candidates are pinned through the schedule,
 so that each goes through the planner's own checks.
 """
 
@@ -12,21 +12,24 @@ from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import SpecError
+from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up, without_mask
-from flashgen.plan.measured import Tile
+from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up
+from flashgen.plan.measured import Pins, Tile
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, multiplying, staged
 
 GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 
 
-def gpu_candidates(variant: Variant, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
+def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
     """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
-    schedule, seen = variant.spec.schedule, {_tiles(tiles, name)}
+    schedule, seen = recipe.variant.spec.schedule, {_tiles(tiles, name)}
     for Br, Bc, warps in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
         if name == "forward":
             pinned = replace(schedule, Br=schedule.Br or Br, Bc=schedule.Bc or Bc, warps=schedule.warps or warps)
@@ -37,31 +40,32 @@ def gpu_candidates(variant: Variant, gpu: Gpu, tiles: ElementPlan, name: str) ->
                 backward_Bc=schedule.backward_Bc or Bc,
                 backward_warps=schedule.backward_warps or warps,
             )
-        found = pinned_plan(variant, gpu, tiles, pinned)
+        found = pinned_plan(recipe, gpu, tiles.element, pinned)
         if found is not None and _tiles(found, name) not in seen:
             seen.add(_tiles(found, name))
             yield found
 
 
-def pinned_plan(variant: Variant, gpu: Gpu, tiles: ElementPlan, schedule: Schedule) -> ElementPlan | None:
+def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedule) -> ElementPlan | None:
     """The plan of this element type under another schedule, None where that cannot work."""
-    spec = replace(variant.spec, schedule=schedule, dtypes=(tiles.element,))
+    spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
     try:
-        return gpu.target.plan(replace(variant, spec=spec)).by_element.get(tiles.element)
+        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).by_element.get(element)
     except SpecError:
         return None
 
 
-def gpu_runners_up(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
+def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
     """The best other tiles by the model, which may prefer some that come later in the planner's order."""
-    chosen, dense = pass_time(variant, tiles, gpu, shape, name), without_mask(variant)
-    candidates = gpu_candidates(variant, gpu, tiles, name)
+    chosen = pass_time(recipe, tiles, gpu, shape, name)
+    dense = recipe.with_keep(literal(True))  # a mask's tiles take time to count
+    candidates = gpu_candidates(recipe, gpu, tiles, name)
     others = sorted(candidates, key=lambda other: pass_time(dense, other, gpu, shape, name).seconds)
     found = []
     for other in others[:MOST]:
         tile = _tiles(other, name)
         what = f"{multiplying(tile)}, {staged(tile)}, {tile.sram_bytes / 1024:.0f} KiB"
-        found.append(runner_up(tile, what, pass_time(variant, other, gpu, shape, name), chosen))
+        found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
     return in_order(found)
 
 
@@ -71,11 +75,11 @@ def _tiles(plan: ElementPlan, name: str) -> ForwardTiles | BackwardTiles:
 
 def predicted(variant: Variant, gpu: Gpu, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
     """Predicted seconds of the planner's choice, which comes first, and of what the model compares it with."""
-    own = replace(variant, spec=replace(variant.spec, dtypes=(element,)))
-    chosen = gpu.target.plan(own).by_element[element]
+    plan = gpu.target.plan(variant, Pins(element=element))
+    recipe, chosen = plan.recipe, plan.by_element[element]
     found: dict[Tile, float] = {}
-    for plans in (chosen, *gpu_candidates(own, gpu, chosen, name)):
-        found.setdefault(tile_of(plans, name), pass_time(own, plans, gpu, shape, name).seconds)
+    for plans in (chosen, *gpu_candidates(recipe, gpu, chosen, name)):
+        found.setdefault(tile_of(plans, name), pass_time(recipe, plans, gpu, shape, name).seconds)
     return found
 
 

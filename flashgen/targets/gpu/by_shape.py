@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
@@ -23,6 +23,7 @@ from flashgen.plan.measured import PASSES, Pins, ShapeClass, Tile
 from flashgen.targets.gpu.alternatives import gpu_candidates, tile_of
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.product import Gpu
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import ElementPlan
 
 MARGIN = 1.05  # over the planner's choice, by the model: half of what it is off by
@@ -44,7 +45,7 @@ class Rival:
 class Rivals:
     """The planner's own tiles of an element type, and the few that short calls may take instead, by pass."""
 
-    variant: Variant
+    recipe: Recipe
     gpu: Gpu
     own: ElementPlan
     passes: Mapping[str, tuple[Rival, ...]]
@@ -70,10 +71,10 @@ class Rivals:
 
     def _best(self, name: str, shape: Shape) -> tuple[Rival | None, float]:
         """The rival that gains most, at least the margin; None where the planner's choice stays."""
-        own = pass_time(self.variant, self.own, self.gpu, shape, name).seconds
+        own = pass_time(self.recipe, self.own, self.gpu, shape, name).seconds
         best, most = None, MARGIN
         for each in self.passes[name]:
-            gain = own / pass_time(self.variant, each.plan, self.gpu, shape, name).seconds / max(1.0, each.usual)
+            gain = own / pass_time(self.recipe, each.plan, self.gpu, shape, name).seconds / max(1.0, each.usual)
             if gain >= most:
                 best, most = each, gain
         return best, most
@@ -82,18 +83,18 @@ class Rivals:
 @functools.lru_cache(maxsize=64)
 def rivals(variant: Variant, gpu: Gpu, element: ElementType) -> Rivals | None:
     """The plans that calls choose from; None where nothing is generated in this type. Raises ``SpecError``."""
-    variant = replace(variant, spec=replace(variant.spec, dtypes=(element,)))
-    own = gpu.target.plan(variant).by_element.get(element)
+    plan = gpu.target.plan(variant, Pins(element=element))
+    recipe, own = plan.recipe, plan.by_element.get(element)
     if own is None:
         return None
-    return Rivals(variant, gpu, own, {name: _rivals_of_pass(variant, gpu, own, name) for name in PASSES})
+    return Rivals(recipe, gpu, own, {name: _rivals_of_pass(recipe, gpu, own, name) for name in PASSES})
 
 
-def _rivals_of_pass(variant: Variant, gpu: Gpu, own: ElementPlan, name: str) -> tuple[Rival, ...]:
+def _rivals_of_pass(recipe: Recipe, gpu: Gpu, own: ElementPlan, name: str) -> tuple[Rival, ...]:
     def seconds(plan: ElementPlan, shape: Shape) -> float:
-        return pass_time(variant, plan, gpu, shape, name).seconds
+        return pass_time(recipe, plan, gpu, shape, name).seconds
 
-    others = {tile_of(plan, name): plan for plan in gpu_candidates(variant, gpu, own, name)}
+    others = {tile_of(plan, name): plan for plan in gpu_candidates(recipe, gpu, own, name)}
     others.pop(tile_of(own, name), None)
     found: dict[Tile, Rival] = {}
     for shape in PROBES if others else ():

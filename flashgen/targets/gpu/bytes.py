@@ -1,6 +1,6 @@
 """HBM bytes of the kernels for GPUs: of a shape, of a call, of the sequences of a ragged batch.
 
-In: a ``Variant``, the tiles of an element type, a shape, or the launches and values of one call and what captured
+In: a ``Recipe``, the tiles of an element type, a shape, or the launches and values of one call and what captured
 tensors hold. Out: bytes of q, k, v, o, the log-sum-exps, their gradients, delta and the sums of dQ, by the names of the
 fields and of the parts of the workspace. Of a shape alone every gradient is summed by atomic additions, none is asked
 of the log-sum-exp, and blocks find what they visit. Captured tensors are read element by element where the formula
@@ -30,7 +30,7 @@ from flashgen.targets.gpu.kernel_bytes import DELTA, KERNELS, LSE_PARTS, TURNED,
 from flashgen.targets.gpu.last_keys import shares_last
 from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import ElementPlan
 
 COUNTED = (
@@ -50,20 +50,19 @@ def counted(variant: Variant) -> tuple[str, ...]:
 def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
     """The kernels of a pass that touch operands, where gradients are summed by atomic additions."""
     if name == "forward":
-        return ("turn", "forward") if recipe.computed.kind.f8 else ("forward",)
+        return ("turn", "forward") if recipe.variant.kind.f8 else ("forward",)
     rows = ("rows",) if recipe.row_state else ()
     return (*rows, *(("backward", "convert") if recipe.one_pass else ("keys", "queries")))
 
 
-def bytes_of_shape(variant: Variant, tiles: ElementPlan, shape: Shape, name: str) -> Mapping[str, Mapping[str, int]]:
+def bytes_of_shape(recipe: Recipe, tiles: ElementPlan, shape: Shape, name: str) -> Mapping[str, Mapping[str, int]]:
     """Of a pass at a shape, by kernel and buffer; the most that a call moves where its mask reads what it brings."""
-    account = KernelBytes(variant, tiles, sizes_of(shape), functools.partial(tile_counts, variant, shape))
-    recipe = recipe_of(variant)
+    account = KernelBytes(recipe, tiles, sizes_of(shape), functools.partial(tile_counts, recipe.variant, shape))
     return {each: account.of(each, clears_dq=recipe.one_pass) for each in kernels_of(recipe, name)}
 
 
 def bytes_of_call(
-    variant: Variant,
+    recipe: Recipe,
     tiles: ElementPlan,
     symbol: str,
     launches: PassLaunches,
@@ -76,6 +75,7 @@ def bytes_of_call(
     ``values`` are those of ``struct Arguments``, ``captured`` the tensors that masks read, as NumPy arrays. Of how many
     ``multiprocessors`` depends what blocks share; without them nothing.
     """
+    variant = recipe.variant
     shape = Shape(*(int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len")))
     sizes, params = sizes_of_values(values), params_of_values(variant.spec, values)
     keep, seen = by_position(variant.keep, captured, sizes, params)
@@ -87,7 +87,7 @@ def bytes_of_call(
         loads=loads_of_kernels(seen),
     )
     account = KernelBytes(
-        variant,
+        recipe,
         tiles,
         {**values, **sizes_of(shape)},
         functools.cache(functools.partial(counts_of_call, keep, call)),
@@ -110,7 +110,7 @@ def bytes_of_call(
 
 def bytes_of_sequences(
     sequences: Sequence[Mapping[str, Any]],
-    variant: Variant,
+    recipe: Recipe,
     tiles: ElementPlan,
     symbol: str,
     launches: PassLaunches,
@@ -121,7 +121,7 @@ def bytes_of_sequences(
 
     The kernel of delta goes over the rows of all. What says where sequences begin comes from caches, and is left out.
     """
-    dense, found = replace(variant, kind=DENSE), Counter[str]()
+    dense, found = replace(recipe, variant=replace(recipe.variant, kind=DENSE)), Counter[str]()
     of_all = [each for each in launches.launches if each.kernel.startswith(f"{symbol}_rows_")]
     of_each = replace(launches, launches=tuple(each for each in launches.launches if each not in of_all))
     for own in sequences:
@@ -130,5 +130,5 @@ def bytes_of_sequences(
         alone = replace(launches, launches=(replace(launch, kernel=launch.kernel.removesuffix(CLEARS)),))
         found.update(bytes_of_call(dense, tiles, symbol, alone, {**values, "batch": 1}, captured))
         if launch.kernel.endswith(CLEARS):
-            found["workspace.dq"] += dq_sums(variant).value(values)
+            found["workspace.dq"] += dq_sums(recipe.variant).value(values)
     return found

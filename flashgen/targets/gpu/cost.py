@@ -1,6 +1,6 @@
 """Predicted time of a pass on a GPU: a roofline for each tile, tiles to blocks, blocks to waves.
 
-In: a ``Variant``, the tiles of an element type, a ``Gpu``, a shape. Out: ``PassTime``. For each tile every unit of a
+In: a ``Recipe``, the tiles of an element type, a ``Gpu``, a shape. Out: ``PassTime``. For each tile every unit of a
 multiprocessor (tensor cores, special functions, float32 lanes, shared memory, its link to the L2 cache) has a number of
 clocks to work. A warp goes through the phases of a tile one after the other: products, whose fragments are loaded
 meanwhile; the weights; what it adds to dQ. Warps that share a scheduler hide each other's phases: the busiest unit
@@ -36,7 +36,7 @@ from flashgen.targets.gpu.bytes import bytes_of_shape
 from flashgen.targets.gpu.model import FLOAT, padded
 from flashgen.targets.gpu.multiprocessor import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.registers import MOST, registers
 from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
 
@@ -64,9 +64,9 @@ class _Tile:
     added: float  # to the sums of dQ
 
 
-def pass_time(variant: Variant, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> PassTime:
+def pass_time(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> PassTime:
     """Forward, or backward with gradients that atomic additions sum up; flops are of kept pairs."""
-    moved, recipe = bytes_of_shape(variant, tiles, shape, name), recipe_of(variant)
+    moved, variant = bytes_of_shape(recipe, tiles, shape, name), recipe.variant
     streaming = [
         _streaming(kernel, by_buffer, gpu) for kernel, by_buffer in moved.items() if not tiles.of_kernel(kernel)
     ]

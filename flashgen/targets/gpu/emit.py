@@ -1,6 +1,6 @@
 """Stage 4, emit for GPUs: the templates of ``templates/cuda`` filled with what one variant contributes.
 
-In: a ``Variant`` and a ``GpuPlan``. Out: a ``KernelSource``. The context below is all that a template sees; each part
+In: a ``GpuPlan``. Out: a ``KernelSource``. The context below is all that a template sees; each part
 of it is made by a module of ``printed/``.
 """
 
@@ -27,7 +27,7 @@ from flashgen.targets.gpu.printed.passes import (
 )
 from flashgen.targets.gpu.printed.source import SourceCode, source_code
 from flashgen.targets.gpu.printed.spec import Places, SpecCode, place_formulas, spec_code
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import GpuPlan
 
 
@@ -53,10 +53,10 @@ def cuda_symbol(variant: Variant) -> str:
     return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{variant.kind.mark}"
 
 
-def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
+def emit_cuda(plan: GpuPlan) -> KernelSource:
     """The CUDA C++ source of one head dimension for one target."""
-    symbol = cuda_symbol(variant)
-    context = _context(variant, plan, symbol)
+    variant, symbol = plan.recipe.variant, cuda_symbol(plan.recipe.variant)
+    context = _context(plan, symbol)
     rendered = environment().get_template("cuda/kernel.cu.jinja").render(template_values(context))
     return KernelSource(
         file_name=f"{symbol}{'_backward' if variant.kind.backward_only else ''}_{plan.target}.cu",
@@ -68,24 +68,23 @@ def emit_cuda(variant: Variant, plan: GpuPlan) -> KernelSource:
     )
 
 
-def _context(variant: Variant, plan: GpuPlan, symbol: str) -> _Context:
-    recipe = recipe_of(variant)
-    computed = recipe.computed
-    places = Places(computed, recipe)  # hooks come in the order in which they are placed
-    sinks = place_formulas(computed, recipe, places)
-    gradients = gradient_code(computed, recipe, places)
+def _context(plan: GpuPlan, symbol: str) -> _Context:
+    recipe = plan.recipe
+    places = Places(recipe)  # hooks come in the order in which they are placed
+    sinks = place_formulas(recipe, places)
+    gradients = gradient_code(recipe, places)
     of_warpgroups = has_warpgroups(plan)
-    mask = mask_code(computed, recipe, places.placement, lines=of_warpgroups)
+    mask = mask_code(recipe, places.placement, lines=of_warpgroups)
     return _Context(
-        source=source_code(computed, recipe, plan, symbol, lines=mask.asks_lines),
+        source=source_code(plan, symbol, lines=mask.asks_lines),
         plan=plan,
         recipe=recipe,
-        spec=spec_code(computed, recipe, places, sinks),
+        spec=spec_code(recipe, places, sinks),
         mask=mask,
-        operands=operand_code(computed, plan),
-        forward=forward_code(computed, recipe, plan.elements, of_warpgroups=of_warpgroups),
-        forward_ways=forward_ways(computed, recipe, plan),
-        backward=backward_code(computed, recipe, plan),
-        queries=query_code(computed, plan),
+        operands=operand_code(plan),
+        forward=forward_code(recipe, plan.elements, of_warpgroups=of_warpgroups),
+        forward_ways=forward_ways(plan),
+        backward=backward_code(plan),
+        queries=query_code(plan),
         gradients=gradients,
     )

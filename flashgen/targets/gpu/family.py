@@ -29,8 +29,8 @@ class GpuFamily:
         """None where nothing is generated in this type. Raises ``SpecError``."""
         return rivals(variant, device, element)
 
-    def cost(self, device: Gpu, variant: Variant, plan: GpuPlan, shape: Shape) -> tuple[PassReport, ...]:
-        return pass_reports(variant, device, shape, plan)
+    def cost(self, device: Gpu, variant: Variant, plan: GpuPlan, shape: Shape) -> tuple[PassReport, ...]:  # noqa: ARG002
+        return pass_reports(device, shape, plan)
 
     def candidates(
         self, device: Gpu, variant: Variant, shape: Shape, element: ElementType, name: str

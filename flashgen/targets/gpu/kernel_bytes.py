@@ -1,6 +1,6 @@
 """HBM bytes of one kernel: what it does with its operands, and what lists of visits add.
 
-In: a ``Variant``, the tiles of an element type, sizes by the fields of ``struct Arguments``, counts of the tiles that
+In: a ``Recipe``, the tiles of an element type, sizes by the fields of ``struct Arguments``, counts of the tiles that
 are visited. Out: bytes by buffer, as in ``bytes.py``.
 """
 
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from flashgen.analysis.variant import Variant
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import QUERIES, Elements, Operand, Width
 from flashgen.plan.launches import TURNED_KEYS, VisitLists
@@ -20,7 +19,7 @@ from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import ElementPlan
 
 KERNELS = ("turn", "forward", "rows", "backward", "keys", "queries", "convert")
@@ -44,7 +43,7 @@ def _accesses(
     match kernel:
         case "forward":
             written = (*(["lse"] if state else []), *([LSE_PARTS.name] if divided else []))
-            read = ("k",) if recipe.computed.kind.f8 else ("k", "v")
+            read = ("k",) if recipe.variant.kind.f8 else ("k", "v")
             return (*once("q", "o", *written, of=operands), *by_tile(*read))
         case "turn":
             return once("v", of=operands)
@@ -70,7 +69,7 @@ class KernelBytes:
     ``sizes`` are fields of ``struct Arguments``; ``asks_lse``: a gradient of the log-sum-exp comes in.
     """
 
-    variant: Variant
+    recipe: Recipe
     tiles: ElementPlan
     sizes: Mapping[str, int]
     counts: Callable[[int, int], TileCounts]
@@ -81,12 +80,10 @@ class KernelBytes:
         """Bytes of one kernel by buffer; ``clears_dq``: that of delta clears the sums of dQ as well."""
         tiles = self.tiles.of_kernel(kernel)
         counts = self.counts(tiles.Br, tiles.Bc) if tiles else None
-        head_dim, element = self.variant.head_dim, self.tiles.element.bytes
-        operands = self.variant.kind.operands
-        divided = self.variant.weights.form.divided
-        accesses = _accesses(
-            kernel, recipe_of(self.variant), operands, self.tiles, divided=divided, asks_lse=self.asks_lse
-        )
+        head_dim, element = self.recipe.variant.head_dim, self.tiles.element.bytes
+        operands = self.recipe.variant.kind.operands
+        divided = self.recipe.variant.weights.form.divided
+        accesses = _accesses(kernel, self.recipe, operands, self.tiles, divided=divided, asks_lse=self.asks_lse)
         own = (
             replace(each, operand=replace(operands.get(each.operand.name, each.operand), width=each.operand.width))
             for each in accesses
@@ -99,8 +96,8 @@ class KernelBytes:
             for name, width in (("q", head_dim.qk), ("d_o", head_dim.v)):
                 found[name] += counts.rows * self._beyond(width) * element
         if kernel == "turn":
-            found[TURNED] += turned_v(self.variant).value(self.sizes)
-        if kernel == "forward" and self.variant.kind.f8:
+            found[TURNED] += turned_v(self.recipe.variant).value(self.sizes)
+        if kernel == "forward" and self.recipe.variant.kind.f8:
             assert counts is not None
             found[TURNED] += self._turned(counts)
         if kernel == "backward":
@@ -109,13 +106,13 @@ class KernelBytes:
             if self.tiles.backward.divides_keys:
                 found["k"] += found["k"] // 2  # half of the columns for the other block
         if kernel == "convert" or (kernel == "rows" and clears_dq):
-            found["workspace.dq"] += dq_sums(self.variant).value(self.sizes)
+            found["workspace.dq"] += dq_sums(self.recipe.variant).value(self.sizes)
         found.update(self._reading_lists(kernel))
         return found
 
     def read_again(self, blocks: int) -> Mapping[str, int]:
         """K and V of the last key tiles, which several of so many ``blocks`` work on."""
-        tiles, head_dim, kv_len = self.tiles.backward, self.variant.head_dim, self.sizes["kv_len"]
+        tiles, head_dim, kv_len = self.tiles.backward, self.recipe.variant.head_dim, self.sizes["kv_len"]
         count, of_a_head = self.sizes["batch"] * self.sizes["kv_heads"], -(-kv_len // tiles.Bc)
         rest, parts = parts_of_last(tiles, self.sizes, min(blocks, count * of_a_head))
         last = (number % of_a_head for number in range(count * of_a_head - rest, count * of_a_head))
@@ -139,20 +136,20 @@ class KernelBytes:
         panel = panel_width(Bc, self.tiles.element)
         width = -(-Bc // panel) * panel
         read = sum(float(visits) * min(width, keys - n * Bc) for n, visits in enumerate(counts.column_tiles))
-        return round(heads * read) * self.variant.head_dim.v
+        return round(heads * read) * self.recipe.variant.head_dim.v
 
     def _rows(self) -> Mapping[str, int]:
         """O and dO of whole blocks: threads past the last row read the first again, and each reads what rows carry."""
-        each, Dv = rows_of_a_block(self.variant, self.tiles.element), self.variant.head_dim.v
+        each, Dv = rows_of_a_block(self.recipe.variant, self.tiles.element), self.recipe.variant.head_dim.v
         blocks = -(-self.sizes["batch"] * self.sizes["heads"] * self.sizes["q_len"] // each)
-        operands, by_thread = self.variant.kind.operands, blocks * _THREADS * FLOAT
+        operands, by_thread = self.recipe.variant.kind.operands, blocks * _THREADS * FLOAT
         element = self.tiles.element.bytes
         found = {name: blocks * each * Dv * operands[name].element_bytes(element) for name in ("o", "d_o")}
         if self.asks_lse:
             found["d_lse"] = by_thread
-        if recipe_of(self.variant).sink_gradients:
+        if self.recipe.sink_gradients:
             found["lse"] = by_thread
-        if self.variant.weights.form.divided:
+        if self.recipe.variant.weights.form.divided:
             found[LSE_PARTS.name] = by_thread
         return found
 
@@ -180,7 +177,7 @@ class KernelBytes:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = finders(self.variant, tiles) if tiles.producers else tiles.warps
+                warps = finders(self.recipe.variant, tiles) if tiles.producers else tiles.warps
                 copies = tiles.tensor_copies and not tiles.producers
                 return self._reading(OF_QUERIES, warps, copies=copies)
             case "backward" | "keys":

@@ -1,8 +1,7 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
-In: a ``Variant``, a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of
-``entries.cuh.jinja`` in ``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of
-the buffers from here.
+In: a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
+``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of the buffers from here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from flashgen.targets.gpu.model import (
     stored_whole,
     takes_turns,
 )
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
@@ -90,9 +89,9 @@ def captured_elements(variant: Variant) -> dict[str, Count]:
     return found
 
 
-def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
+def observed_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
     """Ranges of what the mask reads, numbers of diagonals, their elements: at the start of every pass's workspace."""
-    recipe, found = recipe_of(variant), []
+    variant, found = recipe.variant, []
     if recipe.observed_rows:
         size = 8 * len(recipe.observed_rows)
         found.append(Buffer("row_bounds", Count((*_heads(variant), _tiles(variant, "q_len", GRANULE)), size)))
@@ -102,9 +101,9 @@ def observed_buffers(variant: Variant) -> tuple[Buffer, ...]:
     return (*found, *diagonal_buffers(variant), *run_buffers(variant, len(recipe.runs)))
 
 
-def _observe(symbol: str, variant: Variant) -> list[Launch]:
+def _observe(symbol: str, recipe: Recipe) -> list[Launch]:
     """It starts every pass: each has a workspace of its own."""
-    recipe = recipe_of(variant)
+    variant = recipe.variant
     found = (("q_len", recipe.observed_rows), ("kv_len", recipe.observed_columns))
     granules = (_tiles(variant, length, GRANULE) for length, loads in found if loads)
     ranges = (Count((*_heads(variant), each), divide=128) for each in granules)
@@ -112,10 +111,10 @@ def _observe(symbol: str, variant: Variant) -> list[Launch]:
     return [Launch(f"{symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
-def forward_buffers(variant: Variant) -> tuple[Buffer, ...]:
+def forward_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
     """The workspace of the forward pass whose blocks are persistent."""
-    first = (Buffer(TURNED_V, turned_v(variant)),) if variant.kind.f8 else ()
-    return (*first, *observed_buffers(variant), Buffer(TILE_COUNTER, Count((), 4), clear=True))
+    first = (Buffer(TURNED_V, turned_v(recipe.variant)),) if recipe.variant.kind.f8 else ()
+    return (*first, *observed_buffers(recipe), Buffer(TILE_COUNTER, Count((), 4), clear=True))
 
 
 def turned_v(variant: Variant) -> Count:
@@ -124,27 +123,27 @@ def turned_v(variant: Variant) -> Count:
 
 
 def atomic_buffers(
-    variant: Variant, *, persistent: bool, turns: bool = False, parts: tuple[Buffer, ...] = ()
+    recipe: Recipe, *, persistent: bool, turns: bool = False, parts: tuple[Buffer, ...] = ()
 ) -> tuple[Buffer, ...]:
     """The workspace where atomic additions of floats are allowed, of ``persistent`` blocks or others.
 
     With ``turns`` batch entries take them at the sums of a gradient. ``parts`` are buffers of ``shared_buffers``.
     """
-    recipe = recipe_of(variant)
     if not recipe.one_pass:
-        return (*observed_buffers(variant), *_delta(variant))
+        return (*observed_buffers(recipe), *_delta(recipe))
     clear = not recipe.row_state  # else the kernel of delta clears both
-    dq, tile_counter = Buffer("dq", dq_sums(variant), clear=clear), Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear)
-    counters = (tile_counter,) if persistent else ()
-    return (*observed_buffers(variant), *_delta(variant), dq, *counters, *(_turn_buffers() if turns else ()), *parts)
+    dq = Buffer("dq", dq_sums(recipe.variant), clear=clear)
+    counters = (Buffer(KEY_TILE_COUNTER, Count((), 4), clear=clear),) if persistent else ()
+    return (*observed_buffers(recipe), *_delta(recipe), dq, *counters, *(_turn_buffers() if turns else ()), *parts)
 
 
-def shared_buffers(variant: Variant, tiles: BackwardTiles) -> tuple[Buffer, ...]:
+def shared_buffers(recipe: Recipe, tiles: BackwardTiles) -> tuple[Buffer, ...]:
     """Where several blocks work on each of the last key tiles, of which there are no more than half."""
+    variant = recipe.variant
     if not shares_last(variant, tiles):
         return ()
     size, key_tiles = bytes_of_part(variant, tiles), (*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.Bc))
-    arrivals = Buffer(PART_ARRIVALS, Count((), 4 * MOST_UNITS), clear=not recipe_of(variant).row_state)
+    arrivals = Buffer(PART_ARRIVALS, Count((), 4 * MOST_UNITS), clear=not recipe.row_state)
     return (arrivals, Buffer(PART_SUMS, Count(key_tiles, size, 2, MOST_UNITS * size)))
 
 
@@ -162,29 +161,27 @@ def dq_sums(variant: Variant) -> Count:
     return Count((*_heads(variant), _tiles(variant, "q_len", 16)), 16 * padded(variant.head_dim.qk) * 4)
 
 
-def exact_buffers(variant: Variant) -> tuple[Buffer, ...]:
+def exact_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
     """The workspace where results have to repeat."""
-    recipe = recipe_of(variant)
     if not recipe.captured:
-        return (*observed_buffers(variant), *_delta(variant))
-    elements = captured_elements(variant)
+        return (*observed_buffers(recipe), *_delta(recipe))
+    elements = captured_elements(recipe.variant)
     sums = (Buffer(f"exact_{name}", Count(elements[name].factors, 8), clear=True) for name in recipe.captured)
     largest = Buffer("largest", Count((), 4 * len(recipe.captured)), clear=True)
-    return (*observed_buffers(variant), *_delta(variant), largest, *sums)
+    return (*observed_buffers(recipe), *_delta(recipe), largest, *sums)
 
 
-def _delta(variant: Variant) -> tuple[Buffer, ...]:
+def _delta(recipe: Recipe) -> tuple[Buffer, ...]:
     """What rows carry beside lse; in the backward pass of forward mode two numbers."""
+    variant = recipe.variant
     names = ("delta", "epsilon") if variant.kind.backward_only else ("delta",)
     rows = Count((*_heads(variant), Factor(HEAD_ROWS if variant.kind.slices else "q_len")), 4)
-    return tuple(Buffer(name, rows) for name in names) if recipe_of(variant).row_state else ()
+    return tuple(Buffer(name, rows) for name in names) if recipe.row_state else ()
 
 
-def forward_launches(
-    symbol: str, variant: Variant, plan: GpuPlan, element: ElementType, *, dropped: bool
-) -> PassLaunches:
+def forward_launches(symbol: str, plan: GpuPlan, element: ElementType, *, dropped: bool) -> PassLaunches:
     """The forward pass."""
-    tiles = plan.by_element[element].forward
+    recipe, variant, tiles = plan.recipe, plan.recipe.variant, plan.by_element[element].forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)), tiles.cluster)
     boxes: tuple[Box, ...] = ()
@@ -200,11 +197,11 @@ def forward_launches(
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
     threads = 32 * (tiles.warps + tiles.producers)
     launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
-    lists = lists_of_queries(symbol, f"forward_{element}", variant, element, tiles, launch)
+    lists = lists_of_queries(symbol, f"forward_{element}", recipe, element, tiles, launch)
     turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
     turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.kind.f8 else ()
-    launches = (*_observe(symbol, variant), *made_in_workspace(lists), *turn, launch)
-    buffers = forward_buffers(variant) if tile_counter else observed_buffers(variant)
+    launches = (*_observe(symbol, recipe), *made_in_workspace(lists), *turn, launch)
+    buffers = forward_buffers(recipe) if tile_counter else observed_buffers(recipe)
     return PassLaunches(buffers, launches, lists, variant.kind.operands)
 
 
@@ -222,9 +219,9 @@ def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
     )
 
 
-def cached_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
+def cached_launches(symbol: str, plan: GpuPlan, element: ElementType) -> PassLaunches:
     """The forward pass over a cache: a kernel for the parts of keys, and one that merges those that are many."""
-    tiles = plan.by_element[element].forward
+    variant, tiles = plan.recipe.variant, plan.by_element[element].forward
     blocks = work_tiles(tiles)
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
@@ -288,9 +285,9 @@ def block_buffers(variant: Variant, element: ElementType) -> tuple[Buffer, ...]:
     )
 
 
-def block_launches(symbol: str, variant: Variant, plan: GpuPlan, element: ElementType) -> PassLaunches:
+def block_launches(symbol: str, plan: GpuPlan, element: ElementType) -> PassLaunches:
     """The forward pass by blocks of keys: lists are turned, parts computed, and merged."""
-    listed, tiles = variant.listed, plan.by_element[element].forward
+    variant, tiles, listed = plan.recipe.variant, plan.by_element[element].forward, plan.recipe.variant.listed
     assert listed is not None, "kernels go through blocks of keys"
     merged = Count((Factor("batch"), Factor("heads"), Factor("q_len")), divide=16 * MERGING_WARPS)
     turned = _lists_turned()
@@ -314,7 +311,6 @@ def _boxes(
 
 def backward_launches(
     symbol: str,
-    variant: Variant,
     plan: GpuPlan,
     element: ElementType,
     *,
@@ -327,8 +323,7 @@ def backward_launches(
 
     With ``turns`` one that batch entries share is to be stored, if they can take turns.
     """
-    recipe = recipe_of(variant)
-    tiles = plan.by_element[element]
+    recipe, variant, tiles = plan.recipe, plan.recipe.variant, plan.by_element[element]
     suffix = f"{element}{'_dropout' if dropped else ''}"
     cluster = tiles.backward.cluster
     key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)
@@ -358,26 +353,26 @@ def backward_launches(
         name = f"{symbol}_queries_{suffix}{how}"
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
-    observe = _observe(symbol, variant)
-    lists = lists_of_keys(symbol, f"keys_{element}", variant, element, tiles.backward, keys("keys"))
+    observe = _observe(symbol, recipe)
+    lists = lists_of_keys(symbol, f"keys_{element}", recipe, element, tiles.backward, keys("keys"))
     if not deterministic and recipe.one_pass:
         convert = Count((*_heads(variant), _tiles(variant, "q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(clears=True), keys("backward"), convert_launch)
-        turns = turns and takes_turns(variant, tiles.backward)
-        parts = shared_buffers(variant, tiles.backward)
-        buffers = atomic_buffers(variant, persistent=tiles.backward.persistent, turns=turns, parts=parts)
+        turns = turns and takes_turns(recipe, tiles.backward)
+        parts = shared_buffers(recipe, tiles.backward)
+        buffers = atomic_buffers(recipe, persistent=tiles.backward.persistent, turns=turns, parts=parts)
         launches = [*observe, *made_in_workspace(lists), *kernels]
         in_turn = recipe.in_turn.name if recipe.in_turn is not None else None
         whole = {
             stored_field(each): MOST_IN_TURN if each == in_turn else None
-            for each in stored_whole(variant, tiles.backward)
+            for each in stored_whole(recipe, tiles.backward)
         }
         return PassLaunches(buffers, tuple(launches), lists, variant.kind.operands, whole=whole)
-    lists += lists_of_queries(symbol, f"queries_{element}", variant, element, tiles.queries, queries())
+    lists += lists_of_queries(symbol, f"queries_{element}", recipe, element, tiles.queries, queries())
     launches = [*observe, *made_in_workspace(lists)]
     if not deterministic or not recipe.captured:
-        buffers = exact_buffers(variant) if deterministic else atomic_buffers(variant, persistent=False)
+        buffers = exact_buffers(recipe) if deterministic else atomic_buffers(recipe, persistent=False)
         return PassLaunches(buffers, (*launches, *rows(), keys("keys"), queries()), lists, variant.kind.operands)
     if captured:
         launches += rows("_measure")
@@ -388,7 +383,7 @@ def backward_launches(
         for name, elements in captured_elements(variant).items():
             grid = Count(elements.factors, divide=256)
             launches.append(Launch(f"{symbol}_settle_{name}", grid, 256, 0))
-    return PassLaunches(exact_buffers(variant), tuple(launches), lists, variant.kind.operands)
+    return PassLaunches(exact_buffers(recipe), tuple(launches), lists, variant.kind.operands)
 
 
 def rows_of_a_block(variant: Variant, element: ElementType) -> int:

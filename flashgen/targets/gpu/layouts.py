@@ -1,6 +1,6 @@
 """Shared memory of blocks, forward, of keys and of queries: which parts there are, and where they begin.
 
-In: a variant, an element type, a tile. Out: ``Layout``s, which are counted and printed: a block of
+In: a recipe, an element type, a tile. Out: ``Layout``s, which are counted and printed: a block of
 ``templates/cuda/forward`` and of ``templates/cuda/backward`` finds its parts by the constants, and asserts what lies in
 each.
 """
@@ -35,7 +35,7 @@ from flashgen.targets.gpu.model import (
     tile_bytes,
     visit_list,
 )
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
@@ -44,17 +44,16 @@ _Backward: TypeAlias = BackwardChoice | BackwardTiles
 _Queries: TypeAlias = QueryChoice | QueryTiles
 
 
-def staged_row(variant: Variant, Bc: int) -> int:
+def staged_row(recipe: Recipe, Bc: int) -> int:
     """Bytes of a row of what pairs read ahead by way of shared memory: an odd number of chunks of 16 bytes.
 
     So the 8 rows that ldmatrix reads at once begin in different banks.
     """
-    load = recipe_of(variant).ahead
-    assert load is not None
-    return 16 * (Bc * element_of(variant, load).bytes // 16 | 1)
+    assert recipe.ahead is not None
+    return 16 * (Bc * element_of(recipe.variant, recipe.ahead).bytes // 16 | 1)
 
 
-def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+def forward_layout(recipe: Recipe, element: ElementType, tiles: _Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
     Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
@@ -65,9 +64,10 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     shared memory each warp has a tile of its own rows. O takes the place of all at the end, unless blocks are
     persistent.
     """
+    variant = recipe.variant
     if variant.listed is not None:
         return _block_layout(variant, element, tiles)
-    Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe_of(variant).observed_columns)
+    Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe.observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.begins_next and not has_producers, variant.uses_sqdist
@@ -88,7 +88,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
         Part(
             "PAIRS",
             "what pairs read",
-            Br * staged_row(variant, Bc) if tiles.pairs_staged else 0,
+            Br * staged_row(recipe, Bc) if tiles.pairs_staged else 0,
             "P::pairs_staged * P::warps * StagedPairs::bytes",
         ),
         Part("UNITS", "units of Q", variant.kind.f8_cached * FLOAT * Br, "4 * BR"),
@@ -107,7 +107,7 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
             "self_loading * int(sizeof(QueryPlace))",
         ),
         Part(
-            *("OPENED", "next list", opens(variant, tiles) * WORD * len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))),
+            *("OPENED", "next list", opens(recipe, tiles) * WORD * len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))),
             "self_loading * int(sizeof(OpenedTile))",
         ),
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
@@ -151,10 +151,10 @@ def forward_layout(variant: Variant, element: ElementType, tiles: _Forward) -> L
     )
 
 
-def opens(variant: Variant, tiles: _Forward) -> bool:
+def opens(recipe: Recipe, tiles: _Forward) -> bool:
     """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
     alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
-    return alone and not variant.kind.ragged and not recipe_of(variant).has_lists
+    return alone and not recipe.variant.kind.ragged and not recipe.has_lists
 
 
 def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
@@ -177,7 +177,7 @@ def fits_blocks(variant: Variant, element: ElementType, block_bytes: int) -> boo
     return _block_layout(variant, element, ForwardChoice(64, variant.listed.block, 4)).bytes <= block_bytes
 
 
-def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:
+def backward_layout(recipe: Recipe, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
@@ -185,14 +185,14 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     a cluster have a part of the columns each, and places for what others send of S and dP; or a part of the keys each,
     and half of the columns of the other's K beside its dS.
     """
-    Br, Bc, stages, split = tiles.Br, tiles.keys, tiles.stages, tiles.split
+    variant, Br, Bc, stages, split = recipe.variant, tiles.Br, tiles.keys, tiles.stages, tiles.split
     D, Dv = (padded(width) // tiles.column_parts for width in (variant.head_dim.qk, variant.head_dim.v))
     exchanged, theirs = (tiles.column_parts > 1) * 2, tiles.divides_keys and with_dq
     halves = tiles.dq_in_halves
     more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
     ds = (stages if tiles.producers and not tiles.shares_keys else 1) * (with_dq or split > 1)
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
-    words, has_producers, copies = len(row_words(variant).names), tiles.producers > 0, tiles.tensor_copies
+    words, has_producers, copies = len(row_words(recipe).names), tiles.producers > 0, tiles.tensor_copies
     served = has_producers and with_dq and tiles.persistent
     next_tiles = 4 * WORD * WORDS_OF_TILE
     next_too = with_dq and tiles.begins_next
@@ -205,7 +205,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
             "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
         )
     signals = copies * (3 if has_producers else 2) * more * SIGNAL
-    tangents, turns = variant.kind.backward_only, with_dq and takes_turns(variant, tiles)
+    tangents, turns = variant.kind.backward_only, with_dq and takes_turns(recipe, tiles)
     staged = with_dq and tiles.pairs_staged
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
@@ -226,7 +226,7 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
         Part(
             "PAIRS",
             "what pairs read",
-            Br * staged_row(variant, Bc) if staged else 0,
+            Br * staged_row(recipe, Bc) if staged else 0,
             "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes",
         ),
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
@@ -261,11 +261,11 @@ def backward_layout(variant: Variant, element: ElementType, tiles: _Backward, *,
     return Layout(parts)
 
 
-def query_layout(variant: Variant, element: ElementType, tiles: _Queries) -> Layout:
+def query_layout(recipe: Recipe, element: ElementType, tiles: _Queries) -> Layout:
     """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
-    Br, Bc, stages, norms = tiles.Br, tiles.Bc, tiles.stages, variant.uses_sqdist
+    variant, Br, Bc, stages = recipe.variant, tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
-    tangents = variant.kind.backward_only
+    tangents, norms = variant.kind.backward_only, variant.uses_sqdist
     parts = (
         Part("Q", "Q", tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),

@@ -1,7 +1,7 @@
 """What no kernel for GPUs can do, whatever its tiles: said of a spec before it is planned.
 
-In: a ``Variant``. Out: diagnostics, each with the place in the spec. Shared memory, which decides what fits, is the
-planner's to say.
+In: a ``Variant``, or its ``Recipe``. Out: diagnostics, each with the place in the spec. Shared memory, which decides
+what fits, is the planner's to say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from flashgen.diagnostics import Diagnostic
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import candidates
 from flashgen.targets.gpu.tables import WIDEST_JVP
 
@@ -31,11 +32,6 @@ def has_jvp_backward(variant: Variant) -> bool:
 
 
 def limits(variant: Variant) -> tuple[Diagnostic, ...]:
-    """Everything of a spec that is refused."""
-    return _head_dim(variant) or _schedule(variant)
-
-
-def _head_dim(variant: Variant) -> tuple[Diagnostic, ...]:
     """A large head dimension, which warps divide among them, beside one that they cannot divide."""
     head_dim = variant.head_dim
     widths = (padded(head_dim.qk), padded(head_dim.v))
@@ -49,13 +45,13 @@ def _head_dim(variant: Variant) -> tuple[Diagnostic, ...]:
     return (Diagnostic("E406", message, variant.spec.place("head_dim"), notes=(note,)),)
 
 
-def _schedule(variant: Variant) -> tuple[Diagnostic, ...]:
+def limits_of_schedule(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Pins with which no candidate works, whatever the memory."""
     problems = []
     anything = Architecture("", 80, 0, 0)
-    if not candidates("forward", variant, ElementType.F16, anything):
+    if not candidates("forward", recipe, ElementType.F16, anything):
         problems.append("'Br', 'Bc' and 'warps' of the forward pass: a warp has 16 or more whole query rows")
-    if not candidates("backward", variant, ElementType.F16, anything):
+    if not candidates("backward", recipe, ElementType.F16, anything):
         problems.append("'backward_Br', 'backward_Bc' and 'backward_warps': a warp has 16 or more whole keys")
-    span = variant.spec.schedule.span
+    span = recipe.variant.spec.schedule.span
     return tuple(Diagnostic("E403", f"the schedule cannot work on a GPU: {problem}", span) for problem in problems)

@@ -1,6 +1,6 @@
 """Stage 3, plan for GPUs: lists of the tiles that each tile visits, made once for all heads that share a mask.
 
-In: a ``Variant``, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps them for later calls
+In: a ``Recipe``, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps them for later calls
 (``hosts/lists.py``), of masks over captured tensors each call makes its own (``hosts/schedule.py``). The kernels
 that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 """
@@ -8,13 +8,12 @@ that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 from __future__ import annotations
 
 from flashgen.analysis.levels import mask_axes
-from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.field import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
 
 CHUNK = 16  # bytes
@@ -27,43 +26,42 @@ _THREADS = 128
 _ORDERED = 4  # lists of a block, a warp each
 
 
-def cuda_fields(variant: Variant) -> tuple[Field, ...]:
+def cuda_fields(recipe: Recipe) -> tuple[Field, ...]:
     """The fields of ``struct Arguments`` as GPU kernels of a variant have them."""
-    fields = argument_fields(variant.spec, variant.kind)
-    if not recipe_of(variant).has_lists:
+    fields = argument_fields(recipe.variant.spec, recipe.variant.kind)
+    if not recipe.has_lists:
         return fields
     comment = "lists of what tiles visit; null: each block finds what it visits"
     lists = tuple(Field(name, "pointer", comment, "uint4") for name in (OF_QUERIES, OF_KEYS))
-    if not recipe_of(variant).longest_first:
+    if not recipe.longest_first:
         return (*fields, *lists)
     comment = "heads whose blocks take these lists one after another"
     return (*fields, *lists, *(Field(GROUPS[name], "i32", comment) for name in (OF_QUERIES, OF_KEYS)))
 
 
 def lists_of_queries(
-    symbol: str, which: str, variant: Variant, element: ElementType, tiles: ForwardTiles | QueryTiles, readers: Launch
+    symbol: str, which: str, recipe: Recipe, element: ElementType, tiles: ForwardTiles | QueryTiles, readers: Launch
 ) -> tuple[VisitLists, ...]:
     """The key tiles of each query tile, if there are lists. ``which``: the end of the names of the kernels."""
     own, visited = ("q_len", tiles.Br), ("kv_len", tiles.Bc)
-    return _lists(OF_QUERIES, symbol, which, variant, element, own, visited, readers)
+    return _lists(OF_QUERIES, symbol, which, recipe, element, own, visited, readers)
 
 
 def lists_of_keys(
-    symbol: str, which: str, variant: Variant, element: ElementType, tiles: BackwardTiles, readers: Launch
+    symbol: str, which: str, recipe: Recipe, element: ElementType, tiles: BackwardTiles, readers: Launch
 ) -> tuple[VisitLists, ...]:
     """The query tiles of each key tile."""
     own, visited = ("kv_len", tiles.Bc), ("q_len", tiles.Br)
-    return _lists(OF_KEYS, symbol, which, variant, element, own, visited, readers)
+    return _lists(OF_KEYS, symbol, which, recipe, element, own, visited, readers)
 
 
-def _order(field: str, variant: Variant, element: ElementType) -> Order | None:
+def _order(field: str, recipe: Recipe, element: ElementType) -> Order | None:
     """K and V are what blocks of queries read; Q, dO and the sums of dQ are those of keys."""
-    if not recipe_of(variant).longest_first:
+    if not recipe.longest_first:
         return None
-    width, of_keys = (variant.head_dim.qk + variant.head_dim.v) * element.bytes, field == OF_KEYS
-    if of_keys:
-        width += variant.head_dim.qk * FLOAT
-    heads, axes = (Factor("kv_heads" if of_keys else "heads"),), mask_axes(variant.keep)
+    head_dim, of_keys = recipe.variant.head_dim, field == OF_KEYS
+    width = (head_dim.qk + head_dim.v) * element.bytes + of_keys * head_dim.qk * FLOAT
+    heads, axes = (Factor("kv_heads" if of_keys else "heads"),), mask_axes(recipe.variant.keep)
     if "hkv" in axes:  # whose blocks read the same K and V
         return Order(GROUPS[field], Count(heads), Count((), 0), Factor("kv_heads"))
     return Order(
@@ -82,15 +80,15 @@ def _lists(
     field: str,
     symbol: str,
     which: str,
-    variant: Variant,
+    recipe: Recipe,
     element: ElementType,
     own: tuple[str, int],
     visited: tuple[str, int],
     readers: Launch,
 ) -> tuple[VisitLists, ...]:
-    if not recipe_of(variant).has_lists:
+    if not recipe.has_lists:
         return ()
-    keep, order = variant.keep, _order(field, variant, element)
+    keep, order = recipe.variant.keep, _order(field, recipe, element)
     axes = mask_axes(keep)
     masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads"), ("hkv", "kv_heads")) if axis in axes]
     lists = (*masks, Factor(*own))
@@ -108,7 +106,7 @@ def _lists(
     found = VisitLists(
         field=field,
         tiles=(own[1], tile),
-        kept=recipe_of(variant).keeps_lists,
+        kept=recipe.keeps_lists,
         order=order,
         pairs=Count((Factor(*own), Factor(*visited))),
         count=Count(lists),

@@ -12,7 +12,7 @@ from flashgen.analysis.variant import Variant, linear_factor
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import MOST_BLOCKS
 from flashgen.targets.gpu.layout import Words
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
@@ -186,17 +186,16 @@ def merging_warps(variant: Variant, tiles: ForwardTiles) -> int:
     return tiles.warps // (tiles.split if merging_shares(variant, tiles) > 1 else 1)
 
 
-def takes_turns(variant: Variant, tiles: _Backward) -> bool:
+def takes_turns(recipe: Recipe, tiles: _Backward) -> bool:
     """Whether batch entries add to a gradient in turn: one of the warps that copy waits for a tile's."""
     fits = TURN % tiles.Br == 0 and TURN % tiles.Bc == 0
-    return recipe_of(variant).in_turn is not None and _has_spare_warps(tiles) and fits
+    return recipe.in_turn is not None and _has_spare_warps(tiles) and fits
 
 
-def stored_whole(variant: Variant, tiles: _Backward) -> tuple[str, ...]:
+def stored_whole(recipe: Recipe, tiles: _Backward) -> tuple[str, ...]:
     """Captured tensors every element of whose gradients blocks store: warps that copy clear what nobody visits."""
-    recipe = recipe_of(variant)
     stored = recipe.stored if _has_spare_warps(tiles) else ()
-    in_turn = (recipe.in_turn,) if recipe.in_turn is not None and takes_turns(variant, tiles) else ()
+    in_turn = (recipe.in_turn,) if recipe.in_turn is not None and takes_turns(recipe, tiles) else ()
     return tuple(each.name for each in (*stored, *in_turn))
 
 
@@ -204,11 +203,11 @@ def _has_spare_warps(tiles: _Backward) -> bool:
     return tiles.warpgroups and tiles.producers > 0 and tiles.tensor_copies and not tiles.persistent
 
 
-def row_words(variant: Variant) -> Words:
+def row_words(recipe: Recipe) -> Words:
     """What a row carries for dK and dV, in words of 4 bytes."""
-    seen = recipe_of(variant).observed_rows
+    variant, seen = recipe.variant, recipe.observed_rows
     names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
-    names += [("top", "what scores are counted from")] if _carries_tops(variant) else []
+    names += [("top", "what scores are counted from")] if _carries_tops(recipe) else []
     names += [("qq", "|q|²")] if variant.uses_sqdist else []
     if variant.kind.backward_only:
         names += [("moved", "t(lse)"), ("epsilon", "rowsum(d(tO) ∘ tO)")]
@@ -216,9 +215,9 @@ def row_words(variant: Variant) -> Words:
     return Words(tuple(names))
 
 
-def _carries_tops(variant: Variant) -> bool:
-    unlike = variant.weights.form.exponential and linear_factor(variant) is None
-    return unlike and not recipe_of(variant).bounded
+def _carries_tops(recipe: Recipe) -> bool:
+    unlike = recipe.variant.weights.form.exponential and linear_factor(recipe.variant) is None
+    return unlike and not recipe.bounded
 
 
 def carries_marks(variant: Variant) -> bool:

@@ -6,12 +6,13 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
 from flashgen.targets.gpu.compile import GpuBinary
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import compiler_name
 
 
-def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
+def packed(source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
     """A kernel as ``flashgen build`` writes it."""
     described = ManifestGpuSource(
         file=source.file_name,
@@ -24,7 +25,7 @@ def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBin
     )
     if binary is None:
         return Packed(described=described)
-    launches = started(source.symbol, variant, plan)
+    launches = started(source.symbol, plan)
     kernels = tuple(
         ManifestGpuKernel(
             each.name,
@@ -54,15 +55,15 @@ def packed(variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBin
     return Packed(described=described, binaries=binaries, kernels=kernels)
 
 
-def plan_of(described: ManifestGpuSource, spec_name: str) -> GpuPlan:
+def plan_of(described: ManifestGpuSource, variant: Variant) -> GpuPlan:
     """The decisions of a packed source, without their reasons: those stand in the source."""
-    elements, rejected = tuple(described.elements), described.rejected
     return GpuPlan(
-        spec_name=spec_name,
+        spec_name=variant.spec.name,
         head_dim=described.head_dim,
         target=described.target,
         sram_bytes=described.sram_bytes,
-        elements=elements,
+        recipe=decide(variant),
+        elements=tuple(described.elements),
         reasons=(),
-        rejected=rejected,
+        rejected=described.rejected,
     )

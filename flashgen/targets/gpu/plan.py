@@ -1,6 +1,6 @@
 """Stage 3, plan for GPUs: the tiles of every pass and element type for one architecture, and why.
 
-In: a ``Variant``, an architecture, its family's recipes. Out: a ``GpuPlan`` with its reasons and what it rejected. Of
+In: a ``Recipe``, an architecture, its family's recipes. Out: a ``GpuPlan`` with its reasons and what it rejected. Of
 the candidates of ``recipes.py``, in their order, every buffer that the templates keep is counted, and the first that
 fits the shared memory of a block is taken. Kernels that turned out to spill registers are passed over.
 """
@@ -18,7 +18,7 @@ from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
-from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits
+from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
 from flashgen.targets.gpu.model import (
     BESIDE_SUMS,
     COPYING_REGISTERS,
@@ -28,7 +28,7 @@ from flashgen.targets.gpu.model import (
     padded,
     registers,
 )
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import (
     AnyChoice,
     Candidate,
@@ -49,12 +49,13 @@ from flashgen.targets.gpu.tiles import (
 )
 
 
-def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
+def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
     """The plan; ``SpecError`` where the spec pins tiles that cannot work, or nothing fits a type that it asks for."""
-    refused = limits(variant)
+    variant, spec = recipe.variant, recipe.variant.spec
+    refused = limits(variant) or limits_of_schedule(recipe)
     if refused:
-        raise SpecError(refused, variant.spec.sources)
-    wanted = variant.spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
+        raise SpecError(refused, spec.sources)
+    wanted = spec.dtypes or (ElementType.F16, ElementType.BF16, ElementType.F32)
     wanted = (ElementType.F8E4M3,) if variant.kind.f8 else wanted
     if variant.tangent is not None:
         wanted = tuple(each for each in wanted if each in ELEMENTS_OF_JVP)
@@ -62,29 +63,30 @@ def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: C
     block, multiprocessor = kib(target.block_bytes), kib(target.sm_bytes)
     reasons = [f"{block} of shared memory a block on {target.name}, {multiprocessor} a multiprocessor"]
     rejected: list[Rejection] = []
-    decisions = list(recipe_of(variant).decisions)
+    decisions = list(recipe.decisions)
     for element in wanted:
-        found = _plan_element(variant, target, recipes, element, spills, reasons, rejected, decisions)
+        found = _plan_element(recipe, target, recipes, element, spills, reasons, rejected, decisions)
         if found is not None:
             plans.append(found)
-        elif variant.spec.dtypes is not None or element is not ElementType.F32:
-            message = f"no tile of '{variant.spec.name}' in {element} fits a block's shared memory at head dimension "
+        elif spec.dtypes is not None or element is not ElementType.F32:
+            message = f"no tile of '{spec.name}' in {element} fits a block's shared memory at head dimension "
             raise SpecError(
                 [
                     Diagnostic(
                         "E406",
                         f"{message}{variant.head_dim}",
-                        _pinned(variant) or variant.spec.place("head_dim"),
-                        notes=(*reasons, *_shortage(variant, element, target.block_bytes, reasons, rejected)),
+                        _pinned(variant) or spec.place("head_dim"),
+                        notes=(*reasons, *_shortage(recipe, element, target.block_bytes, reasons, rejected)),
                     )
                 ],
-                variant.spec.sources,
+                spec.sources,
             )
     return GpuPlan(
-        spec_name=variant.spec.name,
+        spec_name=spec.name,
         head_dim=str(variant.head_dim),
         target=target.name,
         sram_bytes=target.block_bytes,
+        recipe=recipe,
         elements=tuple(plans),
         reasons=tuple(reasons),
         rejected=tuple(rejected),
@@ -93,7 +95,7 @@ def plan_gpu(variant: Variant, target: Architecture, recipes: Recipes, spills: C
 
 
 def _plan_element(
-    variant: Variant,
+    recipe: Recipe,
     target: Architecture,
     recipes: Recipes,
     element: ElementType,
@@ -103,6 +105,7 @@ def _plan_element(
     decisions: list[Decision],
 ) -> ElementPlan | None:
     """The tiles of one element type; None, with a reason, where a pass has none that fits."""
+    variant = recipe.variant
 
     def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
         is_forward = bool(found) and isinstance(found[-1].row, ForwardChoice)
@@ -133,20 +136,20 @@ def _plan_element(
         return None
 
     def forward_size(choice: ForwardChoice) -> int:
-        return forward_layout(variant, element, choice).bytes
+        return forward_layout(recipe, element, choice).bytes
 
     def backward_size(choice: BackwardChoice) -> int:
-        return backward_layout(variant, element, choice, with_dq=True).bytes
+        return backward_layout(recipe, element, choice, with_dq=True).bytes
 
     def query_size(choice: QueryChoice) -> int:
-        return query_layout(variant, element, choice).bytes
+        return query_layout(recipe, element, choice).bytes
 
-    forward = choose("forward", candidates("forward", variant, element, target, recipes), forward_size)
-    backward = choose("backward", candidates("backward", variant, element, target, recipes), backward_size)
-    queries = choose("queries", candidates("queries", variant, element, target, recipes), query_size)
+    forward = choose("forward", candidates("forward", recipe, element, target, recipes), forward_size)
+    backward = choose("backward", candidates("backward", recipe, element, target, recipes), backward_size)
+    queries = choose("queries", candidates("queries", recipe, element, target, recipes), query_size)
     if forward is None or backward is None or queries is None:
         return None
-    finding, copying = _finding(variant, element, forward), _shares(backward, COPYING_REGISTERS)
+    finding, copying = _finding(recipe, element, forward), _shares(backward, COPYING_REGISTERS)
     return ElementPlan(
         element,
         ForwardTiles(
@@ -154,7 +157,7 @@ def _plan_element(
         ),
         BackwardTiles(
             sram_bytes=backward_size(backward),
-            keys_sram_bytes=backward_layout(variant, element, backward, with_dq=False).bytes,
+            keys_sram_bytes=backward_layout(recipe, element, backward, with_dq=False).bytes,
             dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups and not backward.dq_in_halves
             else 1,
@@ -171,12 +174,11 @@ def _shares(choice: ForwardChoice | BackwardChoice, least: int) -> tuple[int, in
     return registers(choice.warps, choice.producers, least) if choice.producers else (0, 0)
 
 
-def _finding(variant: Variant, element: ElementType, forward: ForwardChoice) -> tuple[int, int]:
+def _finding(recipe: Recipe, element: ElementType, forward: ForwardChoice) -> tuple[int, int]:
     """The shares where producers find visits: what that takes, if warps that multiply can spare it."""
-    recipe = recipe_of(variant)
     if recipe.observed_rows and recipe.observed_columns:
         shares = _shares(forward, FINDING_IN_RANGES)
-        if shares[0] >= accumulators(variant, element, forward) + BESIDE_SUMS:
+        if shares[0] >= accumulators(recipe.variant, element, forward) + BESIDE_SUMS:
             return shares
     return _shares(forward, FINDING_REGISTERS)
 
@@ -193,20 +195,20 @@ def _pinned(variant: Variant) -> Span | None:
 
 
 def _shortage(
-    variant: Variant, element: ElementType, sram: int, reasons: Sequence[str], rejected: Sequence[Rejection]
+    recipe: Recipe, element: ElementType, sram: int, reasons: Sequence[str], rejected: Sequence[Rejection]
 ) -> Iterator[str]:
     """What the smallest tiles need and for what, and what was considered for the passes that were left out."""
     forward, backward = ForwardChoice(16, 16, 1), BackwardChoice(16, 16, 1)
     kept = {
-        "forward": forward_layout(variant, element, forward).buffers,
-        "backward": backward_layout(variant, element, backward, with_dq=recipe_of(variant).one_pass).buffers,
+        "forward": forward_layout(recipe, element, forward).buffers,
+        "backward": backward_layout(recipe, element, backward, with_dq=recipe.one_pass).buffers,
     }
     for name, sizes in kept.items():
         if sum(sizes.values()) > sram:
             parts = "; ".join(f"{buffer} {size}" for buffer, size in sizes.items())
             needed = f"even a tile of 16 × 16 needs {sum(sizes.values())} bytes ({parts}); {sram} are there"
             yield f"{name}, {element}: {needed}"
-    if _pinned(variant) is None:
+    if _pinned(recipe.variant) is None:
         elsewhere = "build with --target cpu, or load with backend='cpu'; or take a smaller head dimension"
         yield f"the CPU's kernels have no such limit: {elsewhere}"
     for lost in rejected:

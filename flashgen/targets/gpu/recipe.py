@@ -6,10 +6,9 @@ is in the rows that ``recipes.py`` of a family considers, and comes to plans wit
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from flashgen.analysis.base_2 import bounding_condition, float_params, needs_no_maximum
@@ -22,6 +21,7 @@ from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, linear_factor
 from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import INT_MAX, FloatRange, Range
+from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules
@@ -55,7 +55,7 @@ class SumsOfDq(Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How kernels for GPUs compute a variant, whatever their tiles.
+    """How kernels for GPUs compute a ``variant``, whatever their tiles.
 
     ``computed``: the variant as kernels evaluate it, with reads in the place of numbers that follow from the distance;
     ``numbers``: what is read. ``observed_rows`` and ``observed_columns``: what the mask reads of captured tensors.
@@ -79,6 +79,7 @@ class Recipe:
     |q - k|², what pairs form of it without |q|².
     """
 
+    variant: Variant
     computed: Variant
     numbers: tuple[Expr, ...]
     observed_rows: tuple[Load, ...]
@@ -142,10 +143,17 @@ class Recipe:
         """Whether they may be used again by a later call."""
         return self.lists is Lists.KEPT
 
+    def with_spec(self, spec: AttentionSpec) -> Recipe:
+        """The same of a spec that differs in schedule and element types, which nothing here depends on."""
+        return replace(self, variant=replace(self.variant, spec=spec))
 
-@functools.lru_cache(maxsize=256)
-def recipe_of(variant: Variant) -> Recipe:
-    """The recipe of a variant."""
+    def with_keep(self, keep: Expr) -> Recipe:
+        """The same kernels, for predictions of a call that keeps these pairs."""
+        return replace(self, variant=replace(self.variant, keep=keep), computed=replace(self.computed, keep=keep))
+
+
+def decide(variant: Variant) -> Recipe:
+    """The recipe of a variant, for its plan, which carries it."""
     computed, numbers = with_diagonals(variant), diagonal_numbers(variant)
     # A tile of a cache is visited once: to look at what its mask reads would take as long as to look at the pairs.
     rows, columns = ((), ()) if variant.kind.rows_of_heads else observed_loads(variant.keep)
@@ -160,6 +168,7 @@ def recipe_of(variant: Variant) -> Recipe:
     weights_first, (exponent, is_bounded) = folded or _weights_first(computed, keys), _exponent(computed)
     norms = None if exponent is not None else _norms(computed)
     return Recipe(
+        variant=variant,
         computed=computed,
         numbers=numbers,
         observed_rows=rows,

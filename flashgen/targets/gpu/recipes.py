@@ -1,6 +1,6 @@
 """Stage 2, decide for GPUs: which rows of the tables are considered, best first, and how each of them works.
 
-In: a ``Variant``, its ``Recipe``, an element type, an architecture. Out: ``Candidate``s, each with the reasons of its
+In: a ``Recipe``, an element type, an architecture. Out: ``Candidate``s, each with the reasons of its
 choices; where the schedule pins a tile, those that have it. What stands here is for products of one warp (mma.sync),
 which every GPU has; a family of more puts its own before them (``Recipes``).
 """
@@ -19,7 +19,7 @@ from flashgen.targets.gpu import rules, tables
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.model import element_of_keys, padded
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import ForwardTiles
 
@@ -50,16 +50,16 @@ class Candidate(Generic[Choice]):
     decisions: tuple[Decision, ...]
 
 
-Completes: TypeAlias = Callable[[Variant, Recipe, ElementType, Any, Architecture], Candidate[Any]]
+Completes: TypeAlias = Callable[[Recipe, ElementType, Any, Architecture], Candidate[Any]]
 
 
 @dataclass(frozen=True)
 class Recipes:
     """What a family considers for each pass, before the schedule pins any; ``complete`` decides how a row works."""
 
-    forward: Callable[[Variant, ElementType, Architecture], Considered[ForwardChoice]]
-    backward: Callable[[Variant, ElementType, Architecture], Considered[BackwardChoice]]
-    queries: Callable[[Variant, ElementType, Architecture], Considered[QueryChoice]]
+    forward: Callable[[Recipe, ElementType, Architecture], Considered[ForwardChoice]]
+    backward: Callable[[Recipe, ElementType, Architecture], Considered[BackwardChoice]]
+    queries: Callable[[Recipe, ElementType, Architecture], Considered[QueryChoice]]
     complete: Completes
 
 
@@ -74,8 +74,9 @@ def has_light_mask(variant: Variant) -> bool:
     return variant.keep.size <= rules.LIGHT_MASK.limit
 
 
-def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
+def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
+    variant = recipe.variant
     if variant.kind.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
         width = padded(variant.head_dim.v)
@@ -105,8 +106,9 @@ def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
     return choice.Br * (choice.Bc + head_dim) // (32 * choice.warps)
 
 
-def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
+def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
     """The table's; masks that take registers go where a warp has half of a head dimension."""
+    variant = recipe.variant
     if variant.tangent is not None:
         table = tables.SINGLE_JVP_BACKWARD if element is ElementType.F32 else tables.HALF_JVP_BACKWARD
         return Considered(rows_for(variant, table), (rules.WARPS,))
@@ -119,9 +121,9 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
     return Considered(rows, (rules.WARPS, rules.DIVIDED_HEADS, rules.LIGHT_MASK))
 
 
-def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:  # noqa: ARG001 - as the others
+def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[QueryChoice]:  # noqa: ARG001 - as the others
     """The table's."""
-    single = element is ElementType.F32
+    variant, single = recipe.variant, element is ElementType.F32
     if variant.tangent is not None:
         table = tables.SINGLE_JVP_QUERIES if single else tables.HALF_JVP_QUERIES
         return Considered(rows_for(variant, table), (rules.WARPS,))
@@ -134,16 +136,10 @@ def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]
     return list(next(rows for most, rows in table if larger <= most))
 
 
-def complete(
-    variant: Variant,
-    recipe: Recipe,  # noqa: ARG001
-    element: ElementType,
-    row: AnyChoice,
-    on: Architecture,  # noqa: ARG001
-) -> Candidate[Any]:
+def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture) -> Candidate[Any]:  # noqa: ARG001
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
     decisions: tuple[Decision, ...] = (
-        Decision("products", "of one warp (mma.sync)", _why_one_warp(variant), FORCED),
+        Decision("products", "of one warp (mma.sync)", _why_one_warp(recipe.variant), FORCED),
         Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
         Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
         Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
@@ -157,7 +153,7 @@ def complete(
     return Candidate(row, decisions)
 
 
-def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
+def of_rows(recipe: Recipe, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
     """Over caches: the tiles of a call whose key/value heads have so many rows, no larger than the planner's own.
 
     At most four are beside these, because each is another compilation.
@@ -165,9 +161,9 @@ def of_rows(variant: Variant, element: ElementType, own: ForwardTiles, sram_byte
 
     def blocks(tiles: ForwardTiles) -> int:
         """How many share a multiprocessor's memory."""
-        return sram_bytes // forward_layout(variant, element, tiles).bytes
+        return sram_bytes // forward_layout(recipe, element, tiles).bytes
 
-    Br = next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
+    variant, Br = recipe.variant, next((each for each in _FEW_ROWS if rows <= each < own.Br), own.Br)
     if Br == own.Br:
         return own
     sharers = own.warps * 16 // Br
@@ -212,27 +208,27 @@ WARPS = Recipes(forward, backward, queries, complete)
 
 
 def candidates(
-    name: str, variant: Variant, element: ElementType, on: Architecture, recipes: Recipes = WARPS
+    name: str, recipe: Recipe, element: ElementType, on: Architecture, recipes: Recipes = WARPS
 ) -> list[Candidate[Any]]:
     """Those of a pass, or of ``queries``, of which the schedule pins nothing; none where no row has what it pins."""
-    recipe, schedule = recipe_of(variant), variant.spec.schedule
+    schedule = recipe.variant.spec.schedule
     considered: Considered[Any]
     match name:
         case "forward":
-            considered = recipes.forward(variant, element, on)
+            considered = recipes.forward(recipe, element, on)
             pins = (schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
         case "backward":
-            considered = recipes.backward(variant, element, on)
+            considered = recipes.backward(recipe, element, on)
             pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
         case _:
-            considered, pins = recipes.queries(variant, element, on), (None,) * 4
+            considered, pins = recipes.queries(recipe, element, on), (None,) * 4
     why: tuple[Decision, ...]
     if pins == (None,) * 4:
         why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
     else:
         why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
     rows: list[Any] = _pinned(considered.rows, *pins)
-    found = (recipes.complete(variant, recipe, element, row, on) for row in rows if _copies_rows(variant, element, row))
+    found = (recipes.complete(recipe, element, row, on) for row in rows if _copies_rows(recipe.variant, element, row))
     return [Candidate(each.row, (*each.decisions, *why)) for each in found]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PASSES
@@ -16,32 +15,32 @@ from flashgen.targets.gpu.bytes import kernels_of
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.product import Gpu
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
 from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ForwardTiles, GpuPlan
 
 
-def pass_reports(variant: Variant, gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport, ...]:
+def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport, ...]:
     """Forward and backward of every element type."""
-    reports = []
+    reports, recipe = [], decisions.recipe
     for tiles in decisions.elements:
         element = tiles.element
         for name in PASSES:
-            found = ((kernel, tiles.of_kernel(kernel)) for kernel in kernels_of(recipe_of(variant), name))
+            found = ((kernel, tiles.of_kernel(kernel)) for kernel in kernels_of(recipe, name))
             used = {_NAMES.get(kernel, kernel): each for kernel, each in found if each is not None}
             first = next(iter(used.values()))
             reports.append(
                 pass_report(
                     name,
                     element,
-                    variant,
+                    recipe.variant,
                     shape,
                     tiles=tuple(used.values()),
-                    buffers={kernel: _buffers(variant, element, each) for kernel, each in used.items()},
-                    time=pass_time(variant, tiles, gpu, shape, name),
+                    buffers={kernel: _buffers(recipe, element, each) for kernel, each in used.items()},
+                    time=pass_time(recipe, tiles, gpu, shape, name),
                     sram=gpu.target.block_bytes,
-                    kernel_bytes=functools.partial(_tile_bytes, variant, element, name),
-                    runners_up=gpu_runners_up(variant, tiles, gpu, shape, name),
+                    kernel_bytes=functools.partial(_tile_bytes, recipe, element, name),
+                    runners_up=gpu_runners_up(recipe, tiles, gpu, shape, name),
                     reason=reason_of(decisions.reasons, (f"{name}, {element}", name), first),
                 )
             )
@@ -51,18 +50,18 @@ def pass_reports(variant: Variant, gpu: Gpu, shape: Shape, decisions: GpuPlan) -
 _NAMES = {"keys": "backward"}  # the buffers of dK and dV, whoever computes dQ
 
 
-def _buffers(variant: Variant, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:
+def _buffers(recipe: Recipe, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:
     match tiles:
         case ForwardTiles():
-            return forward_layout(variant, element, tiles).buffers
+            return forward_layout(recipe, element, tiles).buffers
         case BackwardTiles():
-            return backward_layout(variant, element, tiles, with_dq=recipe_of(variant).one_pass).buffers
-    return query_layout(variant, element, tiles).buffers
+            return backward_layout(recipe, element, tiles, with_dq=recipe.one_pass).buffers
+    return query_layout(recipe, element, tiles).buffers
 
 
-def _tile_bytes(variant: Variant, element: ElementType, name: str, blocks: BlockSizes) -> int:
+def _tile_bytes(recipe: Recipe, element: ElementType, name: str, blocks: BlockSizes) -> int:
     """What a kernel keeps with tiles of this size."""
     if name == "forward":
-        return forward_layout(variant, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
+        return forward_layout(recipe, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
     tiles = BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
-    return backward_layout(variant, element, tiles, with_dq=True).bytes
+    return backward_layout(recipe, element, tiles, with_dq=True).bytes

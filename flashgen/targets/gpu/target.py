@@ -18,6 +18,7 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.compile import GpuBinary, compile_parts, spills_of
 from flashgen.targets.gpu.packed import packed
 from flashgen.targets.gpu.plan import plan_gpu
+from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import Recipes
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -46,12 +47,13 @@ class GpuTarget(Architecture):
         spec = pins.pinned(replace(variant.spec, schedule=Schedule()) if variant.kind.forward_only else variant.spec)
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
-        return plan_gpu(replace(variant, spec=spec), self, self.recipes, spills)
+        recipe = decide(variant)
+        return replace(plan_gpu(recipe.with_spec(spec), self, self.recipes, spills), recipe=recipe)
 
-    def emit(self, variant: Variant, plan: GpuPlan) -> KernelSource:
+    def emit(self, variant: Variant, plan: GpuPlan) -> KernelSource:  # noqa: ARG002 - the plan knows it
         from flashgen.targets.gpu.emit import emit_cuda
 
-        return emit_cuda(variant, plan)
+        return emit_cuda(plan)
 
     def compile(self, source: KernelSource, plan: GpuPlan, part: Part = WHOLE) -> GpuBinary:
         return compile_parts(source, plan, part, self.name)
@@ -59,8 +61,8 @@ class GpuTarget(Architecture):
     def spills(self, source: KernelSource, plan: GpuPlan, binary: GpuBinary) -> tuple[Spill, ...]:
         return tuple(spills_of(plan, source.symbol, binary.kernels))
 
-    def packed(self, variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
-        return packed(variant, source, plan, binary)
+    def packed(self, variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:  # noqa: ARG002
+        return packed(source, plan, binary)
 
     def prepare(self, sources: Sequence[KernelSource]) -> None:
         """Nothing: the machine at hand need not have such a GPU."""

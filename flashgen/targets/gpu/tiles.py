@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Protocol, TypeAlias
 
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Plan, Tiles
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import KeysOfBlock, RowsOfBlock
 
 
@@ -176,9 +177,13 @@ class ElementPlan:
 
 @dataclass(frozen=True, repr=False)
 class GpuPlan(Plan):
-    """The decisions for one head dimension on the architecture of this name, by element type."""
+    """The decisions for one head dimension on the architecture of this name, by element type.
+
+    ``recipe``: that of the spec, before pins, which says what the kernels with these tiles do.
+    """
 
     target: str
+    recipe: Recipe = field(compare=False)
     elements: tuple[ElementPlan, ...]
 
     @property
@@ -231,5 +236,7 @@ class GpuPlan(Plan):
         )
 
     def to_json(self) -> dict[str, object]:
-        """The plan as plain data, for ``--json`` and manifests."""
-        return asdict(self) | {"elements": [asdict(each) | {"element": str(each.element)} for each in self.elements]}
+        """The plan as plain data, for ``--json`` and manifests. The recipe is none: it follows from the spec."""
+        shared = Plan(**{each.name: getattr(self, each.name) for each in fields(Plan)})
+        elements = [asdict(each) | {"element": str(each.element)} for each in self.elements]
+        return asdict(shared) | {"target": self.target, "elements": elements}

@@ -1,6 +1,6 @@
 """Stage 4, emit for GPUs: where the parts of the workspace lie, as the kernels' code finds them.
 
-In: a ``Variant`` and a ``GpuPlan``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates
+In: a ``GpuPlan``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates
 ask for.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flashgen.analysis.variant import Variant
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
 from flashgen.targets.gpu.diagonals import DIAGONALS, ELEMENTS
 from flashgen.targets.gpu.launches import (
@@ -36,7 +35,7 @@ from flashgen.targets.gpu.launches import (
 )
 from flashgen.targets.gpu.model import padded, takes_turns
 from flashgen.targets.gpu.primitives import C_TYPES
-from flashgen.targets.gpu.recipe import recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import GpuPlan
 
 _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
@@ -58,26 +57,27 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def workspace_code(variant: Variant, plan: GpuPlan) -> str:
+def workspace_code(plan: GpuPlan) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
-    if variant.kind.cached:
-        return _of_caches(variant, plan)
-    if variant.listed is not None:
-        return _by_blocks(variant, plan)
+    recipe, kind = plan.recipe, plan.recipe.variant.kind
+    if kind.cached:
+        return _of_caches(plan)
+    if recipe.variant.listed is not None:
+        return _by_blocks(plan)
     lines = []
-    code = _of_ragged_batches if variant.kind.ragged else count_code
-    forward = (forward_buffers(variant),) if any(each.forward.tensor_copies for each in plan.elements) else ()
+    code = _of_ragged_batches if kind.ragged else count_code
+    forward = (forward_buffers(recipe),) if any(each.forward.tensor_copies for each in plan.elements) else ()
     persistent = any(each.backward.persistent for each in plan.elements)
-    turns = any(takes_turns(variant, each.backward) for each in plan.elements)
-    parts = next((found for each in plan.elements if (found := shared_buffers(variant, each.backward))), ())
-    atomic = atomic_buffers(variant, persistent=persistent, turns=turns, parts=parts)
-    backward = () if variant.kind.f8 else (atomic, exact_buffers(variant))
+    turns = any(takes_turns(recipe, each.backward) for each in plan.elements)
+    parts = next((found for each in plan.elements if (found := shared_buffers(recipe, each.backward))), ())
+    atomic = atomic_buffers(recipe, persistent=persistent, turns=turns, parts=parts)
+    backward = () if kind.f8 else (atomic, exact_buffers(recipe))
     for buffers in (*forward, *backward):
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes, code) for each in before) or "0"
             if buffer.name in _BUFFER_FUNCTIONS:
-                more = _of_sequence(buffer.name, variant) if variant.kind.ragged else ""
+                more = _of_sequence(buffer.name, recipe) if kind.ragged else ""
                 pointer = _pointer_code(*_BUFFER_FUNCTIONS[buffer.name], at, more)
                 if pointer not in lines:
                     lines.append(pointer)
@@ -94,11 +94,11 @@ def workspace_code(variant: Variant, plan: GpuPlan) -> str:
     return "\n".join(lines)
 
 
-def _of_caches(variant: Variant, plan: GpuPlan) -> str:
+def _of_caches(plan: GpuPlan) -> str:
     """What parts of keys leave lies by element type, as tiles do."""
     lines = ["template <class T> struct Parts;"]
     for each in plan.elements:
-        rows, o = part_buffers(variant, each.forward)[::-1]
+        rows, o = part_buffers(plan.recipe.variant, each.forward)[::-1]
         assert (rows.name, o.name) == (PART_ROWS, PART_O)
         behind_o = _aligned_code(o.bytes, _of_sequences)
         lines += [
@@ -112,7 +112,7 @@ def _of_caches(variant: Variant, plan: GpuPlan) -> str:
     return "\n".join(lines)
 
 
-def _by_blocks(variant: Variant, plan: GpuPlan) -> str:
+def _by_blocks(plan: GpuPlan) -> str:
     """What parts leave, and behind it lists, by element type."""
     types = {
         PART_O: "char",
@@ -127,7 +127,7 @@ def _by_blocks(variant: Variant, plan: GpuPlan) -> str:
     for each in plan.elements:
         lines.append(f"template <> struct Parts<{C_TYPES[each.element]}> {{")
         at = "0"
-        for buffer in block_buffers(variant, each.element):
+        for buffer in block_buffers(plan.recipe.variant, each.element):
             name, c_type = buffer.name.removeprefix("part_"), types[buffer.name]
             lines.append(f"  static FG_DEVICE {c_type}* {name}(const Arguments& a) {{")
             lines.append(f"    return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});")
@@ -148,14 +148,13 @@ def _pointer_code(function: str, c_type: str, at: str, more: str) -> str:
     )
 
 
-def _of_sequence(buffer: str, variant: Variant) -> str:
+def _of_sequence(buffer: str, recipe: Recipe) -> str:
     """What is added to the start of a buffer of a ragged batch: elements before those of the sequence."""
-    recipe = recipe_of(variant)
     granules = {"row_bounds": ("q_begin", recipe.observed_rows), "column_bounds": ("kv_begin", recipe.observed_columns)}
     if buffer == "delta":
         return " + a.q_begin"
     if buffer == "dq":
-        return f" + a.heads * first_tile<16>(a.q_begin, a.sequence) * {16 * padded(variant.head_dim.qk)}"
+        return f" + a.heads * first_tile<16>(a.q_begin, a.sequence) * {16 * padded(recipe.variant.head_dim.qk)}"
     if buffer in granules:
         begin, loads = granules[buffer]
         return f" + a.heads * first_tile<{GRANULE}>(a.{begin}, a.sequence) * {len(loads)}"

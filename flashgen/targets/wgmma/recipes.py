@@ -17,7 +17,7 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
-from flashgen.targets.gpu.recipe import Recipe, recipe_of
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
@@ -27,11 +27,12 @@ PERSISTENT = "persistent"  # a choice of which tile comes next
 _LONG_TILES = Decision.by("heads", "the longest tiles of several first", LONG_TILES)
 
 
-def forward(variant: Variant, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
+def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
     """Warps that copy do so by tensor copies alone."""
+    variant = recipe.variant
     if variant.kind.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
-    others = WARPS.forward(variant, element, on)
+    others = WARPS.forward(recipe, element, on)
     if (
         element is ElementType.F32 or variant.kind.cached or variant.kind.backward_only
     ):  # few rows: a warpgroup has 64 at least
@@ -57,11 +58,11 @@ def forward(variant: Variant, element: ElementType, on: Architecture) -> Conside
         whys += (rules.NORMS_OF_KEYS if variant.uses_sqdist else rules.PRODUCTS_IN_TURN,)
     if not _copies_tensors(variant, element):
         rows = [row for row in rows if not row.producers]
-    if not _weighs_in_turns(variant):
+    if not _weighs_in_turns(recipe):
         rows = [row for row in rows if not row.takes_turns]
     if not _shares_copies(variant):
         rows = [row for row in rows if row.cluster == 1]
-    return others.after(_with_staged_pairs(rows) if recipe_of(variant).ahead is not None else rows, whys)
+    return others.after(_with_staged_pairs(rows) if recipe.ahead is not None else rows, whys)
 
 
 def _starts_in_turn(variant: Variant) -> bool:
@@ -76,9 +77,9 @@ def _with_staged_pairs(rows: list[ForwardChoice]) -> list[ForwardChoice]:
     return staged + [row for row in rows if row.producers]
 
 
-def backward(variant: Variant, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
+def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:
     """The same for dK and dV."""
-    others = WARPS.backward(variant, element, on)
+    variant, others = recipe.variant, WARPS.backward(recipe, element, on)
     is_of_warps = variant.kind.forward_only or variant.kind.backward_only
     if element is ElementType.F32 or variant.uses_sqdist or is_of_warps:
         return others
@@ -88,15 +89,15 @@ def backward(variant: Variant, element: ElementType, on: Architecture) -> Consid
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_BACKWARD, (rules.SMALL_BLOCKS,)
     rows = rows_for(variant, table)
-    rows = [row for row in rows if not row.dq_in_halves or _divides_dq(variant, element, row)]
-    staged = [replace(row, pairs_staged=True) for row in rows if _has_copiers_of_pairs(variant, element, row)]
-    whole = [replace(row, weighed=row.Br) for row in rows if _weighs_whole(variant, element, row)]
+    rows = [row for row in rows if not row.dq_in_halves or _divides_dq(recipe, element, row)]
+    staged = [replace(row, pairs_staged=True) for row in rows if _has_copiers_of_pairs(recipe, element, row)]
+    whole = [replace(row, weighed=row.Br) for row in rows if _weighs_whole(recipe, element, row)]
     return others.after([*staged, *whole, *rows], why)
 
 
-def _has_copiers_of_pairs(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+def _has_copiers_of_pairs(recipe: Recipe, element: ElementType, row: BackwardChoice) -> bool:
     """Whether of the warps that copy one is left for elements of 16 bits that pairs read."""
-    recipe = recipe_of(variant)
+    variant = recipe.variant
     if recipe.ahead is None or element_of(variant, recipe.ahead).bytes != 2 or not recipe.weights_first:
         return False
     if not recipe.one_pass:  # kernels that leave dQ to another do without
@@ -105,9 +106,9 @@ def _has_copiers_of_pairs(variant: Variant, element: ElementType, row: BackwardC
     return row.producers > carriers and not row.dq_in_halves and _copies_tensors(variant, element)
 
 
-def queries(variant: Variant, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
+def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[QueryChoice]:
     """The same for dQ."""
-    others = WARPS.queries(variant, element, on)
+    variant, others = recipe.variant, WARPS.queries(recipe, element, on)
     if element is ElementType.F32 or variant.kind.forward_only or variant.kind.backward_only:
         return others
     table, why = tables.HOPPER_QUERIES, (rules.WARPGROUPS,)
@@ -116,15 +117,14 @@ def queries(variant: Variant, element: ElementType, on: Architecture) -> Conside
     return others.after(rows_for(variant, table), why)
 
 
-def complete(
-    variant: Variant, recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture
-) -> Candidate[Any]:
+def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture) -> Candidate[Any]:
     """Who copies, and how, and whether blocks are persistent."""
+    variant = recipe.variant
     if not row.warpgroups:
-        return WARPS.complete(variant, recipe, element, row, on)
+        return WARPS.complete(recipe, element, row, on)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
     if isinstance(row, BackwardChoice) and row.dq_in_halves:
-        return _with_halves_of_dq(variant, recipe, row, products)
+        return _with_halves_of_dq(recipe, row, products)
     if isinstance(row, ForwardChoice) and row.takes_turns:
         return _in_turns(recipe, row, products)
     if (
@@ -133,7 +133,7 @@ def complete(
         or variant.listed is not None
         or (variant.tangent is not None and not row.producers)
     ):
-        alike = WARPS.complete(variant, recipe, element, row, on)
+        alike = WARPS.complete(recipe, element, row, on)
         return Candidate(alike.row, (products, *alike.decisions[1:]))
     copies = _copies_tensors(variant, element)
     if copies:
@@ -149,7 +149,7 @@ def complete(
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
-        row, early = _early(variant, recipe, element, replace(row, tensor_copies=copies), on)
+        row, early = _early(recipe, element, replace(row, tensor_copies=copies), on)
         reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
         reads += [Decision.by("staging of pairs", "async copies", rules.STAGED_PAIRS)] if row.pairs_staged else []
         near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
@@ -157,16 +157,16 @@ def complete(
         told = Decision.by("maxima of rows", "where sums of weights ask for them", SUMS_TELL)
         reads += [told] if recipe.sums_tell else []
         return Candidate(row, (*common, *_order_of_queries(copies=copies, early=early), *heads, *reads))
-    order = _order_of_keys(variant, recipe, copies=copies, has_producers=has_producers)
+    order = _order_of_keys(recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
     few = recipe.weights_first and row.blocks > 2
     reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
     reads = reads if recipe.ahead is not None and recipe.weights_first else []
-    whole = _weighs_whole(variant, element, row) and row.weighs_whole  # of a row that is pinned perhaps no more
+    whole = _weighs_whole(recipe, element, row) and row.weighs_whole  # of a row that is pinned perhaps no more
     weighed = row.Br if whole else rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WHOLE_TILES if whole else rules.WEIGHED_AT_A_TIME)
-    staged = row.pairs_staged and _has_copiers_of_pairs(variant, element, row)  # a pinned tile may leave none
+    staged = row.pairs_staged and _has_copiers_of_pairs(recipe, element, row)  # a pinned tile may leave none
     reads += [Decision.by("staging of pairs", "by warps that copy", rules.STAGED_PAIRS)] if staged else []
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
@@ -175,20 +175,18 @@ def complete(
         row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed, pairs_staged=staged
     )
     decisions = (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads)
-    return Candidate(own, (*decisions, *_turns(variant, own)))
+    return Candidate(own, (*decisions, *_turns(recipe, own)))
 
 
-def _turns(variant: Variant, row: BackwardChoice) -> list[Decision]:
+def _turns(recipe: Recipe, row: BackwardChoice) -> list[Decision]:
     """Where batch entries share a gradient of pairs."""
-    in_turn = takes_turns(variant, row)
+    in_turn = takes_turns(recipe, row)
     return [Decision.by("sums over the batch", "in turn, a tile at a time", rules.IN_TURN)] if in_turn else []
 
 
-def _with_halves_of_dq(
-    variant: Variant, recipe: Recipe, row: BackwardChoice, products: Decision
-) -> Candidate[BackwardChoice]:
+def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, products: Decision) -> Candidate[BackwardChoice]:
     """Two warpgroups that divide dQ: others copy for them, by tensor copies, and a block has one key tile."""
-    sent = min(row.dq_sent or 0, padded(variant.head_dim.qk) // 2)
+    sent = min(row.dq_sent or 0, padded(recipe.variant.head_dim.qk) // 2)
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
     divided = ("divided among 2 warpgroups", rules.SHARED_KEYS)
     if not row.shares_keys:
@@ -204,11 +202,11 @@ def _with_halves_of_dq(
             Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
             Decision.by("head dimension", *divided),
             *cluster,
-            _order_of_keys(variant, recipe, copies=True, has_producers=True),
+            _order_of_keys(recipe, copies=True, has_producers=True),
             *_heads(recipe),
             Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
             Decision.by("weights", *kept),
-            *_turns(variant, own),
+            *_turns(recipe, own),
         ),
     )
 
@@ -254,18 +252,18 @@ def _padded_widths(variant: Variant) -> tuple[int, int]:
     return padded(variant.head_dim.qk), padded(variant.head_dim.v)
 
 
-def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+def _divides_dq(recipe: Recipe, element: ElementType, row: BackwardChoice) -> bool:
     """Whether two warpgroups may have half of dQ's columns each, of whole instructions, and tensor copies for them.
 
     By whole rows, registers have to hold them beside scores that are weighed before dP is there, and by nothing more:
     with the derivative that P takes in products of 192/128 wait for each other (C7512).
     """
-    widths, recipe = _padded_widths(variant), recipe_of(variant)
+    variant, widths = recipe.variant, _padded_widths(recipe.variant)
     whole = not any(width % (32 * row.column_parts) for width in widths)
     if variant.kind.ragged or not _copies_tensors(variant, element) or not whole:
         return False
     if row.divides_keys:
-        return _shares_dq(variant)
+        return _shares_dq(recipe)
     if row.cluster > 1:
         unpadded = widths == (variant.head_dim.qk, variant.head_dim.v)
         return unpadded and max(widths) <= MOST_COLUMNS * row.cluster
@@ -273,22 +271,21 @@ def _divides_dq(variant: Variant, element: ElementType, row: BackwardChoice) -> 
     return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
 
 
-def _shares_dq(variant: Variant) -> bool:
+def _shares_dq(recipe: Recipe) -> bool:
     """Whether two blocks may exchange dS and have half of dQ's columns each, a whole panel for each warpgroup.
 
     P is formed while dP is multiplied, and nobody asks for gradients beside.
     """
-    recipe = recipe_of(variant)
-    simple = recipe.weights_first and not variant.gradients
+    variant, simple = recipe.variant, recipe.weights_first and not recipe.variant.gradients
     return simple and variant.head_dim.qk == 256 and padded(variant.head_dim.v) == variant.head_dim.v
 
 
-def _weighs_in_turns(variant: Variant) -> bool:
+def _weighs_in_turns(recipe: Recipe) -> bool:
     """Whether two warpgroups may weigh key tiles in turns, each with whole panels of V's columns; K has two or more.
 
     Weights are counted from maxima, which each hands the other; nobody takes norms, or what a mask reads by column.
     """
-    recipe = recipe_of(variant)
+    variant = recipe.variant
     plain = variant.weights.form.exponential and not variant.uses_sqdist and not recipe.observed_columns
     return plain and padded(variant.head_dim.v) % 128 == 0 and padded(variant.head_dim.qk) > 64
 
@@ -299,7 +296,7 @@ def _divides_values(variant: Variant, split: int) -> bool:
 
 
 def _early(
-    variant: Variant, recipe: Recipe, element: ElementType, row: ForwardChoice, on: Architecture
+    recipe: Recipe, element: ElementType, row: ForwardChoice, on: Architecture
 ) -> tuple[ForwardChoice, Rule | None]:
     """Whether what the next query tile begins with comes while a block works on one, to how many places, and why."""
     two = replace(row, begins_next=True, q_places=2)
@@ -307,27 +304,29 @@ def _early(
         return row, None
     if not row.producers:
         return (two, rules.NEXT_TILE_EARLY) if recipe.longest_first else (row, None)
-    if not _goes_over(variant, row):
+    if not _goes_over(recipe, row):
         return row, None
-    if forward_layout(variant, element, two).bytes <= on.block_bytes:
+    if forward_layout(recipe, element, two).bytes <= on.block_bytes:
         return two, rules.NEXT_LIST_EARLY
     # Q has one place: in short rows the next tile would wait for it.
-    return (replace(two, q_places=1), rules.NEXT_LIST_EARLY) if has_whole_rows(variant) else (row, None)
+    return (replace(two, q_places=1), rules.NEXT_LIST_EARLY) if has_whole_rows(recipe.variant) else (row, None)
 
 
-def _goes_over(variant: Variant, row: ForwardChoice) -> bool:
+def _goes_over(recipe: Recipe, row: ForwardChoice) -> bool:
     """Whether warpgroups may begin a query tile beside the last product of the one before, where others copy.
 
     Not where blocks go from sequence to sequence or share copies, where others look at K, or where pairs read captured
     values: of registers none are left. Warpgroups that weigh in turns, tangents and 8 bits have loops of their own.
     """
+    variant = recipe.variant
     own_loop = row.takes_turns or variant.tangent is not None or variant.kind.f8
-    return not (own_loop or variant.kind.ragged or row.cluster > 1 or variant.uses_sqdist or _read_by_pairs(variant))
+    return not (
+        own_loop or variant.kind.ragged or row.cluster > 1 or variant.uses_sqdist or _read_by_pairs(recipe.computed)
+    )
 
 
-def _read_by_pairs(variant: Variant) -> bool:
+def _read_by_pairs(computed: Variant) -> bool:
     """Whether each pair reads a captured value for its score, or to know whether it is kept."""
-    computed = recipe_of(variant).computed
     nodes = (each for root in (computed.score, computed.keep_of_pairs) for each in walk(root))
     return any(isinstance(each, Load) and level_of(each) is Level.PAIR for each in nodes)
 
@@ -355,14 +354,14 @@ def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
     return Decision.by("tile order", PERSISTENT, rules.PERSISTENT), *_heads(recipe), Decision.by("overlap", *overlap)
 
 
-def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:
+def _order_of_keys(recipe: Recipe, *, copies: bool, has_producers: bool) -> Decision:
     if not copies:
         return Decision("tile order", "one tile a block", "nobody copies ahead without tensor copies", FORCED)
-    if variant.kind.ragged:
+    if recipe.variant.kind.ragged:
         ragged = (PERSISTENT, rules.KEYS_OF_SEQUENCES) if has_producers else ("one tile a block", rules.SHORT_SEQUENCES)
         return Decision.by("tile order", *ragged)
     if has_producers:
-        divides = _divides_last_keys(variant, recipe)
+        divides = _divides_last_keys(recipe)
         order = (PERSISTENT, rules.LAST_KEYS) if divides else ("one tile a block", rules.KEYS_OF_PRODUCERS)
         return Decision.by("tile order", *order)
     if recipe.observed_rows or recipe.observed_columns:
@@ -370,12 +369,12 @@ def _order_of_keys(variant: Variant, recipe: Recipe, *, copies: bool, has_produc
     return Decision.by("tile order", PERSISTENT, rules.PERSISTENT_KEYS)
 
 
-def _weighs_whole(variant: Variant, element: ElementType, row: BackwardChoice) -> bool:
+def _weighs_whole(recipe: Recipe, element: ElementType, row: BackwardChoice) -> bool:
     """Whether registers may hold S and dP of a whole tile of 128 queries beside dK and dV.
 
     Then they hold nothing else: scores are products but for a factor, and nobody asks for gradients beside.
     """
-    recipe = recipe_of(variant)
+    variant = recipe.variant
     simple = recipe.one_pass and recipe.weights_first and not recipe.folded and carries_marks(variant)
     alone = not recipe.key_gradients and recipe.ahead is None
     narrow = sum(_padded_widths(variant)) <= rules.WHOLE_TILES.limit
@@ -383,14 +382,14 @@ def _weighs_whole(variant: Variant, element: ElementType, row: BackwardChoice) -
     return row.Br == 128 and copied and narrow and simple and alone
 
 
-def _divides_last_keys(variant: Variant, recipe: Recipe) -> bool:
+def _divides_last_keys(recipe: Recipe) -> bool:
     """Whether blocks with warps that copy are persistent, and several of them share each of the last key tiles.
 
     Where key tiles take equally long and dK and dV are narrow; gradients of pairs are neither stored nor added in turn.
     """
     alone = not (recipe.has_lists or recipe.stored or recipe.in_turn or recipe.observed_rows)
-    narrow = sum(_padded_widths(variant)) <= rules.LAST_KEYS.limit
-    return recipe.one_pass and has_whole_rows(variant) and alone and narrow
+    narrow = sum(_padded_widths(recipe.variant)) <= rules.LAST_KEYS.limit
+    return recipe.one_pass and has_whole_rows(recipe.variant) and alone and narrow
 
 
 def has_small_blocks(variant: Variant) -> bool:

@@ -1,6 +1,6 @@
 """Gradients of captured values, as the kernels that sum them up see them.
 
-In: the variant as it is computed, its recipe, and where its code is placed. Out: a ``GradientCode``, ``gradients`` in
+In: the recipe of a variant, and where its code is placed. Out: a ``GradientCode``, ``gradients`` in
 templates.
 """
 
@@ -93,11 +93,12 @@ class GradientCode:
         return (*self.stored, *(() if self.in_turn is None else (self.in_turn,)))
 
 
-def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientCode:
+def gradient_code(recipe: Recipe, places: Places) -> GradientCode:
     """The captured gradients of a variant; places their derivatives."""
+    gradients = recipe.computed.gradients
     found = {
-        gradient.read: _gradient(gradient, label, recipe, places, variant)
-        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
+        gradient.read: _gradient(gradient, label, recipe, places)
+        for gradient, label in zip(gradients, labels(gradients), strict=True)
     }
     return GradientCode(
         keys=tuple(found[each.read] for each in recipe.key_gradients),
@@ -109,8 +110,8 @@ def gradient_code(variant: Variant, recipe: Recipe, places: Places) -> GradientC
     )
 
 
-def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places, variant: Variant) -> Gradient:
-    read, target, placement = gradient.read, gradient_field(gradient.name), places.placement
+def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places) -> Gradient:
+    variant, read, target, placement = recipe.computed, gradient.read, gradient_field(gradient.name), places.placement
     parts, sinks = [], []
     if gradient.from_score is not None:
         places.hook(f"score_by_{label}", gradient.from_score, comment=f"∂score/∂{text(read)}")

@@ -1,6 +1,6 @@
 """The mask as kernels ask it: ranges of tiles, what they observe of captured tensors, and where visits are listed.
 
-In: the variant as it is computed, its recipe, and where its code is placed. Out: a ``MaskCode``, ``mask`` in templates.
+In: the recipe of a variant, and where its code is placed. Out: a ``MaskCode``, ``mask`` in templates.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class MaskCode:
         return self.keys_of_row is not None or self.queries_of_column is not None
 
 
-def mask_code(variant: Variant, recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
+def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
     """The mask of a variant; places what it observes. ``lines``: what a row or column keeps may be asked for at once.
 
     Warps that multiply for themselves have no registers for that: on sm_80 D 64 forward spilled 32 bytes more.
     """
-    loads = (*recipe.observed_rows, *recipe.observed_columns)
+    variant, loads = recipe.computed, (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
@@ -148,7 +148,7 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement, *, lines: 
         listed=_listed(variant, placement),
         by_head="h" in mask_axes(variant.keep),
         pieces=_pieces(variant.keep) if recipe.cuts else None,
-        lists=_lists(variant, recipe),
+        lists=_lists(recipe),
         rows=tuple(each for each in observed if each.struct == "rows"),
         columns=tuple(each for each in observed if each.struct == "columns"),
         diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
@@ -160,10 +160,10 @@ def mask_code(variant: Variant, recipe: Recipe, placement: Placement, *, lines: 
     )
 
 
-def _lists(variant: Variant, recipe: Recipe) -> Lists | None:
+def _lists(recipe: Recipe) -> Lists | None:
     if not recipe.has_lists:
         return None
-    axes = mask_axes(variant.keep)
+    axes = mask_axes(recipe.variant.keep)
     sharers = ("unsigned(a.heads)", "unsigned(a.kv_heads)")
     if "hkv" in axes:
         sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")

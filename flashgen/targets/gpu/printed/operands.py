@@ -1,6 +1,6 @@
 """What kernels are called with: operands and where their rows lie, ``struct Arguments``, the workspace.
 
-In: the variant as it is computed, and its plan. Out: an ``OperandCode``, ``operands`` in templates.
+In: the plan of a variant. Out: an ``OperandCode``, ``operands`` in templates.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class OperandCode:
     workspace: str
 
 
-def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
+def operand_code(plan: GpuPlan) -> OperandCode:
     """The operands of a variant."""
+    variant = plan.recipe.variant
     spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
     return OperandCode(
         ragged=variant.kind.ragged,
@@ -74,7 +75,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
         addressing=addressing_code(variant.kind.operands),
         sequence_code=sequence_code(variant.kind.operands, variant.head_dim) if variant.kind.ragged else (),
         of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
-        arguments=tuple(declaration(field) for field in cuda_fields(variant)),
+        arguments=tuple(declaration(field) for field in cuda_fields(plan.recipe)),
         params=tuple(
             Param(
                 param_field(each.name),
@@ -84,7 +85,7 @@ def operand_code(variant: Variant, plan: GpuPlan) -> OperandCode:
             for each in spec.params
         ),
         captured={name: count_code(count) for name, count in captured_elements(variant).items()},
-        workspace=workspace_code(variant, plan),
+        workspace=workspace_code(plan),
     )
 
 

@@ -1,6 +1,6 @@
 """What kernels a source has of each pass, by the tiles of its element types: their constants, memory, and kinds.
 
-In: the variant as it is computed, its recipe and its plan. Out: a ``ForwardCode``, a ``BackwardCode`` and a
+In: the plan of a variant. Out: a ``ForwardCode``, a ``BackwardCode`` and a
 ``QueryCode``: ``forward``, ``backward`` and ``queries`` in templates, and ``forward_ways``. A source holds the kernels
 of several element types: what only some of them do is compiled for these alone, by the constants of their structs.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layout import Printed, printed
@@ -198,15 +197,11 @@ class QueryCode:
 
 
 def forward_code(
-    variant: Variant,
-    recipe: Recipe,
-    elements: Sequence[ElementPlan],
-    *,
-    of_warpgroups: bool,
-    namespace: str = "forward",
+    recipe: Recipe, elements: Sequence[ElementPlan], *, of_warpgroups: bool, namespace: str = "forward"
 ) -> ForwardCode:
     """The forward pass of some element types."""
-    layouts = {C_TYPES[each.element]: forward_layout(variant, each.element, each.forward) for each in elements}
+    variant = recipe.variant
+    layouts = {C_TYPES[each.element]: forward_layout(recipe, each.element, each.forward) for each in elements}
     has_measurers = variant.uses_sqdist and any(each.forward.producers for each in elements)
     pairs_staged = any(each.forward.pairs_staged for each in elements)
     goes_over = any(each.forward.goes_over for each in elements)
@@ -240,7 +235,7 @@ def forward_code(
     )
 
 
-def forward_ways(variant: Variant, recipe: Recipe, plan: GpuPlan) -> tuple[ForwardCode, ...]:
+def forward_ways(plan: GpuPlan) -> tuple[ForwardCode, ...]:
     """The forward pass apart for the element types whose warps share rows, where there are both kinds: blocks of one
     kind have members that those of the other do without.
     """
@@ -250,16 +245,15 @@ def forward_ways(variant: Variant, recipe: Recipe, plan: GpuPlan) -> tuple[Forwa
     of_warpgroups = has_warpgroups(plan)
     names = ("forward", "forward_in_turns", "forward_of_shared_rows" if own or turns else "forward")
     ways = [(each, name) for each, name in zip((own, turns, shared), names, strict=True) if each]
-    return tuple(
-        forward_code(variant, recipe, each, of_warpgroups=of_warpgroups, namespace=name) for each, name in ways
-    )
+    return tuple(forward_code(plan.recipe, each, of_warpgroups=of_warpgroups, namespace=name) for each, name in ways)
 
 
-def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCode:
+def backward_code(plan: GpuPlan) -> BackwardCode:
     """The pass of dK and dV."""
+    recipe = plan.recipe
     layouts = {
         f"{C_TYPES[each.element]}, {str(atomic).lower()}": backward_layout(
-            variant, each.element, each.backward, with_dq=atomic
+            recipe, each.element, each.backward, with_dq=atomic
         )
         for each in plan.elements
         for atomic in ((True, False) if recipe.one_pass else (False,))
@@ -276,8 +270,8 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
             more |= _role_constants(tiles)
             more |= {"dq_column_groups": tiles.dq_column_groups, "persistent": int(tiles.persistent)}
         more |= {"pairs_staged": int(tiles.pairs_staged)} if pairs_staged else {}
-        more |= {"stores_whole": int(bool(stored_whole(variant, tiles)))} if recipe.stored or recipe.in_turn else {}
-        more |= {"takes_turns": int(takes_turns(variant, tiles))} if recipe.in_turn is not None else {}
+        more |= {"stores_whole": int(bool(stored_whole(recipe, tiles)))} if recipe.stored or recipe.in_turn else {}
+        more |= {"takes_turns": int(takes_turns(recipe, tiles))} if recipe.in_turn is not None else {}
         return _constants(tiles, more, of_warpgroups=of_warpgroups)
 
     return BackwardCode(
@@ -288,20 +282,20 @@ def backward_code(variant: Variant, recipe: Recipe, plan: GpuPlan) -> BackwardCo
             {str(each.element): constants(each.backward) for each in plan.elements},
         ),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
-        row_words=row_words(variant).places("RowWords"),
+        row_words=row_words(recipe).places("RowWords"),
         persistent=tuple(str(each.element) for each in plan.elements if recipe.one_pass and each.backward.persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=any(each.queries.split > 1 for each in plan.elements),
         pairs_staged=pairs_staged,
-        clears=any(stored_whole(variant, each.backward) for each in plan.elements),
-        has_turns=any(takes_turns(variant, each.backward) for each in plan.elements),
-        shares_last=any(shares_last(variant, each.backward) for each in plan.elements),
+        clears=any(stored_whole(recipe, each.backward) for each in plan.elements),
+        has_turns=any(takes_turns(recipe, each.backward) for each in plan.elements),
+        shares_last=any(shares_last(recipe.variant, each.backward) for each in plan.elements),
     )
 
 
-def query_code(variant: Variant, plan: GpuPlan) -> QueryCode:
+def query_code(plan: GpuPlan) -> QueryCode:
     """The kernel of dQ."""
-    layouts = {C_TYPES[each.element]: query_layout(variant, each.element, each.queries) for each in plan.elements}
+    layouts = {C_TYPES[each.element]: query_layout(plan.recipe, each.element, each.queries) for each in plan.elements}
     of_warpgroups = has_warpgroups(plan)
     return QueryCode(
         Constants(
@@ -318,10 +312,10 @@ def has_warpgroups(plan: GpuPlan) -> bool:
     return any(tiles.warpgroups for each in plan.elements for tiles in (each.forward, each.backward, each.queries))
 
 
-def warpgroup_products(variant: Variant, plan: GpuPlan) -> WarpgroupProducts | None:
+def warpgroup_products(plan: GpuPlan) -> WarpgroupProducts | None:
     """The products of warpgroups that the passes of a plan contain; None where it has none."""
-    widths: set[int] = set()
-    D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+    widths, head_dim = set[int](), plan.recipe.variant.head_dim
+    D, Dv = padded(head_dim.qk), padded(head_dim.v)
     for each in plan.elements:
         if each.forward.warpgroups:
             widths |= {each.forward.weighed or each.forward.Bc, *_widths_of_o(Dv, each.element, each.forward)}

@@ -1,13 +1,12 @@
 """What a source says of itself, and what it holds beside the kernels.
 
-In: the variant as it is computed, its recipe and its plan. Out: a ``SourceCode``, ``source`` in templates.
+In: the plan of a variant, and its symbol. Out: a ``SourceCode``, ``source`` in templates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.variant import Variant
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.arguments import stored_tensors
@@ -15,7 +14,6 @@ from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.primitives import C_TYPES, primitives
 from flashgen.targets.gpu.printed.passes import warpgroup_products
 from flashgen.targets.gpu.printed.spec import has_dropout
-from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.version import __version__
@@ -58,9 +56,10 @@ class SourceCode:
     has_backward: bool
 
 
-def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
+def source_code(plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
     """What the source of a variant says of itself; ``lines``: its mask is asked once a line."""
-    spec, warpgroups = variant.spec, warpgroup_products(variant, plan)
+    recipe, variant, warpgroups = plan.recipe, plan.recipe.computed, warpgroup_products(plan)
+    spec = variant.spec
     elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
     return SourceCode(
@@ -78,7 +77,7 @@ def source_code(variant: Variant, recipe: Recipe, plan: GpuPlan, symbol: str, *,
             *(_DROPOUT if has_dropout(variant) else ()),
             *(each.name.upper() for each in elements),
         ),
-        kernels=frozenset(started(symbol, variant, plan)),
+        kernels=frozenset(started(symbol, plan)),
         primitives=primitives(
             dropout=has_dropout(variant),
             f8_cached=variant.kind.f8_cached,

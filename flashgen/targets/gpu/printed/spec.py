@@ -1,6 +1,6 @@
 """The formulas of a spec as kernels compute them: hooks, weights, and the constants of exponents.
 
-In: the variant as it is computed, and where its code is placed. Out: a ``SpecCode``, ``spec`` in templates.
+In: the recipe of a variant, and where its code is placed. Out: a ``SpecCode``, ``spec`` in templates.
 Formulas are placed first, captured gradients and loads of the mask by their own modules, and then all hooks are there.
 """
 
@@ -59,12 +59,12 @@ class Ahead:
 class Places:
     """Where the code of one source is placed: hooks by their names, and functions of rows. It grows as modules add."""
 
-    def __init__(self, variant: Variant, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         ahead = {} if recipe.ahead is None else {recipe.ahead: READ_OF_PAIR}
-        self.placement = Placement(variant.proofs, lanes=None, ahead=ahead)
+        self.placement = Placement(recipe.computed.proofs, lanes=None, ahead=ahead)
         self.row_functions: list[RowFunction] = []
         self.inputs: dict[str, str] = {}
-        self.pair_inputs = ", float dot" + (", float sqdist" if variant.uses_sqdist else "")
+        self.pair_inputs = ", float dot" + (", float sqdist" if recipe.variant.uses_sqdist else "")
 
     def hook(self, name: str, expr: Expr, declared: str | None = None, comment: str = "") -> None:
         """Place a function of a pair."""
@@ -151,11 +151,11 @@ class PlacedSinks:
     tangent: str | None
 
 
-def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSinks:
+def place_formulas(recipe: Recipe, places: Places) -> PlacedSinks:
     """Places the score, the weight, the mask and their derivatives."""
-    placement, weights = places.placement, variant.weights
+    variant, placement, weights = recipe.computed, places.placement, recipe.computed.weights
     if weights.form.exponential:
-        _place_score(variant, recipe, places)
+        _place_score(recipe, places)
     else:
         places.hook("score", variant.score, comment=f"The score: {text(variant.score)}")
     sink = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
@@ -184,9 +184,9 @@ def place_formulas(variant: Variant, recipe: Recipe, places: Places) -> PlacedSi
     return PlacedSinks(sink, tangent)
 
 
-def _place_score(variant: Variant, recipe: Recipe, places: Places) -> None:
+def _place_score(recipe: Recipe, places: Places) -> None:
     """That of a softmax: without what all keys of a query share, which is a function of the row."""
-    norms, placement = recipe.norms, places.placement
+    variant, norms, placement = recipe.computed, recipe.norms, places.placement
     split = split_score(variant.score if norms is None else norms.pairs)
     rows = [] if split.rows is None else [placement.row_code(split.rows)]
     if norms is not None:
@@ -203,9 +203,9 @@ def _place_score(variant: Variant, recipe: Recipe, places: Places) -> None:
         places.row_functions.append(RowFunction("row_slope", slope, "What that has of |q|² is this times it"))
 
 
-def spec_code(variant: Variant, recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
+def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     """What a spec computes, once everything is placed."""
-    norms = _norm_code(recipe, places.placement)
+    variant, norms = recipe.computed, _norm_code(recipe, places.placement)
     placement, form, constant = places.placement, variant.weights.form, constant_factor(variant)
     launch = _exponent_of_launch(variant, placement)
     near = None if recipe.near is None else placement.value("near_bound", recipe.near.bound, Level.LAUNCH)
