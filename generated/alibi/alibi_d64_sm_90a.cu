@@ -1937,12 +1937,22 @@ FG_FUNCTION Float div(Float x, Float y) {
   return corners(x.lo / y.lo, x.lo / y.hi, x.hi / y.lo, x.hi / y.hi, x.nan || y.nan);
 }
 
-FG_FUNCTION int64_t floor_quotient(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
-FG_FUNCTION int64_t floor_remainder(int64_t a, int64_t b) { return a - floor_quotient(a, b) * b; }
+// In 32 bits, as the ends are: a GPU has 64-bit divisions as functions, which take registers from those that call them.
+FG_FUNCTION int64_t floor_quotient(int64_t end, int64_t divisor) {
+  const int32_t a = int32_t(end), b = int32_t(divisor);
+  if (b == 0) return 0;
+  if (b == -1) return -int64_t{a};
+  const int32_t q = a / b;
+  return int64_t{q} - (q * b != a && (a ^ b) < 0);
+}
 FG_FUNCTION Float floor(Float x) { return {::floor(x.lo), ::floor(x.hi), x.nan}; }
 
 // Divisors of each sign apart; 0 where the divisor may be 0.
 FG_FUNCTION Int floordiv(Int x, Int y) {
+  if (is_point(y)) {  // known while it compiles, mostly
+    const int64_t first = floor_quotient(x.lo, y.lo), last = floor_quotient(x.hi, y.lo);
+    return y.lo < 0 ? fitting(last, first) : Int{first, last};
+  }
   if (y.lo > 0) {  // nearly always
     return {floor_quotient(x.lo, x.lo < 0 ? y.lo : y.hi), floor_quotient(x.hi, x.hi < 0 ? y.hi : y.lo)};
   }
@@ -1963,8 +1973,9 @@ FG_FUNCTION Float floordiv(Float x, Float y) {
 
 // Exact within one period of a fixed divisor; otherwise between 0 and the divisor.
 FG_FUNCTION Int mod(Int x, Int y) {
-  if (is_point(y) && y.lo != 0 && floor_quotient(x.lo, y.lo) == floor_quotient(x.hi, y.lo)) {
-    return {floor_remainder(x.lo, y.lo), floor_remainder(x.hi, y.lo)};
+  if (is_point(y) && y.lo != 0) {
+    const int64_t period = floor_quotient(x.lo, y.lo);
+    if (period == floor_quotient(x.hi, y.lo)) return {x.lo - period * y.lo, x.hi - period * y.lo};
   }
   if (x.lo >= 0 && y.lo > x.hi) return x;
   const int64_t hi = standard::max<int64_t>(y.hi - 1, 0);
@@ -2162,10 +2173,18 @@ FG_FUNCTION Int shifted(Int x, int64_t c) { return {x.lo + c, x.hi + c}; }
 FG_FUNCTION Int at_least(Int x, int64_t lo) { return {standard::max(x.lo, lo), x.hi}; }
 FG_FUNCTION Int at_most(Int x, int64_t hi) { return {x.lo, standard::min(x.hi, hi)}; }
 FG_FUNCTION Int meet(Int x, Int y) { return {standard::max(x.lo, y.lo), standard::min(x.hi, y.hi)}; }
-FG_FUNCTION Int of_blocks(Int x, int64_t size) { return {x.lo * size, x.hi * size + size - 1}; }  // of x = i // size, i
 FG_FUNCTION bool some(Int x) { return x.lo <= x.hi; }
 FG_FUNCTION bool fits(Int x) { return x.lo >= int_min && x.hi <= int_max; }
 FG_FUNCTION bool is_point(Int x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// Of x = p // size, p, whatever the size: a call may give any. Without a branch: backward kernels of 128 numbers
+// spilled.
+FG_FUNCTION Int of_blocks(Int x, int64_t size) {
+  const int64_t lo = standard::min(standard::max(x.lo, int_min), int_max),
+      hi = standard::min(standard::max(x.hi, int_min), int_max);
+  const int64_t any = size == 0 && lo <= 0 && hi >= 0 ? far : 0;  // p // 0 = 0
+  return {(size < 0 ? hi * size + size + 1 : lo * size) - any, (size < 0 ? lo * size : hi * size + size - 1) + any};
+}
 
 // ---- elements that a pair reads -----------------------------------------------------------------------------------
 
