@@ -129,7 +129,11 @@ class BaseOp(ShownOp):
             tensors = (tensors[0], k_cache, *tensors[2:])
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
         return call(
-            self._kinds[CACHED], (*tensors, *places), (b_start, h_start, b_total, h_total, splits), False, return_lse
+            self._kinds[CACHED.name],
+            (*tensors, *places),
+            (b_start, h_start, b_total, h_total, splits),
+            False,
+            return_lse,
         )
 
     def explain_decode(
@@ -157,7 +161,7 @@ class BaseOp(ShownOp):
         )
         numbers = (b_start, h_start, b_total, h_total)
         asked = ask_of_cache(
-            self._kinds[CACHED].engine, tensors, block_table, numbers, splits_argument(num_splits), device
+            self._kinds[CACHED.name].engine, tensors, block_table, numbers, splits_argument(num_splits), device
         )
         shows = self._shows(asked.call.device.type)
         if not isinstance(shows, ShowsCaches) or asked.call.is_empty:

@@ -104,12 +104,13 @@ class OpCalls:
             find = functools.partial(self._made, kind)
             return register(f"{name}{kind.suffix}", parts.identity_of_engine, find, remember)
 
-        self._kinds = {kind: registered(kind) for kind in KINDS.values() if kind.suffix is not None}
-        self._registered = self._kinds[DENSE]
+        # By names: torch.compile traces calls, and hashes no kind.
+        self._kinds = {kind.name: registered(kind) for kind in KINDS.values() if kind.suffix is not None}
+        self._registered = self._kinds[DENSE.name]
         self._signature = self._registered.signature
         self.narrowing = Narrowing(parts.spec)
         self._engines: dict[Kind, Engine] = {}
-        self._clashes = {each: _clash(self._signature, each) for each in (RAGGED, CACHED)}
+        self._clashes = {each.name: _clash(self._signature, each) for each in (RAGGED, CACHED)}
 
     def _made(self, kind: Kind) -> Engine:
         make = _ENGINES.get(kind) or functools.partial(Engine, kind=kind)
@@ -131,8 +132,8 @@ class OpCalls:
 
     def engine_of(self, kind: Kind) -> Engine:
         """What runs calls of a kind."""
-        if kind in self._kinds:
-            return self._kinds[kind].engine
+        if kind.name in self._kinds:
+            return self._kinds[kind.name].engine
         if kind not in self._engines:
             self._engines[kind] = self._made(kind)
         return self._engines[kind]
@@ -200,7 +201,7 @@ class OpCalls:
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
             factors = factors_of_call(self._positional((q, k, v), ()), descales)
-            return call(self._kinds[EIGHT_BITS], (*tensors, *factors), offsets, False, return_lse)
+            return call(self._kinds[EIGHT_BITS.name], (*tensors, *factors), offsets, False, return_lse)
         return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
 
     def _tensors(
@@ -234,7 +235,7 @@ class OpCalls:
         return tensors
 
     def _check_names(self, method: str, kind: Kind) -> None:
-        clash = self._clashes[kind]
+        clash = self._clashes[kind.name]
         if clash is not None:
             raise ValueError(
                 f"'{self.spec.name}' captures '{clash}', an argument of {method}: the spec has to call it otherwise"
@@ -257,7 +258,9 @@ class OpCalls:
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
-        return call(self._kinds[RAGGED], (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse)
+        return call(
+            self._kinds[RAGGED.name], (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse
+        )
 
     @property
     def reference(self) -> Reference:

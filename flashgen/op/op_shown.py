@@ -107,7 +107,7 @@ class ShownOp(OpCalls):
         repeatable = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         rest, widens = (offsets, repeatable), ""
         asked = ask(
-            (self._kinds[EIGHT_BITS] if tensors[0].dtype is F8 else self._registered).engine,
+            (self._kinds[EIGHT_BITS.name] if tensors[0].dtype is F8 else self._registered).engine,
             tensors,
             rest,
             dropout_p,
