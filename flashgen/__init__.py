@@ -7,6 +7,7 @@
 ``check`` returns its diagnostics. A wrong spec raises ``SpecError``, whose text is what the command line would print.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashgen.diagnostics import SpecError
@@ -35,17 +36,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'flashgen' has no attribute '{name}'")
 
 
-def _html_of_op(op: Any) -> str:
-    from flashgen.picture.html import of_op
+def _html(of: str, thing: Any) -> Any:
+    from flashgen.picture import html
 
-    return of_op(op)
-
-
-def _html_of_plans(plans: Any) -> str:
-    from flashgen.picture.html import of_plans
-
-    return of_plans(plans)
+    return getattr(html, of)(thing)
 
 
 operators.connect()
-DRAWINGS.update({"op": _html_of_op, "plans": _html_of_plans})
+DRAWINGS.update({"op": partial(_html, "of_op"), "plans": partial(_html, "of_plans")})

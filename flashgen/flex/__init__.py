@@ -17,6 +17,7 @@ values of captured tensors and params. A Python number that a mod captures is a 
 nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.
 """
 
+from functools import partial
 from typing import Any
 
 from torch.nn.attention.flex_attention import create_mask
@@ -42,16 +43,10 @@ __all__ = [
 ]
 
 
-def _html(mask: Any) -> str:
-    from flashgen.flex.drawing import html
+def _drawn(how: str, mask: Any) -> Any:
+    from flashgen.flex import drawing
 
-    return html(mask)
-
-
-def _letters(mask: Any) -> str:
-    from flashgen.flex.drawing import letters_of
-
-    return letters_of(mask)
+    return getattr(drawing, how)(mask)
 
 
-DRAWINGS.update({"mask": _html, "mask in letters": _letters})
+DRAWINGS.update({"mask": partial(_drawn, "html"), "mask in letters": partial(_drawn, "letters_of")})

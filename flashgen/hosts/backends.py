@@ -65,7 +65,7 @@ def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -
             devices = ("cpu",)
         case _:
             devices = ("cpu", "cuda")
-    return {each: Deferred(made, each, *_tangents(each, backend)) for each in devices}
+    return {each: Deferred(made, each, backend) for each in devices}
 
 
 def _tangents(device: str, backend: str | None) -> tuple[str, str]:
@@ -83,8 +83,17 @@ class Deferred:
 
     made: Callable[[], Providers]
     device: str
-    takes_tangents: str
-    takes_tangents_backward: str
+    backend: str | None
+
+    @property
+    def takes_tangents(self) -> str:
+        """What kernels of forward mode take."""
+        return _tangents(self.device, self.backend)[0]
+
+    @property
+    def takes_tangents_backward(self) -> str:
+        """What those of its backward pass take."""
+        return _tangents(self.device, self.backend)[1]
 
     def __call__(self, head_dim: HeadDim, index: int) -> Kernel | None:
         provider = self.made()[self.device]
