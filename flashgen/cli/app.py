@@ -56,7 +56,8 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command by its name; tools are looked for where the package has none of this name."""
-        return super().get_command(ctx, cmd_name) or tool(cmd_name)
+        found = super().get_command(ctx, cmd_name) or tool(cmd_name)
+        return found if isinstance(found, click.Command) else None  # "plan --ranks" names a part of a command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Notes for errors how the results are to be printed."""

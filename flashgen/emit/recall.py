@@ -19,10 +19,10 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.serialize import spec_from_data, spec_to_data
 from flashgen.ir.spec import AttentionSpec
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.shipped import shipped
 
-# What a spec and its sources for CPUs come from; templates lie in an installed package, or beside one in a checkout.
+# What a spec and its sources for CPUs come from, beside the templates of these.
 _CODE = ("version.py", "analysis", "diagnostics", "emit", "ir", "language", "plan", "targets")
-_TEMPLATES = ("templates/cpu", "../templates/cpu")
 _SPECS, _SOURCE = "specs.json", "source.json"
 _BEGAN = time.time()
 _MOST_BYTES = 1 << 21  # of a file; the front end refuses smaller ones
@@ -68,11 +68,9 @@ def code_digest() -> str | None:
     None where a file has changed since this process began: what runs here is not what lies there.
     """
     package = Path(__file__).resolve().parents[1]
-    templates = _TEMPLATES[0 if (package / "templates").is_dir() else 1]
     files = []
-    for name in (*_CODE, templates):
-        path = f"{package}/{name}"
-        files += [path] if name.endswith(".py") else []
+    for path in (*(f"{package}/{name}" for name in _CODE), str(shipped("templates") / "cpu")):
+        files += [path] if path.endswith(".py") else []
         for folder, below, found in os.walk(path):
             below[:] = sorted(each for each in below if each != "__pycache__")
             files += [f"{folder}/{each}" for each in sorted(found)]

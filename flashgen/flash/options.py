@@ -147,8 +147,7 @@ def _settle(
             "pass return_lse=True to get lse alone"
         )
     conditions, declarations = [], []
-    captured_scale = scale_of(scale, int(width))
-    captured = dict(captured_scale)
+    captured = scale_of(scale, int(width))
     for name, value in zip(("left", "right"), _window((left, right), causal), strict=True):
         of_side = "j >= {} - {}" if name == "left" else "j <= {} + {}"
         if value == 0 and name == "right":
@@ -166,7 +165,7 @@ def _settle(
         captured["cap"] = softcap
     layer = Layer(
         head_dim=(int(width), int(v_width)),
-        scaling=bool(captured_scale),
+        scaling="scaling" in captured,
         softcap=softcap > 0,
         slopes=has_slopes,
         sinks=has_sinks,

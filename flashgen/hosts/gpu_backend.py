@@ -89,9 +89,9 @@ class CudaProvider:
     """Kernels for CUDA tensors: those that a call starts are compiled when it needs them, with the tiles of the call.
 
     A package's source runs where a call takes the tiles that it was written with, by its binary if there is one; a
-    source that was edited runs whatever the call. ``kind``: that of the calls; kernels of dense ones lead to
-    all others, which packages do not have. Calls raise
-    ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
+    source that was edited runs whatever the call. ``kind``: that of the calls; kernels of dense ones lead to all
+    others, which packages do not have. Calls raise ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``,
+    ``CompileFailed``.
     """
 
     def __init__(self, spec: AttentionSpec, package: Package | None = None, *, kind: Kind = DENSE) -> None:

@@ -53,7 +53,7 @@ class SelectingEngine(Engine):
         # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
         self._formula = type(inner)(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
         self.signature = Signature.of(spec, inner.kind)
-        self.checker = type(inner.checker)(spec, {}, is_reference=True)
+        self.checker = inner.checks(spec, {}, inner.kind, is_reference=True)
         self._end = 3 + len(spec.tensors)
         self._end_of_inputs = self.signature.tensor_arguments - len(inner.kind.tensors)
         self._names = tuple(each.name for each in inner.spec.tensors)

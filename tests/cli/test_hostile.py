@@ -125,6 +125,7 @@ def test_every_command_can_be_interrupted(spec: Path, monkeypatch: pytest.Monkey
         (("import", "math:sqrt"), 2, "takes 1 arguments"),
         (("verify", "SPEC", "--nmae", "x"), 2, "No such option"),
         (("biuld", "SPEC"), 2, "No such command"),
+        (("plan --ranks", "SPEC"), 2, "No such command"),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else None,
 )

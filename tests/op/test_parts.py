@@ -115,6 +115,17 @@ def test_calls_in_float32_take_the_kernels_that_others_take() -> None:
     assert all(torch.equal(x, y) for x, y in zip(gradients, sums, strict=True))
 
 
+def test_selected_keys_are_summed_up_in_float32() -> None:
+    op = flashgen.loads("attention few { head_dim 8 dtype bf16 tensor idx: i32[H, 2] select 16: idx[h, :] }")
+    q, k, v = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    idx = torch.tensor([[0, 2], [3, -1]], dtype=torch.int32)
+    wide, _, _ = op.engine_of(PARTS).attend((q, k, v, idx), ((0, 0, 0, 0, 64, 64, 1, 2), False))
+    assert wide.dtype is torch.float32
+    assert torch.equal(wide.bfloat16(), op(q, k, v, idx=idx))
+    truth = op.reference(q, k, v, idx=idx, dtype=torch.float64)
+    assert (wide - truth).norm() < 1e-3 * truth.norm()
+
+
 def test_where_there_are_none_what_is_read_is_widened() -> None:
     """The spec need not allow float32 for it."""
     op = flashgen.loads(PLAIN, backend="cpu")

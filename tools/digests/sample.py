@@ -61,7 +61,7 @@ EIGHT = (
     "nsa_selected",
     "packed_documents",
 )
-_SLOW = ("nsa_selected",)  # half a minute a program: of it the quick sample has what others have not
+_SLOW = ("nsa_selected",)  # A program takes half a minute: the quick sample has only the kinds that few specs take.
 # What the gallery has not: a schedule, warps that share rows, and everything that is captured at once.
 TEXTS: Mapping[str, str] = {
     "pinned": "attention pinned { head_dim 64 dtype bf16 mask causal schedule { Br = 64 Bc = 64 backward_Br = 64 } }",

@@ -13,6 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashgen.store.shipped import shipped
+
 HEADER = "flashgen_emulator.h"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
@@ -75,13 +77,6 @@ def machine_source() -> HostSource:
     return HostSource("emulator", _pasted("machine/machine.cpp"))
 
 
-def _folder() -> Path:
-    """The emulator's templates: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent.parent
-    installed = package / "templates"
-    return (installed if installed.is_dir() else package.parent / "templates") / "emulator"
-
-
 @functools.cache
 def _pasted(name: str) -> str:
     """A file with its own includes pasted, each once, as a compiler would read them."""
@@ -94,4 +89,4 @@ def _pasted(name: str) -> str:
         text = _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
         return _INCLUDE.sub(lambda found: paste((path.parent / found[1]).resolve()), text)
 
-    return paste((_folder() / name).resolve())
+    return paste((shipped("templates") / "emulator" / name).resolve())

@@ -76,8 +76,7 @@ def attention_forward(
         query, key, value = _same_batch(query, key, value)
         batch = query.shape[0]
     sizes = (batch, count, q_length, kv_length)
-    captured_scale = scale_of(scaling, int(width))
-    asked = _Asked(sizes, captured_scale)
+    asked = _Asked(sizes, scale_of(scaling, int(width)))
     bias = position_bias
     if attention_mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -102,7 +101,7 @@ def attention_forward(
     drops = dropout > 0 and module.training
     layer = Layer(
         head_dim=(int(width), int(value.shape[3])),
-        scaling=bool(captured_scale),
+        scaling="scaling" in asked.captured,
         softcap=softcap is not None,
         bias=None if bias is None else broadcast(tuple(bias.shape), sizes),
         sinks=s_aux is not None,
@@ -121,7 +120,7 @@ class _Asked:
         self.sizes = sizes
         self.conditions: list[str] = []
         self.declarations: list[str] = []
-        self.captured = dict(captured)
+        self.captured = captured
         # What the mask goes by: the kinds of a LayerMask.
         self.kinds: set[str] = set()
 

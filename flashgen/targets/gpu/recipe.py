@@ -244,9 +244,8 @@ def _stores(variant: Variant, dq: SumsOfDq) -> bool:
 
 
 def _lists(variant: Variant, *, observed: bool) -> Lists:
-    if (
-        variant.kind.ragged or variant.kind.rows_of_heads
-    ):  # lists are of shapes, and those of sequences lie on the device
+    # Lists are of shapes, and the shapes of sequences lie on the device.
+    if variant.kind.ragged or variant.kind.rows_of_heads:
         return Lists.NONE
     if variant.tangent is not None:  # to find visits takes little beside six products
         return Lists.NONE
