@@ -34,7 +34,7 @@ from flashgen.plan.plan import Part
 from flashgen.toolchains.nvrtc import Resources
 from flashgen.verification import fitting, random_inputs
 from flashgen.verification.verify import verify
-from tools.benchmarks import doors, gpu_batches, gpu_variants
+from tools.benchmarks import doors, gpu_batches, gpu_variants, launch_numbers
 from tools.benchmarks.gpu_speed import overhead, speed
 from tools.benchmarks.report import Report
 from tools.benchmarks.speed import names_of
@@ -173,6 +173,7 @@ SECTIONS: Mapping[str, Callable[[Report], None]] = {
     **gpu_batches.SECTIONS,
     **gpu_variants.SECTIONS,
     **doors.SECTIONS,
+    **launch_numbers.SECTIONS,
 }
 
 
