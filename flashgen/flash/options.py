@@ -62,12 +62,16 @@ class ByName(OfAll, total=False):
 
 
 class Sizes(NamedTuple):
-    """The number of sequences and of heads of q, and the head dimensions of q and k, and of v."""
+    """The number of sequences and of heads of q, and the head dimensions of q and k, and of v.
+
+    ``place`` is the key that query i is.
+    """
 
     batch: int
     heads: int
     width: int
     v_width: int
+    place: str = LOWER_RIGHT
 
 
 class Settled(NamedTuple):
@@ -114,7 +118,7 @@ def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Te
     left, right = window_size if type(window_size) is tuple and len(window_size) == 2 else _sides(window_size)
     numbers = (
         sizes.width, sizes.v_width, dropout_p, scale, causal, left, right, softcap, deterministic, has_weights, chunk,
-        slopes is not None, sinks is not None, padding is not None,
+        slopes is not None, sinks is not None, padding is not None, sizes.place,
     )  # fmt: skip
     has_tensor = isinstance(scale, Tensor) or isinstance(dropout_p, Tensor) or isinstance(softcap, Tensor)
     known = None if has_tensor or torch.compiler.is_compiling() else _remembered(numbers)
@@ -133,6 +137,7 @@ def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Te
 def _settle(
     width: int, v_width: int, dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any,
     deterministic: Any, has_weights: Any, chunk: Any, has_slopes: bool, has_sinks: bool, has_padding: bool,
+    place: str,
 ) -> Settled:  # fmt: skip
     for name, size in (("q and k", width), ("v", v_width)):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -151,14 +156,14 @@ def _settle(
     for name, value in zip(("left", "right"), _window((left, right), causal), strict=True):
         of_side = "j >= {} - {}" if name == "left" else "j <= {} + {}"
         if value == 0 and name == "right":
-            conditions.append(f"j <= {LOWER_RIGHT}")
+            conditions.append(f"j <= {place}")
         elif value is not None:
-            conditions.append(of_side.format(LOWER_RIGHT, name))
+            conditions.append(of_side.format(place, name))
             declarations.append(f"param {name}: i32")
             captured[name] = value
     if _chunk(chunk):
         begin = " - padding[b]" if has_padding else ""
-        conditions.append(f"({LOWER_RIGHT}{begin}) // chunk == (j{begin}) // chunk")
+        conditions.append(f"({place}{begin}) // chunk == (j{begin}) // chunk")
         declarations += ["param chunk: i32", *(["tensor padding: i32[B]"] if has_padding else [])]
         captured["chunk"] = _chunk(chunk)
     if softcap > 0:
@@ -172,6 +177,7 @@ def _settle(
         dropout=dropout_p > 0,
         mask=conjunction(conditions),
         declarations=tuple(declarations),
+        place=place,
     )
     training = {"dropout_p": dropout_p if dropout_p > 0 else None, "deterministic": True if deterministic else None}
     return Settled(layer.op(), captured, training, not conditions)

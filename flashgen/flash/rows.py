@@ -18,6 +18,7 @@ from flashgen.op.cached import cache_of
 from flashgen.op.conversion import as_number, is_integral, require
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
 from flashgen.op.f8 import wide_type
+from flashgen.op.layer import LOWER_RIGHT, SQUARE
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)  # that every op here is built for
 _SLOPES = 5  # among options by position
@@ -45,7 +46,8 @@ class Ragged(NamedTuple):
             turned = _rounded if self.q.dtype is F8 else _same
         if by_name and by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
-        asked = ask(Sizes(rows.q_starts.shape[0] - 1, q.shape[1], q.shape[2], v.shape[2]), given, by_name)
+        batch, place = rows.q_starts.shape[0] - 1, SQUARE if rows.q_starts is rows.k_starts else LOWER_RIGHT
+        asked = ask(Sizes(batch, q.shape[1], q.shape[2], v.shape[2], place), given, by_name)
         found = asked.op.varlen(
             q, k, v, rows.q_starts, rows.k_starts, *rows.most,
             return_lse=asked.has_lse, **asked.training, **asked.captured,

@@ -17,8 +17,9 @@ import torch
 
 from flashgen.op.loading import loads
 
-# Where keys and queries end together: query i is the key of this position.
-LOWER_RIGHT = "i + Nk - Nq"
+# Where keys and queries end together: query i is the key of this position. The first is the second where there are as
+# many queries as keys, in every sequence; its kernels need fewer registers.
+SQUARE, LOWER_RIGHT = "i", "i + Nk - Nq"
 
 
 class Layer(NamedTuple):
@@ -28,6 +29,7 @@ class Layer(NamedTuple):
     ``tensor`` and ``param`` statements of what it reads. ``bias`` is the shape of a tensor that is added to the scores,
     of which each dimension is its size or 1: ``("1", "H", "Nq", "Nk")``. Captured by name, where they are asked for:
     ``scaling``, ``cap``, ``slopes`` ([B, H]), ``bias``, ``sinks`` ([H]). Without ``scaling`` the scale is 1/√D.
+    ``place`` is the key that query i is: ``slopes`` count from there.
     """
 
     head_dim: tuple[int, int]
@@ -39,6 +41,7 @@ class Layer(NamedTuple):
     dropout: bool = False
     mask: str = "true"
     declarations: tuple[str, ...] = ()
+    place: str = LOWER_RIGHT
 
     def text(self) -> str:
         """The spec."""
@@ -51,7 +54,7 @@ class Layer(NamedTuple):
             score = "cap * tanh(s / cap)"
         if self.slopes:
             lines.append("tensor slopes: f32[B, H] grad")
-            score += f" - slopes[b, h] * abs({LOWER_RIGHT} - j)"
+            score += f" - slopes[b, h] * abs({self.place} - j)"
         if self.bias is not None:
             lines.append(f"tensor bias: f32[{', '.join(self.bias)}] grad")
             score += f" + {element('bias', self.bias)}"

@@ -40,12 +40,14 @@ def paired_times(
     rounds: int = 15,
     budget: float = 30.0,
     wait: Callable[[], object] | None = None,
+    settle: float = 0.0,
 ) -> tuple[Times, ...]:
     """Time the candidates against the first of them.
 
     Each is called twice to warm up, then in turn within a round, in an order that rotates and reverses; a turn of a
     short candidate is many calls. Rounds stop early when ``budget`` seconds are spent, but not before the third.
-    ``wait`` returns when all work is done, where calls return before: it belongs to the time of a turn.
+    ``wait`` returns when all work is done, where calls return before: it belongs to the time of a turn. A candidate
+    runs ``settle`` seconds before its turn: a GPU at its power limit has the clock that its last work allowed.
     """
 
     def seconds(candidate: Callable[[], object], calls: int) -> float:
@@ -64,6 +66,9 @@ def paired_times(
         start = turn % len(names)
         order = names[start:] + names[:start]
         for name in order if turn // len(names) % 2 == 0 else reversed(order):
+            settled = time.perf_counter() + settle
+            while time.perf_counter() < settled:
+                seconds(candidates[name], calls[name])
             samples[name].append(seconds(candidates[name], calls[name]))
     first = samples[names[0]]
     return tuple(

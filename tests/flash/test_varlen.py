@@ -54,6 +54,16 @@ def test_each_sequence_is_a_call(options: dict[str, Any]) -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "alibi_slopes": torch.rand(4)}, {"window_size": (5, 2)}, {"attention_chunk": 8}]
+)
+def test_one_tensor_of_starts_is_as_two_that_are_equal(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(48, 4, 16), torch.randn(48, 2, 16), torch.randn(48, 2, 16)
+    o = flash_attn_varlen_func(q, k, v, Q_STARTS, Q_STARTS, **options)
+    assert torch.equal(o, flash_attn_varlen_func(q, k, v, Q_STARTS, Q_STARTS.clone(), **options))
+
+
 def test_what_does_not_fit_is_named() -> None:
     q, k, v = inputs()
     with pytest.raises(ValueError, match="'q' has shape"):

@@ -40,6 +40,7 @@ ON_GPU = DEVICE == "cuda"
 WAIT: Callable[[], object] = torch.cuda.synchronize if ON_GPU else nobody
 CAPTURED = 4096  # a call of so many tokens, or fewer, is replayed as a graph, so that the host's pace is not measured
 ROUNDS = 5
+SETTLE = 0.1  # seconds, of a GPU's clock
 
 
 # -- doors: [B, N, H, D] in and out ------------------------------------------------------------------------------------
@@ -149,7 +150,8 @@ def in_turns(makers: Mapping[str, Callable[[], Call]], rounds: int, budget: floa
         except Exception as error:
             found[name] = reason(error)
             WAIT()
-    timed = paired_times(ready, rounds=rounds, budget=budget, wait=WAIT) if ready else ()
+    settle = SETTLE if ON_GPU else 0.0
+    timed = paired_times(ready, rounds=rounds, budget=budget, wait=WAIT, settle=settle) if ready else ()
     return found | {each.name: each for each in timed}
 
 
@@ -169,7 +171,7 @@ def measure(row: Row, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
                 measured[name][f"{part} differs"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
             return replay(call) if ON_GPU and row.length <= CAPTURED else _warmed(call)
 
-        for name, times in in_turns({name: functools.partial(make, name) for name in ALL}, rounds, 5.0).items():
+        for name, times in in_turns({name: functools.partial(make, name) for name in ALL}, rounds, 8.0).items():
             measured[name][part] = times if isinstance(times, str) else 1e3 * times.seconds.median
     return measured
 
