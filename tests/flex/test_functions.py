@@ -79,7 +79,7 @@ MASKS: dict[str, Mod] = {
     "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
 }
 REFUSED: list[tuple[Mod, str, str]] = [
-    (lambda s, b, h, i, j: s + (i + 1) ** -2, "E603", "no int to the power of -2"),
+    (lambda s, b, h, i, j: s + (i + 1) ** -2, "E603", "negative integer powers are not allowed"),
     (lambda s, b, h, i, j: F.gelu(s, approximate="exact"), "E603", "no approximate='exact'"),
     (lambda s, b, h, i, j: s + SIGNED[j].to(torch.uint8), "E603", "torch.uint8 would drop bits"),
     (lambda s, b, h, i, j: s + SIGNED[j].byte(), "E603", "torch.uint8 would drop bits"),

@@ -119,19 +119,20 @@ def make_dot(rows: torch.Tensor) -> Any:
     return lambda s, b, h, i, j: s + torch.dot(rows[i], rows[j])
 
 
+UNLIKE = r"torch\.float32\[3\] and torch\.float32\[4\]"
 REFUSED: dict[str, tuple[Any, str]] = {
     "too long": (lambda s, b, h, i, j: s + LONG[i].sum(), "a row of 'LONG' has 300 entries; .* at most 256"),
     "too many": (
         lambda s, b, h, i, j: s + (LONG[:, :100][j].unsqueeze(0) * FOUR[i].unsqueeze(1)).sum(),
         "at most 256 terms at once, and here are 400",
     ),
-    "unlike lengths": (lambda s, b, h, i, j: s + (MEANS[i] * FOUR[j]).sum(), r"'mul' of rows of shapes \[3\] and"),
-    "a dot of unlike lengths": (lambda s, b, h, i, j: s + torch.dot(MEANS[i], FOUR[j]), r"'dot' of shapes \[3\] and"),
+    "unlike lengths": (lambda s, b, h, i, j: s + (MEANS[i] * FOUR[j]).sum(), rf"'mul' of {UNLIKE}: "),
+    "a dot of unlike lengths": (lambda s, b, h, i, j: s + torch.dot(MEANS[i], FOUR[j]), rf"'dot' of {UNLIKE}: "),
     "a row as a score": (lambda s, b, h, i, j: s + MEANS[i], "returns a row of a tensor; a score is expected"),
     "an unknown function": (lambda s, b, h, i, j: s + MEANS[i].cumsum(-1)[0], "flashgen has no 'cumsum' for a mod"),
     "in place": (lambda s, b, h, i, j: s + MEANS[i].mul_(2).sum(), "cannot change a row"),
     "a condition": (lambda s, b, h, i, j: s if (MEANS[i] > 0).all() else -s, "a Python condition"),
-    "a mean of ints": (lambda s, b, h, i, j: s + SHORT[i].mean(), "PyTorch has no mean of torch.int8"),
+    "a mean of ints": (lambda s, b, h, i, j: s + SHORT[i].mean(), r"'mean' of torch\.int8\[4\]: "),
     "a symbolic place": (lambda s, b, h, i, j: s + (MEANS[i] * 2)[h], "indexed by a value"),
 }  # fmt: skip
 
