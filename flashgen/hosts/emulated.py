@@ -108,6 +108,9 @@ class EmulatedKernel:
     stores: bool = True
     elements: tuple[int, ...] = (0, 1, 2)
     moves: bool = False
+    needs_lse: bool = True
+    writes_parts: bool = True
+    shares_lists: bool = True
     reads = staticmethod(is_readable)
 
     def of(self, kind: Kind) -> Kernel | None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.kernel import LibraryKernel
 from flashgen.op.cached import sizes_of_cache
 from flashgen.op.call import ELEMENTS, Call, Rest
 from flashgen.op.engine import Engine
@@ -81,7 +80,7 @@ def ask_of_cache(
     columns = 0 if block_table is None else block_table.shape[1]
     rest: Any = (*numbers, k.shape[2] * max(columns, 1)), False
     asked = ask(engine, tensors, rest, 0.0 if engine.signature.has_dropout else None, device)
-    if asked.call.is_empty or isinstance(asked.call.kernel, LibraryKernel | None):
+    if asked.call.is_empty or asked.call.kernel is None:
         return asked
     values = {**asked.told.values, **sizes_of_cache(asked.call, k, columns, splits)}
     return replace(asked, told=replace(asked.told, values=values))

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashgen.hosts.kernel import LibraryKernel
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.kind import Kind
@@ -28,7 +27,7 @@ from flashgen.op.conversion import as_number, is_integral, saturated, saturated_
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
 from flashgen.op.engine import Attended, Engine, Rows, Tensors
 from flashgen.op.layouts import laid, layout_like
-from flashgen.op.per_sequence import PerSequence, struct_of
+from flashgen.op.per_sequence import PerSequence
 from flashgen.op.plain import is_plain
 from flashgen.op.ragged import check_memory, no_ragged_kernels, readable
 from flashgen.op.ragged_checks import RaggedChecker
@@ -318,27 +317,14 @@ class CachedEngine(Engine):
         lse, parts, parts_at = None, None, 0
         if self.signature.has_lse and keeps_lse:
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-            is_library = isinstance(kernel, LibraryKernel)  # which has a faster way where nobody asks for them
-            make = torch.zeros if is_library else torch.empty
+            make = torch.empty if kernel.writes_parts else torch.zeros
             parts = make(call.lse_parts[0], dtype=torch.float32, device=call.device)
-            parts_at = 0 if is_library else parts.data_ptr()
+            parts_at = parts.data_ptr() if kernel.writes_parts else 0
         values: list[float] = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), parts_at, 0, 0, 0, 0, 0
         ]  # fmt: skip
         self._values.add(values, call, captured, self._values.no_gradients)
-        table = blocks.data_ptr() if cache.is_paged else 0
-        if not isinstance(kernel, LibraryKernel):
-            self._run_on_gpu(call, values, asked, (k, given[-1]), each)
-            return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
-        places = (
-            *(0, 0, *(x.data_ptr() for x in (cache.lengths, cache.padding, cache.entries)), table),
-            *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(k)),
-            *(address(x) for x in cache.factors()),
-        )
-        prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
-        if prepared is None:
-            raise no_ragged_kernels(self.spec.name, "decode")
-        self._workspaces.run(call, prepared, values)
+        self._run_kernel(call, values, asked, (k, given[-1]), each)
         return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
 
     def _sees(self, own: Tensors, lengths: Tensor, capacity: int) -> bool:
@@ -355,10 +341,10 @@ class CachedEngine(Engine):
             )
         return bool(why)
 
-    def _run_on_gpu(
+    def _run_kernel(
         self, call: Call, values: list[float], cache: Cache, given: tuple[Tensor, int], each: PerSequence
     ) -> None:
-        """Run kernels for GPUs, which find sequences in the cache by themselves. ``given``: it, and the splits."""
+        """Run kernels, which find sequences in the cache by themselves. ``given``: it, and the splits."""
         kernel, (k, splits) = call.kernel, given
         assert kernel is not None, "there is one"
         pages = cache.blocks if cache.is_paged else None
@@ -373,7 +359,10 @@ class CachedEngine(Engine):
         key = tuple(known.values())
         prepared = call.backward.get(key)  # there is no backward pass
         if prepared is None:
-            prepared = call.backward[key] = kernel.prepare("forward", (*values, *settled))
+            try:
+                prepared = call.backward[key] = kernel.prepare("forward", (*values, *settled))
+            except LookupError:
+                raise no_ragged_kernels(self.spec.name, "decode") from None
         self._workspaces.run(call, prepared, values)
 
     def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002

@@ -20,7 +20,6 @@ from flashgen.hosts.kernel import (
     ADDED,
     Kernel,
     KernelProvider,
-    LibraryKernel,
     Node,
     Stored,
     takes_tangents,
@@ -137,7 +136,7 @@ class Engine:
             o = empty_like(q)
         else:
             o = empty_strided(*call.o, dtype=call.written, device=call.device)
-        if self.signature.has_lse and into is None and (keeps_lse or not isinstance(kernel, LibraryKernel)):
+        if self.signature.has_lse and into is None and (keeps_lse or kernel.needs_lse):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
             if keeps_lse:
                 parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.selection import has_list_for_each_query, lowered
-from flashgen.hosts.kernel import KernelProvider, LibraryKernel, of_spec
+from flashgen.hosts.kernel import KernelProvider, of_spec
 from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
@@ -89,7 +89,7 @@ class GroupedCalls:
             return None
         call = self._checker.find(tensors, rest)
         kernel, shard = call.kernel, call.shard
-        if kernel is None or isinstance(kernel, LibraryKernel) or call.is_empty:
+        if kernel is None or not kernel.shares_lists or call.is_empty:
             return None
         if kernel.of(CACHED) is None or kernel.of(PARTS) is None:  # of a source that was edited there are no others
             return None

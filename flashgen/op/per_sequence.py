@@ -5,7 +5,6 @@ In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,11 +52,6 @@ class PerSequence:
             return None
         assert whole is not None
         return Dropout(probability, whole.seed)
-
-    def tables(self) -> list[int]:
-        """Where what changes lies, one table for each member of ``struct Ragged``; as long as this lives."""
-        self._kept = self.arrays()
-        return [0 if array is None else int(array.ctypes.data) for array in self._kept]
 
     def arrays(self) -> list[np.ndarray[Any, Any] | None]:
         """One number a sequence of all that may change, dropout before params; None for what does not."""
@@ -121,14 +115,6 @@ def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[
     """Whether the probability of dropout follows from the lengths of a sequence."""
     is_own = spec.dropout is not None and (len(tensors) == 0 or tensors[-1] is None)
     return is_own and spec.dropout is not None and reads(spec.dropout, {"Nq", "Nk"} | by_length)
-
-
-def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
-    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what a cache holds (a code
-    and two tables), what changes with them.
-    """
-    tables = each.tables()
-    return struct.pack(f"@q6P4q{2 + len(tables)}P", count, *places, *tables)
 
 
 def reads(expr: Expr, names: set[str]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, contiguous_format, empty_like
 
-from flashgen.hosts.kernel import Kernel, LibraryKernel, Prepared
+from flashgen.hosts.kernel import Kernel, Prepared
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
@@ -30,7 +30,7 @@ from flashgen.op.engine import Attended, Engine, Rows, Tensors, View, for_deriva
 from flashgen.op.layouts import laid, layout_like
 from flashgen.op.lengths import Lengths, lengths, unseen_lengths
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
-from flashgen.op.per_sequence import PerSequence, struct_of
+from flashgen.op.per_sequence import PerSequence
 from flashgen.op.plain import NoMemoryError
 from flashgen.op.ragged_checks import RaggedChecker, checks_lengths
 from flashgen.op.values import address, packed, with_strides
@@ -63,7 +63,7 @@ class RaggedEngine(Engine):
             return o, lse, parts
         o = empty_like(q) if call.o_is_like_q else torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
         lse = parts = None
-        if self.signature.has_lse and (keeps_lse or not isinstance(kernel, LibraryKernel)):
+        if self.signature.has_lse and (keeps_lse or kernel.needs_lse):
             lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
         if self.signature.has_lse and keeps_lse:
             parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
@@ -71,18 +71,14 @@ class RaggedEngine(Engine):
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), address(parts), 0, 0, 0, 0, 0
         ]  # fmt: skip
         each = None
-        if self._varies or isinstance(kernel, LibraryKernel):
+        if self._varies:
             captured = self._captured(call, own)
             self._values.add(values, call, captured, self._values.no_gradients)
             each = PerSequence(self.spec, call, found.pairs, own, captured)
-        if isinstance(kernel, LibraryKernel):
-            assert each is not None, "kernels of a library take it"
-            prepared = self._prepare(kernel, "forward", (*values, *call.settled), found, each)
-        else:
-            drops, _kept = self._add_sequences(values, call, starts, each)
-            known = call.forward.get(drops)
-            prepared = known or kernel.prepare("forward", (*values, *call.settled))
-            call.forward[drops] = prepared
+        drops, _kept = self._add_sequences(values, call, starts, each)
+        prepared = call.forward.get(drops)
+        if prepared is None:
+            prepared = call.forward[drops] = self._prepare(kernel, "forward", (*values, *call.settled))
         self._workspaces.run(call, prepared, values)
         _clear_behind(found, starts, o, lse)
         return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
@@ -114,24 +110,18 @@ class RaggedEngine(Engine):
             address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
         each, sums = None, []
-        if self._varies or isinstance(kernel, LibraryKernel):
+        if self._varies:
             captured = self._captured(call, own)
             sums = self._values.sums(call, captured, needs[3:])
             self._values.add(values, call, captured, self._values.addresses(sums))
             each = PerSequence(self.spec, call, found.pairs, own, captured)
         strides = (0, d_o.stride(1), d_o.stride(0))
-        if isinstance(kernel, LibraryKernel):
-            assert each is not None, "kernels of a library take it"
+        drops, _kept = self._add_sequences(values, call, starts, each)
+        key = backward_key(drops, strides, needs[3:])
+        prepared = call.backward.get(key)
+        if prepared is None:
             settled = with_strides(kernel, call.settled, {"d_o": strides})
-            prepared = self._prepare(kernel, "backward", (*values, *settled), found, each)
-        else:
-            drops, _kept = self._add_sequences(values, call, starts, each)
-            key = backward_key(drops, strides, needs[3:])
-            known = call.backward.get(key)
-            if known is None:
-                settled = with_strides(kernel, call.settled, {"d_o": strides})
-                known = call.backward[key] = kernel.prepare("backward", (*values, *settled))
-            prepared = known
+            prepared = call.backward[key] = self._prepare(kernel, "backward", (*values, *settled))
         self._workspaces.run(call, prepared, values)
         clear_behind(found, starts, (dq,), (dk, dv))
         found_rows = [dq, dk, dv]
@@ -210,7 +200,7 @@ class RaggedEngine(Engine):
     def _add_sequences(
         self, values: list[float], call: Call, starts: tuple[Tensor, Tensor], each: PerSequence | None
     ) -> tuple[bool, list[Tensor]]:
-        """Add what kernels for GPUs have beside the values of a dense call. Whether pairs are dropped; what to keep."""
+        """Add what kernels take beside the values of a dense call. Whether pairs are dropped; what to keep."""
         kernel = call.kernel
         assert kernel is not None, "there is one"
         if each is None:
@@ -234,15 +224,11 @@ class RaggedEngine(Engine):
             return found._replace(dropout=Dropout(0.0, int(tensors[-2].item()) & 0xFFFF_FFFF_FFFF_FFFF))
         return found
 
-    def _prepare(
-        self, kernel: Kernel, name: PassName, values: Sequence[float], found: Lengths, each: PerSequence
-    ) -> Prepared:
-        assert isinstance(kernel, LibraryKernel), "others prepare themselves"
-        places = (found.q_starts.ctypes.data, found.k_starts.ctypes.data, *(0,) * 10)
-        prepared = kernel.prepare_ragged(name, values, struct_of(each, found.count, *places))
-        if prepared is None:
-            raise no_ragged_kernels(self.spec.name)
-        return prepared
+    def _prepare(self, kernel: Kernel, name: PassName, values: Sequence[float]) -> Prepared:
+        try:
+            return kernel.prepare(name, values)
+        except LookupError:
+            raise no_ragged_kernels(self.spec.name) from None
 
     # Without kernels ------------------------------------------------------------------------------------------------
 
