@@ -191,8 +191,12 @@ class Kernel(Protocol):
         """A pass for every call that differs from ``values``, those of all fields, in fields that vary alone.
 
         Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero. Raises
-        ``LookupError`` where a library of an earlier version has no such pass.
+        ``NoSuchPassError`` where a library of an earlier version has none.
         """
+
+
+class NoSuchPassError(Exception):
+    """A library has no such pass, as the version that it was made by knew of none."""
 
 
 def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's

@@ -1,8 +1,8 @@
 """Stage 6, load: the kernels of CPUs, which are functions of a shared library.
 
 In: the path of a library, the prefix of its functions and the fields of its ``struct Arguments``. Out: a
-``LibraryKernel``. Calls of ragged batches and caches run other functions of it, a ``SequencesKernel``: they take a
-second struct, which is made here of the fields of these kinds. Calls release the interpreter lock.
+``LibraryKernel``. Ragged batches and caches run other functions of it, which take a second struct: it is made here of
+the fields of these kinds. Calls release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from typing import Literal as OneOf
 
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, Prepared, Values, no_other
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values, no_other
 from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import fields_of_kind, table_field
@@ -33,7 +33,8 @@ class LibraryKernel:
     """The functions of a shared library. Each takes the packed arguments.
 
     ``sequences`` are those of ragged batches and caches, forward and backward, which take ``struct Ragged``, too; None:
-    the library was made by a version that had none.
+    the library was made by a version that had none. Of such a kind of call ``dense`` is the kernel of the library, and
+    ``layout`` that of the kind.
 
     ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
     ``others`` gives that of another library, with a part that this one has not; None: it has all.
@@ -48,6 +49,7 @@ class LibraryKernel:
     others: Callable[[LibraryPart], LibraryKernel] | None = None
     row_alignment: int = 1
     sequences: tuple[Functions, Functions] | None = None
+    dense: LibraryKernel | None = None
     other: Callable[[Kind], Kernel | None] = no_other
     stores: bool = False
     elements: tuple[int, ...] = (0, 1, 2)
@@ -58,7 +60,10 @@ class LibraryKernel:
 
     def of(self, kind: Kind) -> Kernel | None:
         """Ragged batches and caches are other functions of the same library."""
-        return SequencesKernel.of_kind(self, kind) if kind.by_sequence else self.other(kind)
+        if not kind.by_sequence:
+            return self.other(kind)
+        layout = ArgumentLayout(fields_of_kind(self.layout.fields, kind))
+        return replace(self, layout=layout, dense=self, writes_parts=not kind.cached)
 
     def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
         """None: blocks add what they have."""
@@ -91,6 +96,8 @@ class LibraryKernel:
         return shape[-1] < 2 or strides[-1] == 1
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
+        if self.dense is not None:
+            return _over_sequences(self.dense, self.layout, name, values)
         if self.choose is not None:
             return self.choose(self.layout.named(values)).prepare(name, values)
         if self.others is not None and name == "backward":
@@ -100,65 +107,14 @@ class LibraryKernel:
         return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
 
     def over_sequences(self, name: PassName, values: Values) -> Functions:
-        """The functions of a pass over sequences. Raises ``LookupError`` where there are none."""
+        """The functions of a pass over sequences. Raises ``NoSuchPassError``."""
         if self.choose is not None:
             return self.choose(self.layout.named(values)).over_sequences(name, values)
         if self.others is not None:
             return self.others("ragged").over_sequences(name, values)
         if self.sequences is None:
-            raise LookupError("the library has no passes over sequences")
+            raise NoSuchPassError
         return self.sequences[0 if name == "forward" else 1]
-
-
-@dataclass(frozen=True)
-class SequencesKernel:
-    """The functions of a library over sequences, for a kind of call, whose fields are those of ``layout``."""
-
-    library: LibraryKernel
-    layout: ArgumentLayout
-    writes_parts: bool
-    row_alignment: int = 1
-    stores: bool = False
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = True
-    needs_lse: bool = False
-    shares_lists: bool = False
-
-    @classmethod
-    def of_kind(cls, library: LibraryKernel, kind: Kind) -> SequencesKernel:
-        """What runs a kind of call by the functions of a library."""
-        layout = ArgumentLayout(fields_of_kind(library.layout.fields, kind))
-        return cls(library, layout, writes_parts=not kind.cached)
-
-    def of(self, kind: Kind) -> Kernel | None:
-        return self.library.of(kind)
-
-    def stored_whole(self, settled: Values) -> frozenset[str]:
-        return self.library.stored_whole(settled)
-
-    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-        return self.library.reads(shape, strides, element_bytes)
-
-    def prepare(self, name: PassName, values: Values) -> Prepared:
-        """Each call has a pass of its own: bytes of workspace follow from the lengths of its sequences."""
-        own, varying = self.library.layout, self.layout.varying
-        dense = (*values[: own.varying], *values[varying : varying + len(own.fields) - own.varying])
-        run, workspace = self.library.over_sequences(name, dense)
-        pack, settled = own.pack_varying, _settled(own, dense)
-        ragged_of, table = _Ragged.of_call(self.layout, values), self.layout.slots.get(table_field(_THRESHOLD))
-
-        def by_values(given: Values) -> Prepared:
-            ragged, leading = ragged_of(given), list(given[: own.varying])
-            if table is not None and given[table]:  # of each sequence
-                leading[own.slots[_THRESHOLD]] = 0
-
-            def start(filled: Values) -> object:
-                leading[0] = filled[0]
-                return run(pack(*leading) + settled, ragged)
-
-            return Prepared(workspace(pack(*leading) + settled, ragged), start)
-
-        return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
 
 
 _THRESHOLD = "dropout_threshold"
@@ -196,6 +152,28 @@ class _Ragged:
     def __call__(self, varying: Values) -> bytes:
         known = (*varying, *self.settled)
         return self.pack(*[known[slot] or other for slot, other in self.members])
+
+
+def _over_sequences(dense: LibraryKernel, layout: ArgumentLayout, name: PassName, values: Values) -> Prepared:
+    """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
+    own = dense.layout
+    of_dense = (*values[: own.varying], *values[layout.varying : layout.varying + len(own.fields) - own.varying])
+    run, workspace = dense.over_sequences(name, of_dense)
+    pack, settled = own.pack_varying, _settled(own, of_dense)
+    ragged_of, table = _Ragged.of_call(layout, values), layout.slots.get(table_field(_THRESHOLD))
+
+    def by_values(given: Values) -> Prepared:
+        ragged, leading = ragged_of(given), list(given[: own.varying])
+        if table is not None and given[table]:  # of each sequence
+            leading[own.slots[_THRESHOLD]] = 0
+
+        def start(filled: Values) -> object:
+            leading[0] = filled[0]
+            return run(pack(*leading) + settled, ragged)
+
+        return Prepared(workspace(pack(*leading) + settled, ragged), start)
+
+    return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
 
 
 def load_forward_mode(path: Path, symbol: str, fields: Sequence[Field], name: PassName) -> LibraryKernel:

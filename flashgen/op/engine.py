@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, contiguous_format, empty_like, empty_strided
@@ -21,47 +21,51 @@ from flashgen.hosts.kernel import (
     Kernel,
     KernelProvider,
     Node,
+    NoSuchPassError,
+    Prepared,
     Stored,
+    Values,
     takes_tangents,
     takes_tangents_backward,
 )
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
-from flashgen.kinds.kind import Kind
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.op.by_kernels import KernelsOfTangents
-from flashgen.op.call import ELEMENTS, Call, CallChecker, Rest, backward_key, is_readable
+from flashgen.op.call import Call, CallChecker, Rest, Tensors, backward_key, is_readable
 from flashgen.op.captured import Captured, CapturedValues
 from flashgen.op.forward_mode import ForwardMode, Moved
 from flashgen.op.layouts import laid
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
+from flashgen.op.per_sequence import PerSequence
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.signature import Signature
-from flashgen.op.values import address, packed, places_of, put, type_of_sums, with_strides, within
+from flashgen.op.signature import ELEMENTS, Signature
+from flashgen.op.taken import Taken, View
+from flashgen.op.takes import TAKES
+from flashgen.op.values import address, by_axis, packed, places_of, put, type_of_sums, with_strides, within
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
+from flashgen.reference.dense import Dropout
 from flashgen.reference.programs import Place, Program
+from flashgen.reference.shard import Shard
 
-# The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p.
-Tensors = tuple[Any, ...]
 # d_lse, o, lse and its parts.
 Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
 # logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
 Attended = tuple[Tensor, Tensor | None, Tensor | None]
-# What one problem of a call sees of a tensor that has a place: a view.
-View = Callable[[Place, Any], Any]
+_PLACES = (Place.QUERIES, Place.KEYS, Place.KEYS)  # of the gradients of q, k and v
 
 
 class Engine:
-    """Forward and backward of one spec: on kernels, or on the reference.
+    """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
-    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device.
+    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. What is not said of a kind by
+    itself is in ``takes.py`` and ``checks.py``.
     """
 
-    kind: Kind = DENSE
-    checks: ClassVar[type[CallChecker]] = CallChecker
     has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
@@ -70,16 +74,17 @@ class Engine:
         spec: AttentionSpec,
         kernels: Mapping[str, KernelProvider | None],
         pairs: int | None = tiled.SLICE_PAIRS,
-        kind: Kind | None = None,
+        kind: Kind = DENSE,
     ) -> None:
-        self.spec, self.kernels, self.kind = spec, kernels, kind or type(self).kind
-        self.signature = Signature.of(spec, self.kind)
+        self.spec, self.kernels, self.kind = spec, kernels, kind
+        self.signature = Signature.of(spec, kind)
+        self._takes = TAKES.get(kind.name)
         self._pairs = pairs
         self._workspaces = Workspaces()
-        self.checker = self.checks(spec, kernels, self.kind, is_reference=pairs is None)
+        self.checker = CallChecker(spec, kernels, kind, is_reference=pairs is None)
         self._values = CapturedValues(spec, self.signature, self.checker)
         varies = bool(spec.tensors) or spec.dropout is not None or any(each.grad for each in spec.params)
-        self.has_nodes = type(self) is Engine and not varies and pairs is not None
+        self.has_nodes = self._takes is None and kind.suffix is not None and not varies and pairs is not None
 
     def forward(self, *args: Any) -> Any:
         """The operator: ``o``, or ``(o, lse, lse_parts)`` where the spec has one."""
@@ -107,78 +112,125 @@ class Engine:
         """What runs in the place of the kernels that ``resolved`` leads to, in words; nothing where these run."""
         return ""
 
-    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
-        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
-        return self._attend(tensors, rest, keeps_lse, None)
+    def has_kernel(self, q: Tensor, v: Tensor) -> bool:
+        """Whether kernels of its kind run for tensors like these."""
+        dense = self._dense_kernel(q, v)
+        return dense is not None and dense.of(self.kind) is not None
+
+    def _dense_kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
+        provider, head_dim = self.kernels.get(q.device.type), HeadDim(q.shape[-1], v.shape[-1])
+        if provider is None or head_dim not in self.spec.head_dims:
+            return None
+        return provider(head_dim, q.device.index or 0)
+
+    # Forward ----------------------------------------------------------------------------------------------------------
 
     def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
-        """The same, written to ``into``: the same rows of tensors that have more, lse and its parts of contiguous ones.
+        """``attend``, written to ``into``: the same rows of tensors that have more, those of lse of contiguous ones.
 
-        For engines whose kernels write there.
+        For kinds whose kernels write there.
         """
-        self._attend(tensors, rest, True, into)
+        self.attend(tensors, rest, into=into)
 
-    def _attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool, into: Attended | None) -> Attended:
-        call = self.checker.find(tensors, rest)
-        kernel = call.kernel
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True, into: Attended | None = None) -> Attended:
+        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
+        taken = None
+        if self._takes is None:
+            call = self.checker.find(tensors, rest)
+        else:
+            call, taken, tensors, rest = self._taken(tensors, rest)
+        kernel, wanted = call.kernel, call.o
         if kernel is None or call.is_empty:
-            found = self._attend_without_kernel(call, tensors)
+            found = self._attend_without_kernel(call, taken, tensors, rest, keeps_lse)
             return found if into is None else put(found, into)
-        wanted = call.o
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
-        q, k, v = tensors[0], tensors[1], tensors[2]
-        # To ask for what is like a tensor takes half as long.
-        lse = parts = None
-        if into is not None:
-            o, lse, parts = into
-        elif call.o_is_like_q:
-            o = empty_like(q)
-        else:
-            o = empty_strided(*call.o, dtype=call.written, device=call.device)
-        if self.signature.has_lse and into is None and (keeps_lse or kernel.needs_lse):
-            lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-            if keeps_lse:
-                parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
-        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        o, lse, parts = into or self._results(call, tensors[0], keeps_lse)
+        q_at, k_at, v_at = tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
         if not (q_at and k_at and v_at):
             raise NoMemoryError("q, k or v is zero in name alone")
-        lse_at, parts_at = (0, 0) if lse is None else (lse.data_ptr(), address(parts))
-        values = [0, q_at, k_at, v_at, o.data_ptr(), lse_at, parts_at, 0, 0, 0, 0, 0]
-        drops = False
+        lse_at = 0 if lse is None else lse.data_ptr()
+        parts_at = 0 if parts is None or not call.writes_parts else parts.data_ptr()
+        values: list[float] = [0, q_at, k_at, v_at, o.data_ptr(), lse_at, parts_at, 0, 0, 0, 0, 0]
+        drops, captured, _kept = False, None, None
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             drops = self._values.add(values, call, captured, self._values.no_gradients)
+        if taken is not None:
+            drops, _kept = self._add_own(values, kernel, taken, tensors, captured, drops)
         key: object = drops if into is None else (drops, *places_of(into[:2]))
         prepared = call.forward.get(key)
         if prepared is None:
             settled = call.settled if into is None else within(kernel, call.settled, {"o": o}, lse)
-            prepared = call.forward[key] = kernel.prepare("forward", (*values, *settled))
+            prepared = call.forward[key] = self._prepared(kernel, "forward", (*values, *settled))
         self._workspaces.run(call, prepared, values)
+        if taken is not None:
+            taken.finish(o, lse)
         return o if into is not None or call.o is wanted else laid(o, wanted), lse, parts
 
-    def _attend_without_kernel(self, call: Call, tensors: Tensors) -> Attended:
+    def _results(self, call: Call, q: Tensor, keeps_lse: bool) -> Attended:
+        """What a kernel fills; parts that it leaves alone are zero."""
+        # To ask for what is like a tensor takes half as long.
+        o = empty_like(q) if call.o_is_like_q else empty_strided(*call.o, dtype=call.written, device=call.device)
+        if not (self.signature.has_lse and (keeps_lse or call.needs_lse)):
+            return o, None, None
+        lse = empty_strided(*call.lse, dtype=torch.float32, device=call.device)
+        if not keeps_lse:
+            return o, lse, None
+        parts = empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
+        return o, lse, parts if call.writes_parts else parts.zero_()
+
+    def _attend_without_kernel(
+        self, call: Call, taken: Taken | None, tensors: Tensors, rest: Rest, keeps_lse: bool
+    ) -> Attended:
+        wide = self._widened(taken, tensors)
+        if wide is not None:
+            engine, tensors = wide
+            o, lse, parts = engine.attend(tensors, rest, keeps_lse)
+            return laid(o, call.o).to(call.written), lse, parts
         q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
         dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
         parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
-        if tiled.gives_nothing(self.spec, call.shard):
-            o = q.new_empty_strided(*call.o).zero_()
-            return o, q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None, parts
-        o, lse = tiled.forward(self._problem(call, tensors, captured))
-        return laid(o, call.o), None if lse is None else lse.to(dtype), parts
+        problems = self._problems(call, taken, tensors, captured)
+        if not self.kind.by_sequence:
+            for problem, _ in problems:  # one at most
+                o, lse = tiled.forward(problem)
+                return laid(o, call.o), None if lse is None else lse.to(dtype), parts
+        o = q.new_empty_strided(*call.o).zero_()
+        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
+        for problem, view in problems:
+            own_o, own_lse = tiled.forward(problem)
+            view(Place.QUERIES, o).copy_(own_o)
+            if lse is not None and own_lse is not None:
+                view(Place.SUMS, lse).copy_(own_lse)
+        if taken is not None:
+            taken.finish(o, lse)
+        return o, lse, parts
 
-    def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:
-        """The gradients that are needed, in the order of the inputs, each like what it is the gradient of."""
-        return self._gradients(d_o, rows, tensors, rest, needs, is_part=False)
+    def _widened(self, taken: Taken | None, tensors: Tensors) -> tuple[Engine, Tensors] | None:
+        """What runs 8 bits that no kernel takes, and parts of 16 bits: numbers of more bits; None for all else."""
+        numbers = None if taken is None else taken.widened(self.checker.dtypes)
+        if numbers is not None:
+            return self._wide, numbers
+        wide = type_of_sums(tensors[0].dtype)
+        if not self.kind.parts or wide is tensors[0].dtype:
+            return None
+        return self, (*(x.to(wide) for x in tensors[:3]), *tensors[3:])
+
+    @functools.cached_property
+    def _wide(self) -> Engine:
+        return Engine(self.spec, self.kernels, self._pairs)
+
+    # Backward ---------------------------------------------------------------------------------------------------------
 
     def gradients_of_part(
         self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
     ) -> list[Tensor]:
-        """The same, where o and lse are those of rows over more keys than k and v have.
+        """``gradients``, where o and lse are those of rows over more keys than k and v have.
 
         Those of captured values stay float32: others are added to them.
         """
-        return self._gradients(d_o, rows, tensors, rest, needs, is_part=True)
+        return self.gradients(d_o, rows, tensors, rest, needs, is_part=True)
 
     def gradients_into(
         self, into: Sequence[Tensor], d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
@@ -186,11 +238,11 @@ class Engine:
         """The same, those of q, k and v, which ``needs`` names, written to ``into``: of q, and in ``rows``, the same
         rows of tensors that have more, those that are one number a row of contiguous ones.
 
-        For engines whose kernels write there.
+        For kinds whose kernels write there.
         """
-        return self._gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)
+        return self.gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)
 
-    def _gradients(
+    def gradients(
         self,
         d_o: Tensor,
         rows: Rows,
@@ -198,60 +250,61 @@ class Engine:
         rest: Rest,
         needs: Sequence[bool],
         *,
-        is_part: bool,
+        is_part: bool = False,
         into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        call = self.checker.find(tensors, rest)
-        kernel = call.kernel
+        """The gradients that are needed, in the order of the inputs, each like what it is the gradient of.
+
+        Raises ``RuntimeError`` where a kind has none.
+        """
+        taken = None
+        if self._takes is None:
+            call = self.checker.find(tensors, rest)
+        else:
+            self._refuse(self._takes.no_gradients)
+            call, taken, tensors, rest = self._taken(tensors, rest)
+        kernel, wanted = call.kernel, call.gradients
         if kernel is None or call.is_empty:
-            whole = (rows[1], rows[2]) if is_part else None
-            found = self._gradients_without_kernel(call, d_o, rows[0], tensors, needs, whole)
+            found = self._gradients_without_kernel(call, taken, d_o, rows, tensors, rest, needs, is_part)
             return found if into is None else [*put(found[:3], into), *found[3:]]
-        wanted = call.gradients
+        if self.kind.parts:
+            d_o = d_o.to(tensors[0].dtype)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
-        q, k, v = tensors[0], tensors[1], tensors[2]
         if not is_readable(kernel, d_o):
             d_o = d_o.clone(memory_format=contiguous_format)
-        # Kernels write all three, asked for or not.
-        if into is None:
-            d_lse, o, lse, parts = packed(rows[0]), laid(rows[1], call.o), packed(rows[2]), packed(rows[3])
-            like_q, like_k, like_v = call.gradients
-            dq = empty_strided(*like_q, dtype=call.written, device=call.device)
-            dk = empty_strided(*like_k, dtype=call.written, device=call.device)
-            dv = empty_strided(*like_v, dtype=call.written, device=call.device)
-        else:
-            (d_lse, o, lse, parts), (dq, dk, dv) = rows, into
-        d_o_at = d_o.data_ptr()
+        (d_lse, o, lse, parts), (dq, dk, dv) = (rows, into) if into is not None else _rows_of(call, rows)
+        q, k, v = tensors[0], tensors[1], tensors[2]
+        d_o_at, strides = d_o.data_ptr(), d_o.stride()
         if not d_o_at:
             raise NoMemoryError("d_o is zero in name alone")
         values = [
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o_at,
             address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
-        drops, sums = False, []
+        drops, captured, sums, _kept = False, None, [], None
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            stored = self._stored(kernel, call) if kernel.stores and not (is_part or rest[1]) else ADDED
+            may_store = kernel.stores and not (is_part or rest[1] or self.kind.ragged)
+            stored = self._stored(kernel, call) if may_store else ADDED
             sums = self._values.sums(call, captured, needs[3:], stored)
             drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
-        strides = d_o.stride()
+        if taken is not None:
+            drops, _kept = self._add_own(values, kernel, taken, tensors, captured, drops)
         key = backward_key(drops, strides, needs[3:], () if into is None else places_of((o, lse, *into)))
         prepared = call.backward.get(key)
         if prepared is None:
-            settled = with_strides(kernel, call.settled, {"d_o": strides})
-            if into is not None:
-                settled = within(kernel, settled, {"o": o, "dq": dq, "dk": dk, "dv": dv}, lse)
-            prepared = call.backward[key] = kernel.prepare("backward", (*values, *settled))
+            settled = with_strides(kernel, call.settled, {"d_o": by_axis(strides)})
+            larger = {} if into is None else {"o": o, "dq": dq, "dk": dk, "dv": dv}
+            settled = within(kernel, settled, larger, None if into is None else lse)
+            prepared = call.backward[key] = self._prepared(kernel, "backward", (*values, *settled))
         self._workspaces.run(call, prepared, values)
+        if taken is not None:
+            taken.finish_gradients(dq, dk, dv)
         found = [dq, dk, dv]
         if call.gradients is not wanted or not all(needs[:3]):
             found = [laid(x, layout) for x, layout, need in zip(found, wanted, needs, strict=False) if need]
-        for total, like in sums:
-            if total is not None:
-                is_alike = is_part or (total.dtype is like.dtype and total.device == like.device)
-                found.append(total if is_alike else total.to(like))
-        return found
+        return found + _as_asked(sums, is_part) if sums else found
 
     def _stored(self, kernel: Kernel, call: Call) -> Stored:
         """How its kernels store gradients of captured tensors, where results need not repeat."""
@@ -264,26 +317,99 @@ class Engine:
     def _gradients_without_kernel(
         self,
         call: Call,
+        taken: Taken | None,
         d_o: Tensor,
-        d_lse: Tensor | None,
+        rows: Rows,
         tensors: Tensors,
+        rest: Rest,
         needs: Sequence[bool],
-        whole: tuple[Tensor | None, Tensor | None] | None = None,
+        is_part: bool,
     ) -> list[Tensor]:
+        wide = self._widened(taken, tensors)
+        if wide is not None:
+            engine, tensors = wide
+            return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, rest, needs, is_part=is_part)
         inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
-        if tiled.gives_nothing(self.spec, call.shard):
-            gradients = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)]
-        else:
-            with deterministic_algorithms(call.deterministic), autograd_inside():
-                gradients = tiled.backward(self._problem(call, tensors, captured), d_o, d_lse, needs, whole)
+        whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
+        sums: Sequence[Tensor | None] = []
+        with deterministic_algorithms(call.deterministic), autograd_inside():
+            for problem, view in self._problems(call, taken, tensors, captured):
+                arriving = view(Place.QUERIES, d_o), view(Place.SUMS, rows[0])
+                gradients = tiled.backward(problem, *arriving, needs, whole)
+                if not self.kind.by_sequence:
+                    sums = gradients
+                    break
+                sums = sums or _sums_like(inputs, needs, tensors[0])
+                for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+                    if total is not None and gradient is not None:
+                        part = view(_PLACES[n] if n < 3 else Place.WHOLE, total)
+                        part.copy_(gradient) if n < 3 else part.add_(gradient)
         found = []
-        for n, (x, like) in enumerate(zip(gradients, inputs, strict=True)):
-            if x is not None:
-                dtype = type_of_sums(like.dtype) if n > 2 and whole is not None else like.dtype
-                found.append(x.to(like.device, dtype))
-                if n < 3:
-                    found[-1] = laid(found[-1], call.gradients[n])
+        for n, (total, like) in enumerate(zip(sums or _sums_like(inputs, needs, tensors[0]), inputs, strict=True)):
+            if total is not None:
+                own = total.to(like.device, type_of_sums(like.dtype) if n > 2 and is_part else like.dtype)
+                found.append(laid(own, call.gradients[n]) if n < 3 else own)
         return found
+
+    # What both passes share -------------------------------------------------------------------------------------------
+
+    def _taken(
+        self, tensors: Tensors, rest: Rest, *, derives: bool = False
+    ) -> tuple[Call, Taken | None, Tensors, Rest]:
+        """The call, what its kind has beside a dense one, the tensors of a dense call, and what it was found by."""
+        if self._takes is None:
+            return self.checker.find(tensors, rest), None, tensors, rest
+        taken = self._takes.take(self.checker, tensors, rest, derives=derives)
+        return taken.call, taken, taken.tensors, taken.rest
+
+    def _prepared(self, kernel: Kernel, name: PassName, values: Values) -> Prepared:
+        try:
+            return kernel.prepare(name, values)
+        except NoSuchPassError:
+            what = (self.kind.suffix or "").strip("_")
+            raise ValueError(
+                f"'{self.spec.name}': {what} needs kernels for CPUs, which this op does not have: load the spec with "
+                "backend='cpu' or backend='reference'; a package of an earlier version has to be built again"
+            ) from None
+
+    def _refuse(self, why: str) -> None:
+        """Raise ``RuntimeError`` where there is a reason why something cannot be."""
+        if why:
+            raise RuntimeError(f"'{self.spec.name}': {why}")
+
+    def _add_own(
+        self,
+        values: list[float],
+        kernel: Kernel,
+        taken: Taken,
+        tensors: Tensors,
+        captured: Captured | None,
+        drops: bool,
+    ) -> tuple[bool, object]:
+        """Add the values of the kind's own fields. Whether pairs are dropped; what to keep until the kernel ran."""
+        values += taken.pointers
+        if captured is None or not self.kind.by_sequence:
+            return drops, None
+        tables, threshold = PerSequence(self.spec, taken.call, taken.pairs, tensors, captured).tables()
+        values += [address(x) for x in tables]
+        if threshold is not None:  # it says which kernels run
+            values[kernel.layout.slots["dropout_threshold"]] = threshold
+            drops = threshold > 0
+        return drops, tables
+
+    def _problems(
+        self, call: Call, taken: Taken | None, tensors: Tensors, captured: Captured
+    ) -> Iterator[tuple[tiled.Problem, View]]:
+        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
+        if taken is None or not self.kind.by_sequence:
+            if not tiled.gives_nothing(self.spec, call.shard):
+                rows = (call.shard, *tensors[:3])
+                yield self._problem(call, rows, captured, captured.params, captured.drawn), _all_of
+            return
+        sequences = PerSequence(self.spec, call, taken.pairs, tensors, captured)
+        for one in taken.problems(self.spec):
+            params, dropout = sequences.params_of(one.number), sequences.dropout_of(one.number)
+            yield self._problem(call, (one.shard, *one.rows), captured, params, dropout), one.view
 
     # Derivatives of derivatives ---------------------------------------------------------------------------------------
 
@@ -334,6 +460,7 @@ class Engine:
 
     def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
         """The outputs of a program made of ``self.program``, slice by slice on the reference, on any device."""
+        self._refuse("" if self._takes is None else self._takes.no_derivatives)
         tensors = tuple(values[: self.signature.tensor_arguments])
         likes = self.likes(program, values)
         compute = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -369,17 +496,16 @@ class Engine:
         kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel, FORWARD_MODE, tensors[0])
         if kernel is None:
             return None
-        problem = self._problem(call, tensors, self._captured(call, tensors))
+        captured = self._captured(call, tensors)
+        rows = (call.shard, *tensors[:3])
+        problem = self._problem(call, rows, captured, captured.params, captured.drawn)
         moves = tangents[: self.signature.inputs]
         return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
         """Those of forward mode that take a problem, if there are any."""
         q = problem.q
-        provider = self.kernels.get(q.device.type)
-        if provider is None or q.dtype not in ELEMENTS:
-            return None
-        kernel = provider(HeadDim(q.shape[-1], problem.v.shape[-1]), q.device.index or 0)
+        kernel = self._dense_kernel(q, problem.v) if q.dtype in ELEMENTS else None
         forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
         if kernel is None or forward is None:
             return None
@@ -387,11 +513,11 @@ class Engine:
         return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
     def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
-        call = self.checker.find(tensors, rest)
-        if not tiled.gives_nothing(self.spec, call.shard):
-            problem = self._problem(call, tensors, self._captured(call, tensors))
-            yield for_derivatives(problem), _all_of
+        """The problems of a call in the slices that derivatives take; those of the reference are not cut."""
+        call, taken, tensors, _ = self._taken(tensors, rest, derives=True)
+        for problem, view in self._problems(call, taken, tensors, self._captured(call, tensors)):
+            pairs = None if problem.pairs is None else min(problem.pairs, tiled.DERIVATIVE_PAIRS)
+            yield dataclasses.replace(problem, pairs=pairs), view
 
     def _readable(self, kernel: Kernel, call: Call, tensors: Tensors, rest: Rest) -> tuple[Call, Tensors]:
         """The call with copies of q, k and v where the kernel cannot read them."""
@@ -403,21 +529,35 @@ class Engine:
         return self.checker.find(tensors, rest), tensors
 
     def _captured(self, call: Call, tensors: Tensors) -> Captured:
-        return self._values.read(call, tensors)
+        found = self._values.read(call, tensors)
+        if self.kind.by_sequence and self.signature.has_dropout and found.dropout is None and tensors[-2] is not None:
+            # Sequences may drop pairs where one as long as the longest would not.
+            return found._replace(dropout=Dropout(0.0, int(tensors[-2].item()) & 0xFFFF_FFFF_FFFF_FFFF))
+        return found
 
-    def _problem(self, call: Call, tensors: Tensors, captured: Captured) -> tiled.Problem:
+    def _problem(
+        self,
+        call: Call,
+        rows: tuple[Shard, Tensor, Tensor, Tensor],
+        captured: Captured,
+        params: Sequence[float],
+        dropout: Dropout | None,
+    ) -> tiled.Problem:
         if call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
-        params = zip(self.spec.params, captured.params, captured.given, strict=True)
+        shard, q, k, v = rows
         return tiled.Problem(
             spec=self.spec,
-            q=tensors[0],
-            k=tensors[1],
-            v=tensors[2],
+            q=q,
+            k=k,
+            v=v,
             tensors={declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)},
-            params={param.name: value if x is None else x for param, value, x in params},
-            shard=call.shard,
-            dropout=captured.drawn,
+            params={
+                param.name: value if x is None else x
+                for param, value, x in zip(self.spec.params, params, captured.given, strict=True)
+            },
+            shard=shard,
+            dropout=dropout,
             pairs=self._pairs,
         )
 
@@ -438,11 +578,31 @@ def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, value
     return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]
 
 
-def for_derivatives(problem: tiled.Problem) -> tiled.Problem:
-    """The same problem in the slices that derivatives take; those of the reference are not cut."""
-    if problem.pairs is None:
-        return problem
-    return dataclasses.replace(problem, pairs=min(problem.pairs, tiled.DERIVATIVE_PAIRS))
+def _rows_of(call: Call, rows: Rows) -> tuple[Rows, list[Tensor]]:
+    """Rows as kernels take them, and gradients of q, k and v: they write all three, asked for or not."""
+    like_q, like_k, like_v = call.gradients
+    fresh = [
+        empty_strided(*like_q, dtype=call.written, device=call.device),
+        empty_strided(*like_k, dtype=call.written, device=call.device),
+        empty_strided(*like_v, dtype=call.written, device=call.device),
+    ]
+    return (packed(rows[0]), laid(rows[1], call.o), packed(rows[2]), packed(rows[3])), fresh
+
+
+def _as_asked(sums: Sequence[tuple[Tensor | None, Any]], is_part: bool) -> list[Tensor]:
+    """Gradients of captured values, each in the type and on the device of its own; those of parts as they are."""
+    return [
+        total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
+        for total, like in sums
+        if total is not None
+    ]
+
+
+def _sums_like(inputs: Sequence[Any], needs: Sequence[bool], q: Tensor) -> list[Tensor | None]:
+    """What gradients that are needed are added up in."""
+    dtype = type_of_sums(q.dtype)
+    each = zip(inputs, needs, strict=True)
+    return [torch.zeros(x.shape, dtype=dtype, device=q.device) if need else None for x, need in each]
 
 
 def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
