@@ -22,8 +22,8 @@ from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.parts import PARTS
 from flashgen.kinds.slices import SLICES
-from flashgen.op.call import Tensors
-from flashgen.op.engine import Attended, Engine
+from flashgen.op.call import Attended, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.layouts import layout_like
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp

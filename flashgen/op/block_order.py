@@ -16,8 +16,8 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.by_blocks import BY_BLOCKS
-from flashgen.op.call import Call, Rest, Tensors
-from flashgen.op.engine import Attended, Engine
+from flashgen.op.call import Attended, Call, Rest, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.selected import check_numbers
 from flashgen.plan.by_blocks import BlockOrder, block_order
 

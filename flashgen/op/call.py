@@ -37,6 +37,11 @@ from flashgen.reference.shard import Shard
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p, and those of the kind.
 Tensors = tuple[Any, ...]
+# d_lse, o, lse and its parts.
+Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
+# logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
+Attended = tuple[Tensor, Tensor | None, Tensor | None]
 # The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
 Rest = tuple[Offsets, bool]
 

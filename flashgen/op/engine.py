@@ -7,10 +7,8 @@ from ``call.py``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,40 +23,27 @@ from flashgen.hosts.kernel import (
     Prepared,
     Stored,
     Values,
-    takes_tangents,
-    takes_tangents_backward,
 )
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind, PassName
-from flashgen.op.by_kernels import KernelsOfTangents
-from flashgen.op.call import Call, CallChecker, Rest, Tensors, backward_key, is_readable
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors, backward_key, is_readable
 from flashgen.op.captured import Captured, CapturedValues
-from flashgen.op.forward_mode import ForwardMode, Moved
+from flashgen.op.derives import Derives
+from flashgen.op.formula import Formula
 from flashgen.op.layouts import laid
-from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.signature import ELEMENTS, Signature
-from flashgen.op.taken import Taken, View
+from flashgen.op.signature import Signature
+from flashgen.op.taken import Taken
 from flashgen.op.takes import TAKES
 from flashgen.op.values import address, by_axis, packed, places_of, put, type_of_sums, with_strides, within
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
-from flashgen.reference.programs import Place, Program
-from flashgen.reference.shard import Shard
-
-# d_lse, o, lse and its parts.
-Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-# o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
-# logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
-Attended = tuple[Tensor, Tensor | None, Tensor | None]
-_PLACES = (Place.QUERIES, Place.KEYS, Place.KEYS)  # of the gradients of q, k and v
 
 
-class Engine:
+class Engine(Derives):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
@@ -79,7 +64,7 @@ class Engine:
         self.spec, self.kernels, self.kind = spec, kernels, kind
         self.signature = Signature.of(spec, kind)
         self._takes = TAKES.get(kind.name)
-        self._pairs = pairs
+        self.formula = Formula(spec, kind, self.signature, pairs)
         self._workspaces = Workspaces()
         self.checker = CallChecker(spec, kernels, kind, is_reference=pairs is None)
         self._values = CapturedValues(spec, self.signature, self.checker)
@@ -116,12 +101,6 @@ class Engine:
         """Whether kernels of its kind run for tensors like these."""
         dense = self._dense_kernel(q, v)
         return dense is not None and dense.of(self.kind) is not None
-
-    def _dense_kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
-        provider, head_dim = self.kernels.get(q.device.type), HeadDim(q.shape[-1], v.shape[-1])
-        if provider is None or head_dim not in self.spec.head_dims:
-            return None
-        return provider(head_dim, q.device.index or 0)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -184,28 +163,11 @@ class Engine:
         self, call: Call, taken: Taken | None, tensors: Tensors, rest: Rest, keeps_lse: bool
     ) -> Attended:
         wide = self._widened(taken, tensors)
-        if wide is not None:
-            engine, tensors = wide
-            o, lse, parts = engine.attend(tensors, rest, keeps_lse)
-            return laid(o, call.o).to(call.written), lse, parts
-        q, has_lse, captured = tensors[0], self.signature.has_lse, self._captured(call, tensors)
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
-        problems = self._problems(call, taken, tensors, captured)
-        if not self.kind.by_sequence:
-            for problem, _ in problems:  # one at most
-                o, lse = tiled.forward(problem)
-                return laid(o, call.o), None if lse is None else lse.to(dtype), parts
-        o = q.new_empty_strided(*call.o).zero_()
-        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
-        for problem, view in problems:
-            own_o, own_lse = tiled.forward(problem)
-            view(Place.QUERIES, o).copy_(own_o)
-            if lse is not None and own_lse is not None:
-                view(Place.SUMS, lse).copy_(own_lse)
-        if taken is not None:
-            taken.finish(o, lse)
-        return o, lse, parts
+        if wide is None:
+            return self.formula.attend(call, taken, tensors, self._captured(call, tensors))
+        engine, tensors = wide
+        o, lse, parts = engine.attend(tensors, rest, keeps_lse)
+        return laid(o, call.o).to(call.written), lse, parts
 
     def _widened(self, taken: Taken | None, tensors: Tensors) -> tuple[Engine, Tensors] | None:
         """What runs 8 bits that no kernel takes, and parts of 16 bits: numbers of more bits; None for all else."""
@@ -219,7 +181,7 @@ class Engine:
 
     @functools.cached_property
     def _wide(self) -> Engine:
-        return Engine(self.spec, self.kernels, self._pairs)
+        return Engine(self.spec, self.kernels, self.formula.pairs)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -326,30 +288,11 @@ class Engine:
         is_part: bool,
     ) -> list[Tensor]:
         wide = self._widened(taken, tensors)
-        if wide is not None:
-            engine, tensors = wide
-            return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, rest, needs, is_part=is_part)
-        inputs, captured = tensors[: self.signature.inputs], self._captured(call, tensors)
-        whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
-        sums: Sequence[Tensor | None] = []
-        with deterministic_algorithms(call.deterministic), autograd_inside():
-            for problem, view in self._problems(call, taken, tensors, captured):
-                arriving = view(Place.QUERIES, d_o), view(Place.SUMS, rows[0])
-                gradients = tiled.backward(problem, *arriving, needs, whole)
-                if not self.kind.by_sequence:
-                    sums = gradients
-                    break
-                sums = sums or _sums_like(inputs, needs, tensors[0])
-                for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-                    if total is not None and gradient is not None:
-                        part = view(_PLACES[n] if n < 3 else Place.WHOLE, total)
-                        part.copy_(gradient) if n < 3 else part.add_(gradient)
-        found = []
-        for n, (total, like) in enumerate(zip(sums or _sums_like(inputs, needs, tensors[0]), inputs, strict=True)):
-            if total is not None:
-                own = total.to(like.device, type_of_sums(like.dtype) if n > 2 and is_part else like.dtype)
-                found.append(laid(own, call.gradients[n]) if n < 3 else own)
-        return found
+        if wide is None:
+            captured = self._captured(call, tensors)
+            return self.formula.gradients(call, taken, d_o, rows, tensors, captured, needs, is_part)
+        engine, tensors = wide
+        return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, rest, needs, is_part=is_part)
 
     # What both passes share -------------------------------------------------------------------------------------------
 
@@ -359,6 +302,7 @@ class Engine:
         """The call, what its kind has beside a dense one, the tensors of a dense call, and what it was found by."""
         if self._takes is None:
             return self.checker.find(tensors, rest), None, tensors, rest
+        self._refuse(self._takes.no_derivatives if derives else "")
         taken = self._takes.take(self.checker, tensors, rest, derives=derives)
         return taken.call, taken, taken.tensors, taken.rest
 
@@ -397,128 +341,6 @@ class Engine:
             drops = threshold > 0
         return drops, tables
 
-    def _problems(
-        self, call: Call, taken: Taken | None, tensors: Tensors, captured: Captured
-    ) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
-        if taken is None or not self.kind.by_sequence:
-            if not tiled.gives_nothing(self.spec, call.shard):
-                rows = (call.shard, *tensors[:3])
-                yield self._problem(call, rows, captured, captured.params, captured.drawn), _all_of
-            return
-        sequences = PerSequence(self.spec, call, taken.pairs, tensors, captured)
-        for one in taken.problems(self.spec):
-            params, dropout = sequences.params_of(one.number), sequences.dropout_of(one.number)
-            yield self._problem(call, (one.shard, *one.rows), captured, params, dropout), one.view
-
-    # Derivatives of derivatives ---------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def program(self) -> Program:
-        """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
-        return tiled.program_of(self.spec, self.signature.tensor_arguments)
-
-    @functools.cached_property
-    def forward_mode(self) -> ForwardMode:
-        """What runs kernels of tangents."""
-        return ForwardMode(self.spec)
-
-    @property
-    def derives(self) -> str:
-        """What runs programs that no kernel does, in words."""
-        if self._pairs is None:
-            return "the dense formula by PyTorch's operators, matrices of all pairs"
-        pairs = min(self._pairs, tiled.DERIVATIVE_PAIRS)
-        return f"tiled path by PyTorch's operators, slices of {pairs:,} pairs; linear memory"
-
-    @property
-    def moves(self) -> str:
-        """What computes tangents, in words."""
-        return self._said(takes_tangents, "a kernel of forward mode", "there is no kernel of forward mode for it")
-
-    @property
-    def moves_backward(self) -> str:
-        """What computes gradients of gradients and of tangents, and tangents of gradients, in words."""
-        kernels = "kernels of forward mode and of its backward pass"
-        return self._said(takes_tangents_backward, kernels, "there is no kernel of it")
-
-    def _said(self, takes: Callable[[KernelProvider | None], str], kernels: str, none: str) -> str:
-        taken = {device.upper(): takes(provider) for device, provider in self.kernels.items()}
-        said = [f"on {device} {what}" for device, what in taken.items() if what]
-        if not said:
-            return self.derives if self._pairs is None else f"{self.derives}; {none}"
-        return f"{kernels}, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
-
-    def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
-        """The shapes and types of a program's outputs."""
-        q, v = values[0], values[2]
-        o = ((*q.shape[:-1], v.shape[-1]), q.dtype)
-        lse = (tuple(self.kind.rows(q)), torch.float64 if q.dtype is torch.float64 else torch.float32)
-        count = self.signature.tensor_arguments
-        inputs = [None if x is None else (tuple(x.shape), x.dtype) for x in values[:count]]
-        return list(program.taken(inputs, (o, lse)[: len(program.outputs)])[1])
-
-    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
-        """The outputs of a program made of ``self.program``, slice by slice on the reference, on any device."""
-        self._refuse("" if self._takes is None else self._takes.no_derivatives)
-        tensors = tuple(values[: self.signature.tensor_arguments])
-        likes = self.likes(program, values)
-        compute = torch.promote_types(tensors[0].dtype, torch.float32)
-        with (
-            torch.autocast(tensors[0].device.type, enabled=False),
-            deterministic_algorithms(rest[1]),
-            autograd_inside(),
-        ):
-            totals: list[Tensor] = []
-            of_inputs, of_outputs = program.places
-            for problem, view in self._viewed(tensors, rest):
-                own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
-                kernels = self._kernels_of_tangents(problem, rest)
-                found = None if kernels is None else kernels.compute(problem, program, own)
-                if found is not None and self.kind is DENSE:  # there is one problem
-                    totals = found
-                    break
-                totals = totals or _zeros(likes, compute, values)
-                parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
-                if found is None:
-                    tiled.derive(problem, program, own, parts)
-                else:
-                    for part, x in zip(parts, found, strict=True):
-                        part.add_(x)
-            totals = totals or _zeros(likes, compute, values)
-        return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
-
-    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
-        """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
-        if self.kind is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
-            return None
-        call = self.checker.find(tensors, rest)
-        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel, FORWARD_MODE, tensors[0])
-        if kernel is None:
-            return None
-        captured = self._captured(call, tensors)
-        rows = (call.shard, *tensors[:3])
-        problem = self._problem(call, rows, captured, captured.params, captured.drawn)
-        moves = tangents[: self.signature.inputs]
-        return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
-
-    def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
-        """Those of forward mode that take a problem, if there are any."""
-        q = problem.q
-        kernel = self._dense_kernel(q, problem.v) if q.dtype in ELEMENTS else None
-        forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
-        if kernel is None or forward is None:
-            return None
-        backward = functools.partial(_taking, kernel, FORWARD_MODE_BACKWARD, q)
-        return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
-
-    def _viewed(self, tensors: Tensors, rest: Rest) -> Iterator[tuple[tiled.Problem, View]]:
-        """The problems of a call in the slices that derivatives take; those of the reference are not cut."""
-        call, taken, tensors, _ = self._taken(tensors, rest, derives=True)
-        for problem, view in self._problems(call, taken, tensors, self._captured(call, tensors)):
-            pairs = None if problem.pairs is None else min(problem.pairs, tiled.DERIVATIVE_PAIRS)
-            yield dataclasses.replace(problem, pairs=pairs), view
-
     def _readable(self, kernel: Kernel, call: Call, tensors: Tensors, rest: Rest) -> tuple[Call, Tensors]:
         """The call with copies of q, k and v where the kernel cannot read them."""
         q, k, v = tensors[:3]
@@ -534,48 +356,6 @@ class Engine:
             # Sequences may drop pairs where one as long as the longest would not.
             return found._replace(dropout=Dropout(0.0, int(tensors[-2].item()) & 0xFFFF_FFFF_FFFF_FFFF))
         return found
-
-    def _problem(
-        self,
-        call: Call,
-        rows: tuple[Shard, Tensor, Tensor, Tensor],
-        captured: Captured,
-        params: Sequence[float],
-        dropout: Dropout | None,
-    ) -> tiled.Problem:
-        if call.threads != torch.get_num_threads():
-            torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
-        shard, q, k, v = rows
-        return tiled.Problem(
-            spec=self.spec,
-            q=q,
-            k=k,
-            v=v,
-            tensors={declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)},
-            params={
-                param.name: value if x is None else x
-                for param, value, x in zip(self.spec.params, params, captured.given, strict=True)
-            },
-            shard=shard,
-            dropout=dropout,
-            pairs=self._pairs,
-        )
-
-
-def _taking(kernel: Kernel, kind: Kind, q: Tensor) -> Kernel | None:
-    """The kernel of forward mode, or of its backward pass, if there is one that takes the type of q."""
-    found = kernel.of(kind)
-    return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
-
-
-def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    """What a program's outputs are added up in.
-
-    They are made of the last of its inputs, a tangent or what arrives: torch.func.linearize folds what follows from
-    nothing, or from primals alone, and would lose what is written to it.
-    """
-    last = next(x for x in reversed(values) if isinstance(x, Tensor))
-    return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]
 
 
 def _rows_of(call: Call, rows: Rows) -> tuple[Rows, list[Tensor]]:
@@ -596,14 +376,3 @@ def _as_asked(sums: Sequence[tuple[Tensor | None, Any]], is_part: bool) -> list[
         for total, like in sums
         if total is not None
     ]
-
-
-def _sums_like(inputs: Sequence[Any], needs: Sequence[bool], q: Tensor) -> list[Tensor | None]:
-    """What gradients that are needed are added up in."""
-    dtype = type_of_sums(q.dtype)
-    each = zip(inputs, needs, strict=True)
-    return [torch.zeros(x.shape, dtype=dtype, device=q.device) if need else None for x, need in each]
-
-
-def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
-    return x

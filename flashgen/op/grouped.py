@@ -26,8 +26,8 @@ from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.parts import PARTS
-from flashgen.op.call import Call, CallChecker, Rest, Tensors
-from flashgen.op.engine import Attended, Engine, Rows
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.layouts import laid, layout_like
 from flashgen.plan.by_blocks import KEPT
 

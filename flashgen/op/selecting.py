@@ -22,8 +22,8 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
 from flashgen.op.block_order import CallsByBlocks
-from flashgen.op.call import CallChecker, Rest, Tensors
-from flashgen.op.engine import Attended, Engine, Rows
+from flashgen.op.call import Attended, CallChecker, Rest, Rows, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.forward_mode import Moved
 from flashgen.op.grouped import GroupedCalls
 from flashgen.op.selected import captured_in_order
@@ -45,7 +45,7 @@ class SelectingEngine(Engine):
     def __init__(self, spec: AttentionSpec, inner: Engine) -> None:
         self.spec, self.kernels, self.inner = spec, inner.kernels, inner
         # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
-        self._formula = Engine(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
+        self._by_lists = Engine(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
         self.kind, self.signature = inner.kind, Signature.of(spec, inner.kind)
         self.checker = CallChecker(spec, {}, inner.kind, is_reference=True)
         self._end = 3 + len(spec.tensors)
@@ -124,12 +124,12 @@ class SelectingEngine(Engine):
     @functools.cached_property
     def program(self) -> Program:
         """The op as what derivatives are made of: that of the spec, whose tensors are the lists."""
-        return self._formula.program
+        return self._by_lists.program
 
     @property
     def derives(self) -> str:
         """What runs programs, in words."""
-        return self._formula.derives
+        return self._by_lists.derives
 
     @property
     def moves(self) -> str:
@@ -143,12 +143,12 @@ class SelectingEngine(Engine):
 
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
-        return self._formula.likes(program, values)
+        return self._by_lists.likes(program, values)
 
     def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
         """The outputs of a program: what kernels may compute by the lowered spec, all else by the reference."""
         if program.moved is None and program.gradient_of_tangent is None:
-            return self._formula.derive(program, values, rest)
+            return self._by_lists.derive(program, values, rest)
         count = len(program.inputs)
         inner, own = self.resolved(tuple(values[:count]), rest)
         more = len(inner.program.inputs) - count
