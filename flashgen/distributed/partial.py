@@ -22,11 +22,11 @@ from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.parts import PARTS
 from flashgen.kinds.slices import SLICES
-from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.call import Attended, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.layouts import layout_like
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
-from flashgen.op.slices import has_kernel
 from flashgen.op.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
 from flashgen.op.values import type_of_sums
 from flashgen.reference.dense import evaluator
@@ -151,7 +151,7 @@ class Partial:
         key = (op is self.op, q.dtype, q.device, q.shape[3], v.shape[3])
         found = self._sliced.get(key)
         if found is None:
-            found = q.dtype is not type_of_sums(q.dtype) and has_kernel(op.engine_of(SLICES), q, v)
+            found = q.dtype is not type_of_sums(q.dtype) and op.engine_of(SLICES).has_kernel(q, v)
             self._sliced[key] = found
         return found
 

@@ -23,7 +23,7 @@ from flashgen.distributed.rounds import Round, Rounds, Unit, Which
 from flashgen.distributed.sums import Tensors as Parts
 from flashgen.distributed.sums import Total, rows_at
 from flashgen.distributed.whole import as_declared
-from flashgen.op.engine import Tensors
+from flashgen.op.call import Tensors
 from flashgen.op.layouts import layout_like
 from flashgen.op.plain import with_memory
 from flashgen.op.values import type_of_sums

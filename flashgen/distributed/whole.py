@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.exchange import once
-from flashgen.op.call import Rest
-from flashgen.op.engine import Engine, Tensors
+from flashgen.op.call import Rest, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.plain import with_memory
 from flashgen.op.signature import Signature
 

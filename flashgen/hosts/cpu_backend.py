@@ -20,7 +20,8 @@ from flashgen.compiler.compiled import compiled, with_reasons
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_cpu import explain_cpu, explain_jvp
-from flashgen.hosts.kernel import LibraryKernel, LibraryPart, call_of, load_forward_mode
+from flashgen.hosts.kernel import call_of
+from flashgen.hosts.library import LibraryKernel, LibraryPart, load_forward_mode
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind

@@ -46,6 +46,9 @@ class GpuKernel(abc.ABC, Generic[Lists]):
     row_alignment: int = ROW_ALIGNMENT
     stores: bool = True
     moves: bool = False
+    needs_lse: bool = True
+    writes_parts: bool = True
+    shares_lists: bool = True
     reads = staticmethod(is_readable)
 
     @abc.abstractmethod

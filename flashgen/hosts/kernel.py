@@ -1,20 +1,15 @@
-"""Stage 6, load: the passes of one spec at one head dimension, as functions of one struct.
+"""What every host makes of a spec at one head dimension: a ``Kernel``, whose passes are functions of one struct.
 
-In: the path of a library, the prefix of its functions and the fields of its ``struct Arguments``. Out: a
-``LibraryKernel``, the ``Kernel`` of CPUs; those of GPUs are in ``cuda.py``, those of the emulator in ``emulated.py``.
-Calls release the interpreter lock. Nothing here imports torch.
+In: the fields of ``struct Arguments``. Out: the layout of their bytes, and what a pass is. Kernels of CPUs are in
+``library.py``, those of GPUs in ``cuda.py``, those of the emulator in ``emulated.py``. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal as OneOf
 from typing import Protocol
 
 from flashgen.ir.shape import Shape
@@ -24,10 +19,7 @@ from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import param_field, param_place_field
 from flashgen.plan.launches import Box
-from flashgen.toolchains.cpp import load_library
 
-# What a library has, if not everything.
-LibraryPart = OneOf["forward", "backward", "ragged"]
 Values = Sequence[float]
 
 # The fields that ``struct Arguments`` begins with: all that vary where a spec captures nothing.
@@ -123,12 +115,14 @@ class Native:
 class Prepared:
     """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary.
 
-    ``native`` gives it without an interpreter; None: it has steps that need one.
+    ``native`` gives it without an interpreter; None: it has steps that need one. ``by_values`` gives the pass of a call
+    with these values, where bytes of workspace follow from what pointers point to; then nothing else is asked.
     """
 
     workspace_bytes: int
     run: Callable[[Values], object]
     native: Callable[[], Native | None] | None = None
+    by_values: Callable[[Values], Prepared] | None = None
 
 
 # What runs a call, q, k and v, under autograd in C++ (``node.py``); None where it does not take these.
@@ -165,6 +159,18 @@ class Kernel(Protocol):
     def moves(self) -> bool:
         """Whether a backward pass of forward mode gives the gradients of tangents, too."""
 
+    @property
+    def needs_lse(self) -> bool:
+        """Whether forward passes of kinds with a backward pass write lse, though nobody asks for it."""
+
+    @property
+    def writes_parts(self) -> bool:
+        """Whether forward passes write lse_parts; else these are zero, as rows go another, faster way."""
+
+    @property
+    def shares_lists(self) -> bool:
+        """Whether passes over caches read what a query selects once for all heads that share its list."""
+
     def of(self, kind: Kind) -> Kernel | None:
         """The kernel of another kind of calls of the same spec; None: there is none such."""
 
@@ -184,8 +190,13 @@ class Kernel(Protocol):
     def prepare(self, name: PassName, values: Values) -> Prepared:
         """A pass for every call that differs from ``values``, those of all fields, in fields that vary alone.
 
-        Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero.
+        Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero. Raises
+        ``NoSuchPassError`` where a library of an earlier version has none.
         """
+
+
+class NoSuchPassError(Exception):
+    """A library has no such pass, as the version that it was made by knew of none."""
 
 
 def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's
@@ -212,153 +223,3 @@ def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvi
     """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
     make = getattr(provider, "of_spec", None)
     return None if make is None else make(spec)
-
-
-@dataclass(frozen=True)
-class RaggedPasses:
-    """The functions of a library for ragged batches: each takes the packed arguments and ``struct Ragged``."""
-
-    forward: Callable[..., object]
-    backward: Callable[..., object]
-    forward_workspace: Callable[..., int]
-    backward_workspace: Callable[..., int]
-
-
-@dataclass(frozen=True)
-class LibraryKernel:
-    """The functions of a shared library. Each takes the packed arguments.
-
-    ``ragged`` are those of ragged batches; None: the library was made by a version that had none.
-
-    ``choose`` gives the kernel whose tiles go with a call, by values of fields by name; None: it is this one's.
-    ``others`` gives that of another library, with a part that this one has not; None: it has all.
-    """
-
-    layout: ArgumentLayout
-    forward: Callable[[bytes], object]
-    backward: Callable[[bytes], object]
-    forward_workspace: Callable[[bytes], int]
-    backward_workspace: Callable[[bytes], int]
-    choose: Callable[[Mapping[str, float]], LibraryKernel] | None = None
-    others: Callable[[LibraryPart], LibraryKernel] | None = None
-    row_alignment: int = 1
-    ragged: RaggedPasses | None = None
-    other: Callable[[Kind], Kernel | None] = no_other
-    stores: bool = False
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = True
-
-    def of(self, kind: Kind) -> Kernel | None:
-        """Ragged batches and caches are other functions of the same library."""
-        return self if kind.ragged or kind.cached else self.other(kind)
-
-    def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
-        """None: blocks add what they have."""
-        return frozenset()
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        symbol: str,
-        fields: Sequence[Field],
-        part: LibraryPart | None = None,
-    ) -> LibraryKernel:
-        """Load the functions ``symbol_forward``, ``symbol_backward`` and their ``_workspace`` companions, or those of a
-        part.
-
-        Raises ``CompileFailed`` where the library cannot be loaded, ``OSError`` where it lacks one of them.
-        """
-        library = load_library(path)
-        own = functools.partial(_function, library, path, symbol)
-
-        def function(name: str, result: type[ctypes.c_int64] | None) -> Callable[..., int]:
-            return _elsewhere if part and not name.startswith(part) else own(name, result)
-
-        return cls(
-            ArgumentLayout(fields),
-            function("forward", None),
-            function("backward", None),
-            function("forward_workspace", ctypes.c_int64),
-            function("backward_workspace", ctypes.c_int64),
-            ragged=RaggedPasses(
-                function("ragged_forward", None),
-                function("ragged_backward", None),
-                function("ragged_forward_workspace", ctypes.c_int64),
-                function("ragged_backward_workspace", ctypes.c_int64),
-            )
-            if hasattr(library, f"{symbol}_ragged_forward")
-            else None,
-        )
-
-    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-        return _reads(shape, strides, element_bytes)
-
-    def prepare_ragged(self, name: PassName, values: Values, ragged: bytes) -> Prepared | None:
-        """A pass over the sequences that ``ragged``, a ``struct Ragged``, names; None where the library has none."""
-        if self.choose is not None:
-            return self.choose(self.layout.named(values)).prepare_ragged(name, values, ragged)
-        if self.others is not None:
-            return self.others("ragged").prepare_ragged(name, values, ragged)
-        if self.ragged is None:
-            return None
-        is_forward = name == "forward"
-        workspace = self.ragged.forward_workspace if is_forward else self.ragged.backward_workspace
-        call, pack = self.ragged.forward if is_forward else self.ragged.backward, self.layout.pack_varying
-        whole = self.layout.pack(*values)
-        settled = whole[len(pack(*values[: self.layout.varying])) :]
-        return Prepared(workspace(whole, ragged), lambda varying: call(pack(*varying) + settled, ragged))
-
-    def prepare(self, name: PassName, values: Values) -> Prepared:
-        if self.choose is not None:
-            return self.choose(self.layout.named(values)).prepare(name, values)
-        if self.others is not None and name == "backward":
-            return self.others(name).prepare(name, values)
-        is_forward = name == "forward"
-        workspace = self.forward_workspace if is_forward else self.backward_workspace
-        return _prepared(self.layout, self.forward if is_forward else self.backward, workspace, values)
-
-
-def _elsewhere(*_: object) -> int:
-    raise OSError("this library has another part of the kernel")
-
-
-_NEITHER = (_elsewhere, _elsewhere)
-
-
-def load_forward_mode(path: Path, symbol: str, fields: Sequence[Field], name: PassName) -> LibraryKernel:
-    """Load ``symbol_jvp`` or ``symbol_jvp_backward``, and its ``_workspace``. Raises as ``LibraryKernel.load`` does."""
-    function = functools.partial(_function, load_library(path), path, symbol)
-    called = "jvp" if name == "forward" else "jvp_backward"
-    own = function(called, None), function(f"{called}_workspace", ctypes.c_int64)
-    forward, backward = (own, _NEITHER) if name == "forward" else (_NEITHER, own)
-    return LibraryKernel(ArgumentLayout(fields), forward[0], backward[0], forward[1], backward[1])
-
-
-def _reads(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG001 - as a kernel's
-    return shape[-1] < 2 or strides[-1] == 1
-
-
-def _function(
-    library: ctypes.CDLL, path: Path, symbol: str, name: str, result: type[ctypes.c_int64] | None
-) -> Callable[..., int]:
-    try:
-        found = library[f"{symbol}_{name}"]
-    except AttributeError:
-        raise OSError(f"'{path}' has no function '{symbol}_{name}'") from None
-    found.restype = result
-    return found
-
-
-def _prepared(
-    layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
-) -> Prepared:
-    """A function of the packed arguments, all of which but those that vary are settled."""
-    pack, whole = layout.pack_varying, layout.pack(*values)
-    settled = whole[len(pack(*values[: layout.varying])) :]
-    size, nothing = workspace(whole), (0,) * layout.varying
-
-    def native() -> Native:
-        return Native(size, pack(*nothing) + settled, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
-
-    return Prepared(size, lambda varying: call(pack(*varying) + settled), None if layout.params is None else native)

@@ -21,14 +21,14 @@ from torch.compiler import is_compiling
 
 from flashgen.hosts.standalone import Standalone
 from flashgen.op.cached import Cache
-from flashgen.op.call import ELEMENTS
 from flashgen.op.conversion import require
 from flashgen.op.eight_bits import F8, to_8_bits
+from flashgen.op.length_checks import checks_lengths
 from flashgen.op.plain import lies_in_memory, transforming
-from flashgen.op.ragged_checks import checks_lengths
 from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library
 from flashgen.op.sharing import check_caches
+from flashgen.op.signature import ELEMENTS
 
 KERNEL = Standalone("append", ("instructions.cuh", "types.cuh"))
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

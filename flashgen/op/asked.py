@@ -7,7 +7,7 @@ those of a call, and raise what it raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.kernel import LibraryKernel
-from flashgen.op.cached import sizes_of_cache
-from flashgen.op.call import ELEMENTS, Call, Rest
+from flashgen.op.call import Call, Rest
 from flashgen.op.engine import Engine
-from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.reference.philox import drop_threshold
 
@@ -79,12 +77,8 @@ def ask_of_cache(
     if block_table is not None and block_table.dim() != 2:
         raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
     columns = 0 if block_table is None else block_table.shape[1]
-    rest: Any = (*numbers, k.shape[2] * max(columns, 1)), False
-    asked = ask(engine, tensors, rest, 0.0 if engine.signature.has_dropout else None, device)
-    if asked.call.is_empty or isinstance(asked.call.kernel, LibraryKernel | None):
-        return asked
-    values = {**asked.told.values, **sizes_of_cache(asked.call, k, columns, splits)}
-    return replace(asked, told=replace(asked.told, values=values))
+    rest: Any = (*numbers, k.shape[2] * max(columns, 1), columns, splits), False
+    return ask(engine, tensors, rest, 0.0 if engine.signature.has_dropout else None, device)
 
 
 def placed(x: Any, device: torch.device) -> Any:

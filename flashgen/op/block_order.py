@@ -16,31 +16,27 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.by_blocks import BY_BLOCKS
-from flashgen.kinds.kind import Kind
-from flashgen.op.call import Call, Rest
-from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.call import Attended, Call, Rest, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.selected import check_numbers
 from flashgen.plan.by_blocks import BlockOrder, block_order
 
 
-class BlockEngine(Engine):
+class CallsByBlocks:
     """The forward pass of one spec with its lists among its captured tensors."""
 
-    kind: Kind = BY_BLOCKS
-
     def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
-        super().__init__(spec, kernels)
         assert spec.select is not None, "keys are selected"
-        self._select = spec.select
+        self.spec, self._engine, self._select = spec, Engine(spec, kernels, kind=BY_BLOCKS), spec.select
         self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
 
     def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:
         """The order of a call; None where it is not by blocks."""
-        return self._order(self.checker.find(tensors, rest), tensors)
+        return self._order(self._engine.checker.find(tensors, rest), tensors)
 
-    def attend_by_blocks(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
         """``o``, ``lse`` and its parts; None where the call is not by blocks."""
-        call, q = self.checker.find(tensors, rest), tensors[0]
+        call, q = self._engine.checker.find(tensors, rest), tensors[0]
         order = self._order(call, tensors)
         if order is None:
             return None
@@ -55,7 +51,7 @@ class BlockEngine(Engine):
             own = slice(first, first + order.queries)
             into = tuple(None if x is None else x[:, :, own] for x in (o, lse, parts))
             numbers: Any = (given[0] + first, *given[1:4], q_total, *given[5:])
-            self.attend_into(into, (q[:, :, own], *tensors[1:]), (numbers, rest[1]))  # type: ignore[arg-type]
+            self._engine.attend_into(into, (q[:, :, own], *tensors[1:]), (numbers, rest[1]))  # type: ignore[arg-type]
         return o, lse, parts
 
     def _order(self, call: Call, tensors: Tensors) -> BlockOrder | None:

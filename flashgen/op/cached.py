@@ -1,42 +1,37 @@
-"""Runs an op over caches of keys and values: the queries are the last ones of each sequence.
+"""Caches of keys and values: the queries are the last ones of each sequence.
 
 On a GPU the host knows neither how long sequences are nor where they lie, unless a call asks for what follows from
 that: kernels find their rows by themselves, and stay inside of the cache whatever the numbers say.
 
-In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: o
-[B, H, Nq, Dv], lse [B, H, Nq]. Each sequence means what a dense call of a part of it means: Nq and Nk are its rows in
-the cache, queries begin at Nq less their number, keys at its left padding. Captured tensors have the sizes of the
-cache. There are no gradients.
+In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: what an
+engine runs, which gives o [B, H, Nq, Dv] and lse [B, H, Nq]. Each sequence means what a dense call of a part of it
+means: Nq and Nk are its rows in the cache, queries begin at Nq less their number, keys at its left padding. Captured
+tensors have the sizes of the cache. There are no gradients.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashgen.hosts.kernel import LibraryKernel
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
-from flashgen.kinds.kind import Kind
-from flashgen.op.call import ELEMENTS, Call, CallChecker, Rest, check_captured, check_shard, match
+from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.engine import Attended, Engine, Rows, Tensors
-from flashgen.op.layouts import laid, layout_like
-from flashgen.op.per_sequence import PerSequence, struct_of
 from flashgen.op.plain import is_plain
-from flashgen.op.ragged import check_memory, no_ragged_kernels, readable
-from flashgen.op.ragged_checks import RaggedChecker
-from flashgen.op.values import address
+from flashgen.op.shapes import match
+from flashgen.op.taken import OneProblem, Taken
 from flashgen.reference import tiled
-from flashgen.reference.programs import Program
+from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
+_PLACES = len(CACHED.tensors)  # the tensors of a ``Cache``
 _Make = Callable[[int, torch.device], tuple[Tensor, ...]]
 _USUAL: dict[tuple[_Make, int], tuple[Tensor, ...]] = {}  # by the number of sequences, on CPUs
 _MOST_USUAL = 128
@@ -65,10 +60,6 @@ class Cache:
         """Whether rows lie in pages."""
         return self.blocks.shape[1] > 0
 
-    def factors(self) -> Iterator[Tensor | None]:
-        """Those of keys and of values; None where numbers are what they are."""
-        return (x if x.numel() else None for x in (self.k_factors, self.v_factors))
-
     def in_numbers(self) -> Cache:
         """The same, with ``padding`` and ``entries`` written out."""
         if self.padding.numel() and self.entries.numel():
@@ -86,7 +77,7 @@ class Cache:
         k, v = (self._rows(x, number, length, padding) for x in (k, v))
         if k.dtype is not F8:
             return k, v
-        k_factors, v_factors = (None if x is None else x[number] for x in self.factors())
+        k_factors, v_factors = (x[number] if x.numel() else None for x in (self.k_factors, self.v_factors))
         return from_8_bits(k, k_factors), from_8_bits(v, v_factors)
 
     def _rows(self, cache: Tensor, number: int, length: int, padding: int) -> Tensor:
@@ -97,8 +88,9 @@ class Cache:
 
     def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
         """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding."""
-        capacity, is_paged, written = self.capacity(cache), self.is_paged, self.in_numbers()
-        lengths, padding, entries = (x.tolist() for x in (written.lengths, written.padding, written.entries))
+        capacity, is_paged, lengths = self.capacity(cache), self.is_paged, self.lengths.tolist()
+        padding = self.padding.tolist() if self.padding.numel() else [0] * len(lengths)
+        entries = self.entries.tolist() if self.entries.numel() else range(len(lengths))
         for b, (length, before) in enumerate(zip(lengths, padding, strict=True)):
             if not 0 <= length <= capacity:
                 raise ValueError(
@@ -235,191 +227,52 @@ def _form(shape: tuple[int | None, ...]) -> str:
     return f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
 
 
-class CachedChecker(RaggedChecker):
-    """Turns calls with a cache into ``Call``s: the shard is the last rows of a cache that is full."""
+@dataclass(frozen=True)
+class CachedCall(Taken):
+    """A call over a cache; ``found`` are the rows of each sequence and its padding, where the host knows them."""
 
-    keys_and_values: ClassVar[tuple[str, str]] = ("k_cache", "v_cache")
+    cache: Cache
+    found: Sequence[tuple[int, int]]
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
-        numbers: Any = rest[0]
-        shard, sizes = self.check_cached(q, k, v, tensors, numbers)
-        _, kernel = self.check_what_runs(q, k, v, tensors)
-        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+    @property
+    def pairs(self) -> Sequence[tuple[int, int]]:
+        return [(length, length) for length, _ in self.found]
 
-    def check_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
-    ) -> tuple[Shard, dict[str, int]]:
-        """The shard and the sizes of sequences that fill the cache. Raises ``ValueError``."""
-        b_start, h_start, b_total, h_total, capacity = numbers
-        heads, kv_heads = q.shape[1], k.shape[1]
-        if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
-            raise ValueError(f"q has {heads} heads and the cache has {kv_heads}; H must be a multiple of Hkv")
-        shard = Shard(
-            batch=q.shape[0], heads=heads, kv_heads=kv_heads, q_len=q.shape[2], kv_len=capacity,
-            b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
-            q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
-        )  # fmt: skip
-        check_shard(self.spec, shard)
-        sizes = shard.sizes(q.shape[3], v.shape[3])
-        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
-            check_captured(declared, tensor, sizes, q.device)
-        return shard, sizes
-
-    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if k.dtype is not F8 and v.dtype is not F8:
-            super()._check_types(q, k, v)
-            return
-        if k.dtype is not v.dtype:
-            raise TypeError(f"'k_cache' is {k.dtype}, but 'v_cache' is {v.dtype}; both are of 8 bits, or neither")
-        if not self.spec.takes_f8:
-            known = ", ".join(map(str, self.dtypes))
-            raise TypeError(
-                f"'k_cache' and 'v_cache' are {F8}; '{self.spec.name}' is built for {known}: name f8e4m3 in its dtype "
-                "statement, too"
-            )
-        super()._check_types(q, q, q)
+    def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
+        """Each sequence that gives anything."""
+        cache = self.cache.in_numbers()
+        for number, shard, rows in cached_sequences(spec, self.call.shard, cache, self.found, self.tensors[:3]):
+            yield OneProblem(number, shard, rows, functools.partial(_of_sequence, number))
 
 
-class CachedEngine(Engine):
-    """Forward of one spec over caches: on CPUs, or on the reference, sequence by sequence."""
-
-    kind: Kind = CACHED
-    checks: ClassVar[type[CallChecker]] = CachedChecker
-
-    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
-        """``o``, ``lse`` and its parts, as of a dense call."""
-        *own_list, lengths, padding, entries, blocks, k_factors, v_factors = tensors
-        own: Tensors = tuple(own_list)
-        asked = cache = Cache(lengths, padding, entries, blocks, k_factors, v_factors)
-        q, k, v = own[0], own[1], own[2]
-        checker = self.checker
-        assert isinstance(checker, CachedChecker)
-        given: Any = rest[0]
-        capacity = cache.capacity(k)
-        numbers: Any = (*given[:-1], capacity)
-        found: Sequence[tuple[int, int]] = ()
-        if self._sees(own, lengths, capacity):
-            cache = asked.in_numbers()
-            found = cache.check(k, q.shape[2])
-        call = checker.find(own, (numbers, rest[1]))
-        pairs = [(length, length) for length, _ in found]
-        checker.check_lengths(call.head_dim, call.sizes, pairs)
-        captured = self._captured(call, own)
-        each = PerSequence(self.spec, call, pairs, own, captured)
-        kernel = call.kernel
-        if call.is_empty or kernel is None:
-            return self._attend_each(call, cache, found, own, each)
-        if call.needs_copy or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % kernel.row_alignment:
-            q, k, v = (readable(kernel, x) for x in (q, k, v))
-            own = (q, k, v, *own[3:])
-            call = checker.find(own, (numbers, rest[1]))
-        check_memory(q, k, v)
-        o = torch.empty_strided(*call.o, dtype=q.dtype, device=call.device)
-        lse, parts, parts_at = None, None, 0
-        if self.signature.has_lse and keeps_lse:
-            lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
-            is_library = isinstance(kernel, LibraryKernel)  # which has a faster way where nobody asks for them
-            make = torch.zeros if is_library else torch.empty
-            parts = make(call.lse_parts[0], dtype=torch.float32, device=call.device)
-            parts_at = 0 if is_library else parts.data_ptr()
-        values: list[float] = [
-            0, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(lse), parts_at, 0, 0, 0, 0, 0
-        ]  # fmt: skip
-        self._values.add(values, call, captured, self._values.no_gradients)
-        table = blocks.data_ptr() if cache.is_paged else 0
-        if not isinstance(kernel, LibraryKernel):
-            self._run_on_gpu(call, values, asked, (k, given[-1]), each)
-            return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
-        places = (
-            *(0, 0, *(x.data_ptr() for x in (cache.lengths, cache.padding, cache.entries)), table),
-            *(blocks.shape[1], k.shape[2], given[-1], element_of_cache(k)),
-            *(address(x) for x in cache.factors()),
-        )
-        prepared = kernel.prepare_ragged("forward", (*values, *call.settled), struct_of(each, len(found), *places))
-        if prepared is None:
-            raise no_ragged_kernels(self.spec.name, "decode")
-        self._workspaces.run(call, prepared, values)
-        return o if q is tensors[0] else laid(o, layout_like(tensors[0], o.shape)), lse, parts
-
-    def _sees(self, own: Tensors, lengths: Tensor, capacity: int) -> bool:
-        """Whether the host looks at what says where rows lie. On a GPU it waits for nothing that kernels do without."""
-        q, v, checker = own[0], own[2], self.checker
-        assert isinstance(checker, CachedChecker)
-        if not (q.is_cuda and lengths.is_cuda and self.kernels):
-            return True
-        why = checker.asks_lengths(HeadDim(q.shape[3], v.shape[3]), own, (capacity, capacity))
-        if why and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                f"'{self.spec.name}': {why}, so that the host has to wait for cache_seqlens, which it cannot while a "
-                "graph is captured"
-            )
-        return bool(why)
-
-    def _run_on_gpu(
-        self, call: Call, values: list[float], cache: Cache, given: tuple[Tensor, int], each: PerSequence
-    ) -> None:
-        """Run kernels for GPUs, which find sequences in the cache by themselves. ``given``: it, and the splits."""
-        kernel, (k, splits) = call.kernel, given
-        assert kernel is not None, "there is one"
-        pages = cache.blocks if cache.is_paged else None
-        padding, entries = (x if x.numel() else None for x in (cache.padding, cache.entries))
-        places = [cache.lengths, padding, entries, pages, *cache.factors()]
-        tables = [None if x is None else torch.from_numpy(x).to(call.device) for x in each.arrays()]
-        values += [*(address(x) for x in places), 0, *(address(x) for x in tables)]
-        known = sizes_of_cache(call, k, cache.blocks.shape[1], splits)
-        settled, layout = list(call.settled), kernel.layout
-        for name, number in known.items():
-            settled[layout.slots[name] - layout.varying] = number
-        key = tuple(known.values())
-        prepared = call.backward.get(key)  # there is no backward pass
-        if prepared is None:
-            prepared = call.backward[key] = kernel.prepare("forward", (*values, *settled))
-        self._workspaces.run(call, prepared, values)
-
-    def gradients(self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Tensor]:  # noqa: ARG002
-        """There are none. Raises ``RuntimeError``."""
-        raise RuntimeError(
-            f"'{self.spec.name}': decode has no gradients; call it under torch.no_grad(), or train with the op"
-        )
-
-    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:  # noqa: ARG002
-        """There are none. Raises ``RuntimeError``."""
-        raise RuntimeError(
-            f"'{self.spec.name}': decode has no derivatives, of neither mode: call the op, or op.reference.decode"
-        )
-
-    def _attend_each(
-        self, call: Call, cache: Cache, found: Sequence[tuple[int, int]], tensors: Tensors, each: PerSequence
-    ) -> Attended:
-        q, has_lse = tensors[0], self.signature.has_lse
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        o = q.new_empty_strided(*call.o).zero_()
-        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
-        names = [param.name for param in self.spec.params]
-        for number, shard, own in cached_sequences(self.spec, call.shard, cache, found, tensors[:3]):
-            params = zip(names, each.params_of(number), each.captured.given, strict=True)
-            problem = tiled.Problem(
-                spec=self.spec,
-                q=own[0],
-                k=own[1],
-                v=own[2],
-                tensors={x.name: given for x, given in zip(self.spec.tensors, each.captured.tensors, strict=True)},
-                params={name: value if x is None else x for name, value, x in params},
-                shard=shard,
-                pairs=self._pairs,
-            )
-            rows, sums = tiled.forward(problem)
-            o[number] = rows[0]
-            if lse is not None and sums is not None:
-                lse[number] = sums[0].to(dtype)
-        return o, lse, q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
+def take(checker: CallChecker, tensors: Tensors, rest: Rest, *, derives: bool = False) -> CachedCall:  # noqa: ARG001 - there are no derivatives
+    """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
+    own, cache = tensors[:-_PLACES], Cache(*tensors[-_PLACES:])
+    q, k = own[:2]
+    given, capacity, columns = rest[0], cache.capacity(k), cache.blocks.shape[1]
+    are_seen, found = True, []
+    if q.is_cuda and cache.lengths.is_cuda and checker.has_kernels:
+        are_seen = checker.lengths.are_seen(own, (capacity, capacity), "cache_seqlens")
+    if are_seen:
+        found = cache.check(k, q.shape[2])
+    numbers: Any = (*given[:4], capacity, columns, given[4])
+    rest = (numbers, rest[1])
+    call = checker.find(own, rest)
+    if checker.spec.tensors:
+        checker.lengths.check(call.head_dim, call.sizes, [(length, length) for length, _ in found])
+    # What has no numbers has no address. The last are counters, of which hosts look after themselves.
+    pointers = [x.data_ptr() for x in tensors[-_PLACES:]]
+    return CachedCall(call, own, rest, [*pointers, 0], cache, found)
 
 
-def sizes_of_cache(call: Call, k: Tensor, columns: int, splits: int) -> dict[str, int]:
-    """What kernels for GPUs are told of a cache, k, of a table of pages with so many columns, and of splits."""
-    group_rows = call.shard.q_len * (call.shard.heads // call.shard.kv_heads)
-    known = {"cache_entries": k.shape[0], "cache_rows": k.shape[2], "table_columns": columns}
-    return known | {"group_rows": group_rows, "key_element": element_of_cache(k), "splits": splits}
+def whole_numbers(rows: Sequence[Tensor], places: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
+    """What shapes are checked with, by the numbers of a call; without places these have the room of the cache."""
+    return (*numbers[:4], Cache(*places).capacity(rows[1])) if places else numbers
+
+
+def _of_sequence(number: int, place: Place, x: Any) -> Any:
+    """What the dense problem of a sequence sees of a result."""
+    return x if place is Place.WHOLE or x is None else x[number][None]
 
 
 def cached_sequences(
@@ -436,8 +289,3 @@ def cached_sequences(
         )  # fmt: skip
         if not tiled.gives_nothing(spec, shard):
             yield number, shard, (q[number][None], *cache.sequence(k, v, number, length, padding))
-
-
-def element_of_cache(k: Tensor) -> int:
-    """The code of what a cache holds, which is of the type of q or of 8 bits."""
-    return ELEMENTS[k.dtype]

@@ -7,37 +7,44 @@ expected and what came.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
 
 from flashgen.hosts.kernel import Kernel, KernelProvider, Node, Prepared, Stored
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
-from flashgen.ir.text import text
+from flashgen.ir.expr import Expr, Symbol, SymbolKind, walk
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
-from flashgen.kinds.operand import F8_CODE
+from flashgen.op.checks import CHECKS, Checks
 from flashgen.op.conversion import Offsets, check_scalar
 from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
+from flashgen.op.length_checks import LengthChecks
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.signature import TORCH_DTYPES, dtype_of, kind
+from flashgen.op.shapes import check_captured_type
+from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
+from flashgen.op.values import by_axis, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
-from flashgen.reference.dense import constant_number, drop_probability, param_values
+from flashgen.reference.dense import drop_probability, param_values
 from flashgen.reference.shard import Shard
 
+# The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p, and those of the kind.
+Tensors = tuple[Any, ...]
+# d_lse, o, lse and its parts.
+Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
+# logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
+Attended = tuple[Tensor, Tensor | None, Tensor | None]
 # The last arguments of the operator: offsets, and whether gradients are to be bitwise repeatable.
 Rest = tuple[Offsets, bool]
 
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, F8: F8_CODE}
 _KERNEL_DTYPES = (ElementType.F32, ElementType.BF16, ElementType.F16)
 _MOST_REMEMBERED = 512
 
@@ -54,7 +61,8 @@ class Call:
     ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
     of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``settled`` are the values of ``struct
     Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
-    or v where they are; ``may_copy``: or perhaps not from where they start. ``reads_nothing``: a captured tensor has no
+    or v where they are; ``may_copy``: or perhaps not from where they start. ``needs_lse`` and ``writes_parts`` are what
+    ``Kernel`` says of passes of this kind. ``reads_nothing``: a captured tensor has no
     elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
     dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
     it is known whether there is one, ``stored`` the captured tensors whose gradients kernels store, once that is.
@@ -77,6 +85,8 @@ class Call:
     settled: tuple[float, ...]
     needs_copy: bool
     may_copy: bool
+    needs_lse: bool
+    writes_parts: bool
     reads_nothing: bool
     threads: int
     forward: dict[object, Prepared] = field(default_factory=dict)
@@ -98,12 +108,9 @@ def backward_key(
 
 
 class CallChecker:
-    """Turns calls of one op into ``Call``s; remembers those of recent shapes.
-
-    ``keys_and_values`` are the names of these arguments.
+    """Turns calls of one op and kind into ``Call``s; remembers those of recent shapes. ``checks.py`` says how kinds
+    differ.
     """
-
-    keys_and_values: ClassVar[tuple[str, str]] = ("k", "v")
 
     def __init__(
         self,
@@ -114,14 +121,18 @@ class CallChecker:
         is_reference: bool,
     ) -> None:
         self.spec, self.kind = spec, kind
-        self._kernels = kernels
+        self._kernels, self.has_kernels = kernels, bool(kernels)
         self._is_reference = is_reference
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
         self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
+        if kind.parts:  # of 16 bits may have been widened
+            self._accepted = tuple(dict.fromkeys((*self._accepted, torch.float32)))
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
+        self.checks = CHECKS.get(kind.name, Checks())
         self.indices = Indices(spec)
+        self.lengths = LengthChecks(spec, self.indices)
         self._captured_end = 3 + len(spec.tensors)
         defaults = [param.default for param in spec.params if param.default is not None]
         self._learned = _reads_params(*defaults)
@@ -212,10 +223,11 @@ class CallChecker:
         return probability
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
-        shard, sizes = check_shapes(self.spec, q, k, v, tensors, rest[0])
+        shard, sizes = self.checks.shapes(self.spec, q, k, v, tensors, rest[0])
         head_dim, kernel = self.check_what_runs(q, k, v, tensors)
-        self.indices.check(head_dim, sizes)
-        return self._made(q, k, v, tensors, shard, sizes, kernel, rest[1], threads)
+        if not self.kind.by_sequence:  # else by the lengths of each sequence
+            self.indices.check(head_dim, sizes)
+        return self._made(q, k, v, tensors, shard, sizes, kernel, rest, threads)
 
     def check_what_runs(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
@@ -236,13 +248,14 @@ class CallChecker:
         dense = None if provider is None else provider(head_dim, q.device.index or 0)
         return head_dim, dense if dense is None or self.kind is DENSE else self._of_kind(dense, q)
 
-    def _of_kind(self, dense: Kernel, q: Tensor) -> Kernel | None:  # noqa: ARG002 - some go by the type of q
-        """The kernel of these calls, by that of dense ones."""
-        return dense.of(self.kind)
+    def _of_kind(self, dense: Kernel, q: Tensor) -> Kernel | None:
+        """The kernel of these calls, by that of dense ones, which writes sums where their type is that of q."""
+        return dense if self.kind.parts and self.written(q.dtype) is q.dtype else dense.of(self.kind)
 
     def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
-        self._check_types(q, k, v)
+        self._check_types(self.checks.of_one_type(self.spec, self.dtypes, q, k, v))
+        self._check_device(q)
         for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
             check_captured_type(declared, tensor)
 
@@ -255,7 +268,7 @@ class CallChecker:
         shard: Shard,
         sizes: Mapping[str, int],
         kernel: Kernel | None,
-        deterministic: bool,
+        rest: Rest,
         threads: int,
     ) -> Call:
         settled: Sequence[float] = ()
@@ -266,18 +279,19 @@ class CallChecker:
             known = settled_values(self.spec, shard, q, k, v, tensors)
             for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
                 known |= row_strides(name, layout[1])
-            known |= {"deterministic": deterministic, "threads": threads}
+            known |= {"deterministic": rest[1], "threads": threads, **self.checks.settled(shard, q, k, rest[0])}
             settled = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
-        rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
+        rows = self.kind.rows(q)
         return Call(
             shard,
             HeadDim(q.shape[-1], v.shape[-1]),
             sizes,
-            shard.is_empty,
-            deterministic,
+            # Sequences may be said to be as long as ever, and have no rows.
+            shard.is_empty or (self.kind.ragged and 0 in (q.shape[0], k.shape[0])),
+            rest[1],
             written,
             o,
             written is q.dtype and q.shape == o[0] and torch.empty_like(q, device="meta").stride() == o[1],
@@ -290,28 +304,32 @@ class CallChecker:
             tuple(settled),
             needs_copy,
             needs_copy or (kernel is not None and kernel.row_alignment > 1),
+            kernel is not None and kernel.needs_lse and not self.kind.forward_only,
+            kernel is not None and kernel.writes_parts and not self.kind.f8,
             any(x.numel() == 0 for x in tensors),
             threads,
         )
 
     def written(self, dtype: torch.dtype) -> torch.dtype:
         """The type of o and of gradients, where q, k and v have this one."""
-        return dtype
+        if self.kind.parts:
+            return type_of_sums(dtype)
+        return dtype if self.kind.o is None else TORCH_DTYPES[self.kind.o]
 
     def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
-        """How a result of this shape lies that belongs to ``x``."""
-        return layout_like(x, shape)
+        """How a result of this shape lies that belongs to ``x``; kernels that add up parts take contiguous ones."""
+        return packed_layout(*shape) if self.kind.parts else layout_like(x, shape)
 
-    def _check_types(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for name, tensor in zip(self.keys_and_values, (k, v), strict=True):
-            if tensor.dtype is not q.dtype:
-                together = "q, {} and {}".format(*self.keys_and_values)
-                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; {together} share one type")
-        if q.dtype not in self._accepted:
-            known = ", ".join(str(dtype) for dtype in self._accepted)
-            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if q.dtype is F8 else ""
-            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}{hint}")
-        self._check_device(q)
+    def _check_types(self, tensors: Sequence[Tensor]) -> None:
+        """``tensors``: q, k and v, or those of them that share one type; none if each was checked."""
+        for name, tensor in zip(self.checks.keys_and_values, tensors[1:], strict=False):
+            if tensor.dtype is not tensors[0].dtype:
+                together = "q, {} and {}".format(*self.checks.keys_and_values)
+                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {tensors[0].dtype}; {together} share one type")
+        if tensors and tensors[0].dtype not in self._accepted:
+            known, dtype = ", ".join(str(each) for each in self._accepted), tensors[0].dtype
+            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if dtype is F8 else ""
+            raise TypeError(f"q, k and v are {dtype}; '{self.spec.name}' is built for {known}{hint}")
 
     def _check_device(self, q: Tensor) -> None:
         if not self._is_reference and q.device.type not in self._kernels:
@@ -337,8 +355,8 @@ def is_readable(kernel: Kernel, x: Tensor) -> bool:
 
 
 def row_strides(name: str, strides: Sequence[int]) -> dict[str, int]:
-    """The strides of an operand: of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences."""
-    b, h, n = strides[:3] if len(strides) == 4 else (0, strides[1], strides[0])
+    """The strides of an operand, as ``by_axis`` has them."""
+    b, h, n = by_axis(strides)[:3]
     return {f"{name}_stride_b": b, f"{name}_stride_h": h, f"{name}_stride_n": n}
 
 
@@ -349,81 +367,6 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
 
 def _reads_params(*roots: Expr) -> bool:
     return any(isinstance(node, Symbol) and node.kind is SymbolKind.PARAM for node in walk(*roots))
-
-
-def check_shapes(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets
-) -> tuple[Shard, dict[str, int]]:
-    """The shard and the sizes of a call. Raises ``ValueError`` where shapes, devices or offsets do not fit."""
-    for name, tensor, form in (("q", q, "[B, H, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
-        if tensor.dim() != 4:
-            raise ValueError(f"'{name}' has shape {list(tensor.shape)}; {form} is expected")
-        if tensor.device != q.device:
-            raise ValueError(f"'{name}' is on {tensor.device}, but 'q' is on {q.device}")
-    batch, heads, q_len, qk = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    match("k", k, 0, batch, "the batch size of q")
-    match("k", k, 3, qk, "the head dimension of q")
-    match("v", v, 0, batch, "the batch size of q")
-    match("v", v, 1, kv_heads, "the number of heads of k")
-    match("v", v, 2, kv_len, "the length of k")
-    if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
-        raise ValueError(f"q has {heads} heads and k has {kv_heads}; H must be a multiple of Hkv")
-    shard = Shard(
-        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
-        q_start=offsets[0], kv_start=offsets[1], b_start=offsets[2], h_start=offsets[3],
-        q_total=offsets[4], kv_total=offsets[5], b_total=offsets[6], h_total=offsets[7],
-    )  # fmt: skip
-    check_shard(spec, shard)
-    sizes = shard.sizes(qk, v.shape[3])
-    for declared, tensor in zip(spec.tensors, tensors, strict=True):
-        check_captured(declared, tensor, sizes, q.device)
-    return shard, sizes
-
-
-def check_shard(spec: AttentionSpec, shard: Shard) -> None:
-    """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
-    shard.check()
-    if _reads_key_heads(spec):
-        shard.check_groups()
-
-
-@functools.lru_cache(maxsize=256)
-def _reads_key_heads(spec: AttentionSpec) -> bool:
-    read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
-    read += [] if spec.dropout is None else [spec.dropout]
-    read += [] if spec.select is None else spec.select.indices
-    return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
-
-
-def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
-    """Raise ``ValueError`` where a dimension is not what something else says."""
-    if tensor.shape[axis] != wanted:
-        raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
-
-
-def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
-    """Raise ``TypeError`` where a captured tensor has another type than is declared."""
-    wanted = TORCH_DTYPES[declared.element]
-    if tensor.dtype is not wanted:
-        raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
-
-
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise ``ValueError`` where a captured tensor lies elsewhere than q."""
-    if tensor.device != device:
-        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
-
-
-def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
-    name = declared.name
-    check_device(name, tensor, device)
-    values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
-    wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
-    if list(tensor.shape) != wanted:
-        shape = ", ".join(text(each) for each in declared.shape)
-        raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
 
 
 def settled_values(

@@ -126,11 +126,12 @@ def probability_argument(dropout_p: object, device: torch.device) -> Tensor | No
 def offset_arguments(offsets: tuple[object, ...], kind: Kind = DENSE) -> Any:
     """The numbers of a kind of calls as ints. Raises ``TypeError`` where one is something else."""
     optional = kind.may_be_none
-    return tuple(_offset(name, value, name in optional) for name, value in zip(kind.numbers, offsets, strict=True))
-
-
-def _offset(name: str, value: object, may_be_none: bool) -> Any:
-    return None if value is None and may_be_none else int_argument(name, value)
+    return tuple(
+        [
+            value if type(value) is int or (value is None and name in optional) else int_argument(name, value)
+            for name, value in zip(kind.numbers, offsets, strict=True)
+        ]
+    )
 
 
 def int_argument(name: str, value: object) -> Any:
@@ -151,7 +152,7 @@ def head_dim_argument(given: object) -> HeadDim | None:
 
 def splits_argument(given: object) -> Any:
     """The number of parts that keys are split into, of 32 bits. Raises ``ValueError``."""
-    splits = as_number(given, whole=True)
+    splits = given if type(given) is int else as_number(given, whole=True)
     if splits is None or splits < 0:
         raise ValueError(f"'num_splits' is {given!r}; 0 or the number of parts that keys are split into is expected")
     return saturated_number(splits)  # there are no more than tiles of keys

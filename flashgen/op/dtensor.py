@@ -22,15 +22,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
-from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
-from flashgen.op.call import check_captured
 from flashgen.op.dtensor_spread import local, made, spread_of
 from flashgen.op.lengths import lengths, unseen_lengths
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import refuse_distributed
-from flashgen.op.ragged_checks import RaggedChecker
 from flashgen.op.registered import NAMESPACE, Registered, first_of
+from flashgen.op.shapes import check_captured
 from flashgen.op.signature import Signature
 
 
@@ -142,10 +140,9 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     extents = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[-2], "kv": k.shape[-2]}
     heads, kv_heads = q.shape[1], k.shape[1]
     pairs: list[tuple[int, int]] = []
-    if kind is not DENSE:
-        assert isinstance(checker, RaggedChecker)
+    if kind.ragged:
         starts, most = own[-2:], (given["max_seqlen_q"], given["max_seqlen_k"])
-        is_seen = not (q.is_cuda and all(x.is_cuda for x in starts)) or checker.asks_lengths(head_dim, own, most)
+        is_seen = not (q.is_cuda and all(x.is_cuda for x in starts)) or checker.lengths.why_seen(own[:-2], most)
         found = (lengths if is_seen else unseen_lengths)(starts[0], starts[1], (q.shape[0], k.shape[0]), most)
         extents, pairs = {"b": found.count, "h": heads, "q": found.max_q, "kv": found.max_k}, found.pairs
     sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
@@ -156,8 +153,8 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     checker.check_types(q, k, v, tensors[3 : 3 + len(spec.tensors)])
     for declared, x in zip(spec.tensors, tensors[3:], strict=False):
         check_captured(declared, x, sizes, q.device)
-    if isinstance(checker, RaggedChecker):
-        checker.check_lengths(head_dim, sizes, pairs)
+    if kind.ragged:
+        checker.lengths.check(head_dim, sizes, pairs)
     else:
         checker.indices.check(head_dim, sizes)
         pairs = [(sizes["Nq"], sizes["Nk"])]

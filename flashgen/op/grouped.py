@@ -21,14 +21,13 @@ from torch import Tensor
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.analysis.selection import has_list_for_each_query, lowered
-from flashgen.hosts.kernel import KernelProvider, LibraryKernel, of_spec
+from flashgen.hosts.kernel import KernelProvider, of_spec
 from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.parts import PARTS
-from flashgen.op.cached import CachedEngine
-from flashgen.op.call import Call, CallChecker, Rest
-from flashgen.op.engine import Attended, Engine, Rows, Tensors
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.layouts import laid, layout_like
 from flashgen.plan.by_blocks import KEPT
 
@@ -46,7 +45,7 @@ class GroupedCalls:
         assert spec.select is not None, "keys are selected"
         self._spec, self._engine, self._block, self._make = spec, engine, spec.select.block, make
         takes = has_list_for_each_query(engine.spec.tensors) and spec.dropout is None
-        self._cached = CachedEngine(lowered(spec), engine.kernels) if takes else None
+        self._cached = Engine(lowered(spec), engine.kernels, kind=CACHED) if takes else None
         self._of_rows = functools.cache(self._make_of_rows)
         self._checker = CallChecker(spec, engine.kernels, is_reference=False)
 
@@ -89,7 +88,7 @@ class GroupedCalls:
             return None
         call = self._checker.find(tensors, rest)
         kernel, shard = call.kernel, call.shard
-        if kernel is None or isinstance(kernel, LibraryKernel) or call.is_empty:
+        if kernel is None or not kernel.shares_lists or call.is_empty:
             return None
         if kernel.of(CACHED) is None or kernel.of(PARTS) is None:  # of a source that was edited there are no others
             return None

@@ -67,7 +67,7 @@ def check_starts(name: str, starts: object, device: torch.device | None = None) 
     """
     if not isinstance(starts, Tensor):
         raise TypeError(f"'{name}' must be a tensor of cumulative lengths (i32[B + 1]), not {type(starts).__name__}")
-    if not is_integral(starts.dtype):
+    if starts.dtype is not torch.int32 and not is_integral(starts.dtype):
         raise TypeError(f"'{name}' is {starts.dtype}; a tensor of cumulative lengths (i32[B + 1]) is expected")
     if starts.dim() != 1 or starts.shape[0] < 1:
         raise ValueError(
@@ -76,7 +76,7 @@ def check_starts(name: str, starts: object, device: torch.device | None = None) 
         )
     if device is not None and starts.is_meta and device.type != "meta":
         raise ValueError(f"'{name}' is on meta, but 'q' is on {device}")
-    return saturated(starts)
+    return starts if starts.dtype is torch.int32 else saturated(starts)
 
 
 def lengths(q_starts: Tensor, k_starts: Tensor, rows: tuple[int, int], most: tuple[int | None, int | None]) -> Lengths:
@@ -86,7 +86,8 @@ def lengths(q_starts: Tensor, k_starts: Tensor, rows: tuple[int, int], most: tup
     """
     _check_same(q_starts, k_starts)
     q, longest_q = _checked("q", q_starts, rows[0], most[0])
-    k, longest_k = _checked("k", k_starts, rows[1], most[1])
+    is_same = q_starts is k_starts and rows[0] == rows[1] and most[0] == most[1]
+    k, longest_k = (q, longest_q) if is_same else _checked("k", k_starts, rows[1], most[1])
     return Lengths(len(q) - 1, longest_q, longest_k, (q, k))
 
 
@@ -98,12 +99,12 @@ def unseen_lengths(
     Where that is not given, a sequence may have all rows.
     """
     _check_same(q_starts, k_starts)
-    max_q, max_k = (count if each is None else each for count, each in zip(rows, most, strict=True))
-    return Lengths(q_starts.shape[0] - 1, max_q, max_k, None)
+    max_q, max_k = most
+    return Lengths(q_starts.size(0) - 1, rows[0] if max_q is None else max_q, rows[1] if max_k is None else max_k, None)
 
 
 def _check_same(q_starts: Tensor, k_starts: Tensor) -> None:
-    if q_starts.shape != k_starts.shape:
+    if q_starts is not k_starts and q_starts.shape != k_starts.shape:
         raise ValueError(
             f"'cu_seqlens_k' has shape {list(k_starts.shape)}, but 'cu_seqlens_q' {list(q_starts.shape)}: "
             "both are [B + 1] for the same B sequences"

@@ -22,22 +22,19 @@ from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind
 from flashgen.kinds.ragged import RAGGED
 from flashgen.kinds.table import KINDS
-from flashgen.op.cached import CachedEngine
+from flashgen.op.call import Tensors
 from flashgen.op.conversion import check_switch, param_argument, probability_argument, seed_argument, tensor_argument
 from flashgen.op.eight_bits import F8
-from flashgen.op.engine import Engine, Tensors
-from flashgen.op.f8 import F8Engine, factors_of_call
+from flashgen.op.engine import Engine
+from flashgen.op.f8 import factors_of_call
 from flashgen.op.lengths import check_starts
 from flashgen.op.narrowing import Narrowing
 from flashgen.op.nested import is_nested, sequences
-from flashgen.op.parts import PartsEngine
-from flashgen.op.ragged import RaggedEngine
 from flashgen.op.reference import Reference, check_return_lse, refuse_dropout
 from flashgen.op.registered import Registered
 from flashgen.op.registration import call, register
 from flashgen.op.selecting import engine_of
 from flashgen.op.signature import Signature
-from flashgen.op.slices import SlicesEngine
 
 _Op = TypeVar("_Op")
 
@@ -85,12 +82,6 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"unknown backend '{backend}'; known are {', '.join(repr(each) for each in BACKENDS)}")
 
 
-# Of the kinds whose calls are more than the dense call's rows elsewhere.
-_ENGINES: Mapping[Kind, type[Engine]] = {
-    each.kind: each for each in (RaggedEngine, CachedEngine, F8Engine, PartsEngine, SlicesEngine)
-}
-
-
 class OpCalls:
     """The operators of one spec, and calls of them by position."""
 
@@ -113,10 +104,9 @@ class OpCalls:
         self._clashes = {each.name: _clash(self._signature, each) for each in (RAGGED, CACHED)}
 
     def _made(self, kind: Kind) -> Engine:
-        make = _ENGINES.get(kind) or functools.partial(Engine, kind=kind)
         if self._parts.backend == "reference":
-            return make(self._parts.spec, {}, pairs=None)
-        return engine_of(make, self._parts.spec, self._parts.kernels)
+            return Engine(self._parts.spec, {}, pairs=None, kind=kind)
+        return engine_of(self._parts.spec, self._parts.kernels, kind)
 
     # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
 

@@ -5,19 +5,18 @@ In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from flashgen.ir.expr import Expr, Symbol, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
-from flashgen.op.call import Call, check_probability
+from flashgen.op.call import Call, Tensors, check_probability
 from flashgen.op.captured import Captured
-from flashgen.op.engine import Tensors
+from flashgen.op.length_checks import drops_by_length, params_by_length
 from flashgen.reference.dense import Dropout, drop_probability, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale
 
@@ -33,7 +32,7 @@ class PerSequence:
         tensors: Tensors,
         captured: Captured,
     ) -> None:
-        self._spec, self._call, self.captured = spec, call, captured
+        self._spec, self._call, self._captured = spec, call, captured
         self._by_length = by_length = params_by_length(spec, captured.given)
         self._own_dropout = drops_by_length(spec, tensors, by_length)
         self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
@@ -41,11 +40,11 @@ class PerSequence:
 
     def params_of(self, number: int) -> tuple[float, ...]:
         """The value of every param."""
-        return self._at(number)[0] if self._pairs else tuple(self.captured.params)
+        return self._at(number)[0] if self._pairs else tuple(self._captured.params)
 
     def dropout_of(self, number: int) -> Dropout | None:
         """Probability and seed."""
-        whole = self.captured.drawn
+        whole = self._captured.drawn
         if not self._own_dropout:
             return whole
         probability = self._at(number)[1]
@@ -54,12 +53,13 @@ class PerSequence:
         assert whole is not None
         return Dropout(probability, whole.seed)
 
-    def tables(self) -> list[int]:
-        """Where what changes lies, one table for each member of ``struct Ragged``; as long as this lives."""
-        self._kept = self.arrays()
-        return [0 if array is None else int(array.ctypes.data) for array in self._kept]
+    def tables(self) -> tuple[list[Tensor | None], int | None]:
+        """What may change, on the device of the call, and the largest threshold of dropout where that does."""
+        arrays = self._arrays()
+        threshold = None if self._spec.dropout is None or arrays[0] is None else int(arrays[0].max(initial=0))
+        return [None if x is None else torch.from_numpy(x).to(self._call.device) for x in arrays], threshold
 
-    def arrays(self) -> list[np.ndarray[Any, Any] | None]:
+    def _arrays(self) -> list[np.ndarray[Any, Any] | None]:
         """One number a sequence of all that may change, dropout before params; None for what does not."""
         count, found = len(self._pairs), []
         if self._spec.dropout is not None:
@@ -81,7 +81,7 @@ class PerSequence:
             params = self._spec.params
             given = {
                 param.name: value
-                for param, value in zip(params, self.captured.params, strict=True)
+                for param, value in zip(params, self._captured.params, strict=True)
                 if param.name not in self._by_length
             }
             # A sequence without pairs asks for no number that its lengths may not have.
@@ -106,31 +106,3 @@ def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Ma
         chosen = given[-1]
         probability = drop_probability(spec, values, sizes) if chosen is None else float(chosen.item())
         check_probability("dropout" if chosen is None else "dropout_p", probability)
-
-
-def params_by_length(spec: AttentionSpec, given: Sequence[Tensor | None]) -> set[str]:
-    """The params that are not given and whose defaults follow from the lengths of a sequence."""
-    by_length: set[str] = set()
-    for param, x in zip(spec.params, given, strict=True):
-        if x is None and param.default is not None and reads(param.default, {"Nq", "Nk"} | by_length):
-            by_length.add(param.name)
-    return by_length
-
-
-def drops_by_length(spec: AttentionSpec, tensors: Sequence[Any], by_length: set[str]) -> bool:
-    """Whether the probability of dropout follows from the lengths of a sequence."""
-    is_own = spec.dropout is not None and (len(tensors) == 0 or tensors[-1] is None)
-    return is_own and spec.dropout is not None and reads(spec.dropout, {"Nq", "Nk"} | by_length)
-
-
-def struct_of(each: PerSequence, count: int, *places: int) -> bytes:
-    """``struct Ragged``: how many sequences, where they are (six tables, two sizes), splits, what a cache holds (a code
-    and two tables), what changes with them.
-    """
-    tables = each.tables()
-    return struct.pack(f"@q6P4q{2 + len(tables)}P", count, *places, *tables)
-
-
-def reads(expr: Expr, names: set[str]) -> bool:
-    """Whether an expression reads one of these names."""
-    return any(isinstance(node, Symbol) and node.name in names for node in walk(expr))

@@ -17,8 +17,8 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.appending import append
-from flashgen.op.cached import CachedChecker, cache_of, cached_sequences
-from flashgen.op.call import CallChecker, check_probability, check_shapes
+from flashgen.op.cached import cache_of, cached_sequences
+from flashgen.op.call import CallChecker, Tensors, check_probability
 from flashgen.op.conversion import (
     check_switch,
     offset_arguments,
@@ -27,14 +27,14 @@ from flashgen.op.conversion import (
     splits_argument,
 )
 from flashgen.op.eight_bits import F8, from_8_bits
-from flashgen.op.engine import Tensors
 from flashgen.op.f8 import factors_of_call
+from flashgen.op.length_checks import LengthChecks
 from flashgen.op.lengths import check_starts, lengths
 from flashgen.op.nested import is_nested, sequences
 from flashgen.op.plain import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.op.ragged import of_sequence
-from flashgen.op.ragged_checks import RaggedChecker
 from flashgen.op.selected import check_selection
+from flashgen.op.shapes import check_cached, check_ragged, check_rows, check_shapes
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import Signature
 from flashgen.reference import dense
@@ -131,11 +131,11 @@ class Reference:
             for name, x in zip(RAGGED.tensors, (cu_seqlens_q, cu_seqlens_k), strict=True)
         )
         numbers = offset_arguments((b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k), RAGGED)
-        RaggedChecker.check_dims(q, k, v)
+        check_rows(q, k, v)
         found = lengths(starts[0], starts[1], (q.shape[0], k.shape[0]), numbers[4:])
-        checker = RaggedChecker(self.spec, {}, is_reference=True)
-        shard, sizes = checker.check_ragged(q, k, v, tensors, (*numbers[:4], found.max_q, found.max_k, found.count))
-        checker.check_lengths(HeadDim(q.shape[2], v.shape[2]), sizes, found.pairs)
+        most = (found.max_q, found.max_k, found.count)
+        shard, sizes = check_ragged(self.spec, q, k, v, tensors, (*numbers[:4], *most))
+        LengthChecks(self.spec, self.checker.indices).check(HeadDim(q.shape[2], v.shape[2]), sizes, found.pairs)
         check_selection(self.spec, tensors, sizes)
         drawn = self._drawn(q, dropout_p, seed)
         dtype = dtype or q.dtype
@@ -195,10 +195,10 @@ class Reference:
             cache = append(cache, k_cache, v_cache, k, v)
         *numbers, _ = offset_arguments((b_start, h_start, b_total, h_total, 0), CACHED)
         found = cache.check(k_cache, q.shape[2])
-        checker = CachedChecker(self.spec, {}, is_reference=True)
         whole = (*numbers, cache.capacity(k_cache))
-        shard, sizes = checker.check_cached(q, k_cache, v_cache, tensors, whole)
-        checker.check_lengths(HeadDim(q.shape[3], v_cache.shape[3]), sizes, [(length, length) for length, _ in found])
+        shard, sizes = check_cached(self.spec, q, k_cache, v_cache, tensors, whole)
+        pairs = [(length, length) for length, _ in found]
+        LengthChecks(self.spec, self.checker.indices).check(HeadDim(q.shape[3], v_cache.shape[3]), sizes, pairs)
         check_selection(self.spec, tensors, sizes)
         dtype = dtype or q.dtype
         nothing = self._drawn(q, 0.0 if self.signature.has_dropout else None, None)

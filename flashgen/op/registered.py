@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flashgen.op.call import Rest
-from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.call import Attended, Rest, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.mapping import Batch
 from flashgen.op.signature import Signature
 

@@ -27,10 +27,10 @@ from torch.library import Library
 
 from flashgen.hosts.kernel import Node
 from flashgen.op import duals
-from flashgen.op.call import Call, Rest
+from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.derivatives import AttentionBackward, tangents_of
-from flashgen.op.engine import Attended, Engine, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.fakes import fake_backward, fake_forward
 from flashgen.op.flops import count_flops
 from flashgen.op.mapping import Batch, by_samples, folds, has_samples, mapped

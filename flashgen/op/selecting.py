@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,29 +19,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flashgen.analysis.selection import lowered, selection_of
 from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.block_order import BlockEngine
-from flashgen.op.cached import Cache, CachedChecker
-from flashgen.op.call import Rest, check_captured_type, check_shapes
-from flashgen.op.engine import Attended, Engine, Rows, Tensors
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind
+from flashgen.op.block_order import CallsByBlocks
+from flashgen.op.call import Attended, CallChecker, Rest, Rows, Tensors
+from flashgen.op.engine import Engine
 from flashgen.op.forward_mode import Moved
 from flashgen.op.grouped import GroupedCalls
-from flashgen.op.lengths import lengths, unseen_lengths
-from flashgen.op.ragged_checks import RaggedChecker
 from flashgen.op.selected import captured_in_order
+from flashgen.op.shapes import check_captured_type
 from flashgen.op.signature import Signature
+from flashgen.op.takes import TAKES
 from flashgen.reference.programs import Forward, Program, Reverse
 
-# What makes an engine of a kind: ``Engine`` and its subclasses.
-MakesEngine = Callable[..., Engine]
 
-
-def engine_of(
-    make: MakesEngine,
-    spec: AttentionSpec,
-    kernels: Mapping[str, KernelProvider | None],
-) -> Engine:
+def engine_of(spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None], kind: Kind = DENSE) -> Engine:
     """The engine of a kind of call; of a spec with a selection the one that makes bits of it first."""
-    inner = make(lowered(spec), kernels)
+    inner = Engine(lowered(spec), kernels, kind=kind)
     return inner if spec.select is None else SelectingEngine(spec, inner)
 
 
@@ -51,18 +45,18 @@ class SelectingEngine(Engine):
     def __init__(self, spec: AttentionSpec, inner: Engine) -> None:
         self.spec, self.kernels, self.inner = spec, inner.kernels, inner
         # Reads the lists themselves, as the reference does: what derivatives of derivatives run.
-        self._formula = type(inner)(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
-        self.signature = Signature.of(spec, inner.kind)
-        self.checker = inner.checks(spec, {}, inner.kind, is_reference=True)
+        self._by_lists = Engine(spec, dict.fromkeys(inner.kernels), kind=inner.kind)
+        self.kind, self.signature = inner.kind, Signature.of(spec, inner.kind)
+        self.checker = CallChecker(spec, {}, inner.kind, is_reference=True)
         self._end = 3 + len(spec.tensors)
         self._end_of_inputs = self.signature.tensor_arguments - len(inner.kind.tensors)
         self._names = tuple(each.name for each in inner.spec.tensors)
         assert spec.select is not None, "keys are selected"
         self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
         shared = selection_of(spec)
-        is_shared = type(inner) is Engine and shared is not None and "h" not in shared.axes
-        self._grouped = GroupedCalls(spec, inner, functools.partial(engine_of, Engine)) if is_shared else None
-        self._blocks = BlockEngine(spec, inner.kernels) if is_shared else None
+        is_shared = inner.kind is DENSE and shared is not None and "h" not in shared.axes
+        self._grouped = GroupedCalls(spec, inner, engine_of) if is_shared else None
+        self._blocks = CallsByBlocks(spec, inner.kernels) if is_shared else None
 
     def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:
         """The engine that runs, and its tensors."""
@@ -75,25 +69,25 @@ class SelectingEngine(Engine):
             made = captured_in_order(self.spec, captured, sizes)
         return self.inner, (*tensors[:3], *made, *tensors[self._end :])
 
-    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True) -> Attended:
+    def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True, into: Attended | None = None) -> Attended:
         """``o``, ``lse`` and its parts."""
-        found = None if self._blocks is None else self._blocks.attend_by_blocks(tensors, rest, keeps_lse)
+        found = None
+        if self._blocks is not None and into is None:
+            found = self._blocks.attend(tensors, rest, keeps_lse)
         if found is not None:
             return found
         inner, own = self.resolved(tensors, rest)
-        if self._grouped is not None and self._grouped.takes(tensors, rest, tensors[self._listed].shape[-1]):
+        if into is None and self._grouped is not None and self._is_grouped(tensors, rest):
             return self._grouped.attend(own, rest, keeps_lse)
-        return inner.attend(own, rest, keeps_lse)
+        return inner.attend(own, rest, keeps_lse, into)
 
-    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
-        """The same, written to what is given."""
-        inner, own = self.resolved(tensors, rest)
-        inner.attend_into(into, own, rest)
+    def _is_grouped(self, tensors: Tensors, rest: Rest) -> bool:
+        return self._grouped is not None and self._grouped.takes(tensors, rest, tensors[self._listed].shape[-1])
 
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
         """As ``Engine`` has it."""
         by_blocks = self._blocks is not None and self._blocks.order(tensors, rest) is not None
-        grouped = self._grouped is not None and self._grouped.takes(tensors, rest, tensors[self._listed].shape[-1])
+        grouped = self._is_grouped(tensors, rest)
         if not (by_blocks or grouped):
             return ""
         forward = "forward kernels for caches run, a query a tile"
@@ -102,27 +96,25 @@ class SelectingEngine(Engine):
         backward = "dense ones of a spec of such rows" if grouped else "dense ones"
         return f"the heads that share a list are the rows of a tile: {forward}, backward {backward}"
 
-    def gradients(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
+    def gradients(
+        self,
+        d_o: Any,
+        rows: Rows,
+        tensors: Tensors,
+        rest: Rest,
+        needs: Sequence[bool],
+        *,
+        is_part: bool = False,
+        into: Sequence[Tensor] | None = None,
+    ) -> list[Any]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
-        if self._grouped is not None:
+        if self._grouped is not None and not is_part:
             numbers = tensors[self._listed].shape[-1]
             found = self._grouped.gradients(d_o, rows, tensors, rest, needs, numbers)
             if found is not None:
                 return found
         inner, own = self.resolved(tensors, rest)
-        return inner.gradients(d_o, rows, own, rest, self._needs(needs))
-
-    def gradients_of_part(self, d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any]:
-        """The same of some of a row's keys."""
-        inner, own = self.resolved(tensors, rest)
-        return inner.gradients_of_part(d_o, rows, own, rest, self._needs(needs))
-
-    def gradients_into(
-        self, into: Sequence[Tensor], d_o: Any, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
-    ) -> list[Any]:
-        """The same, those of q, k and v written to what is given."""
-        inner, own = self.resolved(tensors, rest)
-        return inner.gradients_into(into, d_o, rows, own, rest, self._needs(needs))
+        return inner.gradients(d_o, rows, own, rest, self._needs(needs), is_part=is_part, into=into)
 
     def _needs(self, needs: Sequence[bool]) -> tuple[bool, ...]:
         """What the lowered spec is asked for."""
@@ -132,12 +124,12 @@ class SelectingEngine(Engine):
     @functools.cached_property
     def program(self) -> Program:
         """The op as what derivatives are made of: that of the spec, whose tensors are the lists."""
-        return self._formula.program
+        return self._by_lists.program
 
     @property
     def derives(self) -> str:
         """What runs programs, in words."""
-        return self._formula.derives
+        return self._by_lists.derives
 
     @property
     def moves(self) -> str:
@@ -151,12 +143,12 @@ class SelectingEngine(Engine):
 
     def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
         """The shapes and types of a program's outputs."""
-        return self._formula.likes(program, values)
+        return self._by_lists.likes(program, values)
 
     def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
         """The outputs of a program: what kernels may compute by the lowered spec, all else by the reference."""
         if program.moved is None and program.gradient_of_tangent is None:
-            return self._formula.derive(program, values, rest)
+            return self._by_lists.derive(program, values, rest)
         count = len(program.inputs)
         inner, own = self.resolved(tuple(values[:count]), rest)
         more = len(inner.program.inputs) - count
@@ -190,15 +182,7 @@ class SelectingEngine(Engine):
     def _sizes(self, tensors: Tensors, rest: Rest) -> Mapping[str, int]:
         """The sizes of the whole problem. Raises ``ValueError`` where shapes do not fit."""
         q, k, v = tensors[:3]
-        captured, numbers, checker = tensors[3 : self._end], rest[0], self.checker
-        given: Any = numbers
-        if isinstance(checker, CachedChecker):
-            places = tensors[self._end_of_inputs :]  # none where it is asked what runs, for a cache with so much room
-            room = Cache(*places).capacity(k) if places else given[-1]
-            return checker.check_cached(q, k, v, captured, (*given[:-1], room))[1]
-        if isinstance(checker, RaggedChecker):
-            checker.check_dims(q, k, v)
-            look = lengths if None in given[-2:] else unseen_lengths
-            found = look(tensors[-2], tensors[-1], (q.shape[0], k.shape[0]), given[-2:])
-            return checker.check_ragged(q, k, v, captured, (*given[:-2], found.max_q, found.max_k, found.count))[1]
-        return check_shapes(self.spec, q, k, v, captured, given)[1]
+        takes, numbers = TAKES.get(self.kind.name), rest[0]
+        if takes is not None:
+            numbers = takes.whole_numbers((q, k, v), tensors[self._end_of_inputs :], numbers)  # type: ignore[assignment]
+        return self.checker.checks.shapes(self.spec, q, k, v, tensors[3 : self._end], numbers)[1]

@@ -20,6 +20,7 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
+from flashgen.kinds.operand import F8_CODE
 from flashgen.kinds.ragged import RAGGED
 
 # What other libraries' calls are told, and the statement of a spec that says it here.
@@ -37,6 +38,8 @@ TORCH_DTYPES = {
     ElementType.I64: torch.int64,
     ElementType.BOOL: torch.bool,
 }
+# The codes of element types in ``struct Arguments``.
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: F8_CODE}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,11 @@ def with_strides(kernel: Kernel, settled: Values, rows: Mapping[str, Sequence[in
     return values
 
 
+def by_axis(strides: Sequence[int]) -> Sequence[int]:
+    """Strides of b, h and n of [B, H, N, width], or of [T, H, width], where T are the rows of all sequences."""
+    return strides if len(strides) == 4 else (0, strides[1], strides[0])
+
+
 def places_of(rows: Sequence[Tensor | None]) -> tuple[tuple[int, ...], ...]:
     """The strides of rows; none where there are none."""
     return tuple(() if x is None else x.stride() for x in rows)

@@ -35,6 +35,8 @@ class Workspaces:
 
     def run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
         """One pass with the values that vary; the first is still missing, where the workspace lies."""
+        if prepared.by_values is not None:
+            prepared = prepared.by_values(values)
         size = prepared.workspace_bytes
         if size == 0:
             prepared.run(values)

@@ -8,7 +8,7 @@ the functions below. Fields in which calls of the same shapes differ come first:
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, size, walk
@@ -105,8 +105,7 @@ def argument_fields(spec: AttentionSpec, kind: Kind = DENSE) -> tuple[Field, ...
         *(_gradient_of(each.name, "[1]") for each in spec.params if each.grad),
         *(_stored_gradient_of(each) for each in (*stored_tensors(spec), *summed_tensors(spec))),
     ]
-    fields = [*varying, *kind.pointers, *(_tables(spec) if kind.by_sequence else ())]
-    fields = [dataclasses.replace(each, varies=True) for each in fields]
+    fields = [dataclasses.replace(each, varies=True) for each in varying]
     fields += () if has_dropout else _dropout()
     fields += [Field(name, "i64") for each in OPERANDS.values() for name in each.stride_fields]
     fields += [
@@ -121,7 +120,14 @@ def argument_fields(spec: AttentionSpec, kind: Kind = DENSE) -> tuple[Field, ...
         axes = range(len(tensor.shape))
         fields += [Field(stride_field(tensor.name, axis), "i64") for axis in axes]
         fields += [Field(dimension_field(tensor.name, axis), "i64") for axis in axes]
-    return (*fields, *kind.sizes)
+    return fields_of_kind(fields, kind)
+
+
+def fields_of_kind(dense: Sequence[Field], kind: Kind) -> tuple[Field, ...]:
+    """The fields of a kind, by those of dense calls with its pointers to rows."""
+    varying = [each for each in dense if each.varies]
+    own = [*kind.pointers, *(_tables(varying) if kind.by_sequence else ())]
+    return (*varying, *(dataclasses.replace(each, varies=True) for each in own), *dense[len(varying) :], *kind.sizes)
 
 
 def _declared(dense: Operand, kind: Kind) -> Operand:
@@ -129,22 +135,23 @@ def _declared(dense: Operand, kind: Kind) -> Operand:
     return kind.operands[dense.name] if kind.rows_as_declared else dense
 
 
-def _tables(spec: AttentionSpec) -> list[Field]:
+def _tables(varying: Sequence[Field]) -> list[Field]:
     """The tables of what may change from sequence to sequence."""
-    kinds = {each.name: each.kind for each in argument_fields(spec)}
     comment = "[batch], where it follows from a sequence's lengths; else null"
     return [
-        Field(table, "const pointer", comment, _ELEMENTS[kinds[name]])
-        for name, table in fields_of_sequences(spec).items()
+        Field(table_field(each.name), "const pointer", comment, _ELEMENTS[each.kind])
+        for each in varying
+        if each.name in _DROPOUT_BY_SEQUENCE or each.name.startswith(param_field(""))
     ]
 
 
+_DROPOUT_BY_SEQUENCE = ("dropout_threshold", "dropout_scale")
 _ELEMENTS = {"u32": "uint32_t", "f32": "float", "i32": "int32_t"}
 
 
 def fields_of_sequences(spec: AttentionSpec) -> Mapping[str, str]:
     """The fields that may be other numbers for each sequence, dropout before params, and those of tables of these."""
-    names = ("dropout_threshold", "dropout_scale") if spec.dropout is not None else ()
+    names = _DROPOUT_BY_SEQUENCE if spec.dropout is not None else ()
     return {name: table_field(name) for name in (*names, *(param_field(each.name) for each in spec.params))}
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.hosts.extents import extents
-from flashgen.hosts.kernel import ArgumentLayout, LibraryKernel
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.library import LibraryKernel
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.field import Field
 

@@ -22,7 +22,7 @@ from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op.cached import CachedEngine
+from flashgen.op.cached import Cache
 from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.op.signature import TORCH_DTYPES
@@ -399,7 +399,7 @@ BOUNDS = {
 @pytest.mark.parametrize("bad", BOUNDS)
 def test_what_keeps_kernels_inside_is_needed(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has looked at the numbers."""
-    monkeypatch.setattr(CachedEngine, "_sees", lambda *_: False)
+    monkeypatch.setattr(Cache, "check", lambda *_: [])
     given = arguments()
     if bad == "pages":
         given["block_table"] = given["block_table"] + 400

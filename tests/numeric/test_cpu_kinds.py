@@ -9,7 +9,7 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.hosts.kernel import LibraryKernel
+from flashgen.hosts.library import LibraryKernel
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.kinds.field import Field

@@ -14,7 +14,7 @@ from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
-from flashgen.op.cached import CachedEngine
+from flashgen.op.cached import Cache
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.targets.gpu.bytes import COUNTED
@@ -271,7 +271,7 @@ def test_numbers_that_nobody_checked(bad: str, monkeypatch: pytest.MonkeyPatch) 
     else:
         (k, given["block_table"]), (v, _) = in_pages(k, 16), in_pages(v, 16)
         given["block_table"][1] = i32(2**31 - 1, -(2**31), 51, 5, *([-1] * 12))
-    monkeypatch.setattr(CachedEngine, "_sees", lambda *_: False)
+    monkeypatch.setattr(Cache, "check", lambda *_: [])
     found = op.decode(q, k, v, **given, ell=1 / 256, **captured(op, 6))
     assert torch.equal(found[::2], right[::2])
     monkeypatch.undo()

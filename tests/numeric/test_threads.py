@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.hosts.kernel import LibraryKernel
+from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.kind import PassName
 from flashgen.op.call import Rest
 from flashgen.store.cache import Cache

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.hosts.kernel import ArgumentLayout, LibraryKernel
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.field import Field
 from flashgen.store.cache import Cache
 from flashgen.toolchains.cpp import (

@@ -13,7 +13,7 @@ import flashgen
 from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
 from flashgen.kinds.slices import SLICES
-from flashgen.op.slices import has_kernel
+from flashgen.op.engine import Engine
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import random_inputs
 
@@ -53,7 +53,7 @@ def test_they_are_what_other_kernels_write(backend: str, target: str | None, tex
     def larger(like: Tensor) -> Tensor:
         return torch.full((*like.shape[:2], BEFORE + SHAPE.q_len + BEHIND, *like.shape[3:]), 7.0, dtype=like.dtype)
 
-    assert has_kernel(op.engine_of(SLICES), inputs.q, inputs.v)
+    assert op.engine_of(SLICES).has_kernel(inputs.q, inputs.v)
     for repeats in (False, True):
         rest, needs = (OFFSETS, repeats), [True] * op.signature.inputs
         attended: tuple[Any, ...] = op.engine.attend(tensors, rest)
@@ -91,6 +91,6 @@ def test_where_there_are_none_they_say_so() -> None:
     def without(head_dim: Any, index: int) -> Any:
         return dataclasses.replace(kernels(head_dim, index), other=lambda _: None)
 
-    engine = type(op.engine_of(SLICES))(op.spec, {"cpu": without})
-    assert not has_kernel(engine, inputs.q, inputs.v)
-    assert not has_kernel(flashgen.loads(POINTWISE, backend="reference").engine_of(SLICES), inputs.q, inputs.v)
+    engine = Engine(op.spec, {"cpu": without}, kind=SLICES)
+    assert not engine.has_kernel(inputs.q, inputs.v)
+    assert not flashgen.loads(POINTWISE, backend="reference").engine_of(SLICES).has_kernel(inputs.q, inputs.v)

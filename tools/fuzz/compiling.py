@@ -18,7 +18,8 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled as compiled_kernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.emulator_machine import emulator_provider
-from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_forward_mode
+from flashgen.hosts.kernel import KernelProvider
+from flashgen.hosts.library import LibraryKernel, load_forward_mode
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE

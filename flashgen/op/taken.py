@@ -1,0 +1,61 @@
+"""A call as an engine runs it, of a kind that takes more than dense calls do.
+
+In: what a kind makes of its operator's tensors (``ragged.py``, ``cached.py``, ``f8.py``). Out: the tensors of a dense
+call, values of the kind's own fields, and the dense problems that the call is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.ir.spec import AttentionSpec
+from flashgen.op.call import Call, Rest, Tensors
+from flashgen.reference.programs import Place
+from flashgen.reference.shard import Shard
+
+# What one problem of a call sees of a tensor that has a place: a view.
+View = Callable[[Place, Any], Any]
+
+
+@dataclass(frozen=True)
+class OneProblem:
+    """A dense problem of a call: the number of its sequence, where it lies, q, k and v, and what it sees."""
+
+    number: int
+    shard: Shard
+    rows: Tensors
+    view: View
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The call; ``rest`` is what the checker finds it by. ``pointers`` are the values of the kind's pointers."""
+
+    call: Call
+    tensors: Tensors
+    rest: Rest
+    pointers: list[int]
+
+    @property
+    def pairs(self) -> Sequence[tuple[int, int]]:
+        """The lengths of each sequence, of queries and of keys, where the host knows them."""
+        return ()
+
+    def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:  # noqa: ARG002 - some go by the spec
+        """Those that give anything, of a kind by sequence."""
+        return iter(())
+
+    def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - of 8 bits
+        """What dense calls take in their place where there is no kernel, in one of these types; None: the same."""
+        return None
+
+    def finish(self, o: Tensor, lse: Tensor | None) -> None:
+        """Write what kernels leave out of o and lse."""
+
+    def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """The same of gradients."""
