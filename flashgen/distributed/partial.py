@@ -137,7 +137,7 @@ class Partial:
     def whole(self, into: Closed, tensors: Tensors, where: Where) -> None:
         """What ``close`` gives of rows whose keys are all here, in their place among others: one call of the op."""
         if self._writes_slices(self.op, tensors):
-            self.op.engine_of(SLICES).attend_into(into, tensors, (where.offsets, False))
+            self.op.engine_of(SLICES).attend(tensors, (where.offsets, False), into=into)
             return
         for x, place in zip(self.op.engine.attend(tensors, (where.offsets, False)), into, strict=True):
             if x is not None and place is not None:
@@ -191,7 +191,7 @@ class Partial:
     ) -> list[Tensor]:  # fmt: skip
         """The gradients of a part, float32 at least, of those inputs that ``needs`` names; q, k and v among them."""
         rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
-        return self.engine.gradients_of_part(d_o, rows, tensors, (where.offsets, deterministic), needs)
+        return self.engine.gradients(d_o, rows, tensors, (where.offsets, deterministic), needs, is_part=True)
 
     def gradients_of_whole(
         self, into: Sequence[Tensor], d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where,
@@ -203,7 +203,8 @@ class Partial:
         if self.wide and self._writes_slices(self.inner, tensors):
             rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
             engine = self.inner.engine_of(SLICES)
-            return engine.gradients_into(into, d_o, rows, tensors, (where.offsets, deterministic), needs)[3:]
+            rest = (where.offsets, deterministic)
+            return engine.gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)[3:]
         o, lse, parts = closed
         rows_read = (o.to(self.type_of(o.dtype)), lse, parts)
         found = self.gradients(d_o, d_lse, rows_read, tensors, where, needs, deterministic)

@@ -20,9 +20,9 @@ from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kep
 from flashgen.distributed.exchange import Group, check_member, gathered, sliced
 from flashgen.distributed.needs import Held, joined, needs_of
 from flashgen.ir.expr import Symbol
+from flashgen.op.checks import check_captured
 from flashgen.op.conversion import param_argument, tensor_argument
 from flashgen.op.op import BaseOp
-from flashgen.op.shapes import check_captured
 from flashgen.reference.shard import MOST_POSITIONS
 
 _ENOUGH = 0.05  # imbalance that is not worth more spans

@@ -27,10 +27,10 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
+from flashgen.op.checks import check_captured, check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import check_tensors
-from flashgen.op.shapes import check_captured, check_device
 
 _MOST_MARKED = 8  # calls that are remembered
 

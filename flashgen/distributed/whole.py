@@ -55,7 +55,6 @@ class _Attend(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 : 2 + engine.signature.inputs]
         d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
         rows = (d_lse, o, lse, parts) if engine.signature.has_lse else (None,) * 4
-        gradients = engine.gradients_of_part if ctx.is_wide else engine.gradients
-        found = iter(gradients(d_o, rows, tuple(tensors), ctx.rest, needs))
+        found = iter(engine.gradients(d_o, rows, tuple(tensors), ctx.rest, needs, is_part=ctx.is_wide))
         rest = len(tensors) - len(needs)
         return (None, None, *(next(found) if need else None for need in needs), *(None,) * rest)

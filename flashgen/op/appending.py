@@ -23,7 +23,7 @@ from flashgen.hosts.standalone import Standalone
 from flashgen.op.cached import Cache
 from flashgen.op.conversion import require
 from flashgen.op.eight_bits import F8, to_8_bits
-from flashgen.op.length_checks import checks_lengths
+from flashgen.op.lengths import checks_lengths
 from flashgen.op.plain import lies_in_memory, transforming
 from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library

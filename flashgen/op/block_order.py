@@ -51,7 +51,7 @@ class CallsByBlocks:
             own = slice(first, first + order.queries)
             into = tuple(None if x is None else x[:, :, own] for x in (o, lse, parts))
             numbers: Any = (given[0] + first, *given[1:4], q_total, *given[5:])
-            self._engine.attend_into(into, (q[:, :, own], *tensors[1:]), (numbers, rest[1]))  # type: ignore[arg-type]
+            self._engine.attend((q[:, :, own], *tensors[1:]), (numbers, rest[1]), into=into)  # type: ignore[arg-type]
         return o, lse, parts
 
     def _order(self, call: Call, tensors: Tensors) -> BlockOrder | None:

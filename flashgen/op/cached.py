@@ -22,10 +22,10 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.op.call import CallChecker, Rest, Tensors
+from flashgen.op.checks import match
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
 from flashgen.op.plain import is_plain
-from flashgen.op.shapes import match
 from flashgen.op.taken import OneProblem, Taken
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
@@ -242,10 +242,10 @@ class CachedCall(Taken):
         """Each sequence that gives anything."""
         cache = self.cache.in_numbers()
         for number, shard, rows in cached_sequences(spec, self.call.shard, cache, self.found, self.tensors[:3]):
-            yield OneProblem(number, shard, rows, functools.partial(_of_sequence, number))
+            yield number, shard, rows, functools.partial(_of_sequence, number)
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, *, derives: bool = False) -> CachedCall:  # noqa: ARG001 - there are no derivatives
+def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, cache = tensors[:-_PLACES], Cache(*tensors[-_PLACES:])
     q, k = own[:2]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor, contiguous_format, get_num_threads
 
 from flashgen.hosts.kernel import Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, walk
@@ -21,14 +21,13 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
-from flashgen.op.checks import CHECKS, Checks
+from flashgen.op.checks import CHECKS, Checks, check_captured_type
 from flashgen.op.conversion import Offsets, check_scalar
 from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
-from flashgen.op.length_checks import LengthChecks
+from flashgen.op.lengths import LengthChecks
 from flashgen.op.plain import NoMemoryError
-from flashgen.op.shapes import check_captured_type
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.values import by_axis, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
@@ -352,6 +351,11 @@ def is_readable(kernel: Kernel, x: Tensor) -> bool:
         return False
     # A copy would lie no better than what is contiguous.
     return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
+
+
+def readable(kernel: Kernel, x: Tensor) -> Tensor:
+    """A tensor that a kernel can read: itself, or a copy."""
+    return x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format)
 
 
 def row_strides(name: str, strides: Sequence[int]) -> dict[str, int]:

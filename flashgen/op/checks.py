@@ -1,10 +1,13 @@
-"""What is checked of the calls of each kind: one table, which ``call.py`` reads.
+"""What is checked of calls, by kinds: shapes of q, k and v with each other, those of captured tensors, types.
 
-In: a kind. Out: its ``Checks``. Errors name the argument, what was expected and what came.
+In: tensors and numbers of a call, by its kind. Out: its shard, the sizes that the spec reads, values that follow;
+``ValueError`` and ``TypeError`` name the argument, what was expected and what came. ``CHECKS`` is what ``call.py``
+reads.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +15,153 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.expr import Expr, index, literal, size, substitute, walk
+from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.text import text
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
+from flashgen.op.conversion import Offsets
 from flashgen.op.eight_bits import F8
-from flashgen.op.shapes import Sizes, check_cached, check_ragged, check_shapes
-from flashgen.op.signature import ELEMENTS
+from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
+from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
+
+# A shard, and the sizes that a spec reads.
+Sizes = tuple[Shard, dict[str, int]]
+
+
+def check_shapes(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], offsets: Offsets
+) -> Sizes:
+    """The shard and the sizes of a dense call. Raises ``ValueError`` where shapes, devices or offsets do not fit."""
+    for name, tensor, form in (("q", q, "[B, H, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
+        if tensor.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(tensor.shape)}; {form} is expected")
+        _check_same_device(name, tensor, q)
+    batch, heads, q_len, qk = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    match("k", k, 0, batch, "the batch size of q")
+    match("k", k, 3, qk, "the head dimension of q")
+    match("v", v, 0, batch, "the batch size of q")
+    match("v", v, 1, kv_heads, "the number of heads of k")
+    match("v", v, 2, kv_len, "the length of k")
+    _check_heads(heads, kv_heads)
+    shard = Shard(
+        batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
+        q_start=offsets[0], kv_start=offsets[1], b_start=offsets[2], h_start=offsets[3],
+        q_total=offsets[4], kv_total=offsets[5], b_total=offsets[6], h_total=offsets[7],
+    )  # fmt: skip
+    return _sized(spec, shard, q, v, tensors)
+
+
+def check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ``ValueError`` where q, k and v of a ragged batch have no rows of heads."""
+    if q.dim() == k.dim() == v.dim() == 3:
+        return
+    for name, x, form in (("q", q, "[Tq, H, D]"), ("k", k, "[Tk, Hkv, D]"), ("v", v, "[Tk, Hkv, Dv]")):
+        if x.dim() != 3:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected, all sequences in a row")
+
+
+def check_ragged(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
+) -> Sizes:
+    """The same of a batch as long as its longest sequences, of whose lengths and number ``numbers`` end with."""
+    b_start, h_start, b_total, h_total, max_q, max_k, count = numbers
+    for name, tensor in (("k", k), ("v", v)):
+        _check_same_device(name, tensor, q)
+    match("k", k, 2, q.shape[2], "the head dimension of q")
+    match("v", v, 1, k.shape[1], "the number of heads of k")
+    match("v", v, 0, k.shape[0], "the rows of k")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    _check_heads(heads, kv_heads)
+    shard = Shard(
+        batch=count, heads=heads, kv_heads=kv_heads, q_len=max_q, kv_len=max_k,
+        b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+    )  # fmt: skip
+    return _sized(spec, shard, q, v, tensors)
+
+
+def check_cached(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
+) -> Sizes:
+    """The same of sequences that fill a cache, whose room is the fifth of ``numbers``."""
+    b_start, h_start, b_total, h_total, capacity = numbers[:5]
+    heads, kv_heads = q.shape[1], k.shape[1]
+    _check_heads(heads, kv_heads, "the cache")
+    shard = Shard(
+        batch=q.shape[0], heads=heads, kv_heads=kv_heads, q_len=q.shape[2], kv_len=capacity,
+        b_start=b_start, h_start=h_start, b_total=b_total, h_total=h_total,
+        q_total=max(capacity, q.shape[2]), kv_total=max(capacity, q.shape[2]),
+    )  # fmt: skip
+    return _sized(spec, shard, q, v, tensors)
+
+
+def _sized(spec: AttentionSpec, shard: Shard, q: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Sizes:
+    check_shard(spec, shard)
+    sizes = shard.sizes(q.shape[-1], v.shape[-1])
+    for declared, tensor in zip(spec.tensors, tensors, strict=True):
+        check_captured(declared, tensor, sizes, q.device)
+    return shard, sizes
+
+
+def _check_heads(heads: int, kv_heads: int, whose: str = "k") -> None:
+    if (kv_heads == 0 and heads > 0) or (kv_heads > 0 and heads % kv_heads):
+        raise ValueError(f"q has {heads} heads and {whose} has {kv_heads}; H must be a multiple of Hkv")
+
+
+def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+
+
+def check_shard(spec: AttentionSpec, shard: Shard) -> None:
+    """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
+    shard.check()
+    if _reads_key_heads(spec):
+        shard.check_groups()
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_key_heads(spec: AttentionSpec) -> bool:
+    read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
+    read += [] if spec.dropout is None else [spec.dropout]
+    read += [] if spec.select is None else spec.select.indices
+    return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
+
+
+def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
+    """Raise ``ValueError`` where a dimension is not what something else says."""
+    if tensor.shape[axis] != wanted:
+        raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
+
+
+def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
+    """Raise ``TypeError`` where a captured tensor has another type than is declared."""
+    wanted = TORCH_DTYPES[declared.element]
+    if tensor.dtype is not wanted:
+        raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor lies elsewhere than q."""
+    if tensor.device != device:
+        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
+
+
+def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
+    name = declared.name
+    check_device(name, tensor, device)
+    values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
+    wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
+    if list(tensor.shape) != wanted:
+        shape = ", ".join(text(each) for each in declared.shape)
+        raise ValueError(f"tensor '{name}' has shape {list(tensor.shape)}; the spec declares [{shape}] = {wanted}")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
 
 Types = Sequence[torch.dtype]
 

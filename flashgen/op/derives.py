@@ -138,8 +138,7 @@ class Derives:
         if kernel is None:
             return None
         captured = self._captured(call, tensors)
-        rows = (call.shard, *tensors[:3])
-        problem = self.formula.problem(call, rows, captured, captured.params, captured.drawn)
+        problem = self.formula.problem(call, call.shard, tensors, captured, captured.params, captured.drawn)
         moves = tangents[: self.signature.inputs]
         return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 

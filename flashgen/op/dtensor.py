@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.op.checks import check_captured
 from flashgen.op.dtensor_spread import local, made, spread_of
 from flashgen.op.lengths import lengths, unseen_lengths
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import refuse_distributed
 from flashgen.op.registered import NAMESPACE, Registered, first_of
-from flashgen.op.shapes import check_captured
 from flashgen.op.signature import Signature
 
 

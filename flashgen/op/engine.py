@@ -8,7 +8,8 @@ from ``call.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,13 @@ from flashgen.hosts.kernel import (
     Values,
 )
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind, PassName
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors, backward_key, is_readable
+from flashgen.kinds.ragged import RAGGED
+from flashgen.op import cached, f8, ragged
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors, backward_key, is_readable, readable
 from flashgen.op.captured import Captured, CapturedValues
 from flashgen.op.derives import Derives
 from flashgen.op.formula import Formula
@@ -36,19 +41,54 @@ from flashgen.op.per_sequence import PerSequence
 from flashgen.op.plain import NoMemoryError
 from flashgen.op.signature import Signature
 from flashgen.op.taken import Taken
-from flashgen.op.takes import TAKES
 from flashgen.op.values import address, by_axis, packed, places_of, put, type_of_sums, with_strides, within
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 
 
+def _as_they_are(_rows: Sequence[Tensor], _own: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
+    return numbers
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What calls of a kind are, where they are more than dense ones.
+
+    ``take`` gives the call of an operator's arguments, by its last one of a call to be differentiated, not run by
+    kernels. ``whole_numbers`` gives what shapes are checked with, by q, k and v, the kind's own tensors and numbers.
+    ``no_gradients`` and ``no_derivatives`` are what is said where there are none.
+    """
+
+    take: Callable[[CallChecker, Tensors, Rest, bool], Taken]
+    whole_numbers: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], Sequence[Any]] = _as_they_are
+    no_gradients: str = ""
+    no_derivatives: str = ""
+
+
+# By the names of kinds; calls of others take what dense ones take.
+TAKES: Mapping[str, Takes] = {
+    RAGGED.name: Takes(ragged.take, ragged.whole_numbers),
+    CACHED.name: Takes(
+        cached.take,
+        cached.whole_numbers,
+        "decode has no gradients; call it under torch.no_grad(), or train with the op",
+        "decode has no derivatives, of neither mode: call the op, or op.reference.decode",
+    ),
+    EIGHT_BITS.name: Takes(
+        f8.take,
+        no_gradients="q, k and v of 8 bits have no gradients; call it under torch.no_grad(), or train in bfloat16",
+        no_derivatives="q, k and v of 8 bits have no derivatives, of neither mode: widen them, or call op.reference",
+    ),
+}
+
+
 class Engine(Derives):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
-    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. What is not said of a kind by
-    itself is in ``takes.py`` and ``checks.py``.
+    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. What a kind does not say by
+    itself is in ``TAKES``, and in ``CHECKS`` (``checks.py``).
     """
 
     has_nodes = False  # whether C++ may start its calls (op/node.py)
@@ -104,15 +144,12 @@ class Engine(Derives):
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
-    def attend_into(self, into: Attended, tensors: Tensors, rest: Rest) -> None:
-        """``attend``, written to ``into``: the same rows of tensors that have more, those of lse of contiguous ones.
-
-        For kinds whose kernels write there.
-        """
-        self.attend(tensors, rest, into=into)
-
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True, into: Attended | None = None) -> Attended:
-        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept."""
+        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept.
+
+        They are written to ``into``, if given: the same rows of tensors that have more, those of lse of contiguous
+        ones. For kinds whose kernels write there.
+        """
         taken = None
         if self._takes is None:
             call = self.checker.find(tensors, rest)
@@ -185,25 +222,6 @@ class Engine(Derives):
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def gradients_of_part(
-        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
-    ) -> list[Tensor]:
-        """``gradients``, where o and lse are those of rows over more keys than k and v have.
-
-        Those of captured values stay float32: others are added to them.
-        """
-        return self.gradients(d_o, rows, tensors, rest, needs, is_part=True)
-
-    def gradients_into(
-        self, into: Sequence[Tensor], d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool]
-    ) -> list[Tensor]:
-        """The same, those of q, k and v, which ``needs`` names, written to ``into``: of q, and in ``rows``, the same
-        rows of tensors that have more, those that are one number a row of contiguous ones.
-
-        For kinds whose kernels write there.
-        """
-        return self.gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)
-
     def gradients(
         self,
         d_o: Tensor,
@@ -217,7 +235,9 @@ class Engine(Derives):
     ) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs, each like what it is the gradient of.
 
-        Raises ``RuntimeError`` where a kind has none.
+        ``is_part``: o and lse are those of rows over more keys than k and v have, and gradients of captured values stay
+        float32, as others are added to them. Those of q, k and v are written to ``into``, if given, as by ``attend``,
+        whose o, lse and parts ``rows`` has then. Raises ``RuntimeError`` where a kind has none.
         """
         taken = None
         if self._takes is None:
@@ -303,7 +323,7 @@ class Engine(Derives):
         if self._takes is None:
             return self.checker.find(tensors, rest), None, tensors, rest
         self._refuse(self._takes.no_derivatives if derives else "")
-        taken = self._takes.take(self.checker, tensors, rest, derives=derives)
+        taken = self._takes.take(self.checker, tensors, rest, derives)
         return taken.call, taken, taken.tensors, taken.rest
 
     def _prepared(self, kernel: Kernel, name: PassName, values: Values) -> Prepared:
@@ -346,8 +366,7 @@ class Engine(Derives):
         q, k, v = tensors[:3]
         if not call.needs_copy and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % kernel.row_alignment == 0:
             return call, tensors
-        own = (x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format) for x in (q, k, v))
-        tensors = (*own, *tensors[3:])
+        tensors = (*(readable(kernel, x) for x in (q, k, v)), *tensors[3:])
         return self.checker.find(tensors, rest), tensors
 
     def _captured(self, call: Call, tensors: Tensors) -> Captured:

@@ -56,7 +56,7 @@ class F8Call(Taken):
         return (*wide, *self.tensors[3:])
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, *, derives: bool = False) -> F8Call:  # noqa: ARG001 - there are no derivatives
+def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> F8Call:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, factors = tensors[: -len(DESCALES)], tensors[-len(DESCALES) :]
     return F8Call(checker.find(own, rest), own, rest, [x.data_ptr() for x in factors], factors)

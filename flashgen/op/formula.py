@@ -73,7 +73,7 @@ class Formula:
         needs: Sequence[bool],
         is_part: bool,
     ) -> list[Tensor]:
-        """Those that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients_of_part`` says."""
+        """Those that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
         inputs = tensors[: self.signature.inputs]
         whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
         sums: Sequence[Tensor | None] = []
@@ -102,31 +102,30 @@ class Formula:
         """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
         if taken is None or not self.kind.by_sequence:
             if not tiled.gives_nothing(self.spec, call.shard):
-                rows = (call.shard, *tensors[:3])
-                yield self.problem(call, rows, captured, captured.params, captured.drawn), _all_of
+                yield self.problem(call, call.shard, tensors, captured, captured.params, captured.drawn), _all_of
             return
         sequences = PerSequence(self.spec, call, taken.pairs, tensors, captured)
-        for one in taken.problems(self.spec):
-            params, dropout = sequences.params_of(one.number), sequences.dropout_of(one.number)
-            yield self.problem(call, (one.shard, *one.rows), captured, params, dropout), one.view
+        for number, shard, rows, view in taken.problems(self.spec):
+            params, dropout = sequences.params_of(number), sequences.dropout_of(number)
+            yield self.problem(call, shard, rows, captured, params, dropout), view
 
     def problem(
         self,
         call: Call,
-        rows: tuple[Shard, Tensor, Tensor, Tensor],
+        shard: Shard,
+        rows: Tensors,
         captured: Captured,
         params: Sequence[float],
         dropout: Dropout | None,
     ) -> tiled.Problem:
-        """A dense problem of a call: ``rows`` are its place, q, k and v; ``params`` and ``dropout`` are its own."""
+        """A dense problem of a call: ``rows`` begin with q, k and v; ``params`` and ``dropout`` are its own."""
         if call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
-        shard, q, k, v = rows
         return tiled.Problem(
             spec=self.spec,
-            q=q,
-            k=k,
-            v=v,
+            q=rows[0],
+            k=rows[1],
+            v=rows[2],
             tensors={declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)},
             params={
                 param.name: value if x is None else x

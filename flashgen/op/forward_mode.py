@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, contiguous_format
+from torch import Tensor
 
 from flashgen.analysis.selection import lowered
 from flashgen.analysis.tangent import tangent_names, with_tangents
 from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Values
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
-from flashgen.op.call import is_readable, row_strides, settled_values, strides_of
+from flashgen.op.call import readable, row_strides, settled_values, strides_of
 from flashgen.op.layouts import layout_like
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
@@ -161,7 +161,7 @@ class ForwardMode:
         """A backward pass, of what arrives at o and lse or at their tangents."""
         d_o = moved.t_o.new_zeros(()).expand(moved.t_o.shape) if arriving.d_o is None else arriving.d_o
         d_lse = None if arriving.d_lse is None else arriving.d_lse.contiguous()
-        read = self._read(kernel, problem, tangents) | {"d_o": _rows(kernel, d_o)}
+        read = self._read(kernel, problem, tangents) | {"d_o": readable(kernel, d_o)}
         results = {"o": moved.o, "lse": moved.lse, "lse_parts": moved.lse_parts, "d_lse": d_lse, **written}
         self._run(own, problem, read, results, tangents, deterministic)
 
@@ -169,13 +169,13 @@ class ForwardMode:
         """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
         found: dict[str, Tensor | None] = {}
         for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
-            found[name] = _rows(kernel, x)
+            found[name] = readable(kernel, x)
         for name, x in problem.tensors.items():
             found[tensor_field(name)] = x
         if _T_ROWS[0] not in kernel.layout.slots:  # the op's own
             return found
         for name, tangent in zip(_T_ROWS, tangents, strict=False):
-            found[name] = None if tangent is None else _rows(kernel, tangent)
+            found[name] = None if tangent is None else readable(kernel, tangent)
         for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
             if name in self._names:
                 found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent
@@ -315,11 +315,6 @@ def _captured(
 def _number(param: Param, value: Tensor | float) -> float:
     number = value.detach() if isinstance(value, Tensor) else value
     return int(number) if param.type is ScalarType.INT else float(number)
-
-
-def _rows(kernel: Kernel, x: Tensor) -> Tensor:
-    """Rows that the kernel can read."""
-    return x if is_readable(kernel, x) else x.clone(memory_format=contiguous_format)
 
 
 def _there(x: Tensor | None) -> Tensor:

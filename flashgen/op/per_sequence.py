@@ -16,7 +16,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.op.call import Call, Tensors, check_probability
 from flashgen.op.captured import Captured
-from flashgen.op.length_checks import drops_by_length, params_by_length
+from flashgen.op.lengths import drops_by_length, params_by_length
 from flashgen.reference.dense import Dropout, drop_probability, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale
 

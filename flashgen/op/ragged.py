@@ -22,8 +22,8 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.behind import clear_behind
 from flashgen.op.call import CallChecker, Rest, Tensors
+from flashgen.op.checks import check_rows
 from flashgen.op.lengths import Lengths, lengths, unseen_lengths
-from flashgen.op.shapes import check_rows
 from flashgen.op.taken import OneProblem, Taken
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
@@ -50,7 +50,7 @@ class RaggedCall(Taken):
             if not tiled.gives_nothing(spec, shard):
                 own = (q_rows, k_rows, k_rows)
                 rows = (x[each].transpose(0, 1)[None] for x, each in zip(self.tensors[:3], own, strict=True))
-                yield OneProblem(number, shard, tuple(rows), functools.partial(_of_sequence, q_rows, k_rows))
+                yield number, shard, tuple(rows), functools.partial(_of_sequence, q_rows, k_rows)
 
     def finish(self, o: Tensor, lse: Tensor | None) -> None:
         """Rows behind the last sequence belong to none."""
@@ -60,7 +60,7 @@ class RaggedCall(Taken):
         clear_behind(self.found, self.starts, (dq,), (dk, dv))
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, *, derives: bool = False) -> RaggedCall:
+def take(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> RaggedCall:
     """The call of an operator's arguments. ``derives``: the host has to know the lengths, as what runs is no kernel.
 
     Raises ``TypeError`` and ``ValueError``.

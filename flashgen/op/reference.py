@@ -19,6 +19,7 @@ from flashgen.kinds.ragged import RAGGED
 from flashgen.op.appending import append
 from flashgen.op.cached import cache_of, cached_sequences
 from flashgen.op.call import CallChecker, Tensors, check_probability
+from flashgen.op.checks import check_cached, check_ragged, check_rows, check_shapes
 from flashgen.op.conversion import (
     check_switch,
     offset_arguments,
@@ -28,13 +29,11 @@ from flashgen.op.conversion import (
 )
 from flashgen.op.eight_bits import F8, from_8_bits
 from flashgen.op.f8 import factors_of_call
-from flashgen.op.length_checks import LengthChecks
-from flashgen.op.lengths import check_starts, lengths
+from flashgen.op.lengths import LengthChecks, check_starts, lengths
 from flashgen.op.nested import is_nested, sequences
 from flashgen.op.plain import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.op.ragged import of_sequence
 from flashgen.op.selected import check_selection
-from flashgen.op.shapes import check_cached, check_ragged, check_rows, check_shapes
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import Signature
 from flashgen.reference import dense

@@ -23,13 +23,12 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
 from flashgen.op.block_order import CallsByBlocks
 from flashgen.op.call import Attended, CallChecker, Rest, Rows, Tensors
-from flashgen.op.engine import Engine
+from flashgen.op.checks import check_captured_type
+from flashgen.op.engine import TAKES, Engine
 from flashgen.op.forward_mode import Moved
 from flashgen.op.grouped import GroupedCalls
 from flashgen.op.selected import captured_in_order
-from flashgen.op.shapes import check_captured_type
 from flashgen.op.signature import Signature
-from flashgen.op.takes import TAKES
 from flashgen.reference.programs import Forward, Program, Reverse
 
 

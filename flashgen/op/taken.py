@@ -22,14 +22,8 @@ from flashgen.reference.shard import Shard
 View = Callable[[Place, Any], Any]
 
 
-@dataclass(frozen=True)
-class OneProblem:
-    """A dense problem of a call: the number of its sequence, where it lies, q, k and v, and what it sees."""
-
-    number: int
-    shard: Shard
-    rows: Tensors
-    view: View
+# A dense problem of a call: the number of its sequence, where it lies, q, k and v, and what it sees.
+OneProblem = tuple[int, Shard, Tensors, View]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def test_what_is_written_in_float32_is_what_others_round(name: str, dtype: torch
         rows = (None, o, lse, extremes) if lse is not None else (None,) * 4
         wide_rows = (None, o.float(), lse, extremes) if lse is not None else (None,) * 4
         gradients = op.engine.gradients(d_o, rows, tensors, (offsets, repeats), needs)
-        sums = op.engine_of(PARTS).gradients_of_part(d_o, wide_rows, tensors, (offsets, repeats), needs)
+        sums = op.engine_of(PARTS).gradients(d_o, wide_rows, tensors, (offsets, repeats), needs, is_part=True)
         for x, y in zip(gradients, sums, strict=True):
             assert y.dtype is torch.float32
             assert relative_error(x, y.double()) <= 2 * torch.finfo(dtype).eps

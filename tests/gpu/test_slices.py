@@ -45,12 +45,12 @@ def test_what_is_written_among_others_is_what_others_write(name: str, dtype: tor
         o, lse, extremes = op.engine.attend(tensors, (offsets, repeats))
         wholes = [larger(x) for x in (o, lse, extremes, q)]
         own: list[Any] = [None if x is None else x[:, :, at] for x in wholes]
-        op.engine_of(SLICES).attend_into(tuple(own[:3]), tensors, (offsets, repeats))
+        op.engine_of(SLICES).attend(tensors, (offsets, repeats), into=tuple(own[:3]))
         assert torch.equal(own[0], o)
         assert lse is None or torch.equal(own[1], lse)
         into = (own[3], *(torch.full(x.shape, 7.0, device="cuda") for x in (k, v)))
         rows = (None, *own[:3])
-        found = op.engine_of(SLICES).gradients_into(into, d_o, rows, tensors, (offsets, repeats), needs)
+        found = op.engine_of(SLICES).gradients(d_o, rows, tensors, (offsets, repeats), needs, is_part=True, into=into)
         wanted = op.engine.gradients(d_o, (None, o, lse, extremes), tensors, (offsets, repeats), needs)
         for x, y in zip(wanted, found, strict=True):
             assert relative_error(x, y.double()) <= 2 * torch.finfo(dtype).eps

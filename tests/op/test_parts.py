@@ -47,7 +47,7 @@ def both(engine: Engine, inputs: Inputs, tensors: tuple[Any, ...], rows: Any = N
     found = engine.attend(tensors, (OFFSETS, False))
     needs = [True] * engine.signature.inputs
     own = (None, *(found if rows is None else rows))
-    return found, engine.gradients_of_part(inputs.d_o, own, tensors, (OFFSETS, True), needs)
+    return found, engine.gradients(inputs.d_o, own, tensors, (OFFSETS, True), needs, is_part=True)
 
 
 @pytest.mark.parametrize(("backend", "target"), WHERE)
@@ -81,7 +81,7 @@ def test_where_warpgroups_divide_columns(head_dim: str, deterministic: bool) -> 
     o, lse, extreme = op._registered.engine.attend(tensors, rest)
     rounded = op._registered.engine.gradients(inputs.d_o, (None, o, lse, extreme), tensors, rest, needs)
     engine = op.engine_of(PARTS)
-    sums = engine.gradients_of_part(inputs.d_o, (None, o.float(), lse, extreme), tensors, rest, needs)
+    sums = engine.gradients(inputs.d_o, (None, o.float(), lse, extreme), tensors, rest, needs, is_part=True)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     exact = op.reference(*leaves, dtype=torch.float64, q_start=20, q_total=90, kv_total=90)
     truths = torch.autograd.grad(exact, leaves, inputs.d_o.double())

@@ -63,10 +63,10 @@ def test_they_are_what_other_kernels_write(backend: str, target: str | None, tex
         if own_d_lse is not None:
             own_d_lse.copy_(d_lse)
         with recording() as counted:
-            op.engine_of(SLICES).attend_into((o, lse, extremes), tensors, rest)
+            op.engine_of(SLICES).attend(tensors, rest, into=(o, lse, extremes))
             rows = (own_d_lse, o, lse, extremes)
             into = (dq, *(torch.full(x.shape, 7.0) for x in (inputs.k, inputs.v)))
-            found = op.engine_of(SLICES).gradients_into(into, inputs.d_o, rows, tensors, rest, needs)
+            found = op.engine_of(SLICES).gradients(inputs.d_o, rows, tensors, rest, needs, is_part=True, into=into)
         assert all(x is y for x, y in zip(found, into, strict=False))
         assert all(y is None or torch.equal(x, y) for x, y in zip(attended, rows[1:], strict=True))
         wanted = op.engine.gradients(inputs.d_o, (d_lse, *attended), tensors, rest, needs)
