@@ -115,16 +115,6 @@ def _quotient(t: DType, x: Value, y: Value) -> Expr:
     return node("add", node("floordiv", a, b), node("to_int", node("and", left, apart)))
 
 
-def _fmod(t: DType, x: Value, y: Value) -> Expr:
-    """What is left of x, with its sign."""
-    a, b = common(t, x, y)
-    if scalar_of(t) is not FLOAT:
-        return node("sub", a, node("mul", _quotient(t, x, y), b))
-    size = node("abs", b)
-    below = node("neg", node("mod", node("neg", a), size))
-    return node("where", node("lt", a, literal(0.0)), below, node("mod", a, size))
-
-
 def _power(t: DType, x: Value, y: Value) -> Expr:
     a, b = common(t, x, y)
     exponent: Any = y.number
@@ -201,7 +191,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "div": _divided,
         "floor_divide": _same("floordiv"),
         "remainder": _same("mod"),
-        "fmod": _fmod,
         "pow": _power,
         "reciprocal": lambda _t, x: node("div", literal(1.0), convert(x.expr, FLOAT)),
         "neg": _same("neg"),
@@ -289,6 +278,7 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "square": lambda x: x * x,
         "lerp": lambda x, y, weight: x + (y - x) * weight,
         "addcmul": lambda x, y, z, value=1: torch.add(x, y * z, alpha=value),
+        "fmod": lambda x, y: torch.where(x < 0, -(-x % abs(y)), x % abs(y)),
         "frac": lambda x: x - x.trunc(),
         "tan": lambda x: x.sin() / x.cos(),
         "log10": lambda x: x.log2() * math.log10(2.0),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashgen.flex.aten import CONSTANT, FILLED, FORMULAS, REDUCTIONS, RULES
 from flashgen.flex.casts import cast
-from flashgen.flex.numbers import as_number, settled, told
+from flashgen.flex.numbers import own, settled, told
 from flashgen.flex.places import refuse
 from flashgen.flex.refusals import DECISIONS, refuse_unknown
 from flashgen.flex.stand_ins import Cell, Cells, Symbolic, array_of, flat, mapped, symbolic, unwatched
@@ -33,17 +33,16 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "mean": "convert it: x.float().mean(-1)",
         "dot": "write (x * y).sum(-1)",
         "sub": "convert one of them: mask.int(), mask.float()",
-        "bitwise_not": "compare the score first: score > 0",
-        "bitwise_and": "compare the score first: score > 0",
-        "bitwise_or": "compare the score first: score > 0",
-        "bitwise_xor": "compare the score first: score > 0",
+        **dict.fromkeys(
+            ("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor"), "compare the score first: score > 0"
+        ),
     }
 )
 
 
 def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """The answer of an operator."""
-    name = func.overloadpacket.__name__
+    name, args, kwargs = func.overloadpacket.__name__, mapped(args, own), mapped(kwargs, own)
     if func._overloadname == "other":
         name = {"max": "maximum", "min": "minimum"}.get(name, name)
     if name == "_local_scalar_dense":
@@ -53,6 +52,7 @@ def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any
     if func._schema.is_mutable:
         refuse("E602", f"'{name}' of a mod writes to no tensor that it is given", hints=("give the result a name",))
     if func.is_view and name != "to":
+        _shapes_of(session, func, args, kwargs)
         return _moved(session, func, args, kwargs)
     if name in FORMULAS:
         _shapes_of(session, func, args, kwargs)
@@ -98,7 +98,7 @@ def _values(session: Session, x: Any, shape: Sequence[int]) -> Any:
         return [Value(cell.expr, x.dtype) for cell in of.flat]
     if isinstance(x, Tensor):  # a number that PyTorch has made a tensor of
         x = Value(constant(x.item()), x.dtype)
-    elif isinstance(x, (bool, int, float)) or as_number(x) is not None:
+    elif isinstance(x, (bool, int, float)):
         x = session.value(x)
     return [x] * math.prod(shape)
 
@@ -206,8 +206,7 @@ def _in_place(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         is_whole = target.row is not None and all(place is None for place in target.row.places)
         what = "a captured tensor" if is_whole else "a row of a captured tensor"
         refuse("E602", f"a mod cannot change {what}", hints=("give the result a new name",))
-    plain = getattr(torch.ops.aten, _name_in_place(func.overloadpacket.__name__) or "")
-    result = getattr(plain, func._overloadname)(*args, **kwargs)
+    result = getattr(torch.ops.aten, _name_in_place(func.overloadpacket.__name__) or "")(*args, **kwargs)
     if _ORDER[scalar_of(result.dtype)] > _ORDER[scalar_of(target.dtype)]:
         refuse("E603", f"{result.dtype} cannot be stored in a value of {target.dtype}", hints=("give it a new name",))
     target.cells.item().expr = cast(Value(result.expr, result.dtype), target.dtype).expr

@@ -23,39 +23,21 @@ from torch import Tensor
 Recipe = tuple[Any, ...]
 Host = bool | int | float
 
-_BINARY: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
+_Operations = Mapping[str, Callable[..., Any]]
+_BINARY: _Operations = {
+    name.strip("_"): getattr(operator, name)
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"),
+        *("and_", "or_", "xor"),
+    )
 }
-_UNARY: Mapping[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": operator.abs,
-    "invert": operator.invert,
+_UNARY: _Operations = {
+    **{name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert")},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
     "round": round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
 }
-_COMPARISONS: Mapping[str, Callable[..., Any]] = {
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-_OPERATIONS = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS, "bool": bool})
+_COMPARISONS: _Operations = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_OPERATIONS: _Operations = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS, "bool": bool})
 
 
 def evaluate(recipe: Recipe, leaves: Sequence[Any]) -> Host:
@@ -197,6 +179,12 @@ def as_number(value: object) -> Number | None:
     if kind in (torch.SymInt, torch.SymFloat):
         return value.node.number  # type: ignore[attr-defined, no-any-return]
     return value if issubclass(kind, Number) else None  # type: ignore[return-value]
+
+
+def own(value: Any) -> Any:
+    """The same, a captured number that PyTorch hands on as ours."""
+    number = as_number(value)
+    return value if number is None else number
 
 
 def settled(value: Any) -> Any:

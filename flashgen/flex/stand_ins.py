@@ -53,6 +53,11 @@ class Symbolic(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        # PyTorch itself shows arguments where an overload of an operator does not take them.
+        is_watched = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        return "a value of a mod" if is_watched else super().__repr__(**options)  # type: ignore[no-untyped-call]
+
     @property
     def cells(self) -> Cells:
         """The elements, as an array of the tensor's shape."""

@@ -222,8 +222,7 @@ def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
     _check_arguments(own, "score_mod" if first else "mask_mod")
     positions = [session.symbolic(Value(position(name), torch.int64)) for name in _NAMES_OF_POSITIONS]
     try:
-        learns = torch.is_grad_enabled()
-        with torch.set_grad_enabled(learns), _Watch(session):
+        with torch.set_grad_enabled(torch.is_grad_enabled()), _Watch(session):
             return mod(*first, *positions)
     except SpecError as error:
         if error.diagnostics[0].span is None:
@@ -272,35 +271,44 @@ class _Watch(TorchFunctionMode):
         session, first = self._session, args[0] if args else None
         if _namespace(func) not in _TORCHS:
             _refuse_opaque(f"'{_namespace(func)}::{name}' is an operator of torch.library")
-        if name in DECISIONS and not (name in _OF_DIMENSIONS and isinstance(first, Symbolic) and first.dim() > 0):
+        self._check(name, first, alone=len(args) + len(kwargs) == 1)
+        if name in _PLACES:
+            return session.device if name == "get:device" else session.device.type == name.removeprefix("get:is_")
+        if name in _LENGTHS and isinstance(first, Symbolic) and first.row is not None:
+            return lengths(session, name, *args, **kwargs)
+        if name == "__deepcopy__":
+            func, args = Tensor.clone, args[:1]
+        found = self._called(func, name, args, kwargs)
+        if isinstance(found, Tensor) and type(found) is not Symbolic and found.dim() == 0:
+            session.remember(found, found.item())
+        return found
+
+    def _check(self, name: str, x: object, *, alone: bool) -> None:
+        """Refuse what a mod cannot ask of a value."""
+        if name in DECISIONS and not (name in _OF_DIMENSIONS and isinstance(x, Tensor) and x.dim() > 0):
             hint = INSTEAD.get(name, "")
             message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
             refuse("E601", message, hints=(hint,) if hint else ())
         if name == "__setitem__":
             refuse_unknown(name)
-        if name in _PLACES:
-            return session.device if name == "get:device" else session.device.type == name.removeprefix("get:is_")
-        if name == "type" and len(args) == 1 and not kwargs:
+        if name == "type" and alone:
             refuse("E602", "a mod cannot ask for the name of a type", hints=("ask for x.dtype",))
-        if name == "__deepcopy__":
-            func, args = Tensor.clone, args[:1]
-        if name in _LENGTHS and isinstance(first, Symbolic) and first.row is not None:
-            return lengths(session, name, *args, **kwargs)
-        if name in _WITHOUT_GRADIENT and isinstance(first, Symbolic):
-            session.check_detached(first, "detach")
-        session.function = name
+        if name in _WITHOUT_GRADIENT and isinstance(x, Symbolic):
+            self._session.check_detached(x, "detach")
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What PyTorch makes of a function: operators, which ``dispatch.py`` answers."""
+        self._session.function = name
+        operand = self._operand(name)
         try:
             with watched():
-                found = func(*mapped(args, self._operand(name)), **mapped(kwargs, self._operand(name)))
+                return func(*mapped(args, operand), **mapped(kwargs, operand))
         except (TypeError, ValueError, RuntimeError) as error:
             if name in _CONVERSIONS and args[1:] and not isinstance(error, SpecError):
-                what, hint = _CONVERSIONS[name], "give a torch.dtype: torch.float32"
                 shown = f"'{args[1].__name__}'" if isinstance(args[1], type) else f"{args[1]!r}"
-                refuse("E603", f"{shown} is no type of {what}", hints=(hint,))
+                hint = "give a torch.dtype: torch.float32"
+                refuse("E603", f"{shown} is no type of {_CONVERSIONS[name]}", hints=(hint,))
             raise
-        if isinstance(found, Tensor) and type(found) is not Symbolic and found.dim() == 0:
-            session.remember(found, found.item())
-        return found
 
     def _operand(self, name: str) -> Callable[[Any], Any]:
         """Captured tensors as symbolic ones; captured numbers, too, where PyTorch would ask for their values."""

@@ -28,6 +28,14 @@ SHORT = torch.randint(-100, 100, (24, 4), generator=_GENERATOR, dtype=torch.int8
 LONG = drawn(24, 300)
 FOUR = drawn(24, 4)
 
+
+def _changed(row: Any) -> Any:
+    first, last = row[0], row.view(1, 3)[0, 2]
+    first += row[1]
+    last *= 2
+    return first - last
+
+
 SCORES: dict[str, Any] = {
     "a squared distance": lambda s, b, h, i, j: s - (MEANS[i] - MEANS[j]).pow(2).sum(-1),
     "a distance": lambda s, b, h, i, j: s - (MEANS[i] - MEANS[j] + 0.1).square().sum(-1).sqrt(),
@@ -54,6 +62,10 @@ SCORES: dict[str, Any] = {
     "where": lambda s, b, h, i, j: s + torch.where(MEANS[i] > MEANS[j], MEANS[i], 0.5).sum(-1),
     "a function": lambda s, b, h, i, j: s + torch.tanh(MEANS[i].float() * 2).sum(dim=-1) / MEANS[i].shape[0],
     "small ints": lambda s, b, h, i, j: s + 0.001 * SHORT[i].sum() + 0.1 * (SHORT[j] > 3).sum(-1),
+    "other shapes": lambda s, b, h, i, j: (
+        s + (MEANS[i].view(3, 1) * MEANS[j].reshape(1, 3)).sum() + MEANS[i].expand(2, 3)[1] @ WEIGHTS
+    ),
+    "a changed element": lambda s, b, h, i, j: s + _changed(MEANS[i] * MEANS[j]),
     "an unequal length": lambda s, b, h, i, j: s + (MEANS[i].unsqueeze(-1) * FOUR[j].unsqueeze(0)).sum(),
 }  # fmt: skip
 MASKS: dict[str, Any] = {
