@@ -223,7 +223,7 @@ class CudaProvider:
 
         brought = self.brought(head_dim, index)
         plan = compiled(variant, board.target).plan if brought is None else brought.plan
-        is_edited = brought is not None and brought.is_edited
+        is_edited = brought is not None and brought.edited != ""
 
         @functools.cache
         def other(kind: Kind) -> cuda.CudaKernel | None:
@@ -251,8 +251,8 @@ class CudaProvider:
     ) -> Ready:
         target, brought, part = self.board(index).target, self.brought(head_dim, index), Part(element, name, kind)
         if brought is not None and element in brought.plan.by_element:
-            if brought.is_edited:
-                why = f"'{brought.source.file_name}' was edited, and runs as it stands"
+            if brought.edited:
+                why = f"'{brought.edited}' was edited, and runs as it stands"
                 return _as_packaged(brought, part, why)
             wanted = getattr(pins, name)
             if wanted is None or wanted == tile_of(brought.plan.by_element[element], name):

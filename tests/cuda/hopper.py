@@ -62,14 +62,14 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
     variant = analyse(spec, spec.head_dims[0])
     plan, source = emitted_for(text)
-    forward, mark, backward = source.text.partition("// ---- Backward")
+    forward, mark, backward = source.whole.partition("// ---- Backward")
     part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
     assert mark
     assert found == count
     # Of a pass its own kernels alone: a compiler takes as long for those of the others, which stay what they were.
     sources = {pass_name: part if pass_name == "forward" else forward + mark + part}
     if pass_name == "backward":
-        sources["forward"] = source.text
+        sources["forward"] = source.whole
     launches = launches_of(variant, plan, source.symbol, ElementType.BF16)
 
     @functools.cache

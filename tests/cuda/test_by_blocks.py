@@ -259,8 +259,8 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     target, head_dim = GPUS["sm_90a"], spec.head_dims[0]
     variant = kernel_variant(spec, head_dim, BY_BLOCKS)
     kernel = compiled(variant, target)
-    assert kernel.source.text.count(old) == 1
-    program = compile_program(kernel.source.text.replace(old, new), name=kernel.source.name)
+    assert kernel.source.whole.count(old) == 1
+    program = compile_program(kernel.source.whole.replace(old, new), name=kernel.source.name)
     own = Compiled(program, launches_of(variant, kernel.plan, kernel.source.symbol, ElementType.BF16))
     planted = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), head_dim, lambda *_: own)
     provider = EmulatorProvider(spec, target)
